@@ -1,0 +1,68 @@
+"""mpguard: mixed precision said once, in force everywhere, and proven.
+
+    import mpguard
+
+    policy = mpguard.recipe("bf16_mixed")
+    fully_shard(model, mp_policy=policy.to("fsdp2"))
+    config, changes = mpguard.inject(config, policy, "deepspeed")
+    mpguard.activate(policy)  # everything that is built from here on
+
+Importing mpguard imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpguard.errors import (
+    ConfigError,
+    ExtensionError,
+    MissingExtra,
+    MpguardError,
+    MpguardWarning,
+    NotCarried,
+    NotInForce,
+    NotProven,
+    PolicyError,
+    SettingsError,
+    UnknownRecipe,
+)
+from mpguard.plugin import Change, inject
+from mpguard.policy import Dtype, Policy
+from mpguard.recipes import recipe, recipes, register
+
+if TYPE_CHECKING:
+    from mpguard.runtime import activate, prove
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Change",
+    "ConfigError",
+    "Dtype",
+    "ExtensionError",
+    "MissingExtra",
+    "MpguardError",
+    "MpguardWarning",
+    "NotCarried",
+    "NotInForce",
+    "NotProven",
+    "Policy",
+    "PolicyError",
+    "SettingsError",
+    "UnknownRecipe",
+    "activate",
+    "inject",
+    "prove",
+    "recipe",
+    "recipes",
+    "register",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("activate", "prove"):
+        from mpguard import runtime
+
+        return getattr(runtime, name)
+    raise AttributeError(f"module 'mpguard' has no attribute {name!r}")

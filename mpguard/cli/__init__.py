@@ -1,0 +1,86 @@
+"""The command line: one module per command, each with `configure(parser)` and `run(options) -> int`.
+
+Exit status: 0 clean or done, 1 findings or not in force, 2 could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from mpguard.errors import MpguardError, NotInForce, did_you_mean
+
+#: Command -> what it does. Its module is imported only when it runs.
+COMMANDS = {
+    "lint": "check training code and configs",
+    "rule": "the manual page of a rule",
+    "recipes": "list precision recipes; show what one becomes in a framework",
+    "init": "write an mp.yaml from a recipe",
+    "apply": "write a recipe into existing configs",
+    "launch": "accelerate launch, with the policy in force and proven",
+    "hook": "let `accelerate launch --config mp.yaml` work",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status. Never raises for what is the user's to mend."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = next((a for a in arguments if not a.startswith("-")), None)
+    leading = arguments[: arguments.index(command)] if command is not None else arguments
+    if "--version" in leading or "-V" in leading:
+        from mpguard import __version__
+
+        print(f"mpguard {__version__}")
+        return 0
+    if command is None or "-h" in leading or "--help" in leading:
+        print(_overview())
+        return 0 if leading else 2
+    if leading:
+        return _refuse(f"there is no option `{leading[0]}` before the command")
+    if command not in COMMANDS:
+        return _refuse(f"there is no command `{command}`{did_you_mean(command, COMMANDS)}")
+    module = importlib.import_module(f"mpguard.cli.{command}")
+    parser = argparse.ArgumentParser(
+        prog=f"mpguard {command}",
+        description=(module.__doc__ or "").strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.configure(parser)
+    try:
+        options = parser.parse_args(arguments[1:])
+        status: int = module.run(options)
+        return status
+    except SystemExit as error:  # argparse
+        return error.code if isinstance(error.code, int) else 2
+    except NotInForce as error:
+        print(f"mpguard: not in force: {error}", file=sys.stderr)
+        return 1
+    except MpguardError as error:
+        return _refuse(str(error))
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _refuse(message: str) -> int:
+    print(f"mpguard: {message}", file=sys.stderr)
+    return 2
+
+
+def _overview() -> str:
+    lines = [
+        "usage: mpguard COMMAND ...",
+        "",
+        "Mixed precision said once, in force everywhere, and proven.",
+        "",
+        "commands:",
+    ]
+    lines += [f"  {name:9}{text}" for name, text in COMMANDS.items()]
+    lines += ["", "mpguard COMMAND --help says more; mpguard --version the version.",
+              "Exit status: 0 clean or done, 1 findings or not in force, 2 could not run."]  # fmt: skip
+    return "\n".join(lines)

@@ -1,0 +1,89 @@
+"""Edits of text: what fixes, `apply` and config fixes have in common.
+
+An `Edit` replaces a span of a file's decoded text (offsets in code points, line endings as they
+are in the file). Edits are plain data; one function applies them, one writes files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import stat
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Edit:
+    """Replace `text[start:end]` by `text`. `start == end` inserts."""
+
+    start: int
+    end: int
+    text: str
+
+
+class Overlap(ValueError):
+    """Two edits touch the same text."""
+
+
+def applied(text: str, edits: Iterable[Edit]) -> str:
+    """The text with all edits in it; raises `Overlap` where two touch the same span.
+
+    Equal edits count once (two fixes may add the same import). Insertions at one offset are kept
+    in the order given.
+    """
+    parts: list[str] = []
+    position = 0
+    last: Edit | None = None
+    for edit in sorted(dict.fromkeys(edits), key=lambda e: (e.start, e.end)):
+        if edit.start < position or (last is not None and last.end > edit.start):
+            raise Overlap(f"{last} and {edit}")
+        parts += (text[position : edit.start], edit.text)
+        position, last = edit.end, edit
+    parts.append(text[position:])
+    return "".join(parts)
+
+
+def compatible(edits: Iterable[Edit], more: Iterable[Edit]) -> bool:
+    """Whether all of them can be applied in one go."""
+    try:
+        applied(" " * (1 + max((e.end for e in (*edits, *more)), default=0)), (*edits, *more))
+    except Overlap:
+        return False
+    return True
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replaces a file's content so that it is the old or the new one at any moment.
+
+    Mode and, where permitted, owner are kept; a symbolic link stays one and its target is written.
+    A new file gets the mode that the umask gives. Raises `OSError`.
+    """
+    path = Path(os.path.realpath(path))
+    try:
+        before = path.stat()
+    except FileNotFoundError:
+        before = None
+    if before is not None and not os.access(path, os.W_OK):
+        raise PermissionError(13, "the file is read-only", str(path))
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if before is None:
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o666 & ~umask)
+        else:
+            temporary.chmod(stat.S_IMODE(before.st_mode))
+            with contextlib.suppress(PermissionError):
+                os.chown(temporary, before.st_uid, before.st_gid)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,103 @@
+"""Everything that mpguard raises or warns.
+
+    MpguardError
+    ├── PolicyError            a policy that cannot be (also a ValueError)
+    │   └── UnknownRecipe      no recipe of that name; lists the near ones
+    ├── ConfigError            a config file that cannot be used: names file, line and key
+    │   └── SettingsError      the same for [tool.mpguard]
+    ├── MissingExtra           a library that a target needs is not installed (also an ImportError)
+    ├── ExtensionError         a plugin, recipe or rule package that does not load
+    └── NotInForce             what runs is not what the policy says
+    MpguardWarning (a UserWarning)
+    ├── NotCarried             a target has no place for a field of the policy
+    └── NotProven              a run ended before its precision could be observed (enforce="warn")
+
+Wording, everywhere: where: what is; what is needed; what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MpguardError(Exception):
+    """Base of all errors that mpguard raises on purpose; the message is for the user."""
+
+
+class PolicyError(MpguardError, ValueError):
+    """A combination of precision settings that cannot be, with the reason."""
+
+
+class UnknownRecipe(PolicyError):
+    """No recipe has this name."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.known = tuple(sorted(known))
+        super().__init__(f"there is no recipe `{name}`{did_you_mean(name, self.known)}")
+
+
+class ConfigError(MpguardError):
+    """A config file that cannot be used as it is."""
+
+
+class SettingsError(ConfigError):
+    """`[tool.mpguard]` or `mpguard.toml` has a key or a value that mpguard does not know."""
+
+
+class MissingExtra(MpguardError, ImportError):
+    """A target was asked for whose library is not installed."""
+
+    def __init__(self, library: str, extra: str, wanted_for: str) -> None:
+        self.library, self.extra = library, extra
+        super().__init__(f"{wanted_for} needs `{library}`, which is not installed: pip install 'mpguard[{extra}]'")
+
+
+class ExtensionError(MpguardError):
+    """A plugin, recipe or rule module that fails to import or to register."""
+
+
+class NotInForce(MpguardError, RuntimeError):
+    """What runs, or would run, is not what the policy says. Exit status 1."""
+
+
+class MpguardWarning(UserWarning):
+    """Base of all warnings that mpguard gives."""
+
+
+class NotCarried(MpguardWarning):
+    """A target has no place for a field of the policy that matters.
+
+    Attributes: `field`, `value`, `target`, and `carriers`, the targets that do carry it.
+    """
+
+    def __init__(self, field: str, value: object, target: str, carriers: Iterable[str]) -> None:
+        self.field, self.value, self.target = field, value, target
+        self.carriers = tuple(carriers)
+        by = f"carried by {', '.join(self.carriers)}" if self.carriers else "no target carries it"
+        super().__init__(f"{target}: has no place for `{field}={value}` of the policy; {by}")
+
+
+class NotProven(MpguardWarning):
+    """The run ended before what is in force could be observed."""
+
+
+def near(name: str, known: Iterable[str], most: int = 3) -> list[str]:
+    """The known names most like `name`, best first; empty when none is like it."""
+    known = list(known)
+    found = difflib.get_close_matches(name, known, n=most, cutoff=0.6)
+    if not found:
+        lowered = {k.lower().replace("-", "_"): k for k in known}
+        matches = difflib.get_close_matches(name.lower().replace("-", "_"), lowered, n=most, cutoff=0.5)
+        found = [lowered[match] for match in matches]
+    return found
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A clause for the end of an error: the near names, or all of them when none is near."""
+    known = sorted(known)
+    nearest = near(name, known)
+    if nearest:
+        return f"; did you mean {' or '.join(f'`{n}`' for n in nearest)}?"
+    return f"; known are {', '.join(known)}" if known else ""

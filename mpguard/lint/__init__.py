@@ -1,0 +1,1 @@
+"""The linter: reads training code and configs before a GPU is rented. Imports no torch."""

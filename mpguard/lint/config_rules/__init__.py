@@ -1,0 +1,1 @@
+"""Rules about config files: one file each."""

@@ -1,0 +1,1 @@
+"""Rules about Python code: one file each, in folders per group."""

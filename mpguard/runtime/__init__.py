@@ -1,0 +1,1 @@
+"""The policy at run time: injection and proof."""
