@@ -10,9 +10,11 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mpguard.errors import PolicyError, did_you_mean
 from mpguard.policy import BACKENDS, Policy
@@ -195,29 +197,50 @@ def best(hardware: Hardware | None = None) -> tuple[str, str]:
 
 
 def _gpu() -> tuple[str | None, Version | None, int]:
-    """Name and capability of the weakest GPU, and how many there are."""
+    """Name and capability of the weakest visible GPU, and how many there are."""
     import pynvml
 
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return None, None, 0
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return (None, None, 0) if not Path("/proc/driver/nvidia/version").exists() else ("unknown GPU", None, 1)
     try:
-        count = pynvml.nvmlDeviceGetCount()
-        found: list[tuple[Version, str]] = []
-        for index in range(count):
-            device = pynvml.nvmlDeviceGetHandleByIndex(index)
-            found.append(
-                (tuple(pynvml.nvmlDeviceGetCudaComputeCapability(device)), str(pynvml.nvmlDeviceGetName(device)))
-            )
-    except pynvml.NVMLError as error:
+        handles = _visible_devices(visible)
+        found = sorted(
+            (tuple(pynvml.nvmlDeviceGetCudaComputeCapability(each)), str(pynvml.nvmlDeviceGetName(each)))
+            for each in handles
+        )
+    except (pynvml.NVMLError, ValueError) as error:
         return f"a GPU that NVML cannot describe ({error})", None, 1
     finally:
         pynvml.nvmlShutdown()
     if not found:
         return None, None, 0
-    capability, name = min(found)
-    return name, capability, count
+    capability, name = found[0]
+    return name, capability, len(found)
+
+
+def _visible_devices(visible: str | None) -> list[Any]:
+    """NVML's handles of the GPUs in `CUDA_VISIBLE_DEVICES` (indices or UUIDs); all without it.
+
+    Like CUDA, the list ends at the first entry that names no GPU.
+    """
+    import pynvml
+
+    count = pynvml.nvmlDeviceGetCount()
+    handles: list[Any] = []
+    entries = map(str, range(count)) if visible is None else map(str.strip, visible.split(","))
+    for entry in entries:
+        if entry.startswith(("GPU-", "MIG-")):
+            handles.append(pynvml.nvmlDeviceGetHandleByUUID(entry))
+        elif entry.isdigit() and int(entry) < count:
+            handles.append(pynvml.nvmlDeviceGetHandleByIndex(int(entry)))
+        else:
+            break
+    return handles
 
 
 def _torch_cuda() -> Version | None:
