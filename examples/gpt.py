@@ -77,7 +77,9 @@ class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def loader(batch: int = 16, context: int = 128, seed: int = 0) -> torch.utils.data.DataLoader[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.utils.data.DataLoader(Windows(corpus(), context), batch, shuffle=True, generator=generator, drop_last=True)
+    return torch.utils.data.DataLoader(
+        Windows(corpus(), context), batch, shuffle=True, generator=generator, drop_last=True
+    )
 
 
 def batches(steps: int, rank: int = 0, batch: int = 16) -> Iterator[dict[str, torch.Tensor]]:

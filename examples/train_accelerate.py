@@ -9,7 +9,6 @@ import argparse
 
 import torch
 from accelerate import Accelerator
-
 from gpt import GPT, loader, loss_of
 
 
@@ -25,6 +24,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     model, optimizer, data = accelerator.prepare(model, optimizer, loader())
 
+    wrapper = type(model).__name__
+    accelerator.print(f"{accelerator.num_processes} process(es), {accelerator.distributed_type}, model is a {wrapper}")
     for step, batch in zip(range(1, options.steps + 1), data, strict=False):
         loss = loss_of(model(batch["input_ids"]), batch["labels"])
         accelerator.backward(loss)
