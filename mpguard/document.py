@@ -1,0 +1,205 @@
+"""Config files as nodes with places: what lint, apply, launch and init read and change.
+
+YAML has accelerate's own types (YAML 1.1: an unquoted `no` is False); duplicate keys, tags and
+alias bombs are problems with a place; nothing in a file is ever executed. Changes are text edits,
+so that comments, order, anchors, quotes and line endings stay.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mpguard.errors import ConfigError
+from mpguard.json_reader import read_json
+from mpguard.nodes import MAX_LENGTH, Node, Pair, Problem, Span, Tree, line_starts
+from mpguard.yaml_reader import read_yaml
+
+if TYPE_CHECKING:
+    from mpguard.edits import Edit
+    from mpguard.plugin import Change
+
+__all__ = ["Document", "Entry", "Problem", "decode", "parse", "read"]
+
+Format = Literal["yaml", "json"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A key of a config, its plain value, and where both are written.
+
+    path: the keys that lead to it, list indices as text. Where the value comes through an alias or
+    `<<`, `value_span` is the alias, or the place that `<<` brings it from.
+    """
+
+    key: str
+    key_span: Span
+    value: Any
+    value_span: Span
+    path: tuple[str, ...]
+
+    @property
+    def span(self) -> Span:
+        return self.key_span
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One config file.
+
+    path: as it was given, for messages. text: decoded, line endings as they are, without byte-order
+    mark (`bom` says whether there was one). problems: why it is no usable config; empty when it is.
+    root: the nodes; None for an empty file, and where the text cannot be read at all.
+    """
+
+    path: str
+    text: str
+    format: Format
+    root: Node | None
+    problems: list[Problem]
+    bom: bool = False
+
+    @functools.cached_property
+    def data(self) -> Any:
+        """The plain value; None for an empty file."""
+        return None if self.root is None else self.root.plain()
+
+    @functools.cached_property
+    def kind(self) -> str | None:
+        """The plugin that recognises the content (`accelerate`, `deepspeed`, `axolotl`), or None."""
+        from mpguard.plugin import plugins
+
+        if not isinstance(self.data, dict):
+            return None
+        return next((name for name, plugin in plugins().items() if plugin.recognises(self.data)), None)
+
+    def entry(self, key: str) -> Entry | None:
+        """The entry at a dotted path such as `fp8_config.backend`; through aliases and `<<` too."""
+        parts = tuple(key.split("."))
+        node = self.root
+        for depth, part in enumerate(parts):
+            if node is None:
+                return None
+            if node.target.kind == "sequence":
+                items = node.target.items
+                node = items[int(part)] if part.isdecimal() and int(part) < len(items) else None
+                continue
+            pair = node.target.members.get(part)
+            if pair is None:
+                return None
+            if depth == len(parts) - 1:
+                return _entry(pair, parts)
+            node = pair.value
+        return None
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries, depth first, in the order of the file; those of aliases where they are used."""
+        if self.root is not None:
+            yield from _entries(self.root, ())
+
+    def edits(self, changes: Iterable[Change]) -> tuple[Edit, ...]:
+        """Edits of `text` that make `data` what `plugin.merged` makes of it, and touch nothing else.
+
+        Raises `ConfigError` where a change would reach further than its key (through an anchor),
+        and where the document has problems; `PolicyError` where a section is needed and a value is.
+        """
+        from mpguard.rewrite import edits
+
+        return edits(self, changes)
+
+    def require(self) -> dict[str, Any]:
+        """`data`, if the file is a usable config; else `ConfigError` names file, line and reason."""
+        if self.problems:
+            raise ConfigError(
+                "\n".join(f"{self.place(problem.span[0])}: {problem.message}" for problem in self.problems)
+            )
+        if self.root is None:
+            raise ConfigError(f"{self.path}: is empty; a config with keys and values is needed")
+        if not isinstance(self.data, dict):
+            what = "a list" if isinstance(self.data, list) else "a single value"
+            raise ConfigError(f"{self.path}: is {what}; a config of keys and values is needed")
+        return self.data
+
+    def place(self, offset: int) -> str:
+        """`mp.yaml:3`: path and line of an offset, for messages."""
+        return f"{self.path}:{self.position(offset)[0]}"
+
+    def position(self, offset: int) -> tuple[int, int]:
+        """Line and column of an offset, both from 1; columns count code points."""
+        line = bisect.bisect_right(self._lines, offset)
+        return line, offset - self._lines[line - 1] + 1
+
+    @functools.cached_property
+    def _lines(self) -> list[int]:
+        return list(line_starts(self.text))
+
+    def encoded(self, text: str) -> bytes:
+        """A new text of this file as bytes, with the byte-order mark if it had one."""
+        return text.encode("utf-8-sig" if self.bom else "utf-8")
+
+
+def parse(text: str, path: str, format: Format | None = None) -> Document:
+    """Reads a config from its text. Never raises for its content: see `problems`.
+
+    format: by default JSON for a name in `.json`, YAML for `.yaml` and `.yml`; for other names
+    JSON where the text begins with `{`.
+    """
+    bom = text.startswith("\ufeff")
+    text = text[1:] if bom else text
+    form = format or _format(path, text)
+    if len(text) > MAX_LENGTH:
+        problem = Problem(f"has {len(text):,} characters; a config has at most {MAX_LENGTH:,}", (0, 0))
+        return Document(path, text, form, None, [problem], bom)
+    tree: Tree = read_json(text) if form == "json" else read_yaml(text)
+    if bom and form == "json":
+        tree.problems.append(
+            Problem("begins with a byte-order mark, which JSON readers refuse. Save it as UTF-8 without one", (0, 0))
+        )
+    return Document(path, text, form, tree.root, tree.problems, bom)
+
+
+def read(path: Path, format: Format | None = None) -> Document:
+    """Reads a config file. What is not UTF-8 is a problem; `ConfigError` where it cannot be opened."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return decode(data, str(path), format)
+
+
+def decode(data: bytes, path: str, format: Format | None = None) -> Document:
+    """Reads a config from its bytes. Never raises for its content: see `problems`."""
+    try:
+        return parse(data.decode("utf-8"), path, format)
+    except UnicodeDecodeError as error:
+        text = data.decode("utf-8", "replace")
+        start = len(data[: error.start].decode("utf-8"))
+        problem = Problem(f"is not UTF-8 (byte 0x{data[error.start]:02X}). Save it as UTF-8", (start, start + 1))
+        return Document(path, text, format or _format(path, text), None, [problem])
+
+
+def _format(path: str, text: str) -> Format:
+    suffix = Path(path).suffix.lower()
+    if suffix == ".json":
+        return "json"
+    if suffix in (".yaml", ".yml"):
+        return "yaml"
+    return "json" if text.lstrip(" \t\r\n").startswith("{") else "yaml"
+
+
+def _entry(pair: Pair, path: tuple[str, ...]) -> Entry:
+    return Entry(pair.name, pair.key_span, pair.value.plain(), pair.value.span, path)
+
+
+def _entries(node: Node, path: tuple[str, ...]) -> Iterator[Entry]:
+    node = node.target
+    for pair in node.members.values():
+        inner = (*path, pair.name)
+        yield _entry(pair, inner)
+        yield from _entries(pair.value, inner)
+    for index, item in enumerate(node.items):
+        yield from _entries(item, (*path, str(index)))
