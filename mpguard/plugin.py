@@ -140,6 +140,8 @@ class Plugin:
         self._build: Callable[[dict[str, Any]], Any] | None = None
         self._read: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
         self._recognises: Callable[[Mapping[str, Any]], bool] | None = None
+        self._strategy: Callable[[Mapping[str, Any]], str | None] | None = None
+        self._fit: Callable[[dict[str, Setting], Mapping[str, Any]], dict[str, Setting]] | None = None
         unknown = self.carries - set(FIELD_NAMES)
         if unknown:
             field = sorted(unknown)[0]
@@ -208,9 +210,27 @@ class Plugin:
         self._recognises = function
         return function
 
+    def strategist(
+        self, function: Callable[[Mapping[str, Any]], str | None]
+    ) -> Callable[[Mapping[str, Any]], str | None]:
+        """Decorator: `(config) -> the strategy that it states, or None`."""
+        self._strategy = function
+        return function
+
+    def fits(
+        self, function: Callable[[dict[str, Setting], Mapping[str, Any]], dict[str, Setting]]
+    ) -> Callable[[dict[str, Setting], Mapping[str, Any]], dict[str, Setting]]:
+        """Decorator: `(settings, config) -> settings`, for keys that must or must not stand beside others."""
+        self._fit = function
+        return function
+
     def not_carried(self, policy: Policy, strategy: str | None = None) -> list[str]:
-        """The fields of the policy that matter and that this target has no place for."""
-        return [field for field in fields_that_matter(policy, strategy) if field not in self.carries]
+        """The fields of the policy that matter and that this target has no place for.
+
+        `backend` names a target: that target itself carries it.
+        """
+        carried = self.carries | {"backend"} if policy.backend == self.name else self.carries
+        return [field for field in fields_that_matter(policy, strategy) if field not in carried]
 
     def __repr__(self) -> str:
         return f"<Plugin {self.name}>"
@@ -296,17 +316,20 @@ def inject(
     """
     found = get(target)
     changes = differences(config, policy, target, strategy)
-    _say_not_carried(found, policy, strategy)
+    _say_not_carried(found, policy, strategy or found.strategy(config))
     for change in changes:
         log.log(logging.WARNING if change.overrides else logging.INFO, "%s: %s", target, change)
     return merged(config, {change.key: Setting(change.new) for change in changes}), changes
 
 
 def differences(config: Mapping[str, Any], policy: Policy, target: str, strategy: str | None = None) -> list[Change]:
-    """What `inject` would change; empty when the policy is in the config already."""
+    """What `inject` would change; empty when the policy is in the config already.
+
+    strategy: by default the one that the config itself states.
+    """
     return [
         Change(key, old, setting.value, setting.why)
-        for key, setting in get(target).settings(policy, strategy).items()
+        for key, setting in get(target).settings_for(config, policy, strategy).items()
         if not setting.met_by(old := lookup(config, key))
     ]
 

@@ -1,0 +1,1 @@
+"""mpguard for its targets: one plugin a file."""

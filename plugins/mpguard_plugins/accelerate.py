@@ -1,0 +1,322 @@
+"""Accelerate: its YAML, and keyword arguments for `Accelerator`.
+
+The YAML holds a mode (`mixed_precision`) and the few FP8 keys that accelerate reads; everything
+else (reduction dtype, loss scale, torchao recipe) has a place only in objects, so the keyword
+arguments say more than the file. mpguard's own keys in the file (`mpguard_recipe`,
+`mpguard_overrides`) are no settings of accelerate and not written here.
+
+Read against accelerate 1.15.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpguard import plugin as plugins
+from mpguard.errors import PolicyError
+from mpguard.plugin import ABSENT, Setting, Settings, lookup, plugin
+from mpguard.policy import Backend, Dtype, Policy
+from mpguard_plugins import fsdp, torch, torchao
+
+_BACKENDS: Mapping[Backend, str] = {"te": "TE", "torchao": "AO"}
+
+#: What accelerate's own Transformer Engine path can be asked for; it knows no other recipe.
+_TE_RECIPES = ("delayed", "mxfp8")
+
+
+@plugin(
+    "accelerate",
+    carries=(
+        "bf16", "fp16", "params_dtype", "master_dtype", "grad_reduce_in_fp32", "buffer_dtype", "output_dtype",
+        "fp8", "fp8_recipe", "backend", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_param",
+        "fp8_param_gather", "fp8_exclude", "fp8_head", "fp8_fast_accum", "fp8_emulate",
+        "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", "compile",
+    ),
+    extra="accelerate",
+    library="accelerate",
+)  # fmt: skip
+def accelerate(policy: Policy, strategy: str | None) -> Settings:
+    """The YAML of `accelerate launch --config_file`, and keyword arguments of `Accelerator`.
+
+    Without master weights the mode is `no`, and the model must be loaded in the policy's dtype:
+    accelerate would give FSDP parameters FP32 masters. Only under strategies fsdp1 and fsdp2 do the
+    arguments have an `fsdp_plugin` (with the policy's reduction dtype), only under deepspeed-* a
+    `deepspeed_plugin`.
+    """
+    mode = _mode(policy, strategy)
+    settings: dict[str, Any] = {
+        "mixed_precision": Setting(mode, same=_is(mode)),
+        "deepspeed_config.mixed_precision": Setting(ABSENT, "it silently beats the top-level mixed_precision"),
+        "fsdp_config.mixed_precision_policy": Setting(ABSENT, "accelerate reads no such key"),
+        "fsdp_config.fsdp_mixed_precision_policy": Setting(ABSENT, "accelerate reads no such key"),
+    }
+    if policy.fp8:
+        for key, value in _fp8(policy, strategy).items():
+            settings[f"fp8_config.{key}"] = value
+            settings[f"fp8_config.fp8_{key.removeprefix('fp8_')}"] = value if key.startswith("fp8_") else _twin(key)
+        if _backend(policy) == "te":
+            settings["fp8_config.format"] = _twin("fp8_format")
+            for dead in ("amax_history_length", "amax_compute_algorithm"):
+                settings[f"fp8_config.{dead}"] = Setting(ABSENT, "`accelerate config` writes it and nothing reads it")
+    if policy.compile != "auto":
+        backend = Setting("INDUCTOR", same=_is("inductor")) if policy.compile else Setting(ABSENT, same=_is("no"))
+        settings |= {
+            "dynamo_config.dynamo_backend": backend,
+            "dynamo_config.backend": _twin("dynamo_backend"),
+            "dynamo_backend": Setting(ABSENT, "the old key, which replaces the whole dynamo_config"),
+        }
+    return settings
+
+
+def _mode(policy: Policy, strategy: str | None) -> str:
+    if policy.fp8 and policy.fp16:
+        raise PolicyError(
+            "accelerate: the policy computes in fp16 beside fp8; under mixed_precision fp8 accelerate computes "
+            "the rest in bf16. Set bf16=True, or use target `deepspeed` or `megatron`"
+        )
+    if policy.master_dtype is not Dtype.FP32:
+        if policy.fp8 and strategy in ("fsdp1", "fsdp2"):
+            raise PolicyError(
+                f"accelerate: master_dtype is {policy.master_dtype} beside fp8 under {strategy}, where accelerate "
+                "gives every parameter an FP32 master. Set master_dtype to fp32"
+            )
+        if not policy.fp8 and not _deepspeed(strategy):
+            return "no"
+    return "fp8" if policy.fp8 else policy.compute_dtype.short if policy.low_precision else "no"
+
+
+def _backend(policy: Policy) -> Backend:
+    """Current scaling runs on torchao where the policy leaves it open: accelerate's TE path has none."""
+    return "torchao" if "torchao" in policy.backends else policy.backends[0]
+
+
+def _fp8(policy: Policy, strategy: str | None) -> dict[str, Any]:
+    """The keys of `fp8_config` that accelerate reads, without their optional prefix where it is not usual."""
+    backend = _backend(policy)
+    why = "accelerate's Transformer Engine path has no current scaling" if backend == "torchao" else ""
+    settings: dict[str, Any] = {"backend": Setting(_BACKENDS[backend], why)}
+    if backend == "torchao":
+        gather = plugins.get("torchao").settings(policy, strategy)["enable_fsdp_float8_all_gather"].value
+        settings["enable_fsdp_float8_all_gather"] = Setting(
+            gather, "" if gather else "on by default; outside FSDP2 the weights it wraps never train"
+        )
+        return settings
+    if policy.fp8_recipe == "mxfp8" and policy.fp8 == "hybrid":
+        raise PolicyError(
+            'accelerate: fp8 is hybrid with fp8_recipe mxfp8; accelerate asks for MXFP8 in E4M3 only. Set fp8="e4m3"'
+        )
+    assert policy.fp8
+    settings["fp8_format"] = Setting(policy.fp8.upper(), same=_is(policy.fp8))
+    if policy.fp8_recipe in _TE_RECIPES:
+        settings["margin"] = policy.fp8_margin
+    if policy.fp8_recipe == "delayed":
+        settings |= {
+            "amax_history_len": policy.fp8_amax_history_len,
+            "amax_compute_algo": Setting(policy.fp8_amax_compute_algo, same=_is(policy.fp8_amax_compute_algo)),
+        }
+    else:
+        refused = "only delayed scaling has it"
+        settings |= {
+            "amax_history_len": Setting(ABSENT, refused, same=lambda found: found == 1024),
+            "amax_compute_algo": Setting(ABSENT, refused, same=_is("most_recent")),
+        }
+    block = policy.fp8_recipe == "mxfp8"
+    settings["use_mxfp8_block_scaling"] = True if block else Setting(ABSENT, same=lambda found: not found)
+    return settings
+
+
+def _twin(key: str) -> Setting:
+    return Setting(ABSENT, f"another spelling of `{key}`")
+
+
+def _is(word: str) -> Callable[[Any], bool]:
+    """accelerate reads words in any case; an unquoted `no` is the boolean False, which it cannot read."""
+    return lambda found: isinstance(found, str) and found.lower() == word
+
+
+def _deepspeed(strategy: str | None) -> bool:
+    return strategy is not None and strategy.startswith("deepspeed")
+
+
+@accelerate.fits
+def beside_deepspeed_file(settings: dict[str, Setting], config: Mapping[str, Any]) -> dict[str, Setting]:
+    if lookup(config, "deepspeed_config.deepspeed_config_file") in (ABSENT, None):
+        return settings
+    why = "accelerate refuses it beside deepspeed_config_file, which says it"
+    return {**settings, "mixed_precision": Setting(ABSENT, why)}
+
+
+@accelerate.recognised
+def is_config(config: Mapping[str, Any]) -> bool:
+    if "base_model" in config:  # axolotl
+        return False
+    own = ("compute_environment", "distributed_type", "fp8_config", "deepspeed_config", "megatron_lm_config")
+    beside = ("num_processes", "num_machines", "use_cpu", "fsdp_config", "dynamo_config", "main_process_port")
+    return any(key in config for key in own) or ("mixed_precision" in config and any(key in config for key in beside))
+
+
+@accelerate.strategist
+def strategy_of(config: Mapping[str, Any]) -> str | None:
+    kind = config.get("distributed_type")
+    if kind == "FSDP":
+        versions = (lookup(config, f"fsdp_config.{key}") for key in ("fsdp_version", "version"))
+        version = next((found for found in versions if found is not ABSENT), 1)
+        return "fsdp2" if str(version) == "2" else "fsdp1"
+    if kind == "DEEPSPEED":
+        if lookup(config, "deepspeed_config.deepspeed_config_file") not in (ABSENT, None):
+            return None  # the file states the stage
+        stage = lookup(config, "deepspeed_config.zero_stage")
+        stage = 2 if stage is ABSENT else stage
+        return f"deepspeed-zero{stage}" if stage in (1, 2, 3) else "ddp"
+    if isinstance(kind, str):
+        return "ddp" if kind.startswith("MULTI") else "single" if kind == "NO" else None
+    return None
+
+
+@accelerate.reads
+def fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The policy fields that an accelerate YAML says. What accelerate leaves to defaults is left out."""
+    mode = str(config.get("mixed_precision", "no")).lower()
+    found: dict[str, Any] = {}
+    if mode in ("bf16", "fp16"):
+        found[mode] = True
+    if mode == "fp8":
+        found |= {"bf16": True, **_fp8_fields(config)}
+    dynamo = _said(config, "dynamo_config", "dynamo_backend", "backend")
+    if isinstance(dynamo, str):
+        found["compile"] = dynamo.lower() != "no"
+    return found
+
+
+def _fp8_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    backend = _said(config, "fp8_config", "backend", "fp8_backend")
+    if backend != "TE":
+        gather = _said(config, "fp8_config", "enable_fsdp_float8_all_gather", "fp8_enable_fsdp_float8_all_gather")
+        found = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": gather is True}
+        return found | ({"backend": "torchao"} if backend == "AO" else {})
+    form = str(_or(_said(config, "fp8_config", "fp8_format", "format"), "hybrid")).lower()
+    found = {"fp8": form, "backend": "te", "fp8_margin": _or(_said(config, "fp8_config", "margin", "fp8_margin"), 0)}
+    if _said(config, "fp8_config", "use_mxfp8_block_scaling", "fp8_use_mxfp8_block_scaling") is True:
+        return found | {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
+    return found | {
+        "fp8_recipe": "delayed",
+        "fp8_amax_history_len": _or(_said(config, "fp8_config", "amax_history_len", "fp8_amax_history_len"), 1024),
+        "fp8_amax_compute_algo": _or(
+            _said(config, "fp8_config", "amax_compute_algo", "fp8_amax_compute_algo"), "most_recent"
+        ),
+    }
+
+
+def _said(config: Mapping[str, Any], section: str, *spellings: str) -> Any:
+    values = (lookup(config, f"{section}.{spelling}") for spelling in spellings)
+    return next((value for value in values if value is not ABSENT), ABSENT)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is ABSENT else value
+
+
+@accelerate.argued
+def arguments(policy: Policy, strategy: str | None) -> dict[str, Any]:
+    """Keyword arguments of `Accelerator` as plain data.
+
+    Raises `PolicyError` for an FP8 recipe that accelerate's own code would replace by another one.
+    """
+    mode = _mode(policy, strategy)
+    found: dict[str, Any] = {"mixed_precision": mode}
+    handlers: dict[str, dict[str, Any]] = {}
+    if mode == "fp16" and not _deepspeed(strategy):
+        scaling = torch.scaling(policy)
+        handlers["GradScalerKwargs"] = scaling
+    if policy.fp8 and _backend(policy) == "torchao":
+        config = plugins.get("torchao").arguments(policy, strategy)
+        handlers["AORecipeKwargs"] = {"config": config, "exclude": torchao.excluded(policy)}
+    elif policy.fp8:
+        handlers["TERecipeKwargs"] = _te(policy, strategy)
+    if handlers:
+        found["kwargs_handlers"] = handlers
+    if strategy in ("fsdp1", "fsdp2"):
+        found["fsdp_plugin"] = {
+            "fsdp_version": int(strategy[-1]),
+            "mixed_precision_policy": plugins.get(strategy).arguments(policy, strategy),
+        }
+    if strategy is not None and _deepspeed(strategy):
+        config = plugins.get("deepspeed").arguments(policy, strategy)
+        found["deepspeed_plugin"] = {"zero_stage": int(strategy[-1]), "config": config}
+    if policy.compile != "auto":
+        found["dynamo_backend"] = "inductor" if policy.compile else "no"
+    return found
+
+
+def _te(policy: Policy, strategy: str | None) -> dict[str, Any]:
+    """Arguments of `TERecipeKwargs`, which says less than Transformer Engine can do."""
+    where = f"accelerate: fp8_recipe is {policy.fp8_recipe} on Transformer Engine"
+    instead = "Build the recipe with target `te` and enter `te.autocast` around the forward pass"
+    if policy.fp8_recipe not in _TE_RECIPES:
+        raise PolicyError(f"{where}; TERecipeKwargs knows {' and '.join(_TE_RECIPES)} only. {instead}")
+    if strategy == "fsdp2":
+        raise PolicyError(
+            f"{where} under fsdp2, where accelerate never enters FP8 autocast and the run is BF16. {instead}"
+        )
+    if _deepspeed(strategy):
+        raise PolicyError(f"{where} under {strategy}, where accelerate ignores TERecipeKwargs. {instead}")
+    _fp8(policy, strategy)  # the same refusals as in the YAML
+    assert policy.fp8
+    found: dict[str, Any] = {"fp8_format": policy.fp8.upper(), "margin": policy.fp8_margin}
+    if policy.fp8_recipe == "mxfp8":
+        return found | {"use_mxfp8_block_scaling": True}
+    if policy.fp8_amax_compute_algo == "most_recent":
+        raise PolicyError(
+            "accelerate: fp8_amax_compute_algo is most_recent, which TERecipeKwargs takes for its default and does not "
+            f'hand on: Transformer Engine would use its own, max. Set it to "max". Or: {instead}'
+        )
+    return found | {
+        "amax_history_len": policy.fp8_amax_history_len,
+        "amax_compute_algo": policy.fp8_amax_compute_algo,
+        "use_mxfp8_block_scaling": False,
+    }
+
+
+@accelerate.builds
+def keywords(arguments: dict[str, Any]) -> dict[str, Any]:
+    """`Accelerator(**keywords)`. The handlers are of accelerate's exact classes: it refuses subclasses."""
+    found = dict(arguments)
+    if "kwargs_handlers" in found:
+        found["kwargs_handlers"] = [_handler(name, values) for name, values in found["kwargs_handlers"].items()]
+    if "fsdp_plugin" in found:
+        found["fsdp_plugin"] = _fsdp_plugin(**found["fsdp_plugin"])
+    if "deepspeed_plugin" in found:
+        found["deepspeed_plugin"] = _deepspeed_plugin(**found["deepspeed_plugin"])
+    return found
+
+
+def _handler(name: str, values: dict[str, Any]) -> Any:
+    from accelerate import utils
+
+    if name == "AORecipeKwargs":
+        plugins.get("torchao").require()
+        # accelerate pads by default, for token counts that are no multiple of 16.
+        config = torchao.float8_linear_config(values["config"], pad_inner_dim=True)
+        return utils.AORecipeKwargs(config=config, module_filter_func=torchao.Float8Filter(tuple(values["exclude"])))
+    if name == "TERecipeKwargs":
+        plugins.get("te").require()
+    return getattr(utils, name)(**values)
+
+
+def _fsdp_plugin(fsdp_version: int, mixed_precision_policy: dict[str, Any]) -> Any:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    build = fsdp.mixed_precision if fsdp_version == 1 else fsdp.mixed_precision_policy
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=fsdp_version, mixed_precision_policy=build(mixed_precision_policy)
+    )
+
+
+def _deepspeed_plugin(zero_stage: int, config: dict[str, Any]) -> Any:
+    from accelerate.utils import DeepSpeedPlugin
+
+    plugins.get("deepspeed").require()
+    made = DeepSpeedPlugin(zero_stage=zero_stage)
+    made.deepspeed_config.update(config)
+    return made

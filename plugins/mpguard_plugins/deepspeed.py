@@ -1,0 +1,205 @@
+"""DeepSpeed: the dict, or JSON file, that `deepspeed.initialize` and `DeepSpeedConfig` take.
+
+DeepSpeed has no FP8 of its own: FP8 modules run inside its BF16 or FP16 engine. Sections that it
+does not know it ignores without a word, so `fp8`, `bfloat16` and `amp` are taken out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpguard.errors import PolicyError
+from mpguard.plugin import ABSENT, Setting, Settings, lookup, plugin
+from mpguard.policy import Dtype, Policy
+
+_STAGES = {1: "deepspeed-zero1", 2: "deepspeed-zero2", 3: "deepspeed-zero3"}
+
+
+@plugin(
+    "deepspeed",
+    carries=(
+        "bf16", "fp16", "params_dtype", "master_dtype", "grad_reduce_in_fp32", "buffer_dtype",
+        "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
+    ),
+    extra="deepspeed",
+    library="deepspeed",
+)  # fmt: skip
+def deepspeed(policy: Policy, strategy: str | None) -> Settings:
+    """A config that `DeepSpeedConfig` accepts.
+
+    With FP32 parameters beside BF16 or FP16 compute, `torch_autocast` takes the place of the `bf16`
+    and `fp16` sections. What depends on ZeRO (the dtype in which gradients are kept after the
+    reduction) needs a strategy, or a config that states its stage.
+    """
+    engine = policy.params_dtype
+    autocast = policy.low_precision and engine is Dtype.FP32
+    zero = strategy in _STAGES.values()
+    settings: dict[str, Any] = {
+        "bf16.enabled": engine is Dtype.BF16,
+        "fp16.enabled": engine is Dtype.FP16,
+        "fp8": Setting(ABSENT, "DeepSpeed ignores this section"),
+        "bfloat16": Setting(ABSENT, "the old name of bf16, ignored beside it"),
+        "amp": Setting(ABSENT, "DeepSpeed has removed Apex AMP"),
+    }
+    if autocast:
+        settings |= {
+            "torch_autocast.enabled": True,
+            "torch_autocast.dtype": Setting(policy.compute_dtype.short, same=_means(policy.compute_dtype)),
+            "torch_autocast.lower_precision_safe_modules": Setting(
+                [], f"otherwise gradients of Linear and convolutions are reduced in {policy.compute_dtype}"
+            ),
+        }
+    else:
+        settings["torch_autocast"] = Setting(ABSENT, f"a second precision beside {engine}", same=_off)
+    settings |= _reduction(policy, zero)
+    if policy.buffer_dtype is not None:
+        settings["data_types.buffer_dtype"] = Setting(policy.buffer_dtype.short, same=_means(policy.buffer_dtype))
+    if engine is Dtype.BF16:
+        settings |= _master(policy, strategy)
+    if engine is Dtype.FP16:
+        settings |= _loss_scale(policy)
+    elif autocast and policy.fp16:
+        _refuse_loss_scale(policy)
+    return settings
+
+
+def _reduction(policy: Policy, zero: bool) -> dict[str, Any]:
+    """The dtypes in which gradients are reduced, and kept after it."""
+    reduce, engine = policy.reduce_dtype, policy.params_dtype
+    if engine is not Dtype.FP32 and reduce is Dtype.FP32:
+        why = f"DeepSpeed would reduce in {engine}"
+        kept = Setting("fp32", f"DeepSpeed would keep the reduced gradients in {engine}", same=_means(Dtype.FP32))
+        return {
+            "communication_data_type": Setting("fp32", why, same=_means(Dtype.FP32)),
+            # Without ZeRO, DeepSpeed refuses a mix of dtypes.
+            **({"data_types.grad_accum_dtype": kept} if zero and policy.master_dtype is Dtype.FP32 else {}),
+        }
+    return {
+        "communication_data_type": Setting(ABSENT, f"the policy reduces in {reduce}, the default", same=_means(reduce)),
+        **({"data_types.grad_accum_dtype": Setting(ABSENT, same=_means(reduce))} if zero else {}),
+    }
+
+
+def _master(policy: Policy, strategy: str | None) -> dict[str, Any]:
+    keys = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
+    if policy.master_dtype is Dtype.FP32:
+        return {key: Setting(ABSENT, "the policy keeps FP32 master weights", same=_off) for key in keys}
+    if strategy is not None and strategy not in _STAGES.values():
+        raise PolicyError(
+            f"deepspeed: master_dtype is {policy.master_dtype} under strategy {strategy}; "
+            "DeepSpeed does without FP32 master weights only under ZeRO. Use deepspeed-zero1, -zero2 or -zero3"
+        )
+    return dict.fromkeys(keys, True)
+
+
+def _loss_scale(policy: Policy) -> dict[str, Any]:
+    cast = Setting(True, "inputs are cast to FP16, as accelerate has it", same=lambda _found: True)
+    if policy.loss_scale is not None:
+        return {"fp16.loss_scale": policy.loss_scale, "fp16.auto_cast": cast}
+    if not policy.min_loss_scale.is_integer():
+        raise PolicyError(
+            f"deepspeed: min_loss_scale is {policy.min_loss_scale:g}; `fp16.min_loss_scale` holds whole numbers. "
+            f"Set it to {max(1, round(policy.min_loss_scale))}"
+        )
+    return {
+        "fp16.loss_scale": Setting(0, "dynamic"),
+        "fp16.initial_scale_power": _power(policy.initial_loss_scale),
+        "fp16.loss_scale_window": policy.loss_scale_window,
+        "fp16.min_loss_scale": int(policy.min_loss_scale),
+        "fp16.hysteresis": policy.hysteresis,
+        "fp16.auto_cast": cast,
+    }
+
+
+def _power(scale: float) -> int:
+    mantissa, exponent = math.frexp(scale)
+    power = exponent - 1
+    if mantissa != 0.5 or power < 0:
+        low = max(power, 0)
+        raise PolicyError(
+            f"deepspeed: initial_loss_scale is {scale:g}; `fp16.initial_scale_power` holds powers of two only. "
+            f"Set it to {2**low} or {2 ** (low + 1)}"
+        )
+    return power
+
+
+def _refuse_loss_scale(policy: Policy) -> None:
+    """Under `torch_autocast` DeepSpeed makes a GradScaler of its own, with torch's defaults."""
+    for field in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+        if policy.explicit(field):
+            raise PolicyError(
+                f"deepspeed: {field} is {policy.text_of(field)} beside fp16 with params_dtype fp32; its "
+                "`torch_autocast` has a GradScaler that takes no settings. Remove the field, or set params_dtype to fp16"
+            )
+
+
+def _off(found: Any) -> bool:
+    """A switch, or a section, that is not on. DeepSpeed takes `enabled: "auto"` for on."""
+    return not (found.get("enabled") if isinstance(found, Mapping) else found)
+
+
+def _means(dtype: Dtype) -> Callable[[Any], bool]:
+    return lambda found: isinstance(found, str) and Dtype.spelled(found) is dtype
+
+
+@deepspeed.recognised
+def is_config(config: Mapping[str, Any]) -> bool:
+    """Sections of DeepSpeed that no other JSON has; a bare `fp16` section is not enough."""
+    keys = (
+        "zero_optimization",
+        "train_micro_batch_size_per_gpu",
+        "train_batch_size",
+        "torch_autocast",
+        "zero_allow_untested_optimizer",
+    )
+    sections = [config.get(name) for name in ("bf16", "fp16", "zero_optimization", "torch_autocast")]
+    if "compute_environment" in config or "base_model" in config:
+        return False
+    return any(key in config for key in keys) or any(
+        isinstance(section, Mapping) and "enabled" in section for section in sections
+    )
+
+
+@deepspeed.strategist
+def strategy_of(config: Mapping[str, Any]) -> str | None:
+    """From the ZeRO stage; `single` for stage 0, None where it is left open."""
+    stage = lookup(config, "zero_optimization.stage")
+    return _STAGES.get(stage, "single" if stage == 0 else None) if isinstance(stage, int) else None
+
+
+@deepspeed.reads
+def fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The policy fields that a DeepSpeed config says. "auto" says nothing."""
+    low = next((name for name in ("bf16", "fp16") if lookup(config, f"{name}.enabled") is True), None)
+    found: dict[str, Any] = {}
+    autocast = lookup(config, "torch_autocast.enabled") is True
+    if low:
+        found[low] = True
+    elif autocast:
+        dtype = Dtype.parse(str(lookup(config, "torch_autocast.dtype")))
+        found |= {"bf16" if dtype is Dtype.BF16 else "fp16": True, "params_dtype": "fp32"}
+    else:
+        return found
+    if not autocast:
+        said = lookup(config, "communication_data_type")
+        found["grad_reduce_in_fp32"] = isinstance(said, str) and Dtype.spelled(said) is Dtype.FP32
+    if lookup(config, "bf16.bf16_master_weights_and_grads") is True:
+        found["master_dtype"] = "bf16"
+    if isinstance(buffers := lookup(config, "data_types.buffer_dtype"), str):
+        found["buffer_dtype"] = buffers
+    if low == "fp16":
+        found |= _scale_fields(config)
+    return found
+
+
+def _scale_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Loss scaling; DeepSpeed's own default where the config does not say."""
+    scale = lookup(config, "fp16.loss_scale")
+    if isinstance(scale, (int, float)) and scale > 0:
+        return {"loss_scale": float(scale)}
+    defaults = {"initial_scale_power": 16, "loss_scale_window": 1000, "min_loss_scale": 1, "hysteresis": 2}
+    said = {key: lookup(config, f"fp16.{key}") for key in defaults}
+    values = {key: value if value is not ABSENT else defaults[key] for key, value in said.items()}
+    return {"initial_loss_scale": 2.0 ** values.pop("initial_scale_power"), **values}

@@ -1,0 +1,116 @@
+"""A training loop of one's own: autocast arguments, GradScaler, TF32 switches.
+
+    precision = policy.to("torch")
+    precision.set_tf32()
+    model = model.to(precision.parameters)
+    scaler = precision.scaler("cuda")
+    for inputs, targets in data:
+        with torch.autocast(**precision.autocast("cuda")):
+            loss = criterion(model(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+The same lines serve every policy: without FP16 the scaler is disabled and passes everything
+through, without a low compute dtype autocast is disabled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+from mpguard.plugin import Settings, plugin
+from mpguard.policy import Dtype, Policy
+
+if TYPE_CHECKING:
+    import torch
+
+#: GradScaler has no fixed scale, and asks for factors on either side of 1. These are the nearest
+#: ones; its scale is FP32, in which a product with them rounds back to the scale itself.
+FIXED_SCALE = {"growth_factor": math.nextafter(1.0, 2.0), "backoff_factor": math.nextafter(1.0, 0.0)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """What a loop of one's own asks of torch.
+
+    Attributes: `compute`, the dtype of autocast, None where it is off; `parameters`, the dtype that
+    the model has when the optimizer is made; `tf32`, True, False, or None (left alone); `scaling`,
+    the arguments of the GradScaler; `sharded`, whether it is FSDP1's.
+    """
+
+    compute: torch.dtype | None
+    parameters: torch.dtype
+    tf32: bool | None
+    scaling: dict[str, Any]
+    sharded: bool = False
+
+    def autocast(self, device_type: str = "cuda") -> dict[str, Any]:
+        """Keyword arguments of `torch.autocast` for a device type (`cuda`, `cpu`, ...)."""
+        if self.compute is None:
+            return {"device_type": device_type, "enabled": False}
+        return {"device_type": device_type, "dtype": self.compute, "enabled": True}
+
+    def scaler(self, device: str = "cuda") -> torch.amp.GradScaler:
+        """A GradScaler with the policy's loss scale; disabled without FP16."""
+        if self.sharded:
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+            return ShardedGradScaler(device, **self.scaling)
+        import torch
+
+        return torch.amp.GradScaler(device, **self.scaling)
+
+    def set_tf32(self) -> None:
+        """Sets TF32 for matrix products and convolutions on CUDA in this process, where the policy says."""
+        if self.tf32 is None:
+            return
+        import torch
+
+        torch.backends.cuda.matmul.allow_tf32 = self.tf32
+        torch.backends.cudnn.allow_tf32 = self.tf32
+
+
+@plugin(
+    "torch",
+    carries=("bf16", "fp16", "master_dtype", "tf32", "loss_scale", "initial_loss_scale", "loss_scale_window"),
+    extra="accelerate",
+    library="torch",
+)
+def loop(policy: Policy, strategy: str | None) -> Settings:
+    """Autocast, GradScaler and TF32 of a loop of one's own, as one object.
+
+    Without master weights (`master_dtype` is the compute dtype) the model itself is in that dtype
+    and autocast is off. GradScaler has no place for `min_loss_scale` and `hysteresis`.
+    """
+    autocast = policy.low_precision and policy.master_dtype is Dtype.FP32
+    return {
+        "compute": policy.compute_dtype.short if autocast else None,
+        "parameters": policy.master_dtype.short,
+        "tf32": policy.tf32,
+        "scaling": scaling(policy),
+        "sharded": policy.fp16 and strategy == "fsdp1",
+    }
+
+
+def scaling(policy: Policy) -> dict[str, Any]:
+    """The arguments of a GradScaler that a policy asks for."""
+    if not policy.fp16:
+        return {"enabled": False}
+    if policy.loss_scale is not None:
+        return {"enabled": True, "init_scale": policy.loss_scale, **FIXED_SCALE}
+    return {"enabled": True, "init_scale": policy.initial_loss_scale, "growth_interval": policy.loss_scale_window}
+
+
+@loop.builds
+def precision(arguments: dict[str, Any]) -> Precision:
+    compute, parameters = arguments["compute"], arguments["parameters"]
+    return Precision(
+        **{
+            **arguments,
+            "compute": Dtype.parse(compute).torch if compute else None,
+            "parameters": Dtype.parse(parameters).torch,
+        }
+    )

@@ -1,0 +1,112 @@
+"""torchao: `Float8LinearConfig`, and which Linear layers it applies to.
+
+    convert_to_float8_training(model, config=policy.to("torchao"), module_filter_fn=...)
+
+torchao has current scaling only: tensorwise, rowwise, rowwise_with_gw_hp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
+
+from mpguard.errors import PolicyError
+from mpguard.plugin import Settings, plugin
+from mpguard.policy import Policy
+
+if TYPE_CHECKING:
+    import torch
+    from torchao.float8 import Float8LinearConfig
+
+
+@plugin(
+    "torchao",
+    carries=("fp8", "fp8_recipe", "fp8_param", "fp8_param_gather", "fp8_fast_accum", "fp8_emulate"),
+    extra="torchao",
+    library="torchao",
+)
+def torchao(policy: Policy, strategy: str | None) -> Settings:
+    """`torchao.float8.Float8LinearConfig`.
+
+    `fp8_param_gather` becomes `enable_fsdp_float8_all_gather`, and only under strategy fsdp2:
+    elsewhere the weights that it wraps never train and cannot be saved.
+    """
+    if not policy.fp8:
+        what = "FP4" if policy.fp4 else "no FP8"
+        raise PolicyError(
+            f"torchao: the policy `{policy.name}` has {what}; this target is for FP8 alone. Set fp8 and fp8_recipe"
+        )
+    if "torchao" not in policy.backends:
+        raise PolicyError(
+            f"torchao: fp8_recipe is {policy.fp8_recipe} and backend is {policy.backend}; "
+            "torchao runs tensorwise, rowwise and rowwise_with_gw_hp, with backend torchao or auto. Use target `te`"
+        )
+    tensorwise = policy.fp8_recipe == "tensorwise"
+    if not tensorwise and policy.fp8 != "e4m3":
+        raise PolicyError(
+            f'torchao: fp8 is {policy.fp8}; its {policy.fp8_recipe} recipe is E4M3 in both directions. Set fp8="e4m3"'
+        )
+    return {
+        "recipe": policy.fp8_recipe,
+        "grad_output": "e5m2" if policy.fp8 == "hybrid" else "e4m3",
+        "enable_fsdp_float8_all_gather": bool(policy.fp8_param_gather and tensorwise and strategy == "fsdp2"),
+        "fast_accumulation_in_gradients": policy.fp8_fast_accum,
+        "emulate": policy.fp8_emulate,
+    }
+
+
+def float8_linear_config(arguments: dict[str, Any], **more: Any) -> Float8LinearConfig:
+    """more: further fields of `Float8LinearConfig`."""
+    from torchao.float8 import CastConfig, Float8LinearConfig
+    from torchao.float8.config import Float8GemmConfig, e4m3_dtype
+
+    config = Float8LinearConfig.from_recipe_name(arguments["recipe"])
+    changes: dict[str, Any] = {
+        "enable_fsdp_float8_all_gather": arguments["enable_fsdp_float8_all_gather"],
+        "emulate": arguments["emulate"],
+        **more,
+    }
+    if arguments["recipe"] == "tensorwise" and arguments["grad_output"] == "e4m3":
+        cast = CastConfig(target_dtype=e4m3_dtype)
+        changes |= {"cast_config_grad_output": cast, "cast_config_grad_output_for_grad_weight": cast}
+    if arguments["fast_accumulation_in_gradients"]:
+        fast = Float8GemmConfig(use_fast_accum=True)
+        changes |= {"gemm_config_grad_input": fast, "gemm_config_grad_weight": fast}
+    return dataclasses.replace(config, **changes)
+
+
+torchao.builds(float8_linear_config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Filter:
+    """Which modules become FP8: Linear layers whose sizes FP8 products can have, and no name left out.
+
+    Callable as torchao's `module_filter_fn` and accelerate's `module_filter_func`.
+    exclude: `fnmatch` patterns on the qualified name.
+    """
+
+    exclude: tuple[str, ...]
+
+    #: torch._scaled_mm takes multiples of 16 only.
+    MULTIPLE = 16
+
+    @classmethod
+    def of(cls, policy: Policy) -> Float8Filter:
+        return cls(tuple(excluded(policy)))
+
+    def __call__(self, module: torch.nn.Module, name: str) -> bool:
+        from torch import nn
+
+        return (
+            isinstance(module, nn.Linear)
+            and module.in_features % self.MULTIPLE == 0
+            and module.out_features % self.MULTIPLE == 0
+            and not any(fnmatch(name, pattern) for pattern in self.exclude)
+        )
+
+
+def excluded(policy: Policy) -> list[str]:
+    """The name patterns that a policy keeps out of FP8; `fp8_head` takes the output head's back."""
+    return [pattern for pattern in policy.fp8_exclude if not (policy.fp8_head and pattern.endswith("lm_head"))]

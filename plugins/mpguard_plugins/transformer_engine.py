@@ -1,0 +1,86 @@
+"""Transformer Engine: the recipe object for `te.autocast(recipe=...)`.
+
+Read against Transformer Engine 2.20. Its recipes are pydantic dataclasses that ignore unknown
+arguments, so only fields that they have are given: `fp8_wgrad` (once `override_linear_precision`)
+has had no place since 2.0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpguard.errors import PolicyError
+from mpguard.plugin import Settings, plugin
+from mpguard.policy import Policy
+
+#: fp8_recipe or fp4_recipe -> class in `transformer_engine.common.recipe`.
+CLASSES = {
+    "delayed": "DelayedScaling",
+    "tensorwise": "Float8CurrentScaling",
+    "blockwise": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+}
+
+
+@plugin(
+    "te",
+    carries=(
+        "fp8", "fp4", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "reduce_amax",
+        "fp8_dot_product_attention", "fp8_multi_head_attention", "fp8_fast_accum",
+    ),
+    extra="te",
+    library="transformer_engine",
+)  # fmt: skip
+def te(policy: Policy, _strategy: str | None) -> Settings:
+    """A recipe of `transformer_engine.common.recipe`.
+
+    It says how FP8 products are scaled, not which modules run in FP8, nor the dtype of the rest.
+    `fp8_fast_accum` exists in Float8CurrentScaling alone: block scaling forces split accumulators.
+    """
+    recipe = policy.low_bit_recipe
+    if recipe is None:
+        raise PolicyError(
+            f"te: the policy `{policy.name}` has neither FP8 nor FP4; a recipe is for those. Set fp8 and fp8_recipe"
+        )
+    if "te" not in policy.backends:
+        raise PolicyError(
+            f"te: the policy `{policy.name}` runs {recipe} on {' or '.join(policy.backends)}. Use target `torchao`, "
+            "or a recipe of Transformer Engine: " + ", ".join(CLASSES)
+        )
+    settings: dict[str, Any] = {"recipe": CLASSES[recipe]}
+    if recipe == "nvfp4":
+        return settings
+    assert policy.fp8
+    settings["fp8_format"] = policy.fp8.upper()
+    if recipe in ("delayed", "mxfp8"):
+        settings["margin"] = policy.fp8_margin
+    if recipe == "delayed":
+        settings |= {
+            "amax_history_len": policy.fp8_amax_history_len,
+            "amax_compute_algo": policy.fp8_amax_compute_algo,
+            "reduce_amax": policy.reduce_amax,
+        }
+    if recipe != "blockwise":
+        settings |= {"fp8_dpa": policy.fp8_dot_product_attention, "fp8_mha": policy.fp8_multi_head_attention}
+    if policy.fp8_fast_accum:
+        if recipe != "tensorwise":
+            raise PolicyError(
+                f"te: fp8_fast_accum is True with fp8_recipe {recipe}; only tensorwise has that choice. Set it to False"
+            )
+        settings |= {"fp8_gemm_dgrad.use_split_accumulator": False, "fp8_gemm_wgrad.use_split_accumulator": False}
+    return settings
+
+
+@te.builds
+def recipe(arguments: dict[str, Any]) -> Any:
+    from transformer_engine.common import recipe as recipes
+
+    values = dict(arguments)
+    kind = getattr(recipes, values.pop("recipe"))
+    if "fp8_format" in values:
+        values["fp8_format"] = recipes.Format[values["fp8_format"]]
+    for gemm in ("fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+        if gemm in values:
+            values[gemm] = recipes.MMParams(**values[gemm])
+    return kind(**values)
