@@ -126,8 +126,9 @@ SettingsOf = Callable[[Policy, str | None], Settings]
 class Plugin:
     """A target: its settings, the real object they become, and which policy fields it carries.
 
-    Attributes: `name`; `carries`, the fields that can change its settings or its object; `extra`,
-    the extra of mpguard that installs its library; `library`, the module that must be there.
+    Attributes: `name`; `carries`, the fields that can change its settings or its object, or make
+    it refuse the policy; `extra`, the extra of mpguard that installs its library; `library`, the module
+    that must be there.
     """
 
     def __init__(
@@ -156,6 +157,17 @@ class Plugin:
             key: value if isinstance(value, Setting) else Setting(value)
             for key, value in self._settings(policy, strategy).items()
         }
+
+    def strategy(self, config: Mapping[str, Any]) -> str | None:
+        """The strategy that a config of this target states; None where it does not say."""
+        return None if self._strategy is None else self._strategy(config)
+
+    def settings_for(
+        self, config: Mapping[str, Any], policy: Policy, strategy: str | None = None
+    ) -> dict[str, Setting]:
+        """`settings` for one config: its own strategy unless given, and what cannot stand beside its other keys."""
+        found = self.settings(policy, strategy or self.strategy(config))
+        return found if self._fit is None else self._fit(found, config)
 
     def arguments(self, policy: Policy, strategy: str | None = None) -> dict[str, Any]:
         """What the real object is built from, as plain data; by default the settings, nested."""
@@ -225,12 +237,8 @@ class Plugin:
         return function
 
     def not_carried(self, policy: Policy, strategy: str | None = None) -> list[str]:
-        """The fields of the policy that matter and that this target has no place for.
-
-        `backend` names a target: that target itself carries it.
-        """
-        carried = self.carries | {"backend"} if policy.backend == self.name else self.carries
-        return [field for field in fields_that_matter(policy, strategy) if field not in carried]
+        """The fields of the policy that matter and that this target has no place for."""
+        return [field for field in fields_that_matter(policy, strategy) if field not in self.carries]
 
     def __repr__(self) -> str:
         return f"<Plugin {self.name}>"
