@@ -355,13 +355,16 @@ class _Json(_Writer):
 class _Yaml(_Writer):
     def render(self, value: Any, like: Node | None, indent: str) -> str:
         del indent
-        if isinstance(value, str):
-            style = like.style if like is not None and like.style in ("'", '"') else None
-            if re.search(r"[\r\n\x85\u2028\u2029]", value):
-                style = '"'
-        else:
-            style = None
+        style = self._style(value, like) if isinstance(value, str) else None
         return self._dump([value], style)[1:-1]
+
+    def _style(self, value: str, like: Node | None) -> str | None:
+        """The quotes of the old value, if it did not need them: then they are somebody's style."""
+        if re.search(r"[\r\n\x85\u2028\u2029]", value):
+            return '"'
+        if like is None or like.style not in ("'", '"'):
+            return None
+        return like.style if self._dump([like.value], None)[1:-1] == like.value else None
 
     def key(self, name: str) -> str:
         return self._dump([name], None)[1:-1]

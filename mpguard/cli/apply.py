@@ -1,0 +1,230 @@
+"""Write a recipe into existing configs: accelerate YAML, DeepSpeed JSON, axolotl YAML.
+
+Comments, order, anchors, quotes and file mode are kept; all files are checked before the first is
+written, and each is replaced as a whole. --check exits 1 if a file is out of line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from mpguard import mpyaml, plugin
+from mpguard.document import Document, read
+from mpguard.edits import applied, write_atomically
+from mpguard.errors import ConfigError, PolicyError
+from mpguard.plugin import ABSENT, Change
+from mpguard.policy import Policy
+from mpguard.recipes import recipe as named
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="a recipe; `mpguard recipes` lists them")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="recognised by what is in it, not by its name"
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is out of line")
+    parser.add_argument("--diff", action="store_true", help="write nothing; print what would change as a unified diff")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One file: what must change in it, its text after that, and what it has no place for."""
+
+    document: Document
+    kind: str
+    policy: Policy
+    strategy: str | None
+    changes: tuple[Change, ...]
+    text: str
+    notes: tuple[str, ...]
+
+    @property
+    def path(self) -> str:
+        return self.document.path
+
+    @property
+    def not_carried(self) -> list[str]:
+        return plugin.get(self.kind).not_carried(self.policy, self.strategy)
+
+
+def run(options: argparse.Namespace) -> int:
+    recipe, policy = options.recipe.replace("-", "_"), named(options.recipe)
+    documents = _documents(options.files)
+    jobs = [_job(document, recipe, _policy(document, documents, recipe, policy), documents) for document in documents]
+    writes = not (options.check or options.diff)
+    if writes:
+        _write([job for job in jobs if job.changes])
+    if options.format == "json":
+        print(json.dumps(_facts(jobs, recipe, writes), indent=2))
+    elif options.diff:
+        print("".join(map(_diff, jobs)), end="")
+    else:
+        _print(jobs, recipe, writes)
+    return 1 if options.check and any(job.changes for job in jobs) else 0
+
+
+def _documents(paths: list[Path]) -> list[Document]:
+    """The files, each once, and each a config that some plugin knows. Raises `ConfigError`."""
+    documents = [read(path) for path in {os.path.realpath(path): path for path in paths}.values()]
+    wrong = []
+    for document in documents:
+        try:
+            document.require()
+        except ConfigError as error:
+            wrong.append(str(error))
+            continue
+        if document.kind is None:
+            wrong.append(
+                f"{document.path}: is no accelerate, DeepSpeed or axolotl config, nor another one that a plugin knows; "
+                f"its keys are {_keys(document)}"
+            )
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return documents
+
+
+def _keys(document: Document) -> str:
+    names = [f"`{key}`" for key in document.data]
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "none"
+
+
+def _policy(document: Document, documents: list[Document], recipe: str, policy: Policy) -> Policy:
+    """The recipe, with the overrides that the file, or the accelerate config that names it, has for it."""
+    sources = [document] if document.kind == "accelerate" else [each for each in documents if _names(each, document)]
+    for source in sources:
+        stored = mpyaml.stored(source)
+        if stored.overrides and stored.recipe is not None and stored.recipe.replace("-", "_") == recipe:
+            return mpyaml.policy_of(source) or policy
+    return policy
+
+
+def _deepspeed_file(document: Document) -> str | None:
+    """The DeepSpeed file that an accelerate config names."""
+    if document.kind != "accelerate":
+        return None
+    found = plugin.lookup(document.data, "deepspeed_config.deepspeed_config_file")
+    return found if isinstance(found, str) and found else None
+
+
+def _names(document: Document, other: Document) -> bool:
+    """Whether an accelerate config names another file: from the present folder, or from its own."""
+    named_file = _deepspeed_file(document)
+    if named_file is None:
+        return False
+    places = (Path(named_file), Path(document.path).parent / named_file)
+    return os.path.realpath(other.path) in map(os.path.realpath, places)
+
+
+def _job(document: Document, recipe: str, policy: Policy, documents: list[Document]) -> Job:
+    kind = document.kind
+    assert kind is not None  # checked in `_documents`
+    target = plugin.get(kind)
+    notes: list[str] = []
+    try:
+        changes = plugin.differences(document.data, policy, kind)
+        if kind == "accelerate":
+            changes = [*mpyaml.changes(document.data, recipe, _kept(document, recipe)), *changes]
+        strategy = target.strategy(document.data)
+        text = applied(document.text, document.edits(changes))
+    except PolicyError as error:
+        raise PolicyError(f"{document.path}: {error}") from None
+    except ConfigError as error:
+        where = "" if str(error).startswith(document.path) else f"{document.path}: "
+        raise ConfigError(f"{where}{error}") from None
+    other = _deepspeed_file(document)
+    if other is not None and not any(_names(document, each) for each in documents):
+        notes.append(f"the precision is said in {other}; give that file to `mpguard apply` too")
+    return Job(document, kind, policy, strategy, tuple(changes), text, tuple(notes))
+
+
+def _kept(document: Document, recipe: str) -> dict[str, Any] | None:
+    """The overrides of the file, if they are those of this recipe."""
+    stored = mpyaml.stored(document)
+    same = stored.recipe is not None and stored.recipe.replace("-", "_") == recipe
+    return dict(stored.overrides) if same and stored.overrides else None
+
+
+def _write(jobs: list[Job]) -> None:
+    """All of the files or none: what was written is put back when a later one cannot be."""
+    for job in jobs:
+        path = Path(os.path.realpath(job.path))
+        if not os.access(path, os.W_OK) or not os.access(path.parent, os.W_OK):
+            raise ConfigError(f"{job.path}: is read-only. Nothing was changed")
+    done: list[Job] = []
+    for job in jobs:
+        try:
+            write_atomically(Path(job.path), job.document.encoded(job.text))
+        except OSError as error:
+            for before in done:
+                write_atomically(Path(before.path), before.document.encoded(before.document.text))
+            reason = error.strerror or error
+            raise ConfigError(f"{job.path}: cannot be written: {reason}. Nothing was changed") from None
+        done.append(job)
+
+
+def _diff(job: Job) -> str:
+    lines = difflib.unified_diff(
+        job.document.text.splitlines(keepends=True), job.text.splitlines(keepends=True), job.path, job.path
+    )
+    return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
+
+
+def _print(jobs: list[Job], recipe: str, written: bool) -> None:
+    width = max(len(job.path) for job in jobs)
+    for job in jobs:
+        lines = [str(change) for change in job.changes] or [f"in line with {recipe}"]
+        lines += [f"note: {note}" for note in job.notes]
+        lines += [f"note: {_carried_elsewhere(job, field)}" for field in job.not_carried]
+        for index, line in enumerate(lines):
+            print(f"{'' if index else job.path:{width}}  {line}")
+    changed = [job for job in jobs if job.changes]
+    count = sum(len(job.changes) for job in changed)
+    if not changed:
+        return
+    files = f"{len(changed)} file{'s' * (len(changed) > 1)}"
+    settings = f"{count} setting{'s' * (count > 1)}"
+    if written:
+        print(f"{files} changed, {settings}. Comments and order are kept.")
+    else:
+        print(f"{files} out of line, {settings}. Nothing was written.")
+
+
+def _carried_elsewhere(job: Job, field: str) -> str:
+    carriers = plugin.carriers(field)
+    by = f"carried by {', '.join(carriers)}" if carriers else "no target carries it"
+    return f"no place here for {field}={job.policy.text_of(field)} ({by})"
+
+
+def _facts(jobs: list[Job], recipe: str, written: bool) -> dict[str, Any]:
+    """For machines. A change without `old` adds its key, one without `new` removes it."""
+    return {
+        "version": 1,
+        "recipe": recipe,
+        "written": written,
+        "files": [
+            {
+                "path": job.path,
+                "kind": job.kind,
+                "strategy": job.strategy,
+                "changes": [_change(change) for change in job.changes],
+                "not_carried": [
+                    {"field": field, "value": job.policy.text_of(field), "carriers": plugin.carriers(field)}
+                    for field in job.not_carried
+                ],
+                "notes": list(job.notes),
+            }
+            for job in jobs
+        ],
+    }
+
+
+def _change(change: Change) -> dict[str, Any]:
+    values = {name: value for name, value in (("old", change.old), ("new", change.new)) if value is not ABSENT}
+    return {"key": change.key, **values, "why": change.why}

@@ -1,0 +1,275 @@
+"""Write an mp.yaml from a recipe: a complete, commented accelerate config.
+
+DeepSpeed strategies get a ds_config.json beside it, where the precision is said (accelerate refuses
+it in both). Without a GPU, `single` and `ddp` are written for the CPU; --device says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from mpguard import hardware, mpyaml, plugin
+from mpguard.document import Document, parse
+from mpguard.edits import applied, write_atomically
+from mpguard.errors import ConfigError, PolicyError
+from mpguard.plugin import ABSENT, STRATEGIES, show
+from mpguard.policy import Policy
+from mpguard.recipes import recipe as named
+
+DISTRIBUTED_TYPE = {"single": "'NO'", "ddp": "MULTI_GPU", "fsdp1": "FSDP", "fsdp2": "FSDP"}
+
+FSDP = {
+    "fsdp1": """\
+fsdp_config:
+  fsdp_version: 1
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP # the model's _no_split_modules, or the classes named here:
+  # fsdp_transformer_layer_cls_to_wrap: Block
+  fsdp_use_orig_params: true
+  fsdp_sync_module_states: true
+  fsdp_cpu_ram_efficient_loading: {efficient}
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_offload_params: false
+  fsdp_activation_checkpointing: false
+""",
+    "fsdp2": """\
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP # the model's _no_split_modules, or the classes named here:
+  # fsdp_transformer_layer_cls_to_wrap: Block
+  fsdp_cpu_ram_efficient_loading: {efficient}
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_offload_params: false
+  fsdp_activation_checkpointing: false
+""",
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="a recipe; `mpguard recipes` lists them")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="default: single, ddp where there are several GPUs")
+    parser.add_argument("-o", "--output", type=Path, default=Path("mp.yaml"), metavar="FILE", help="default: mp.yaml")
+    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    parser.add_argument(
+        "--num-processes", type=_positive, metavar="N", help="default: one per GPU; 2 where there is none"
+    )
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="what the file is for; default: what this machine has")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the files are for. recipe: its name. device: `cpu` or `gpu`. output: the YAML."""
+
+    recipe: str
+    policy: Policy
+    strategy: str
+    device: str
+    processes: int
+    output: Path
+
+    @property
+    def stage(self) -> int | None:
+        """The ZeRO stage; None without DeepSpeed."""
+        return int(self.strategy[-1]) if self.strategy.startswith("deepspeed") else None
+
+    @property
+    def deepspeed_config(self) -> Path | None:
+        """Where DeepSpeed's JSON goes; None where the YAML says all: nothing is on."""
+        if self.stage is None:
+            return None
+        settings = plugin.get("deepspeed").settings(self.policy, self.strategy)
+        on = any(setting.value not in (ABSENT, False) for setting in settings.values())
+        return self.output.with_name("ds_config.json") if on else None
+
+
+def run(options: argparse.Namespace) -> int:
+    policy = named(options.recipe)
+    here = hardware.detect()
+    strategy = options.strategy or ("ddp" if here.gpus > 1 and options.device != "cpu" else "single")
+    device = options.device or _device(policy, strategy, here)
+    notes = _checked(policy, strategy, device, here)
+    processes = options.num_processes or _processes(strategy, device, here)
+    if strategy == "single" and processes > 1:
+        raise ConfigError(f"--num-processes {processes} with strategy single. Add --strategy ddp, fsdp2 or another one")
+    plan = Plan(options.recipe.replace("-", "_"), policy, strategy, device, processes, options.output)
+    files = _files(plan)
+    _check_places([Path(each.path) for each in files], options.force)
+    for each in reversed(files):  # the YAML last: it names the JSON
+        try:
+            write_atomically(Path(each.path), each.encoded(each.text))
+        except OSError as error:
+            raise ConfigError(f"{each.path}: cannot be written: {error.strerror or error}") from None
+    if device == "gpu" and 0 < here.gpus < processes:
+        notes.append(f"{processes} processes, one per GPU; this machine has {here.gpus}.")
+    if plan.deepspeed_config is not None:
+        notes.append(f"Set batch size and gradient accumulation in {plan.deepspeed_config} to those of your script.")
+    _print(plan, files, notes, options.format)
+    return 0
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of processes; it counts from 1")
+    return int(text)
+
+
+def _on_cpu(policy: Policy) -> bool:
+    """Whether accelerate can put a policy into force without a GPU: it has neither FP16 nor FP8 there."""
+    return not policy.fp16 and policy.low_bit_recipe is None and not policy.tf32
+
+
+def _device(policy: Policy, strategy: str, here: hardware.Hardware) -> str:
+    return "cpu" if here.gpu is None and strategy in ("single", "ddp") and _on_cpu(policy) else "gpu"
+
+
+def _checked(policy: Policy, strategy: str, device: str, here: hardware.Hardware) -> list[str]:
+    """What is to be said about the machine. Raises where the recipe cannot run on what was asked for."""
+    if device == "cpu":
+        if strategy not in ("single", "ddp"):
+            raise ConfigError(
+                f"--device cpu with --strategy {strategy}: accelerate applies it on a GPU only. Use single or ddp"
+            )
+        if not _on_cpu(policy):
+            raise PolicyError(f"recipe `{policy.name}` cannot be in force on a CPU. Use bf16_mixed or fp32, or a GPU")
+        return ["For the CPU" + (": no GPU here. --device gpu writes it for GPUs." if here.gpu is None else ".")]
+    if here.gpu is None:
+        return ["For GPUs. There is none here: nothing was checked, and it cannot be launched on this machine."]
+    if here.capability is None:
+        return [f"{here.gpu}: what it can do could not be found out, so nothing was checked."]
+    reason = here.refuses(policy)
+    if reason is not None:
+        raise PolicyError(
+            f"recipe `{policy.name}` cannot run here ({here}): {reason}. `mpguard recipes` says which can"
+        )
+    return [f"Checked for {here}."]
+
+
+def _processes(strategy: str, device: str, here: hardware.Hardware) -> int:
+    if strategy == "single":
+        return 1
+    if device == "cpu" or not here.gpus:
+        return 2
+    return max(here.gpus, 2) if strategy == "ddp" else here.gpus
+
+
+def _files(plan: Plan) -> list[Document]:
+    """The YAML, and the DeepSpeed JSON where there is one, with the policy in them."""
+    policy, strategy = plan.policy, plan.strategy
+    base = parse(_yaml(plan), str(plan.output), "yaml")
+    changes = [
+        *mpyaml.changes(base.require(), plan.recipe),
+        *plugin.differences(base.data, policy, "accelerate", strategy),
+    ]
+    files = [parse(applied(base.text, base.edits(changes)), base.path, "yaml")]
+    if plan.deepspeed_config is not None:
+        config, _ = plugin.inject(_deepspeed(plan), policy, "deepspeed", strategy)
+        files.append(parse(json.dumps(config, indent=2) + "\n", str(plan.deepspeed_config), "json"))
+    return files
+
+
+def _deepspeed(plan: Plan) -> dict[str, Any]:
+    """The DeepSpeed config before the policy is in it."""
+    zero: dict[str, Any] = {"stage": plan.stage}
+    if plan.stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    return {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": zero}
+
+
+def _yaml(plan: Plan) -> str:
+    """The accelerate config before the policy is in it."""
+    cpu = plan.device == "cpu"
+    kind = "MULTI_CPU" if cpu and plan.strategy == "ddp" else DISTRIBUTED_TYPE.get(plan.strategy, "DEEPSPEED")
+    second = plan.deepspeed_config
+    precision = "mixed_precision: 'no'"
+    if second is not None:
+        precision = f"# mixed_precision: accelerate refuses it beside {second}, which says it"
+    text = f"""\
+# {plan.recipe} ({plan.policy.compute_dtype} compute), strategy {plan.strategy}. A stock accelerate config, by mpguard.
+#   mpguard launch --config {plan.output} train.py   runs it, and proves what is in force
+compute_environment: LOCAL_MACHINE
+distributed_type: {kind}
+{precision}
+num_machines: 1
+machine_rank: 0
+num_processes: {plan.processes} # {"on the CPU" if cpu else "one per GPU"}
+main_training_function: main
+use_cpu: {"true" if cpu else "false"}
+debug: false
+"""
+    if plan.strategy in FSDP:
+        # accelerate refuses the efficient loading beside torchao's FP8
+        text += FSDP[plan.strategy].format(efficient="false" if plan.policy.low_bit_recipe else "true")
+    if plan.stage is not None:
+        text += f"deepspeed_config:\n  zero3_init_flag: {'true' if plan.stage == 3 else 'false'}\n"
+        if second is not None:
+            text += f"  deepspeed_config_file: {second} # from the folder that you launch in\n"
+        else:
+            text += f"  zero_stage: {plan.stage}\n  gradient_accumulation_steps: 1\n"
+    return (
+        text
+        + f"""\
+# mpguard's keys; accelerate keeps them, mpguard puts them into force
+fp8_config:
+  mpguard_recipe: {plan.recipe}
+  # mpguard_overrides: {{grad_reduce_in_fp32: false}} # any field of the policy
+"""
+    )
+
+
+def _check_places(paths: list[Path], force: bool) -> None:
+    if paths[0].suffix == ".json":
+        raise ConfigError(f"{paths[0]}: init writes YAML. Give it a name in .yaml")
+    for path in paths:
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path}: there is no folder {path.parent}. Make it first")
+        if path.is_dir():
+            raise ConfigError(f"{path}: is a folder; the name of a file is needed")
+        if os.path.lexists(path) and not force:
+            raise ConfigError(
+                f"{path}: is there already, and was kept. Use --force to replace it, or -o for another name"
+            )
+
+
+def _print(plan: Plan, files: list[Document], notes: list[str], form: str) -> None:
+    following = f"mpguard launch --config {plan.output} train.py"
+    if form == "json":
+        facts = {
+            "version": 1,
+            "recipe": plan.recipe,
+            "strategy": plan.strategy,
+            "device": plan.device,
+            "num_processes": plan.processes,
+            "files": [{"path": each.path, "content": each.data} for each in files],
+            "notes": notes,
+            "next": following,
+        }
+        print(json.dumps(facts, indent=2))
+        return
+    many = "es" * (plan.processes > 1)
+    names = " and ".join(each.path for each in files)
+    print(f"Wrote {names}: {plan.recipe}, {plan.strategy}, {plan.processes} process{many}.")
+    width = max(len(each.path) for each in files)
+    for each in files:
+        for key, value in _precision(each, plan).items():
+            print(f"  {each.path:{width}}  {key}: {show(value)}")
+    for note in notes:
+        print(note)
+    print(f"Next: {following}")
+
+
+def _precision(document: Document, plan: Plan) -> dict[str, Any]:
+    """The settings of a file that the policy decides."""
+    target = "deepspeed" if document.format == "json" else "accelerate"
+    keys = [
+        *([mpyaml.RECIPE] if target == "accelerate" else []),
+        *plugin.get(target).settings(plan.policy, plan.strategy),
+    ]
+    found = {key: plugin.lookup(document.data, key) for key in keys}
+    return {key: value for key, value in found.items() if value is not ABSENT}
