@@ -304,6 +304,26 @@ def fields_that_matter(policy: Policy, strategy: str | None = None) -> list[str]
     return matter
 
 
+def targets_of_run(target: str, policy: Policy, strategy: str | None = None) -> tuple[str, ...]:
+    """The targets that take part in a run whose config is one of `target`'s.
+
+    mpguard builds the objects of all of them at run time; foreign trainers (axolotl, megatron, ...)
+    are on their own.
+    """
+    if target not in ("accelerate", "deepspeed"):
+        return (target,)
+    engine = {"fsdp1": "fsdp1", "fsdp2": "fsdp2"}.get(strategy or "")
+    if strategy is not None and strategy.startswith("deepspeed"):
+        engine = "deepspeed"
+    return tuple(dict.fromkeys((target, *([engine] if engine else []), *policy.backends, "torch")))
+
+
+def uncarried(policy: Policy, targets: Iterable[str], strategy: str | None = None) -> list[str]:
+    """The fields that matter and that none of the targets of a run carries: they cannot be in force."""
+    lacking = [set(get(target).not_carried(policy, strategy)) for target in targets]
+    return [field for field in fields_that_matter(policy, strategy) if all(field in each for each in lacking)]
+
+
 def build(policy: Policy, target: str, strategy: str | None = None) -> Any:
     """`policy.to(target, strategy)`."""
     found = get(target)
