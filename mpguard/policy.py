@@ -301,7 +301,7 @@ class Policy:
             )
         if self.fp8_emulate and "torchao" not in self.backends:
             raise PolicyError(
-                f"fp8_emulate is True with the recipe {recipe}; only torchao emulates FP8, and it has "
+                f"fp8_emulate is True with the recipe {recipe} on backend {self.backend}; only torchao emulates FP8, and it has "
                 + ", ".join(name for name, backends in BACKENDS.items() if "torchao" in backends)
             )
         if (self.fp8_dot_product_attention or self.fp8_multi_head_attention) and recipe == "blockwise":
@@ -356,7 +356,7 @@ class Policy:
         if recipe is None:
             return ()
         if self.fp8_emulate:
-            return ("torchao",) if "torchao" in BACKENDS[recipe] else ()
+            return ("torchao",) if "torchao" in BACKENDS[recipe] and self.backend != "te" else ()
         return BACKENDS[recipe] if self.backend == "auto" else (self.backend,)
 
     def explicit(self, name: str) -> bool:

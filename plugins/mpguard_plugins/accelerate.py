@@ -19,10 +19,7 @@ from mpguard.plugin import ABSENT, Setting, Settings, lookup, plugin
 from mpguard.policy import Backend, Dtype, Policy
 from mpguard_plugins import fsdp, torch, torchao
 
-_BACKENDS: Mapping[Backend, str] = {"te": "TE", "torchao": "AO"}
-
-#: What accelerate's own Transformer Engine path can be asked for; it knows no other recipe.
-_TE_RECIPES = ("delayed", "mxfp8")
+_INSTEAD = "Build the recipe with target `te`, and enter `te.autocast` around the forward pass"
 
 
 @plugin(
@@ -93,37 +90,46 @@ def _backend(policy: Policy) -> Backend:
 
 def _fp8(policy: Policy, strategy: str | None) -> dict[str, Any]:
     """The keys of `fp8_config` that accelerate reads, without their optional prefix where it is not usual."""
-    backend = _backend(policy)
-    why = "accelerate's Transformer Engine path has no current scaling" if backend == "torchao" else ""
-    settings: dict[str, Any] = {"backend": Setting(_BACKENDS[backend], why)}
-    if backend == "torchao":
+    if _backend(policy) == "torchao":
         gather = plugins.get("torchao").settings(policy, strategy)["enable_fsdp_float8_all_gather"].value
-        settings["enable_fsdp_float8_all_gather"] = Setting(
-            gather, "" if gather else "on by default; outside FSDP2 the weights it wraps never train"
+        return {
+            "backend": Setting("AO", "accelerate's Transformer Engine path has no current scaling"),
+            "enable_fsdp_float8_all_gather": Setting(
+                gather, "" if gather else "on by default; outside FSDP2 the weights it wraps never train"
+            ),
+        }
+    _check_te(policy)
+    assert policy.fp8
+    settings: dict[str, Any] = {
+        "backend": "TE",
+        "fp8_format": Setting(policy.fp8.upper(), same=_is(policy.fp8)),
+        "margin": policy.fp8_margin,
+    }
+    if policy.fp8_recipe == "mxfp8":
+        refused = "only delayed scaling has it"
+        return settings | {
+            "use_mxfp8_block_scaling": True,
+            "amax_history_len": Setting(ABSENT, refused, same=lambda found: found == 1024),
+            "amax_compute_algo": Setting(ABSENT, refused, same=_is("most_recent")),
+        }
+    return settings | {
+        "use_mxfp8_block_scaling": Setting(ABSENT, same=lambda found: not found),
+        "amax_history_len": policy.fp8_amax_history_len,
+        "amax_compute_algo": Setting(policy.fp8_amax_compute_algo, same=_is(policy.fp8_amax_compute_algo)),
+    }
+
+
+def _check_te(policy: Policy) -> None:
+    """Refuses what accelerate's own Transformer Engine path would run with another recipe."""
+    if policy.fp8_recipe not in ("delayed", "mxfp8"):
+        raise PolicyError(
+            f"accelerate: fp8_recipe is {policy.fp8_recipe} on Transformer Engine; accelerate asks it for delayed or "
+            f"mxfp8 only. {_INSTEAD}"
         )
-        return settings
     if policy.fp8_recipe == "mxfp8" and policy.fp8 == "hybrid":
         raise PolicyError(
             'accelerate: fp8 is hybrid with fp8_recipe mxfp8; accelerate asks for MXFP8 in E4M3 only. Set fp8="e4m3"'
         )
-    assert policy.fp8
-    settings["fp8_format"] = Setting(policy.fp8.upper(), same=_is(policy.fp8))
-    if policy.fp8_recipe in _TE_RECIPES:
-        settings["margin"] = policy.fp8_margin
-    if policy.fp8_recipe == "delayed":
-        settings |= {
-            "amax_history_len": policy.fp8_amax_history_len,
-            "amax_compute_algo": Setting(policy.fp8_amax_compute_algo, same=_is(policy.fp8_amax_compute_algo)),
-        }
-    else:
-        refused = "only delayed scaling has it"
-        settings |= {
-            "amax_history_len": Setting(ABSENT, refused, same=lambda found: found == 1024),
-            "amax_compute_algo": Setting(ABSENT, refused, same=_is("most_recent")),
-        }
-    block = policy.fp8_recipe == "mxfp8"
-    settings["use_mxfp8_block_scaling"] = True if block else Setting(ABSENT, same=lambda found: not found)
-    return settings
 
 
 def _twin(key: str) -> Setting:
@@ -251,17 +257,12 @@ def arguments(policy: Policy, strategy: str | None) -> dict[str, Any]:
 
 def _te(policy: Policy, strategy: str | None) -> dict[str, Any]:
     """Arguments of `TERecipeKwargs`, which says less than Transformer Engine can do."""
-    where = f"accelerate: fp8_recipe is {policy.fp8_recipe} on Transformer Engine"
-    instead = "Build the recipe with target `te` and enter `te.autocast` around the forward pass"
-    if policy.fp8_recipe not in _TE_RECIPES:
-        raise PolicyError(f"{where}; TERecipeKwargs knows {' and '.join(_TE_RECIPES)} only. {instead}")
+    _check_te(policy)
+    where = f"accelerate: fp8_recipe is {policy.fp8_recipe} on Transformer Engine under {strategy}"
     if strategy == "fsdp2":
-        raise PolicyError(
-            f"{where} under fsdp2, where accelerate never enters FP8 autocast and the run is BF16. {instead}"
-        )
+        raise PolicyError(f"{where}, where accelerate never enters FP8 autocast: the run would be BF16. {_INSTEAD}")
     if _deepspeed(strategy):
-        raise PolicyError(f"{where} under {strategy}, where accelerate ignores TERecipeKwargs. {instead}")
-    _fp8(policy, strategy)  # the same refusals as in the YAML
+        raise PolicyError(f"{where}, where accelerate ignores TERecipeKwargs. {_INSTEAD}")
     assert policy.fp8
     found: dict[str, Any] = {"fp8_format": policy.fp8.upper(), "margin": policy.fp8_margin}
     if policy.fp8_recipe == "mxfp8":
@@ -269,7 +270,7 @@ def _te(policy: Policy, strategy: str | None) -> dict[str, Any]:
     if policy.fp8_amax_compute_algo == "most_recent":
         raise PolicyError(
             "accelerate: fp8_amax_compute_algo is most_recent, which TERecipeKwargs takes for its default and does not "
-            f'hand on: Transformer Engine would use its own, max. Set it to "max". Or: {instead}'
+            f'hand on: Transformer Engine would use its own, max. Set it to "max". {_INSTEAD}'
         )
     return found | {
         "amax_history_len": policy.fp8_amax_history_len,

@@ -131,7 +131,7 @@ def _refuse_loss_scale(policy: Policy) -> None:
         if policy.explicit(field):
             raise PolicyError(
                 f"deepspeed: {field} is {policy.text_of(field)} beside fp16 with params_dtype fp32; its "
-                "`torch_autocast` has a GradScaler that takes no settings. Remove the field, or set params_dtype to fp16"
+                "`torch_autocast` has a GradScaler without settings. Remove the field, or set params_dtype to fp16"
             )
 
 
@@ -174,6 +174,8 @@ def fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The policy fields that a DeepSpeed config says. "auto" says nothing."""
     low = next((name for name in ("bf16", "fp16") if lookup(config, f"{name}.enabled") is True), None)
     found: dict[str, Any] = {}
+    if isinstance(buffers := lookup(config, "data_types.buffer_dtype"), str):
+        found["buffer_dtype"] = buffers
     autocast = lookup(config, "torch_autocast.enabled") is True
     if low:
         found[low] = True
@@ -187,8 +189,6 @@ def fields(config: Mapping[str, Any]) -> dict[str, Any]:
         found["grad_reduce_in_fp32"] = isinstance(said, str) and Dtype.spelled(said) is Dtype.FP32
     if lookup(config, "bf16.bf16_master_weights_and_grads") is True:
         found["master_dtype"] = "bf16"
-    if isinstance(buffers := lookup(config, "data_types.buffer_dtype"), str):
-        found["buffer_dtype"] = buffers
     if low == "fp16":
         found |= _scale_fields(config)
     return found

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @plugin(
     "torchao",
-    carries=("fp8", "fp8_recipe", "fp8_param", "fp8_param_gather", "fp8_fast_accum", "fp8_emulate"),
+    carries=("fp8", "fp8_recipe", "backend", "fp8_param", "fp8_param_gather", "fp8_fast_accum", "fp8_emulate"),
     extra="torchao",
     library="torchao",
 )

@@ -27,7 +27,7 @@ CLASSES = {
     "te",
     carries=(
         "fp8", "fp4", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "reduce_amax",
-        "fp8_dot_product_attention", "fp8_multi_head_attention", "fp8_fast_accum",
+        "fp8_dot_product_attention", "fp8_multi_head_attention", "fp8_fast_accum", "backend", "fp8_emulate",
     ),
     extra="te",
     library="transformer_engine",

@@ -1,0 +1,110 @@
+"""axolotl: the precision options of its YAML.
+
+Read against axolotl 067b021 (2026-07-24), `utils/schemas/config.py` and `utils/config/__init__.py`.
+axolotl loads the model in BF16 for `bf16` as for `bfloat16`; FP32 master weights are there only
+where accelerate's FSDP makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpguard.errors import PolicyError
+from mpguard.plugin import ABSENT, Setting, Settings, lookup, plugin
+from mpguard.policy import Dtype, Policy
+
+
+@plugin(
+    "axolotl",
+    carries=(
+        "bf16",
+        "fp16",
+        "master_dtype",
+        "tf32",
+        "fp8",
+        "fp8_recipe",
+        "backend",
+        "fp8_param",
+        "fp8_param_gather",
+        "compile",
+    ),
+)
+def axolotl(policy: Policy, strategy: str | None) -> Settings:
+    """axolotl's YAML. Its FP8 is torchao's tensorwise recipe with E5M2 gradients, and no other.
+
+    `bf16: auto`, its default, means FP16 on a GPU without BF16, so it is always resolved.
+    """
+    if policy.fp8:
+        _check_fp8(policy)
+    full = policy.master_dtype is Dtype.BF16
+    settings: dict[str, Any] = {
+        "bf16": Setting(policy.bf16 and not full, "auto is FP16 on a GPU without BF16"),
+        "fp16": _switch(policy.fp16),
+        "bfloat16": _switch(full),
+        "float16": _switch(False),
+        "fp8": _switch(policy.fp8 is not None),
+        "fp8_enable_fsdp_float8_all_gather": _switch(
+            bool(policy.fp8 and policy.fp8_param_gather and strategy == "fsdp2")
+        ),
+    }
+    if policy.tf32 is not None:
+        settings["tf32"] = policy.tf32
+    if policy.compile != "auto":
+        settings["torch_compile"] = policy.compile
+    return settings
+
+
+def _check_fp8(policy: Policy) -> None:
+    if policy.fp16:
+        raise PolicyError(
+            "axolotl: the policy computes in fp16 beside fp8; axolotl's fp8 has bf16 beside it. Set bf16=True"
+        )
+    if policy.fp8_recipe != "tensorwise" or policy.fp8 != "hybrid" or "torchao" not in policy.backends:
+        raise PolicyError(
+            f"axolotl: fp8 is {policy.fp8} with fp8_recipe {policy.fp8_recipe} on {' or '.join(policy.backends)}; "
+            "axolotl has hybrid, tensorwise, on torchao only. Use the recipe bf16_with_fp8_current_scaling_mixed"
+        )
+
+
+def _switch(on: bool) -> Setting:
+    """A switch that is off by default: null and false are the same."""
+    return Setting(True) if on else Setting(ABSENT, same=lambda found: not found)
+
+
+@axolotl.recognised
+def is_config(config: Mapping[str, Any]) -> bool:
+    own = ("datasets", "micro_batch_size", "sequence_len", "adapter", "num_epochs", "special_tokens", "val_set_size")
+    return "base_model" in config and any(key in config for key in own)
+
+
+@axolotl.strategist
+def strategy_of(config: Mapping[str, Any]) -> str | None:
+    if not (config.get("fsdp") or config.get("fsdp_config")):
+        return None
+    versions = (lookup(config, key) for key in ("fsdp_version", "fsdp_config.fsdp_version"))
+    return "fsdp2" if any(str(version) == "2" for version in versions) else "fsdp1"
+
+
+@axolotl.reads
+def fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The policy fields of an axolotl YAML.
+
+    `bf16: full`, which axolotl's documentation teaches and its schema refuses, is `bfloat16: true`.
+    """
+    found: dict[str, Any] = {}
+    bf16 = config.get("bf16", "auto")
+    if config.get("bfloat16") is True or bf16 == "full":
+        found |= {"bf16": True, "master_dtype": "bf16"}
+    elif bf16 is True or (bf16 == "auto" and not config.get("fp16")):
+        found["bf16"] = True
+    elif config.get("fp16") is True or config.get("float16") is True:
+        found["fp16"] = True
+    if config.get("fp8") is True:
+        gather = config.get("fp8_enable_fsdp_float8_all_gather") is True
+        found |= {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": gather}
+    if isinstance(config.get("tf32"), bool):
+        found["tf32"] = config["tf32"]
+    if isinstance(config.get("torch_compile"), bool):
+        found["compile"] = config["torch_compile"]
+    return found

@@ -1,0 +1,100 @@
+"""Megatron Bridge: the fields of its `MixedPrecisionConfig`, under its names.
+
+    MixedPrecisionConfig(**policy.to("megatron"))
+
+Read against `src/megatron/bridge/training/mixed_precision.py` at 067f987.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpguard.errors import PolicyError
+from mpguard.plugin import ABSENT, Setting, Settings, plugin
+from mpguard.policy import Dtype, Policy
+
+_DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
+_FP8 = (
+    "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad",
+    "fp8_dot_product_attention", "fp8_multi_head_attention", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag",
+)  # fmt: skip
+_FP4 = ("fp4_recipe", "fp4_param_gather")
+_LAYERS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_PLAIN = ("bf16", "fp16", "autocast_enabled", "grad_reduce_in_fp32", "fp8", "fp4", *_FP8, *_FP4, *_LAYERS, *_SCALE)
+
+
+@plugin(
+    "megatron",
+    carries=(
+        *_DTYPES, *(name for name in _PLAIN if name != "fp4_recipe"),
+        "fp8_param", "fp4_param", "backend", "fp8_emulate",
+    ),
+    library="torch",
+    extra="accelerate",
+)  # fmt: skip
+def megatron(policy: Policy, _strategy: str | None) -> Settings:
+    """Keyword arguments of Megatron Bridge's `MixedPrecisionConfig`.
+
+    `fp8_param` and `fp4_param` are left to their `_gather` twins: given to the constructor, they are
+    overwritten by the twin's default.
+    """
+    recipe = policy.low_bit_recipe
+    if recipe is not None and "te" not in policy.backends:
+        raise PolicyError(
+            f"megatron: the policy `{policy.name}` runs {recipe} on {' or '.join(policy.backends)}; Megatron has FP8 "
+            "and FP4 through Transformer Engine: delayed, tensorwise, blockwise, mxfp8, nvfp4"
+        )
+    dtypes = {
+        "params_dtype": policy.params_dtype,
+        "pipeline_dtype": policy.pipeline_dtype or policy.params_dtype,
+        "autocast_dtype": policy.autocast_dtype,
+    }
+    return {
+        "fp32": not policy.low_precision,
+        **{name: _optional(dtype.short if dtype else None, dtype) for name, dtype in dtypes.items()},
+        **{name: _optional(getattr(policy, name)) for name in _PLAIN},
+        "fp8_param": Setting(ABSENT, "fp8_param_gather says it", same=lambda found: found is policy.fp8_param),
+        "fp4_param": Setting(ABSENT, "fp4_param_gather says it", same=lambda found: found is policy.fp4_param),
+    }
+
+
+def _optional(value: Any, dtype: Dtype | None = None) -> Setting:
+    """None is the field's default, and may be left out; a dtype may be spelled in any way."""
+    if value is None:
+        return Setting(ABSENT, same=lambda found: found is None)
+    return Setting(value, same=(lambda found: Dtype.spelled(str(found)) is dtype) if dtype else None)
+
+
+@megatron.builds
+def fields(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: Dtype.parse(value).torch if name in _DTYPES else value for name, value in arguments.items()}
+
+
+@megatron.reads
+def read(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The policy of a `MixedPrecisionConfig` as a mapping. Fields without effect there are left out."""
+    found = {
+        name: config[name] for name in ("bf16", "fp16", "autocast_enabled", "grad_reduce_in_fp32") if name in config
+    }
+    low = next((name for name in ("bf16", "fp16") if config.get(name)), "fp32")
+    for name in _DTYPES:
+        dtype = Dtype.parse(str(config[name])) if config.get(name) is not None else None
+        follows = Dtype.parse(low) if name == "params_dtype" else found.get("params_dtype", Dtype.parse(low))
+        if dtype is not None and (name == "autocast_dtype" or dtype is not follows):
+            found[name] = dtype
+    for kind, names in (("fp8", _FP8), ("fp4", _FP4)):
+        if config.get(kind):
+            found |= {name: config[name] for name in (kind, *names) if name in config}
+            if config.get(f"{kind}_param") is not None:
+                found.setdefault(f"{kind}_param_gather", config[f"{kind}_param"])
+    if (config.get("fp8") or config.get("fp4")) and config.get("first_last_layers_bf16"):
+        found |= {name: config[name] for name in _LAYERS if name in config}
+    if config.get("fp8") and config.get("fp8_recipe", "tensorwise") != "delayed":
+        for name in ("fp8_amax_history_len", "fp8_amax_compute_algo"):
+            found.pop(name, None)
+    if config.get("fp16"):
+        scale = _SCALE[1:] if config.get("loss_scale") is None else _SCALE[:1]
+        found |= {name: config[name] for name in scale if config.get(name) is not None}
+    return found
