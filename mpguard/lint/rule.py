@@ -163,6 +163,14 @@ class ConfigRule(BaseRule):
         _register(cls)
 
 
+class EngineRule(BaseRule):
+    """What the engine itself reports: files that cannot be read, suppressions. Has a page, no `check`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _register(cls)
+
+
 _RULES: dict[str, type[BaseRule]] = {}
 
 

@@ -1,0 +1,343 @@
+"""The engine: files -> gate -> facts -> rules -> findings, suppressed, ordered, and mended if asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import re
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+from mpguard import document, settings
+from mpguard.lint import gate, suppress, workers
+from mpguard.lint.files import Target
+from mpguard.lint.finding import Finding, Lines, placed
+from mpguard.lint.project import LaunchConfig, Project
+from mpguard.lint.rule import BaseRule, ConfigRule, Diagnostic, Rule
+from mpguard.lint.selection import Rules, Selection, Selectors, ignored_in, selection
+
+SYNTAX, CONFIG = "MPG000", "MPG003"
+
+#: A YAML or JSON that is found and longer than this is data; no config comes near it.
+LARGEST_FOUND_CONFIG = 256 << 10
+#: What a file must hold to be a config of accelerate, DeepSpeed or axolotl, or one that was broken.
+_CONFIG_LIKE = re.compile(
+    rb"^[ \t{]*[\"']?(?:compute_environment|distributed_type|mixed_precision|(?:fp8|fsdp|deepspeed|dynamo)_config"
+    rb"|zero_optimization|train_(?:micro_)?batch_size\w*|torch_autocast|bf16|fp16|bfloat16|float16|fp8|base_model"
+    rb"|data_types)[\"']?[ \t]*:",
+    re.M,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Defect:
+    """A rule, or the engine, that failed on a file: a fault of mpguard's, not of the file."""
+
+    path: str
+    code: str
+    error: str
+    traceback: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: defect in {self.code}: {self.error}. Its findings in this file are missing; please report it"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Mended:
+    """A file with fixes applied. problems: why some of them were not."""
+
+    before: bytes
+    after: bytes
+    fixes: int
+    problems: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class FileReport:
+    """What became of one file. With fixes asked for, the findings are those that are left."""
+
+    target: Target
+    findings: tuple[Finding, ...] = ()
+    defects: tuple[Defect, ...] = ()
+    mended: Mended | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line decides. configs: launch configs; fix: which fixes to apply."""
+
+    selectors: Selectors = dataclasses.field(default_factory=Selectors)
+    configs: tuple[LaunchConfig, ...] = ()
+    gpu: str | None = None
+    fix: Literal["safe", "unsafe"] | None = None
+
+
+@dataclasses.dataclass
+class Checked:
+    """One version of one file's content: what the rules said of it, and what it takes to change it.
+
+    encode: a new text as the file's bytes; None where the content could not be read.
+    """
+
+    lines: Lines
+    diagnostics: list[Diagnostic]
+    findings: list[Finding]
+    defects: list[Defect]
+    encode: Callable[[str], bytes] | None = None
+
+
+@dataclasses.dataclass
+class _Said:
+    """What was said of some content before suppressions. ran: the codes whose rules ran to the end."""
+
+    lines: Lines
+    diagnostics: list[Diagnostic]
+    ran: set[str]
+    comments: suppress.Comments = suppress.NONE
+    defects: list[Defect] = dataclasses.field(default_factory=list)
+    encode: Callable[[str], bytes] | None = None
+
+
+class Engine:
+    """Checks files, one after another. rules: all there are, by code."""
+
+    def __init__(self, rules: Rules, options: Options) -> None:
+        self.rules, self.options = rules, options
+        self.project = Project(options.configs, options.gpu)
+        self._selections: dict[Path | None, Selection] = {}
+
+    def run(self, targets: Iterable[Target], jobs: int = 1) -> list[FileReport]:
+        """Checks all targets, in up to `jobs` processes. Raises `ConfigError` before any is checked."""
+        targets = list(targets)
+        for folder in {Path(target.path).absolute().parent for target in targets}:
+            found = settings.nearest(folder)
+            self._selected(found)
+            if found.configs:
+                self.project.configs_for(str(folder / "any.py"))
+        if jobs > 1 and len(targets) >= workers.FEW and any(target.kind == "python" for target in targets):
+            importlib.import_module("mpguard.lint.facts")  # before the fork: 0.01 s for all, not 0.5 s for each
+        return workers.run(targets, self.check, _died, lambda target: target.size, jobs)
+
+    def check(self, target: Target) -> FileReport:
+        """Checks one file. Never raises: what goes wrong is in the report."""
+        try:
+            return self._check(target)
+        except Exception as error:
+            return FileReport(target, defects=(_defect(target.path, "the engine", error),))
+
+    def _check(self, target: Target) -> FileReport:
+        if target.problem is not None:
+            return self._unreadable(target, target.problem)
+        if target.kind == "config" and not target.named and target.size > LARGEST_FOUND_CONFIG:
+            return FileReport(target)
+        try:
+            data = Path(target.path).read_bytes() if target.data is None else target.data
+        except OSError as error:
+            return self._unreadable(target, f"the file cannot be read: {error.strerror or error}")
+        checked = self.content(data, target)
+        if self.options.fix is None:
+            return FileReport(target, tuple(checked.findings), tuple(checked.defects))
+        from mpguard.lint import fixes
+
+        # As if it were named: then the result of a fix is parsed, whether or not a rule could speak.
+        check = functools.partial(self.content, target=dataclasses.replace(target, named=True))
+        mended, checked = fixes.mend(data, checked, check, self.options.fix)
+        return FileReport(target, tuple(checked.findings), tuple(checked.defects), mended)
+
+    def content(self, data: bytes, target: Target) -> Checked:
+        """What there is to report about some content of a file."""
+        chosen = self.selection(target.path)
+        self.project.begin(target.path)
+        check = self._python if target.kind == "python" else self._config
+        checked = check(data, target, chosen)
+        checked.findings.sort(key=lambda finding: finding.order)
+        return checked
+
+    def selection(self, path: str) -> Selection:
+        """The rules that are on for a file."""
+        found = settings.nearest(Path(path))
+        ignored = ignored_in(path, self.rules, found)
+        return self._selected(found).without(ignored) if ignored else self._selected(found)
+
+    def _selected(self, found: settings.Settings) -> Selection:
+        if found.source not in self._selections:
+            self._selections[found.source] = selection(self.rules, found, self.options.selectors)
+        return self._selections[found.source]
+
+    # -- Python ---------------------------------------------------------------------------------
+
+    def _python(self, data: bytes, target: Target, chosen: Selection) -> Checked:
+        on = [rule for code, rule in self.rules.items() if code in chosen.codes and issubclass(rule, Rule)]
+        speaking = gate.relevant(data, on)
+        judged = suppress.JUDGED.search(data) is not None
+        if not speaking and not judged and not target.named and SYNTAX not in chosen.asked:
+            return Checked(Lines(""), [], [], [])
+
+        from mpguard.lint.source import Source, Unparsable
+
+        diagnostics: list[Diagnostic] = []
+        defects: list[Defect] = []
+        ran = set(chosen.codes)
+        try:
+            source = Source(data, target.path)
+            if speaking or target.named or SYNTAX in chosen.asked:
+                source = Source.parse(data, target.path)
+            if speaking:
+                from mpguard.lint.facts import Facts
+
+                diagnostics, defects = self._ask(
+                    speaking, Facts(source, self.project), target.path, (Unparsable, RecursionError)
+                )
+                ran -= {defect.code for defect in defects}
+        except (Unparsable, RecursionError) as error:
+            return self._unparsable(data, target, chosen, error)
+        lines = Lines(source.text)
+        comments = suppress.in_python(lines) if judged or diagnostics else suppress.NONE
+        encode = functools.partial(_encoded, encoding=source.encoding, bom=source.bom)
+        return self._finish(target, chosen, _Said(lines, diagnostics, ran, comments, defects, encode))
+
+    def _unparsable(self, data: bytes, target: Target, chosen: Selection, error: Exception) -> Checked:
+        from mpguard.lint.source import Unparsable
+
+        message = error.message if isinstance(error, Unparsable) else "parse limit: the code is nested too deeply"
+        line, column = (error.line, error.column) if isinstance(error, Unparsable) else (1, 1)
+        lines = Lines(data.decode("utf-8", "replace").removeprefix("\ufeff"))
+        line = min(max(line, 1), len(lines.starts))
+        start = min(lines.offset(line, max(column, 1)), len(lines.text))
+        width = 1 if lines.text[start : start + 1].strip() else 0
+        found = [Diagnostic(SYNTAX, (start, start + width), message, self.rules[SYNTAX].help)]
+        diagnostics = found if SYNTAX in chosen.codes else []
+        comments = suppress.in_python(lines) if b"mpguard" in data else suppress.NONE
+        return self._finish(target, chosen, _Said(lines, diagnostics, set(), comments))
+
+    # -- YAML and JSON --------------------------------------------------------------------------
+
+    def _config(self, data: bytes, target: Target, chosen: Selection) -> Checked:
+        if not target.named and not _CONFIG_LIKE.search(data):
+            return Checked(Lines(""), [], [], [])
+        read = document.decode(data, target.path)
+        lines = Lines(read.text)
+        kind = None if read.root is None else read.kind
+        diagnostics: list[Diagnostic] = []
+        defects: list[Defect] = []
+        ran = set(chosen.codes)
+        # Found, with problems, and no config: somebody else's YAML, with tags or templates of its own.
+        if read.problems and (target.named or kind is not None or (read.root is None and _CONFIG_LIKE.search(data))):
+            diagnostics = [
+                Diagnostic(CONFIG, each.span, each.message) for each in read.problems if CONFIG in chosen.codes
+            ]
+        if kind is not None and isinstance(read.data, dict):
+            on = [
+                rule
+                for code, rule in self.rules.items()
+                if code in chosen.codes and issubclass(rule, ConfigRule) and kind in rule.kinds
+            ]
+            found, defects = self._ask([rule for rule in on if gate.speaks(rule.triggers, data)], read, target.path)
+            diagnostics += found
+            ran -= {defect.code for defect in defects}
+        elif read.problems:
+            ran = set()
+        comments = suppress.NONE
+        if (
+            read.format == "yaml"
+            and (kind is not None or target.named)
+            and re.search(rb"noqa|mpguard\s*:\s*i", data, re.I)
+        ):
+            comments = suppress.in_yaml(lines)
+        encode = None if read.root is None else read.encoded
+        return self._finish(target, chosen, _Said(lines, diagnostics, ran, comments, defects, encode))
+
+    # -- both -----------------------------------------------------------------------------------
+
+    def _ask(
+        self, rules: Iterable[type[BaseRule]], about: object, path: str, fatal: tuple[type[Exception], ...] = ()
+    ) -> tuple[list[Diagnostic], list[Defect]]:
+        """What the rules say. One that fails is a defect, and the others are asked all the same.
+
+        fatal: what is no rule's fault; raised.
+        """
+        found: list[Diagnostic] = []
+        defects: list[Defect] = []
+        for rule in rules:
+            try:
+                said = list(rule().check(about))  # type: ignore[attr-defined]
+            except fatal:
+                raise
+            except Exception as error:
+                defects.append(_defect(path, rule.code, error))
+                continue
+            found += dict.fromkeys(said)
+        return _most_specific(found, self.rules), defects
+
+    def _finish(self, target: Target, chosen: Selection, said: _Said) -> Checked:
+        lines = said.lines
+        kept, used = suppress.split(said.diagnostics, said.comments, lines)
+        if said.ran:
+            judged = suppress.judge(said.comments, used, self.rules, said.ran, lines)
+            own = [each for each in judged if each.code in chosen.codes]
+            kept += suppress.split(own, _whole_file(said.comments), lines)[0]
+        others = {
+            note.path: self._text_of(note.path)
+            for each in kept
+            for note in each.notes
+            if note.path is not None and note.span is not None
+        }
+        findings = [placed(each, self.rules[each.code], target.path, lines, others) for each in kept]
+        return Checked(lines, kept, findings, said.defects, said.encode)
+
+    def _text_of(self, path: str) -> Lines:
+        """The text of another file that a note points into."""
+        for config in self.project.configs_for(path):
+            if config.path == path:
+                return Lines(config.document.text)
+        from mpguard.lint.source import Source
+
+        return Lines(Source(Path(path).read_bytes(), path).text)
+
+    def _unreadable(self, target: Target, problem: str) -> FileReport:
+        code = SYNTAX if target.kind == "python" else CONFIG
+        if code not in self.selection(target.path).codes:
+            return FileReport(target)
+        diagnostic = Diagnostic(code, (0, 0), problem, self.rules[code].help)
+        return FileReport(target, (placed(diagnostic, self.rules[code], target.path, Lines(""), {}),))
+
+
+def _whole_file(comments: suppress.Comments) -> suppress.Comments:
+    """Only these may cover what is reported about suppressions: at its line stands the suppression itself."""
+    return suppress.Comments(
+        tuple(each for each in comments.suppressions if each.lines is None and each.codes is not None)
+    )
+
+
+def _most_specific(diagnostics: list[Diagnostic], rules: Rules) -> list[Diagnostic]:
+    """One mistake, one finding: a rule is silent where one that it yields to reports the same expression."""
+    return [
+        each
+        for each in diagnostics
+        if not any(
+            other.code in rules[each.code].yields_to and other.span[0] < each.span[1] and each.span[0] < other.span[1]
+            for other in diagnostics
+        )
+    ]
+
+
+def _encoded(text: str, encoding: str, bom: bool) -> bytes:
+    return (b"\xef\xbb\xbf" if bom else b"") + text.encode(encoding)
+
+
+def _defect(path: str, code: str, error: Exception) -> Defect:
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return Defect(path, code, said, traceback.format_exc())
+
+
+def _died(target: Target, how: str) -> FileReport:
+    """A crash of the parser on one file (deep nesting) is that file's finding."""
+    from mpguard.lint.rule import rules
+
+    diagnostic = Diagnostic(SYNTAX, (0, 0), f"parse limit: the process that read this file {how}")
+    return FileReport(target, (placed(diagnostic, rules()[SYNTAX], target.path, Lines(""), {}),))

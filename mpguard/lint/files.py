@@ -1,0 +1,276 @@
+"""Which files a run is about: the ones named, and those found in the folders named.
+
+Found files pass .gitignore (at all levels, up to the repository's top), `include` and `exclude`;
+named ones are taken as they are. Only regular files are ever opened: a FIFO or a device that is
+found is passed over, one that is named is refused.
+"""
+
+# Thousands of paths are handled here, which strings do several times faster than Path.
+# ruff: noqa: PTH
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mpguard import settings
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
+Kind = Literal["python", "config"]
+
+PYTHON = (".py", ".pyi", ".pyw")
+CONFIG = (".yaml", ".yml", ".json")
+#: Folders that hold no code of the project's own; `exclude` adds to them.
+NEVER = frozenset((
+    ".git", ".hg", ".svn", ".venv", "venv", ".tox", ".nox", ".eggs", "node_modules", "site-packages", "__pycache__",
+    ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints", ".mpguard_cache",
+))  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One file to check.
+
+    path: as the user named it, or as found below a folder so named; also what reports show.
+    named: whether it was named itself; a found YAML or JSON that is no config says nothing.
+    data: the content where it is not that of the file (stdin).
+    problem: why it cannot be read; it is then reported and not opened.
+    """
+
+    path: str
+    kind: Kind
+    named: bool = False
+    size: int = 0
+    data: bytes | None = None
+    problem: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The targets in order; what was named and cannot be checked (exit status 2); folders with nothing to check."""
+
+    targets: tuple[Target, ...]
+    refused: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
+
+
+def collect(paths: Iterable[str], force_exclude: bool = False) -> Found:
+    """The files that `paths` stand for, each once, in the order of `paths` and then by name.
+
+    force_exclude: treat files that are named like found ones: `exclude` holds for them too, and a
+    YAML or JSON that is no config is passed over (for pre-commit, which names every file).
+    """
+    targets: dict[str, Target] = {}
+    refused: list[str] = []
+    empty: list[str] = []
+    for given in paths:
+        path = os.path.normpath(given)
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            refused.append(f"{given}: {_why(error)}")
+            continue
+        if stat.S_ISDIR(status.st_mode):
+            found = list(_walk(path, force_exclude))
+            if not found:
+                empty.append(f"{given}: no Python, YAML or JSON files in this folder; nothing was checked there")
+        elif not stat.S_ISREG(status.st_mode):
+            refused.append(
+                f"{given}: is {_what(status.st_mode)}, not a regular file, and is not opened; for stdin give `-`"
+            )
+            continue
+        elif (kind := kind_of(path)) is None:
+            refused.append(f"{given}: mpguard reads Python (.py), YAML (.yaml, .yml) and JSON (.json)")
+            continue
+        elif not os.access(path, os.R_OK):
+            refused.append(f"{given}: no permission to read it")
+            continue
+        elif force_exclude and _excluded(Path(path)):
+            continue
+        else:
+            found = [Target(path, kind, named=not force_exclude, size=status.st_size)]
+        for target in found:
+            key = os.path.realpath(target.path)
+            if key not in targets or (target.named and not targets[key].named):
+                targets[key] = target
+    return Found(tuple(targets.values()), tuple(refused), tuple(empty))
+
+
+def kind_of(path: str) -> Kind | None:
+    """What a file is read as, by its name; a name without a suffix is a Python script's."""
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix in CONFIG:
+        return "config"
+    return "python" if suffix in PYTHON or not suffix else None
+
+
+def _why(error: OSError) -> str:
+    reasons = {FileNotFoundError: "no such file or folder", PermissionError: "no permission to read it"}
+    return reasons.get(type(error), error.strerror or str(error))
+
+
+def _what(mode: int) -> str:
+    if stat.S_ISFIFO(mode):
+        return "a FIFO"
+    return "a socket" if stat.S_ISSOCK(mode) else "a device"
+
+
+def _walk(top: str, force_exclude: bool) -> Iterator[Target]:
+    """All files to check below a folder, sorted. Links to folders are not followed: no loops."""
+    if force_exclude and _excluded(Path(top)):
+        return
+    yield from _below(top, _outer_ignores(Path(top)))
+
+
+def _below(folder: str, outer: tuple[_Patterns, ...]) -> Iterator[Target]:
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        yield Target(folder, "python", problem=f"the folder cannot be read: {_why(error)}")
+        return
+    own = _gitignore(folder) if any(entry.name == ".gitignore" for entry in entries) else None
+    ignores = (*outer, own) if own else outer
+    configured = _configured(folder)
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            if (
+                entry.name not in NEVER
+                and not _ignored(entry.path, True, ignores)
+                and not configured.excludes(entry.path, True)
+            ):
+                yield from _below(entry.path, ignores)
+            continue
+        kind = kind_of(entry.name) if "." in entry.name else None
+        if kind is None and not configured.include:
+            continue
+        if _ignored(entry.path, False, ignores) or configured.excludes(entry.path, False):
+            continue
+        if configured.include:
+            kind = (kind_of(entry.name) or "python") if configured.include.match(entry.path, False) else None
+        if kind is not None:
+            yield from _entry(entry, kind)
+
+
+def _entry(entry: os.DirEntry[str], kind: Kind) -> Iterator[Target]:
+    try:
+        status = entry.stat()
+    except OSError as error:
+        # Editors lock with broken links (`.#train.py`), data sets come as broken links to JSON.
+        if kind == "python" and not entry.name.startswith(".#"):
+            why = "is a broken link" if entry.is_symlink() else f"cannot be read: {_why(error)}"
+            yield Target(entry.path, kind, problem=f"the file {why}")
+        return
+    if stat.S_ISREG(status.st_mode):
+        yield Target(entry.path, kind, size=status.st_size)
+
+
+class _Patterns:
+    """Patterns in the syntax of .gitignore that hold below one folder."""
+
+    def __init__(self, root: str, lines: Iterable[str]) -> None:
+        self.root = os.path.join(os.path.abspath(root), "")
+        self.spec: GitIgnoreSpec = _spec(tuple(lines))
+
+    def match(self, path: str, is_folder: bool) -> bool | None:
+        """True: matched; False: matched by a `!pattern`; None: not mentioned."""
+        absolute = os.path.abspath(path)
+        if not absolute.startswith(self.root):
+            return None
+        name = absolute[len(self.root) :].replace(os.sep, "/")
+        return self.spec.check_file(name + "/" if is_folder else name).include
+
+
+@functools.lru_cache(maxsize=256)
+def _spec(lines: tuple[str, ...]) -> GitIgnoreSpec:
+    from pathspec import GitIgnoreSpec
+
+    return GitIgnoreSpec.from_lines(lines)
+
+
+def matches(patterns: Iterable[str], root: Path, path: str) -> bool:
+    """Whether a file or one of the folders above it, up to `root`, matches one of the patterns."""
+    lines = tuple(patterns)
+    if not lines:
+        return False
+    return _covered(_Patterns(str(root), lines), path, False)
+
+
+def _covered(patterns: _Patterns, path: str, is_folder: bool) -> bool:
+    parts = os.path.abspath(path)[len(patterns.root) :].split(os.sep)
+    for depth in range(1, len(parts) + 1):
+        inner = depth < len(parts)
+        if patterns.match(os.path.join(patterns.root, *parts[:depth]), inner or is_folder):
+            return True
+    return False
+
+
+def _ignored(path: str, is_folder: bool, ignores: tuple[_Patterns, ...]) -> bool:
+    for patterns in reversed(ignores):
+        matched = patterns.match(path, is_folder)
+        if matched is not None:
+            return matched
+    return False
+
+
+def _gitignore(folder: str) -> _Patterns | None:
+    try:
+        lines = Path(folder, ".gitignore").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    lines = [line for line in lines if line.strip() and not line.startswith("#")]
+    return _Patterns(folder, lines) if lines else None
+
+
+def _outer_ignores(top: Path) -> tuple[_Patterns, ...]:
+    """The .gitignore files above a named folder, up to the repository's top, outermost first.
+
+    Where they ignore the folder itself, which the user named all the same, none of them holds.
+    """
+    top = top.absolute()
+    if (top / ".git").exists():
+        return ()
+    ignores: list[_Patterns] = []
+    for folder in top.parents:
+        patterns = _gitignore(str(folder))
+        if patterns is not None:
+            ignores.insert(0, patterns)
+        if (folder / ".git").exists():
+            break
+    else:
+        return ()  # no repository: only what lies in the folder holds
+    inside = [top, *(parent for parent in top.parents if any(str(parent).startswith(p.root) for p in ignores))]
+    if any(_ignored(str(folder), True, tuple(ignores)) for folder in inside):
+        return ()
+    return tuple(ignores)
+
+
+class _Configured:
+    """`include` and `exclude` of the settings that hold in one folder."""
+
+    def __init__(self, found: settings.Settings) -> None:
+        self.include = _Patterns(str(found.root), found.include) if found.include else None
+        self.exclude = _Patterns(str(found.root), found.exclude) if found.exclude else None
+
+    def excludes(self, path: str, is_folder: bool) -> bool:
+        return self.exclude is not None and bool(self.exclude.match(path, is_folder))
+
+
+@functools.cache
+def _configured(folder: str) -> _Configured:
+    return _Configured(settings.nearest(Path(folder)))
+
+
+def _excluded(path: Path) -> bool:
+    """Whether `exclude` covers a path that was named, itself or through a folder above it."""
+    found = settings.nearest(path)
+    is_folder = path.is_dir()
+    if found.exclude and _covered(_Patterns(str(found.root), found.exclude), str(path), is_folder):
+        return True
+    return any(part in NEVER for part in path.absolute().relative_to(found.root).parts)

@@ -1,0 +1,238 @@
+"""What lies around a file: the launch configs of its code, and the modules that it imports."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mpguard import document, settings
+from mpguard.document import Document, Entry
+from mpguard.errors import ConfigError
+from mpguard.lint.files import CONFIG, NEVER, matches
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts import Facts
+
+#: Modules, and bytes of them, that are read on behalf of one linted file. Counted per file and not
+#: per run: what is found in a file does not depend on what else was linted.
+MOST_MODULES = 40
+MOST_BYTES = 2 << 20
+#: A launch config is some hundred bytes; files beside the code that are larger are data.
+LARGEST_CONFIG = 64 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """A config that code is launched with: one of accelerate, or a DeepSpeed file.
+
+    mixed_precision: what it asks for, in lower case, as accelerate 1.15 resolves it:
+        `deepspeed_config.mixed_precision` beats the top level (S7); where neither is there, what
+        the DeepSpeed file that it names has enabled. None where it asks for nothing or it is unclear.
+    distributed_type: as it is written; `DEEPSPEED` of a DeepSpeed file.
+    """
+
+    path: str
+    document: Document
+    mixed_precision: str | None
+    distributed_type: str | None
+
+    def entry(self, key: str) -> Entry | None:
+        """The entry at a dotted path, with its place in the document."""
+        return self.document.entry(key)
+
+
+def launch_config(path: Path, shown: str | None = None) -> LaunchConfig:
+    """Reads a config that code is launched with. Raises `ConfigError` for a file that is none."""
+    read = document.read(path)
+    data = read.require()
+    shown = shown or str(path)
+    if read.kind == "deepspeed":
+        return LaunchConfig(shown, read, _deepspeed_precision(data), "DEEPSPEED")
+    if read.kind != "accelerate":
+        what = f"a config of {read.kind}" if read.kind else "none"
+        raise ConfigError(f"{path}: code is checked against configs of accelerate or DeepSpeed; this is {what}")
+    distributed = data.get("distributed_type")
+    return LaunchConfig(
+        shown, read, _accelerate_precision(data, path), distributed if isinstance(distributed, str) else None
+    )
+
+
+def _accelerate_precision(data: dict[str, object], path: Path) -> str | None:
+    section = data.get("deepspeed_config")
+    section = section if isinstance(section, dict) else {}
+    for said in (
+        section.get("mixed_precision"),
+        data.get("mixed_precision"),
+        "fp16" if data.get("fp16") is True else None,
+    ):
+        if said is not None:
+            return said.lower() if isinstance(said, str) else None
+    name = section.get("deepspeed_config_file")
+    if not isinstance(name, str):
+        return None
+    for candidate in (Path(name), path.parent / name):
+        try:
+            return _deepspeed_precision(document.read(candidate).require())
+        except ConfigError:
+            continue
+    return None
+
+
+def _deepspeed_precision(data: dict[str, object]) -> str | None:
+    enabled = [
+        name
+        for name in ("bf16", "fp16")
+        if isinstance(section := data.get(name), dict) and section.get("enabled") is True
+    ]
+    return enabled[0] if len(enabled) == 1 else None
+
+
+class Project:
+    """What rules may ask about the surroundings of a file. One per process; files one after another.
+
+    given: the configs of `--config`; they replace those of the settings and those beside the code.
+    """
+
+    def __init__(self, given: Iterable[LaunchConfig] = (), gpu: str | None = None) -> None:
+        self._given = tuple(given)
+        self._gpu = gpu
+        self._modules: dict[str, Facts | None] = {}
+        self._budget_modules = MOST_MODULES
+        self._budget_bytes = MOST_BYTES
+        self._counted: set[str] = set()
+        self._exhausted = False
+
+    def begin(self, path: str) -> None:
+        """The engine turns to another file."""
+        if self._exhausted:
+            self._modules.clear()  # they may know less than they would with a budget of their own
+        self._budget_modules, self._budget_bytes, self._exhausted = MOST_MODULES, MOST_BYTES, False
+        self._counted = {os.path.realpath(path)}
+
+    def gpu(self, path: str) -> str | None:
+        """What the code is said to run on (`--gpu`, `[tool.mpguard] gpu`), or None."""
+        return self._gpu or settings.nearest(Path(path)).gpu
+
+    def declared(self, path: str) -> Literal["training", "inference"] | None:
+        """What `training-paths` and `inference-paths` say about a file."""
+        found = settings.nearest(Path(path))
+        if matches(found.training_paths, found.root, path):
+            return "training"
+        return "inference" if matches(found.inference_paths, found.root, path) else None
+
+    def configs_for(self, path: str) -> tuple[LaunchConfig, ...]:
+        """The configs that a file is launched with: of `--config`, else of the settings, else beside it.
+
+        Beside it: accelerate configs in its own folder. A folder may hold several, and nothing says
+        which one is used.
+        """
+        if self._given:
+            return self._given
+        folder = Path(path).parent
+        return _configured(folder) or _beside(str(folder))
+
+    def source_of(self, module: str, from_path: str) -> Facts | None:
+        """The facts of an imported module (`pkg.losses`, `.losses`), if it lies in the linted tree.
+
+        The tree is the folder of the nearest pyproject.toml, mpguard.toml or .git above the importing
+        file, so that a file gets the same findings alone and with its folder; without one, and in
+        site-packages, the outermost package that the file is in, or its folder. None where the module
+        is elsewhere, does not parse, or the budget of the linted file is spent.
+        """
+        path = _resolve(module, from_path)
+        if path is None:
+            return None
+        key = os.path.realpath(path)
+        if key not in self._counted:
+            size = Path(path).stat().st_size
+            if self._budget_modules < 1 or size > self._budget_bytes:
+                self._exhausted = True
+                return None
+            self._counted.add(key)
+            self._budget_modules -= 1
+            self._budget_bytes -= size
+        if key not in self._modules:
+            self._modules[key] = None  # while it is read: modules import each other
+            self._modules[key] = self._read(path)
+        return self._modules[key]
+
+    def _read(self, path: str) -> Facts | None:
+        from mpguard.lint.facts import Facts
+        from mpguard.lint.source import Source, Unparsable
+
+        try:
+            return Facts(Source.parse(Path(path).read_bytes(), path), self)
+        except (OSError, Unparsable, RecursionError):
+            return None
+
+
+@functools.cache
+def _configured(folder: Path) -> tuple[LaunchConfig, ...]:
+    return tuple(launch_config(path, os.path.relpath(path)) for path in settings.nearest(folder).config_paths())
+
+
+@functools.cache
+def _beside(folder: str) -> tuple[LaunchConfig, ...]:
+    found = []
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return ()
+    for entry in entries:
+        if not entry.name.endswith(CONFIG) or not entry.is_file():
+            continue
+        try:
+            if entry.stat().st_size > LARGEST_CONFIG or b"distributed_type" not in Path(entry.path).read_bytes():
+                continue
+            config = launch_config(Path(entry.path), os.path.normpath(entry.path))
+        except (OSError, ConfigError):
+            continue  # no launch config; if it is a broken one, the run over it says so
+        if config.document.kind == "accelerate":
+            found.append(config)
+    return tuple(found)
+
+
+def _resolve(module: str, from_path: str) -> str | None:
+    """The file of a module, looked for from the importing file's folder up to the tree's top."""
+    folder = Path(from_path).absolute().parent
+    top = _top(folder)
+    dots = len(module) - len(module.lstrip("."))
+    parts = [part for part in module[dots:].split(".") if part]
+    if not all(part.isidentifier() for part in parts):
+        return None
+    above = [folder, *folder.parents]
+    inside = above[: above.index(top) + 1]
+    if dots:
+        bases = inside[dots - 1 : dots]
+    else:
+        bases = [*inside, top / "src"]
+        if parts and parts[0] == top.name and _exists(top / "__init__.py"):
+            bases.append(top.parent)
+    for base in bases:
+        module_file = base.joinpath(*parts)
+        for candidate in (module_file.with_name(f"{module_file.name}.py"), module_file / "__init__.py"):
+            if _exists(candidate) and (parts or candidate.name == "__init__.py"):
+                return str(candidate) if Path(from_path).is_absolute() else os.path.relpath(candidate)
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _exists(path: Path) -> bool:
+    return path.is_file()
+
+
+@functools.cache
+def _top(folder: Path) -> Path:
+    for candidate in (folder, *folder.parents):
+        if candidate.name in NEVER:
+            break  # an installed package: what lies beside it is not of its tree
+        if any((candidate / name).exists() for name in ("pyproject.toml", "mpguard.toml", ".git")):
+            return candidate
+    top = folder
+    while (top.parent / "__init__.py").is_file():
+        top = top.parent
+    return top

@@ -1,0 +1,1 @@
+"""What the engine itself reports about Python files and suppressions."""

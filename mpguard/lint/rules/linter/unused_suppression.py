@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from mpguard.lint.rule import Bad, EngineRule, Good
+
+
+class UnusedSuppression(EngineRule):
+    """A suppression covers nothing that would be reported.
+
+    ## Why is this bad
+    The mistake that it was for is gone, or the comment stands at the wrong line. Left there, it will
+    hide the next one.
+
+    ## What is judged
+    Codes of mpguard in `# noqa: ...`, and `# mpguard: ignore` and `ignore-file` with and without
+    codes. A plain `# noqa` and the codes of other tools never are; neither are codes whose rules did
+    not run: not selected, off for the file, or the file could not be read.
+
+    ## Fix safety
+    Safe: only the comment changes, and of it only what mpguard judges.
+    """
+
+    code, name = "MPG002", "unused-suppression"
+    severity = "warning"
+    message = "unused suppression: {what}"
+    help = "remove it"
+    examples = (
+        Bad(
+            """\
+import torch
+
+x = torch.ones(2)  # mpguard: ignore[MPG101] it was FP16 once  # !
+y = torch.ones(2)  # noqa: E501, MPG101  # !
+""",
+            fixed="""\
+import torch
+
+x = torch.ones(2)
+y = torch.ones(2)  # noqa: E501
+""",
+        ),
+        Good("""\
+import torch
+
+x = torch.ones(2)  # noqa
+y = torch.ones(2)  # noqa: E501
+"""),
+    )

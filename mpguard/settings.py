@@ -1,0 +1,171 @@
+"""`[tool.mpguard]` in the nearest `pyproject.toml` above a file, or the same keys in an `mpguard.toml`.
+
+An unknown key and a value of the wrong type are a `SettingsError`: a setting that is misspelt would
+otherwise do nothing, in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpguard.errors import SettingsError, did_you_mean
+
+if TYPE_CHECKING or sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ENFORCE = ("error", "warn", "off")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings that hold for the files below `root`. Patterns are those of .gitignore, from `root`.
+
+    source: the file they are from; None where there is none, and all is at its default.
+    select: codes, prefixes of codes or ALL instead of the rules that are on by default; None: those.
+    configs: launch configs that the code is checked against, instead of those found beside it.
+    recipe, enforce: what `mpguard.run` and `mpguard.auto` take where nothing else says it.
+    gpu: what the code will run on (`h100`, `sm_90`).
+    training_paths, inference_paths: files whose code trains, or does not, where it cannot be told.
+    """
+
+    root: Path
+    source: Path | None = None
+    select: tuple[str, ...] | None = None
+    extend_select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    per_file_ignores: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    configs: tuple[str, ...] = ()
+    recipe: str | None = None
+    gpu: str | None = None
+    training_paths: tuple[str, ...] = ()
+    inference_paths: tuple[str, ...] = ()
+    enforce: str | None = None
+
+    def config_paths(self) -> tuple[Path, ...]:
+        """`configs` as paths. Raises `SettingsError` for one that is not there."""
+        paths = tuple(self.root / name for name in self.configs)
+        for path in paths:
+            if not path.is_file():
+                raise SettingsError(f"{self.source}: `configs` names `{path}`, which is no file")
+        return paths
+
+
+def nearest(path: Path) -> Settings:
+    """The settings for a file or a folder: those of the nearest folder above that has some.
+
+    A `pyproject.toml` without `[tool.mpguard]` is passed over. Raises `SettingsError`.
+    """
+    path = path.absolute()
+    return _of_folder(path if path.is_dir() else path.parent)
+
+
+@functools.cache
+def _of_folder(folder: Path) -> Settings:
+    for name in ("mpguard.toml", "pyproject.toml"):
+        settings = _read(folder / name)
+        if settings is not None:
+            return settings
+    return Settings(folder) if folder == folder.parent else _of_folder(folder.parent)
+
+
+def _read(path: Path) -> Settings | None:
+    """The settings in one file; None where the file is not there or says nothing to mpguard."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: cannot be read: {error}") from None
+    own = path.name == "mpguard.toml"
+    if not own and "mpguard" not in text:
+        return None
+    try:
+        table: Any = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: is not TOML: {error}") from None
+    if not own:
+        table = table.get("tool", {}).get("mpguard")
+        if table is None:
+            return None
+    if not isinstance(table, dict):
+        raise SettingsError(f"{path}: `tool.mpguard` is {_shown(table)}; a table is needed")
+    return Settings(path.parent, path, **_values(table, path, text))
+
+
+def _values(table: Mapping[str, Any], path: Path, text: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        where = f"{path}{_line(text, key)}"
+        if key not in _KEYS:
+            raise SettingsError(f"{where}: there is no setting `{key}`{did_you_mean(key, _KEYS)}")
+        read, needed = _KEYS[key]
+        try:
+            values[key.replace("-", "_")] = read(value)
+        except ValueError:
+            raise SettingsError(f"{where}: `{key}` is {_shown(value)}; {needed} is needed") from None
+    return values
+
+
+def _line(text: str, key: str) -> str:
+    """`:LINE` of a key, for messages; nothing where it cannot be told (tomllib keeps no positions)."""
+    places = [
+        number
+        for number, line in enumerate(text.splitlines(), 1)
+        if re.match(rf"""\s*(["']?){re.escape(key)}\1\s*=|\s*\[(tool\.mpguard\.)?{re.escape(key)}\]""", line)
+    ]
+    return f":{places[0]}" if len(places) == 1 else ""
+
+
+def _shown(value: Any) -> str:
+    return f"`{value}`" if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError
+    return tuple(map(_string, value))
+
+
+def _ignores(value: Any) -> dict[str, tuple[str, ...]]:
+    if not isinstance(value, dict):
+        raise ValueError
+    return {pattern: _strings(codes) for pattern, codes in value.items()}
+
+
+def _enforce(value: Any) -> str:
+    if value not in ENFORCE:
+        raise ValueError
+    return _string(value)
+
+
+_A_LIST = "a list of strings"
+_KEYS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "select": (_strings, _A_LIST),
+    "extend-select": (_strings, _A_LIST),
+    "ignore": (_strings, _A_LIST),
+    "per-file-ignores": (_ignores, "a table of pattern = list of codes"),
+    "include": (_strings, _A_LIST),
+    "exclude": (_strings, _A_LIST),
+    "configs": (_strings, _A_LIST),
+    "recipe": (_string, "a string"),
+    "gpu": (_string, "a string"),
+    "training-paths": (_strings, _A_LIST),
+    "inference-paths": (_strings, _A_LIST),
+    "enforce": (_enforce, "one of error, warn, off"),
+}
