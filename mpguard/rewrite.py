@@ -27,12 +27,14 @@ def edits(document: Document, changes: Iterable[Change]) -> tuple[Edit, ...]:
     """See `Document.edits`."""
     document.require()
     draft = _Draft(document.text)
+    first_break = re.search(r"\r\n|\n|\r", document.text)
+    newline = first_break[0] if first_break else "\n"
     for change in changes:
         now = parse(draft.text, document.path, document.format)
         wanted = merged(now.data, {change.key: Setting(change.new)})
         if _same(now.data, wanted):
             continue
-        writer = (_Json if now.format == "json" else _Yaml)(now, draft)
+        writer = (_Json if now.format == "json" else _Yaml)(now, draft, newline)
         if change.new is ABSENT:
             writer.remove(change.path)
         else:
@@ -111,11 +113,10 @@ class _Writer:
 
     document: Document
     draft: _Draft
+    newline: str
 
     def __post_init__(self) -> None:
         self.text = self.document.text
-        match = re.search(r"\r\n|\n|\r", self.text)
-        self.newline = match[0] if match else "\n"
 
     # what a format says
 
@@ -271,24 +272,31 @@ class _Writer:
             self._insert_into_empty(mapping, name, value, owner)
             return
         last = mapping.pairs[-1]
+        comma = self._separator(mapping)
+        wide = self.newline in comma
+        indent = self._indent(last.start if wide else mapping.start)
+        colon = self.text[last.key_span[1] : last.value.start]
+        if not re.fullmatch(r"[ \t]*:[ \t]*", colon) or (colon == ":" and self.document.format == "yaml"):
+            colon = ": "
+        text = self.key(name) + colon + self.render_inside(value, indent, wide)
+        end = self._line_end(last.end)
+        rest = re.fullmatch(r"[ \t]*(,?)[ \t]*#.*", self.text[last.end : end])
+        if rest is None:
+            self.draft.replace(last.end, last.end, comma + text)
+        else:  # the comment on its line stays there
+            self.draft.replace(end, end, self.newline + self._indent(last.start) + text)
+            self.draft.replace(last.end, last.end, "" if rest[1] else ",")
+
+    def _separator(self, mapping: Node) -> str:
+        """A comma with the white space that the file has after one; a line break where pairs have lines."""
+        last = mapping.pairs[-1]
         if len(mapping.pairs) > 1:
             comma = self.text[mapping.pairs[-2].end : last.start]
         else:
             comma = "," + self.text[mapping.start : last.start].partition("{")[2]
-        if comma == ",":
-            comma = "," + (" " if ": " in self.text[last.key_span[1] : last.value.start + 1] else "")
-        if not re.fullmatch(r"\s*,\s*", comma):  # a comment in between
-            comma = "," + self.newline + self._indent(last.start)
-        indent = self._indent(last.start) if self.newline in comma else self._indent(mapping.start)
-        colon = self.text[last.key_span[1] : last.value.start]
-        colon = (
-            colon
-            if re.fullmatch(r"[ \t]*:[ \t]*", colon) and (colon != ":" or self.document.format == "json")
-            else ": "
-        )
-        wide = self.newline in comma
-        text = comma + self.key(name) + colon + self.render_inside(value, indent, wide)
-        self.draft.replace(last.end, last.end, text)
+        if comma == "," and self.text[last.key_span[1] : last.value.start].endswith(" "):
+            return ", "
+        return comma if re.fullmatch(r"\s*,\s*", comma) else "," + self.newline + self._indent(last.start)
 
     def render_inside(self, value: Any, indent: str, wide: bool) -> str:
         """A value inside a flow mapping; `wide` where that has a line per key."""
@@ -352,16 +360,26 @@ class _Json(_Writer):
         self.draft.replace(mapping.start, mapping.end, self.render_inside({name: value}, indent, self.wide))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Keeps every text on one line: one with line breaks in double quotes."""
+
+
+def _represent_text(dumper: _Dumper, text: str) -> Any:
+    style = '"' if re.search(r"[\r\n\x85\u2028\u2029]", text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 class _Yaml(_Writer):
     def render(self, value: Any, like: Node | None, indent: str) -> str:
         del indent
-        style = self._style(value, like) if isinstance(value, str) else None
+        style = self._style(like) if isinstance(value, str) else None
         return self._dump([value], style)[1:-1]
 
-    def _style(self, value: str, like: Node | None) -> str | None:
+    def _style(self, like: Node | None) -> str | None:
         """The quotes of the old value, if it did not need them: then they are somebody's style."""
-        if re.search(r"[\r\n\x85\u2028\u2029]", value):
-            return '"'
         if like is None or like.style not in ("'", '"'):
             return None
         return like.style if self._dump([like.value], None)[1:-1] == like.value else None
@@ -372,9 +390,8 @@ class _Yaml(_Writer):
     @staticmethod
     def _dump(value: Any, style: str | None) -> str:
         """Flow style on one line, which is right in a block too."""
-        text = yaml.safe_dump(
-            value, default_flow_style=True, default_style=style, width=1 << 30, allow_unicode=True, sort_keys=False
-        )
+        options: dict[str, Any] = {"default_flow_style": True, "allow_unicode": True, "sort_keys": False}
+        text: str = yaml.dump(value, Dumper=_Dumper, default_style=style, width=1 << 30, **options)
         return text.rstrip("\n")
 
     def insert(self, mapping: Node, name: str, value: Any, owner: Pair | None) -> None:
