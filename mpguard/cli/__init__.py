@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     module.configure(parser)
     try:
-        options = parser.parse_args(arguments[1:])
+        parse = getattr(module, "parse_arguments", None)  # `launch` leaves it to accelerate's parser
+        options = parse(parser, arguments[1:]) if parse else parser.parse_args(arguments[1:])
         status: int = module.run(options)
         return status
     except SystemExit as error:  # argparse

@@ -1,0 +1,140 @@
+"""`python -m mpguard.run [--config mp.yaml] SCRIPT [ARGS]`: a script with the policy in force and proven.
+
+    accelerate launch --config_file mp.yaml -m mpguard.run --config mp.yaml train.py --lr 3
+    torchrun --nproc_per_node 2 -m mpguard.run --config mp.yaml train.py --lr 3
+
+The policy is that of --config, else the one in MPGUARD_POLICY, else `[tool.mpguard] recipe`.
+Exit status: the script's; 1 not in force, 2 could not start (both say so on a `mpguard:` line).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import runpy
+import sys
+import traceback
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpguard.errors import ConfigError, MpguardError, NotInForce
+from mpguard.runtime import guard
+from mpguard.runtime.plan import Plan, looks_like_accelerate
+from mpguard.runtime.proof import say
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a script under its policy; returns the status that the process should end with."""
+    options = _parsed(list(sys.argv[1:] if argv is None else argv))
+    if isinstance(options, int):
+        return options
+    try:
+        plan = Plan.found(options.config, enforce=options.enforce, proof_json=options.proof_json)
+        if plan.config is None:
+            refuse_config_after_script(options.script, options.arguments)
+        active = guard.start(plan)
+    except NotInForce as error:
+        return _refused(f"not in force: {error}", 1)
+    except MpguardError as error:
+        return _refused(str(error), 2)
+    status = _run(options)
+    return status or active.finish()
+
+
+def _parsed(argv: list[str]) -> argparse.Namespace | int:
+    parser = argparse.ArgumentParser(prog="python -m mpguard.run", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--config", metavar="FILE", help="the mp.yaml")
+    parser.add_argument("--enforce", choices=("error", "warn", "off"), help="what a mismatch does")
+    parser.add_argument("--proof-json", metavar="FILE", help="where the proof is written")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    try:
+        return parser.parse_args(argv)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 2
+
+
+def refuse_config_after_script(script: str, arguments: Sequence[str]) -> None:
+    """Raises `NotInForce` where the script's own arguments name an accelerate config and none is in force."""
+    for argument in arguments:
+        name = argument.partition("=")[2] if argument.startswith("--") and "=" in argument else argument
+        if looks_like_accelerate(name):
+            raise NotInForce(
+                f"{name} comes after {script}, so it is an argument of the script and no config is in force. "
+                f"Put it before: --config {name} {script}"
+            )
+
+
+def _run(options: argparse.Namespace) -> int:
+    """The script's own status; its exceptions are printed without mpguard's frames."""
+    sys.argv = [options.script, *options.arguments]
+    try:
+        if options.module:
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        else:
+            _run_file(Path(options.script))
+    except NotInForce as error:
+        _record(error)
+        if guard.rank() == 0:
+            say(f"mpguard: not in force: {error}")
+        return 1
+    except MpguardError as error:
+        _record(error)
+        return _refused(str(error), 2)
+    except SystemExit as error:
+        if error.code in (None, 0):
+            return 0
+        _record(error)
+        if isinstance(error.code, int):
+            return error.code
+        print(error.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:
+        _record(error)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace)
+        return 1
+    return 0
+
+
+def _run_file(path: Path) -> None:
+    """Runs a file as `python FILE` does: as `__main__`, its folder first on the path."""
+    try:
+        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be run: {error.strerror}") from None
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=str(path), __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = main
+    sys.path[0] = str(path.resolve().parent)
+    exec(code, main.__dict__)
+
+
+def _refused(message: str, status: int) -> int:
+    if guard.rank() == 0:
+        say(f"mpguard: {message}")
+    return status
+
+
+def _record(error: BaseException) -> None:
+    """Writes torchelastic's error file, by which it tells the first rank that failed."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        with contextlib.suppress(Exception):
+            from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+            ErrorHandler().record_exception(error)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.exit(status)

@@ -1,0 +1,123 @@
+"""What can be known before training: runs that the stock stack lets degrade in silence.
+
+Each check yields sentences: where, what is, what would happen, what to do. With `enforce: error` a
+launch that has any is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mpguard import hardware
+from mpguard.document import Document
+from mpguard.plugin import ABSENT, Change, differences, show
+from mpguard.policy import Dtype
+from mpguard.runtime.plan import Plan, deepspeed_file
+
+_EITHER = "Set `distributed_type: MULTI_CPU`, or run where there is a GPU"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What is about to be launched.
+
+    kind: accelerate's `distributed_type`, flags considered; changes: what the policy makes of the
+    config; accelerator: whether there is a GPU or its like.
+    """
+
+    plan: Plan
+    document: Document
+    kind: str
+    changes: tuple[Change, ...]
+    accelerator: bool
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.document.require()
+
+    def at(self, key: str) -> str:
+        """`(line 3)` of a key, where the config has it."""
+        entry = self.document.entry(key)
+        return "" if entry is None else f" (line {self.document.position(entry.key_span[0])[0]})"
+
+
+def refusals(launch: Launch) -> Iterator[str]:
+    """Everything that speaks against the launch."""
+    yield from _engine(launch)
+    yield from _beaten(launch)
+    yield from _deepspeed_file(launch)
+    yield from _hardware(launch)
+
+
+def _engine(launch: Launch) -> Iterator[str]:
+    name, kind, processes = launch.document.path, launch.kind, launch.plan.processes or 1
+    asks = f"{name} asks for {kind}{launch.at('distributed_type')}"
+    ignored = (
+        f", and `use_cpu: true`{launch.at('use_cpu')} is ignored beside {kind}" if launch.config.get("use_cpu") else ""
+    )
+    if kind == "NO" and processes > 1:
+        yield (
+            f"{name} asks for {processes} processes{launch.at('num_processes')} with `distributed_type: NO`"
+            f"{launch.at('distributed_type')}, which starts one. Set `distributed_type: "
+            f"{'MULTI_GPU' if launch.accelerator else 'MULTI_CPU'}`, or `num_processes: 1`"
+        )
+    if launch.accelerator:
+        return
+    if kind == "FSDP":
+        each = " Each process would train a model of its own." if processes > 1 else ""
+        yield f"{asks}, but accelerate never applies it here: there is no GPU{ignored}.{each} {_EITHER}"
+    elif kind == "DEEPSPEED" and processes > 1:
+        yield (
+            f"{asks} with {processes} processes, which accelerate starts on a GPU only{ignored}. "
+            f"{_EITHER}, or set `num_processes: 1`"
+        )
+    elif kind.startswith("MULTI_") and kind != "MULTI_CPU":
+        yield (
+            f"{asks}, but there is no GPU here: {processes} processes would start that do not know of each other, "
+            f"and each would train a model of its own{ignored}. {_EITHER}"
+        )
+
+
+def _beaten(launch: Launch) -> Iterator[str]:
+    """Keys that silently beat, or contradict, the one precision (S7, S12)."""
+    policy = launch.plan.policy
+    for change in launch.changes:
+        where = f"{launch.document.path}: `{change.key}: {show(change.old)}`{launch.at(change.key)}"
+        if change.key == "deepspeed_config.mixed_precision":
+            yield (
+                f"{where} silently beats the top-level mixed_precision; the policy `{policy.name}` says it alone. "
+                "Remove the key"
+            )
+        if change.key.endswith("mixed_precision_policy") and change.old is not ABSENT:
+            said = Dtype.spelled(str(change.old))
+            if said is not policy.params_dtype:
+                yield (
+                    f"{where} is not what the policy `{policy.name}` computes in ({policy.params_dtype}), "
+                    "and accelerate reads no such key. Remove it"
+                )
+
+
+def _deepspeed_file(launch: Launch) -> Iterator[str]:
+    """Switches in a DeepSpeed file that are not the policy's: accelerate lets the file win (S8, S9)."""
+    document = deepspeed_file(launch.config, Path(launch.document.path)) if launch.kind == "DEEPSPEED" else None
+    if document is None:
+        return
+    policy = launch.plan.policy
+    for change in differences(document.require(), policy, "deepspeed"):
+        if change.overrides and change.key.endswith("enabled"):
+            entry = document.entry(change.key)
+            line = f":{document.position(entry.key_span[0])[0]}" if entry else ""
+            means = ", which here means false" if change.old == "auto" else ""
+            yield (
+                f"{document.path}{line}: `{change.key}` is {show(change.old)}{means}; the policy `{policy.name}` needs "
+                f"{show(change.new)}. Run `mpguard apply {policy.name} {launch.document.path} {document.path}`"
+            )
+
+
+def _hardware(launch: Launch) -> Iterator[str]:
+    lacking = hardware.detect().refuses(launch.plan.policy)
+    if lacking:
+        yield f"the policy `{launch.plan.policy.name}` does not run here: {lacking}"

@@ -1,0 +1,86 @@
+"""What the line in `mpguard_hook.pth` imports, and only in processes that may be concerned.
+
+In the launcher, `accelerate launch --config mp.yaml` gets its arguments rewritten once accelerate's
+parser is there and before it has read them. In the workers, which inherit `MPGUARD_POLICY`, the
+policy is activated. Nothing is imported now: both wait for the libraries to come in.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from mpguard.runtime import imports
+
+LAUNCHER = "accelerate.commands.launch"
+
+
+def launch_arguments(argv: list[str]) -> int | None:
+    """Where the arguments of an `accelerate launch` begin in `sys.orig_argv`; None for another program.
+
+    Known are `accelerate launch`, `accelerate-launch`, `python -m accelerate.commands.launch` and
+    `python -m accelerate.commands.accelerate_cli launch`, after any options of the interpreter.
+    """
+    position = 1
+    while position < len(argv) and argv[position].startswith("-"):
+        if argv[position] in ("-c", "-"):
+            return None
+        if argv[position] == "-m":
+            break
+        position += 2 if argv[position] in ("-X", "-W", "--check-hash-based-pycs") else 1
+    module = argv[position : position + 1] == ["-m"]
+    position += module
+    if position >= len(argv):
+        return None
+    program = argv[position] if module else Path(argv[position]).name
+    if program in (LAUNCHER, "accelerate-launch"):
+        return position + 1
+    if program in ("accelerate", "accelerate.commands.accelerate_cli") and argv[position + 1 : position + 2] == [
+        "launch"
+    ]:
+        return position + 2
+    return None
+
+
+def install() -> None:
+    """Called once, at interpreter start."""
+    begin = launch_arguments(sys.orig_argv)
+    if begin is not None:
+        count = len(sys.orig_argv) - begin
+        imports.after(LAUNCHER, lambda module: _launcher(module, count))
+    elif os.environ.get("MPGUARD_POLICY"):
+        # Before torch, so that it is in place for whatever comes in first.
+        imports.after("torch", _worker)
+
+
+def _launcher(module: ModuleType, count: int) -> None:
+    from mpguard.runtime import launcher
+
+    arguments = sys.argv[len(sys.argv) - count :] if count else []
+    launcher.rewrite(arguments, module.launch_command_parser)
+    sys.argv[len(sys.argv) - count :] = arguments
+
+
+def _worker(_torch: ModuleType) -> None:
+    from mpguard.errors import MpguardError, NotInForce
+    from mpguard.runtime import guard, proof
+    from mpguard.runtime.plan import Plan
+
+    if guard.current() is not None:
+        return
+    plan = Plan.from_environment()
+    if plan is None:
+        return
+    try:
+        guard.start(plan).take_over_exit()
+    except NotInForce as error:
+        proof.say(f"mpguard: not in force: {error}")
+        raise SystemExit(1) from None
+    except MpguardError as error:
+        proof.say(f"mpguard: {error}")
+        raise SystemExit(2) from None
+
+
+install()

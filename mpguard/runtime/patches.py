@@ -1,0 +1,435 @@
+"""What is wrapped, and why: one table.
+
+Each patch goes into the defining module as it is imported, and only where the target still has the
+parameters that it relies on; where it has not, that is said, the patch is left out, and the proof
+decides. Classes stay classes: methods are replaced, and `isinstance`, subclassing and pickling
+work as before.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mpguard.errors import ConfigError
+from mpguard.plugin import ABSENT, Change, Setting, differences, merged
+from mpguard.runtime import guard as guards
+from mpguard.runtime import imports
+
+log = logging.getLogger("mpguard")
+
+Function = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """One wrapped function.
+
+    module, target: where it is defined (`Class.method` or `function`). needs: the parameters that
+    the wrapper relies on, its fingerprint. why: with the numbers of the findings (docs/facts).
+    tested: the versions that it was tried with.
+    """
+
+    module: str
+    target: str
+    needs: tuple[str, ...]
+    why: str
+    tested: str
+    wrap: Callable[[Function], Function]
+
+
+# -- accelerate ----------------------------------------------------------------------------------
+
+
+def _accelerator(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        guard = guards.current()
+        if guard is None:
+            original(self, *args, **kwargs)
+            return
+        given = dict(signature.bind(self, *args, **kwargs).arguments)
+        del given["self"]
+        original(self, **_accelerator_arguments(given, guard))
+
+    return __init__
+
+
+def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str, Any]:
+    """The arguments of `Accelerator` with the policy in them."""
+    strategy = _accelerate_strategy(given)
+    with guards.quiet():
+        wanted = guard.plan.policy.to("accelerate", strategy)
+    wanted.pop("deepspeed_plugin", None)  # the run has one of its own; `deepspeed.initialize` gets the policy
+    fsdp = wanted.pop("fsdp_plugin", None)
+    mode = wanted["mixed_precision"]
+    before = given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
+    if str(before).lower() != mode:
+        guard.say_change("Accelerator", Change("mixed_precision", str(before), mode))
+    os.environ["ACCELERATE_MIXED_PRECISION"] = mode  # read again by its plugins and by transformers
+    result = {**given, "mixed_precision": mode}
+    handlers = _handlers(list(given.get("kwargs_handlers") or []), wanted.get("kwargs_handlers", []), guard)
+    if handlers or given.get("kwargs_handlers"):
+        result["kwargs_handlers"] = handlers
+    if fsdp is not None:
+        result["fsdp_plugin"] = _fsdp_plugin(given.get("fsdp_plugin"), fsdp.mixed_precision_policy, guard)
+    if "dynamo_backend" in wanted:
+        if given.get("dynamo_plugin") is not None or given.get("dynamo_backend") is not None:
+            guard.say_change(
+                "Accelerator", Change("dynamo_backend", "the script's", wanted["dynamo_backend"], "compile")
+            )
+        result["dynamo_backend"] = wanted["dynamo_backend"]
+        result.pop("dynamo_plugin", None)
+    return result
+
+
+def _accelerate_strategy(given: Mapping[str, Any]) -> str | None:
+    """Which engine this `Accelerator` will ask for, from its arguments and accelerate's variables."""
+
+    def flag(name: str) -> bool:
+        return os.environ.get(name, "false").lower() in ("true", "1")
+
+    fsdp = given.get("fsdp_plugin")
+    if fsdp is not None or flag("ACCELERATE_USE_FSDP"):
+        version = getattr(fsdp, "fsdp_version", None) or os.environ.get("FSDP_VERSION", "1")
+        return f"fsdp{version}"
+    if given.get("deepspeed_plugin") or given.get("deepspeed_plugins") or flag("ACCELERATE_USE_DEEPSPEED"):
+        guard = guards.current()
+        asked = guard.plan.strategy if guard else None
+        return asked if asked and asked.startswith("deepspeed") else "deepspeed-zero2"
+    return "ddp" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else "single"
+
+
+def _handlers(given: list[Any], wanted: list[Any], guard: guards.Guard) -> list[Any]:
+    """The script's handlers with the policy's values; FP8 handlers other than the policy's go."""
+    result = []
+    kinds = {type(handler): handler for handler in wanted}
+    for handler in given:
+        ours = kinds.pop(type(handler), None)
+        name = type(handler).__name__
+        if ours is None:
+            if name.endswith("RecipeKwargs"):
+                guard.say_change(
+                    "Accelerator",
+                    Change(f"kwargs_handlers.{name}", "the script's", ABSENT, "the policy's FP8 recipe is another"),
+                )
+                continue
+            result.append(handler)
+            continue
+        plain = type(handler)() if not name.endswith("RecipeKwargs") else None
+        for field in dataclasses.fields(ours):
+            new, old = getattr(ours, field.name), getattr(handler, field.name)
+            if new == old or (plain is not None and new == getattr(plain, field.name)):
+                continue
+            guard.say_change("Accelerator", Change(f"{name}.{field.name}", old, new))
+            setattr(handler, field.name, new)
+        result.append(handler)
+    return result + list(kinds.values())
+
+
+def _fsdp_plugin(given: Any, wanted: Any, guard: guards.Guard) -> Any:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = given if given is not None else FullyShardedDataParallelPlugin()
+    before = plugin.mixed_precision_policy
+    if before is not None and before != wanted:
+        guard.say_change("Accelerator", Change("fsdp_plugin.mixed_precision_policy", before, wanted))
+    plugin.mixed_precision_policy = wanted
+    return plugin
+
+
+# -- DeepSpeed -----------------------------------------------------------------------------------
+
+
+def _deepspeed_initialize(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is None:
+            return original(*args, **kwargs)
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        guard.engine_depth += 1  # ZeRO steps its optimizer once to allocate states
+        try:
+            made = original(**_deepspeed_arguments(given, guard))
+        finally:
+            guard.engine_depth -= 1
+        if guard.waiting:
+            guard.recorder.engines.append(made[0])
+        return made
+
+    return initialize
+
+
+def _deepspeed_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str, Any]:
+    """The arguments of `deepspeed.initialize` with the policy in the config."""
+    config, where = given.get("config"), "deepspeed.initialize"
+    if config is None:
+        config = given.pop("config_params", None)
+    arguments: Any = given.get("args")
+    if config is None and getattr(arguments, "deepspeed_config", None) is not None:
+        config = arguments.deepspeed_config
+        given["args"] = copy.copy(arguments)
+        given["args"].deepspeed_config = None
+    if config is None:
+        return given
+    if isinstance(config, (str, os.PathLike)):
+        where, config = str(config), _deepspeed_file(str(config))
+    plain = getattr(config, "config", config)
+    with guards.quiet():
+        changes = differences(plain, guard.plan.policy, "deepspeed")
+    for change in changes:
+        if change.overrides:
+            guard.say_change(where, change)
+    return {**given, "config": merged(plain, {change.key: Setting(change.new) for change in changes})}
+
+
+def _deepspeed_file(name: str) -> dict[str, Any]:
+    """A DeepSpeed config by path, or as base64 or JSON text, as DeepSpeed takes it."""
+    from mpguard.document import read
+
+    if Path(name).is_file():
+        return read(Path(name)).require()
+    try:
+        import base64
+
+        loaded = json.loads(base64.urlsafe_b64decode(name).decode("utf-8"))
+    except (ValueError, UnicodeDecodeError):
+        raise ConfigError(f"{name}: is no file; deepspeed.initialize needs a DeepSpeed config") from None
+    return dict(loaded)
+
+
+def _engine_step(original: Function) -> Function:
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is None or not guard.waiting:
+            return original(self, *args, **kwargs)
+        skipped = self.skipped_steps
+        guard.engine_depth += 1
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            guard.engine_depth -= 1
+        if self.was_step_applied():
+            guard.recorder.scaler_record = _engine_scaler(self)
+            guard.step_applied(self.basic_optimizer, self)
+        elif self.skipped_steps > skipped:
+            guard.step_skipped()
+        return result
+
+    return step
+
+
+def _engine_scaler(engine: Any) -> dict[str, Any] | None:
+    if not engine.fp16_enabled():
+        return None
+    optimizer = engine.optimizer
+    dynamic = bool(getattr(optimizer, "dynamic_loss_scale", True))
+    scale: Any = getattr(optimizer, "loss_scale", None) or getattr(optimizer, "cur_scale", 0.0)
+    window = engine.dynamic_loss_scale_args() or {}
+    return {
+        "kind": "DeepSpeed's loss scaler",
+        "enabled": True,
+        "scale": float(scale),
+        "window": window.get("scale_window") if dynamic else None,
+    }
+
+
+# -- torch ---------------------------------------------------------------------------------------
+
+
+def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Callable[[Function], Function]:
+    """A wrapper that puts the policy's dtypes into the mixed precision object of FSDP 1 or 2."""
+
+    def wrap(original: Function) -> Function:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            guard = guards.current()
+            if guard is None:
+                return original(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            with guards.quiet():
+                wanted = guard.plan.policy.to(target)
+            given = bound.arguments.get(parameter)
+            bound.arguments[parameter] = _with_dtypes(given, wanted, fields, target, guard)
+            return original(*bound.args, **bound.kwargs)
+
+        return wrapped
+
+    return wrap
+
+
+def _with_dtypes(given: Any, wanted: Any, fields: tuple[str, ...], target: str, guard: guards.Guard) -> Any:
+    if given is None:
+        return wanted
+    new = {field: value for field in fields if (value := getattr(wanted, field)) is not None}
+    for field, value in new.items():
+        old = getattr(given, field)
+        if old is not None and old != value:
+            guard.say_change(target, Change(field, str(old).removeprefix("torch."), str(value).removeprefix("torch.")))
+    return dataclasses.replace(given, **new)
+
+
+def _scaler_init(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        guard = guards.current()
+        bound = signature.bind(self, *args, **kwargs)
+        if guard is not None and guard.plan.policy.fp16 and bound.arguments.get("enabled", True):
+            with guards.quiet():
+                scaling = guard.plan.policy.to("torch").scaling
+            for name, value in scaling.items():
+                old = bound.arguments.get(name)
+                if old is not None and old != value:
+                    guard.say_change("GradScaler", Change(name, old, value))
+                bound.arguments[name] = value
+        original(*bound.args, **bound.kwargs)
+
+    return __init__
+
+
+def _scaler_step(original: Function) -> Function:
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is None or not guard.waiting:
+            return original(self, optimizer, *args, **kwargs)
+        enabled = self.is_enabled()
+        guard.recorder.scaler = self if enabled else None
+        guard.recorder.scaler_record = {
+            "kind": type(self).__name__,
+            "enabled": enabled,
+            "scale": self.get_scale(),
+            "window": self.get_growth_interval() if enabled and self.get_growth_factor() >= 1.5 else None,
+        }
+        steps, skipped = guard.steps, guard.recorder.skipped
+        result = original(self, optimizer, *args, **kwargs)
+        if enabled and guard.waiting and (guard.steps, guard.recorder.skipped) == (steps, skipped):
+            guard.step_skipped()
+        return result
+
+    return step
+
+
+PATCHES = (
+    Patch(
+        "accelerate.accelerator",
+        "Accelerator.__init__",
+        (
+            "mixed_precision", "kwargs_handlers", "fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins",
+            "dynamo_plugin", "dynamo_backend",
+        ),
+        "the YAML has no place for the FSDP policy (S12, S13), loss scaling or torchao (S17); code beats it (S11)",
+        "accelerate 1.15.0",
+        _accelerator,
+    ),
+    Patch(
+        "deepspeed",
+        "initialize",
+        ("args", "config", "config_params"),
+        "reduction and master dtypes have a place only in its config; `auto` and a missing section mean FP32 (S8, S9)",
+        "deepspeed 0.19.8",
+        _deepspeed_initialize,
+    ),
+    Patch(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.step",
+        ("self",),
+        "ZeRO steps its optimizer per group, and skips steps without a log: the engine alone knows what was applied",
+        "deepspeed 0.19.8",
+        _engine_step,
+    ),
+    Patch(
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel.__init__",
+        ("mixed_precision",),
+        "without a policy FSDP reduces in the parameters' dtype (S13)",
+        "torch 2.13.0",
+        _mixed_precision("fsdp1", "mixed_precision", ("param_dtype", "reduce_dtype", "buffer_dtype")),
+    ),
+    Patch(
+        "torch.distributed.fsdp._fully_shard._fully_shard",
+        "fully_shard",
+        ("mp_policy",),
+        "without a policy FSDP2 reduces in the parameters' dtype (S13)",
+        "torch 2.13.0",
+        _mixed_precision("fsdp2", "mp_policy", ("param_dtype", "reduce_dtype", "output_dtype")),
+    ),
+    Patch(
+        "torch.amp.grad_scaler",
+        "GradScaler.__init__",
+        ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"),
+        "loss scaling of a loop of one's own",
+        "torch 2.13.0",
+        _scaler_init,
+    ),
+    Patch(
+        "torch.amp.grad_scaler",
+        "GradScaler.step",
+        ("optimizer",),
+        "whether a step was applied, and which scaler scaled it",
+        "torch 2.13.0",
+        _scaler_step,
+    ),
+)  # fmt: skip
+
+
+def apply() -> None:
+    """Has every patch made as its module is imported; at once where it has been."""
+    for patch in PATCHES:
+        imports.after(patch.module, functools.partial(_make, patch))
+
+
+def _make(patch: Patch, module: ModuleType) -> None:
+    *path, name = patch.target.split(".")
+    owner: Any = module
+    for part in path:
+        owner = getattr(owner, part, None)
+    original = getattr(owner, name, None)
+    if original is None or getattr(original, "__mpguard__", False):
+        if original is None:
+            log.warning(
+                "%s has no %s here: not wrapped; the proof decides (tested with %s)",
+                patch.module,
+                patch.target,
+                patch.tested,
+            )
+        return
+    missing = [parameter for parameter in patch.needs if parameter not in inspect.signature(original).parameters]
+    if missing:
+        log.warning(
+            "%s.%s has no parameter %s here: not wrapped; the proof decides (tested with %s)",
+            patch.module, patch.target, ", ".join(missing), patch.tested,
+        )  # fmt: skip
+        return
+    wrapped = patch.wrap(original)
+    wrapped.__mpguard__ = True  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
+    if not path:
+        _replace_imported(name, original, wrapped)
+
+
+def _replace_imported(name: str, original: Any, wrapped: Any) -> None:
+    """A function that other modules have taken already is replaced there too."""
+    for module in list(sys.modules.values()):
+        namespace = getattr(module, "__dict__", None)
+        if isinstance(namespace, dict) and namespace.get(name) is original:
+            namespace[name] = wrapped

@@ -1,0 +1,155 @@
+"""What a run was asked to be: the policy, and the engine and the processes that it should run on.
+
+The launcher half makes a `Plan` once; workers get it as text in environment variables and read
+nothing else. accelerate's own variables carry no recipe outside `mixed_precision: fp8`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from mpguard import settings
+from mpguard.document import Document, read
+from mpguard.errors import ConfigError, PolicyError
+from mpguard.mpyaml import load_policy
+from mpguard.plugin import get
+from mpguard.policy import Policy
+from mpguard.recipes import recipe
+
+Enforce = Literal["error", "warn", "off"]
+
+#: The whole frozen policy as text, the config's name, and the rest of the plan as JSON.
+POLICY, CONFIG, PLAN = "MPGUARD_POLICY", "MPGUARD_CONFIG", "MPGUARD_PLAN"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run was asked to be.
+
+    config: the file that says so; None where a recipe alone does.
+    strategy, processes: None where nothing says them; then they are shown, not compared.
+    announced: whether the header has been printed (by the launcher half).
+    """
+
+    policy: Policy
+    config: str | None = None
+    strategy: str | None = None
+    processes: int | None = None
+    enforce: Enforce = "error"
+    proof_json: str | None = None
+    announced: bool = False
+
+    def environment(self) -> dict[str, str]:
+        """The variables that hand this plan to the workers."""
+        rest = {
+            "strategy": self.strategy,
+            "processes": self.processes,
+            "enforce": self.enforce,
+            "proof_json": self.proof_json,
+            "announced": self.announced,
+        }
+        return {POLICY: str(self.policy), CONFIG: self.config or "", PLAN: json.dumps(rest)}
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Plan | None:
+        """The plan that a launcher half handed over; None without one. Raises `PolicyError`."""
+        environment = os.environ if environment is None else environment
+        if not environment.get(POLICY):
+            return None
+        text = environment.get(PLAN) or "{}"
+        try:
+            rest = json.loads(text)
+            plan = cls(Policy.parse(environment[POLICY]), environment.get(CONFIG) or None, **rest)
+        except (ValueError, TypeError) as error:
+            if isinstance(error, PolicyError):
+                raise
+            raise PolicyError(f"{PLAN} is {text[:80]!r}; what `mpguard launch` writes is needed: {error}") from None
+        return plan if rest else dataclasses.replace(plan, enforce=enforcement(None, Path.cwd()))
+
+    @classmethod
+    def of(cls, path: Path, *, enforce: str | None = None, proof_json: str | None = None) -> Plan:
+        """The plan that an mp.yaml states. Raises `ConfigError`, `PolicyError`."""
+        policy = load_policy(path)
+        config = read(path).require()
+        processes = config.get("num_processes")
+        return cls(
+            policy=policy,
+            config=str(path),
+            strategy=strategy_of(config, path),
+            processes=processes if isinstance(processes, int) and processes > 0 else None,
+            enforce=enforcement(enforce, path),
+            proof_json=absolute(proof_json),
+        )
+
+    @classmethod
+    def found(cls, config: str | None, *, enforce: str | None = None, proof_json: str | None = None) -> Plan:
+        """The plan of a worker: from a config, else handed over, else `[tool.mpguard] recipe`.
+
+        Raises `ConfigError` where there is none.
+        """
+        handed = cls.from_environment()
+        if config is not None:
+            plan = cls.of(Path(config), enforce=enforce, proof_json=proof_json)
+            same = handed is not None and handed.config is not None and Path(handed.config).samefile(config)
+            return cast(Plan, handed) if same and enforce is None and proof_json is None else plan
+        if handed is None:
+            here = settings.nearest(Path.cwd())
+            if here.recipe is None:
+                raise ConfigError(
+                    f"no policy is in force: there is no --config, no {POLICY} and no `recipe` in [tool.mpguard]. "
+                    "Give --config mp.yaml (`mpguard init bf16_mixed` writes one)"
+                )
+            handed = cls(recipe(here.recipe), enforce=enforcement(None, Path.cwd()))
+        return dataclasses.replace(
+            handed,
+            enforce=cast(Enforce, enforce or handed.enforce),
+            proof_json=absolute(proof_json) or handed.proof_json,
+        )
+
+
+def enforcement(given: str | None, near: Path) -> Enforce:
+    """What a mismatch does: as given, else `[tool.mpguard] enforce`, else "error"."""
+    return cast(Enforce, given or settings.nearest(near).enforce or "error")
+
+
+def absolute(path: str | None) -> str | None:
+    """Workers may run elsewhere than the launcher."""
+    return str(Path(path).absolute()) if path else None
+
+
+def strategy_of(config: Mapping[str, Any], path: Path) -> str | None:
+    """The strategy that an accelerate config asks for; None for engines that no strategy names.
+
+    A DeepSpeed file that it names decides the ZeRO stage; one process of many is `single`.
+    """
+    document = deepspeed_file(config, path) if config.get("distributed_type") == "DEEPSPEED" else None
+    if document is not None:
+        return get("deepspeed").strategy(document.require())
+    strategy = get("accelerate").strategy(config)
+    return "single" if strategy == "ddp" and config.get("num_processes") == 1 else strategy
+
+
+def deepspeed_file(config: Mapping[str, Any], path: Path) -> Document | None:
+    """The DeepSpeed file that an accelerate config names, looked for as accelerate does (from here), then beside it."""
+    name = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    if not isinstance(name, str) or name in ("", "none"):
+        return None
+    beside = path.parent / name
+    return read(Path(name) if Path(name).exists() or not beside.exists() else beside)
+
+
+def looks_like_accelerate(name: str) -> bool:
+    """Whether an argument names a file that is an accelerate config."""
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml", ".json") or not path.is_file():
+        return False
+    try:
+        data = read(path).data
+    except ConfigError:
+        return False
+    return isinstance(data, dict) and ("compute_environment" in data or "distributed_type" in data)

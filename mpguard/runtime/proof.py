@@ -1,0 +1,312 @@
+"""What is in force against what was asked: rows, a verdict over all ranks, a table, a JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from mpguard.policy import Dtype
+from mpguard.runtime.observe import Observed
+from mpguard.runtime.plan import Plan
+
+#: A dtype that holds less than this share of the elements is an island (a router, a head), not the run.
+ISLAND = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the proof. ok: None where it could not be observed, or nothing is asked."""
+
+    name: str
+    found: str
+    asked: str = ""
+    ok: bool | None = True
+
+    @property
+    def verdict(self) -> str:
+        if self.ok is None:
+            return "not observed" if not self.found or self.found == "not observed" else ""
+        return "as asked" if self.ok else f"asked: {self.asked}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """The outcome for a run. failures: one sentence each, with the rank where there are several."""
+
+    verdict: str
+    plan: Plan
+    rows: tuple[Row, ...] = ()
+    failures: tuple[str, ...] = ()
+    observed: Observed | None = None
+
+    @property
+    def in_force(self) -> bool:
+        return self.verdict == "in force"
+
+    def table(self) -> str:
+        """The lines for people."""
+        seen = self.observed
+        if seen is None:
+            return "\n".join(self.failures)
+        ranks = f"all {seen.world_size} ranks" if seen.world_size > 1 else "1 process"
+        head = f"step {seen.step} proven in force on {ranks}" if self.in_force else f"step {seen.step}: not in force"
+        skipped = f", after {seen.skipped} skipped" if seen.skipped else ""
+        lines = [f"{head}{skipped} · recipe {self.plan.policy.name}"]
+        wide = max((len(row.found) for row in self.rows), default=0)
+        lines += [f"  {row.name:14} {row.found:{wide}}  {row.verdict}".rstrip() for row in self.rows]
+        return "\n".join(lines)
+
+    def write(self, path: str | Path) -> None:
+        """The file for machines. Raises `OSError`."""
+        data = {
+            "version": 1,
+            "verdict": self.verdict,
+            "recipe": self.plan.policy.name,
+            "policy": self.plan.policy.settings(),
+            "config": self.plan.config,
+            "strategy": self.plan.strategy,
+            "processes": self.plan.processes,
+            "enforce": self.plan.enforce,
+            "failures": list(self.failures),
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "observed": dataclasses.asdict(self.observed) if self.observed else None,
+        }
+        Path(path).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def compare(seen: Observed, plan: Plan) -> tuple[Row, ...]:
+    """One row per fact. Nothing here touches torch."""
+    rows = [
+        _engine(seen, plan),
+        _processes(seen, plan),
+        _parameters(seen, plan),
+        _compute(seen, plan),
+        *_fp8(seen, plan),
+        _gradients(seen, plan),
+        _reduction(seen, plan),
+        _optimizer(seen, plan),
+        *_scaler(seen, plan),
+        *_others(seen, plan),
+    ]
+    return tuple(rows)
+
+
+def failures(rows: Iterable[Row], plan: Plan, seen: Observed) -> list[str]:
+    """The mismatches as sentences: what is, what was asked."""
+    return [f"{row.name}: {row.found}; asked: {row.asked}{_why(row, plan, seen)}" for row in rows if row.ok is False]
+
+
+def _why(row: Row, plan: Plan, seen: Observed) -> str:
+    """What usually lies behind a mismatch, and what to do."""
+    policy = plan.policy
+    if row.name == "processes" and seen.world_size == 1 and seen.launched > 1:
+        return (
+            f". {seen.launched} processes were started that do not know of each other, and each trains a model of "
+            "its own: "
+            "without a GPU set ACCELERATE_USE_CPU=true, or `distributed_type: MULTI_CPU` for `mpguard launch`"
+        )
+    if row.name == "processes":
+        return ". Start as many as the config says (`mpguard launch` does), or change `num_processes`"
+    if (
+        row.name == "engine"
+        and seen.engine in ("none", "single", "ddp")
+        and (plan.strategy or "").startswith(("fsdp", "deepspeed"))
+    ):
+        return ". accelerate applies FSDP and DeepSpeed only on a GPU and goes on without a word elsewhere"
+    if row.name == "scaler" and policy.fp16:
+        return ". FP16 gradients below 6e-8 are lost without loss scaling; accelerate makes no GradScaler on the CPU"
+    if row.name == "optimizer" and policy.master_dtype is Dtype.FP32:
+        return ". Load the model in fp32: the optimizer's parameters are the master weights"
+    return ""
+
+
+def _engine(seen: Observed, plan: Plan) -> Row:
+    found = {"none": "no wrapper around the model", "single": "single process"}.get(seen.engine, seen.engine)
+    asked = plan.strategy
+    if asked is None or (asked == "single" and seen.engine in ("single", "ddp") and seen.world_size == 1):
+        return Row("engine", found, asked or "", None if asked is None else True)
+    if seen.engine == "none" and asked == "ddp" and sum(seen.reductions.values()) >= sum(seen.gradients.values()) > 0:
+        return Row("engine", "gradients reduced by the script itself", asked, True)
+    return Row("engine", found, asked, seen.engine == asked)
+
+
+def _processes(seen: Observed, plan: Plan) -> Row:
+    if plan.processes is None:
+        ok = None if seen.launched in (1, seen.world_size) else False
+        return Row("processes", str(seen.world_size), str(seen.launched), ok)
+    return Row("processes", str(seen.world_size), str(plan.processes), seen.world_size == plan.processes)
+
+
+def _parameters(seen: Observed, plan: Plan) -> Row:
+    """DeepSpeed's engine holds the compute copy; everywhere else the model holds what the optimizer updates."""
+    policy = plan.policy
+    if not seen.parameters:
+        return Row("parameters", "not observed", "", None)
+    shards = {"fsdp1": " (sharded)", "fsdp2": " (sharded)"}.get(seen.engine, "")
+    asked = policy.params_dtype if seen.engine.startswith("deepspeed") else policy.master_dtype
+    assert asked is not None
+    elements = sum(seen.parameters.values())
+    found = f"{said(seen.parameters)}{shards}, {_amount(elements)}"
+    return Row("parameters", found, asked.short, _mostly(seen.parameters, asked.short))
+
+
+def _compute(seen: Observed, plan: Plan) -> Row:
+    asked = plan.policy.compute_dtype.short
+    if not seen.compute:
+        return Row("compute", "not observed", asked, None)
+    found = said(seen.compute)
+    if seen.compute_from != "modules":
+        found += f" (by {seen.compute_from})"
+    other = {"bf16": "fp16", "fp16": "bf16"}.get(asked)
+    islands = [f"{dtype}: {_names(names)}" for dtype, names in seen.computed_in.items() if dtype != asked]
+    ok = _mostly(seen.compute, asked) and other not in seen.compute
+    if asked == "fp32":
+        ok = set(seen.compute) <= {"fp32", "fp64"}
+    return Row("compute", f"{found}; {'; '.join(islands)}" if islands and ok else found, asked, ok)
+
+
+def _fp8(seen: Observed, plan: Plan) -> list[Row]:
+    policy, fp8 = plan.policy, seen.fp8
+    if policy.low_bit_recipe is None:
+        return (
+            []
+            if fp8 is None or fp8.entered is False
+            else [Row("fp8", f"{fp8.modules} FP8 modules ({fp8.backend})", "none", False)]
+        )
+    asked = f"{'fp4' if policy.fp4 else 'fp8'} {policy.low_bit_recipe} ({' or '.join(policy.backends)})"
+    if fp8 is None:
+        return [Row("fp8", "no FP8 module in the model", asked, False)]
+    found = f"{fp8.modules} of {fp8.linears} Linear ({fp8.backend}{f' {fp8.recipe}' if fp8.recipe else ''}"
+    found += f"{', emulated' if fp8.emulated else ''})"
+    ok = fp8.backend in policy.backends and fp8.recipe in (None, policy.low_bit_recipe)
+    ok = ok and fp8.emulated == policy.fp8_emulate and fp8.entered is not False
+    if fp8.entered is False:
+        found += ", FP8 autocast never entered"
+    rows = [Row("fp8", found, asked + (", emulated" if policy.fp8_emulate else ""), ok)]
+    if fp8.left:
+        rows.append(Row(f"left in {policy.compute_dtype.short}", _names(fp8.left), "", None))
+    if fp8.unmatched:
+        rows.append(
+            Row("fp8_exclude", f"{', '.join(fp8.unmatched)} matches no module", "a pattern that matches", False)
+        )
+    return rows
+
+
+def _gradients(seen: Observed, plan: Plan) -> Row:
+    asked = plan.policy.master_dtype.short
+    if not seen.gradients:
+        return Row("gradients", "not observed", asked, None)
+    return Row("gradients", said(seen.gradients), asked, _mostly(seen.gradients, asked))
+
+
+def _reduction(seen: Observed, plan: Plan) -> Row:
+    """A reduction in a wider dtype than asked loses nothing."""
+    policy = plan.policy
+    if seen.world_size == 1:
+        return Row("reduction", "none: one process", "", None)
+    asked = policy.reduce_dtype
+    if not seen.reductions:
+        return Row("reduction", "not observed", asked.short, None)
+    total = sum(seen.reductions.values())
+    narrow = [dtype for dtype, count in seen.reductions.items() if _bits(dtype) < asked.bits and count > total * 0.01]
+    other = [dtype for dtype in seen.reductions if _bits(dtype) == asked.bits and dtype != asked.short]
+    found = f"{said(seen.reductions)} ({seen.reduced_by})"
+    return Row("reduction", found, asked.short, not narrow and not other)
+
+
+def _optimizer(seen: Observed, plan: Plan) -> Row:
+    asked = plan.policy.master_dtype.short
+    if not seen.masters:
+        return Row("optimizer", seen.optimizer or "not observed", asked, None)
+    states = f", states {said(seen.states)}" if seen.states else ""
+    found = f"{seen.optimizer}, weights {said(seen.masters)}{states}"
+    narrow = [dtype for dtype in seen.states if dtype in ("bf16", "fp16") and dtype != asked]
+    return Row("optimizer", found, f"weights and states {asked}", _mostly(seen.masters, asked) and not narrow)
+
+
+def _scaler(seen: Observed, plan: Plan) -> list[Row]:
+    policy, scaler = plan.policy, seen.scaler
+    if not policy.fp16:
+        return []
+    asked = "a fixed scale" if policy.loss_scale is not None else "dynamic loss scaling"
+    if scaler is None or not scaler["enabled"]:
+        return [Row("scaler", "none" if scaler is None else f"{scaler['kind']}, disabled", asked, False)]
+    found = f"{scaler['kind']}, scale {scaler['scale']:g}"
+    ok = True
+    if policy.loss_scale is not None:
+        asked = f"a fixed scale of {policy.loss_scale:g}"
+        ok = abs(scaler["scale"] / policy.loss_scale - 1) < 1e-6
+    elif scaler.get("window") is not None:
+        asked = f"dynamic, window {policy.loss_scale_window}"
+        found += f", window {scaler['window']}"
+        ok = scaler["window"] == policy.loss_scale_window and scaler["scale"] <= policy.initial_loss_scale
+    return [Row("scaler", found, asked, ok)]
+
+
+def _others(seen: Observed, plan: Plan) -> list[Row]:
+    policy, rows = plan.policy, []
+    if policy.buffer_dtype is not None and seen.buffers:
+        rows.append(
+            Row(
+                "buffers",
+                said(seen.buffers),
+                policy.buffer_dtype.short,
+                _mostly(seen.buffers, policy.buffer_dtype.short),
+            )
+        )
+    if policy.output_dtype is not None and seen.output is not None:
+        rows.append(Row("output", seen.output, policy.output_dtype.short, seen.output == policy.output_dtype.short))
+    if policy.tf32 is not None and seen.tf32 is not None:
+        rows.append(Row("tf32", "on" if seen.tf32 else "off", "on" if policy.tf32 else "off", seen.tf32 == policy.tf32))
+    if isinstance(policy.compile, bool):
+        rows.append(
+            Row(
+                "compile",
+                "compiled" if seen.compiled else "not compiled",
+                "compiled" if policy.compile else "not compiled",
+                seen.compiled == policy.compile,
+            )
+        )
+    return rows
+
+
+def said(counts: Mapping[str, int]) -> str:
+    """`bf16`, or `bf16 98 %, fp32 2 %`."""
+    total = sum(counts.values())
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    if len(ordered) == 1:
+        return ordered[0][0]
+    return ", ".join(f"{dtype} {100 * count / total:.3g} %" for dtype, count in ordered)
+
+
+def _mostly(counts: Mapping[str, int], dtype: str) -> bool:
+    """Whether a dtype holds more than half of the elements; the rest is shown, and may be wider, not narrower."""
+    total = sum(counts.values())
+    narrower = sum(count for other, count in counts.items() if _bits(other) < _bits(dtype))
+    return counts.get(dtype, 0) > total * ISLAND and narrower == 0
+
+
+def _bits(dtype: str) -> int:
+    known = Dtype.spelled(dtype)
+    return known.bits if known else 8
+
+
+def _names(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _amount(elements: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if elements >= size:
+            return f"{elements / size:.3g} {unit}"
+    return str(elements)
+
+
+def say(text: str) -> None:
+    """A line of mpguard's own, on stderr: the script's stdout is the script's."""
+    sys.stderr.write(f"{text}\n")  # in one piece: ranks share it
+    sys.stderr.flush()
