@@ -6,7 +6,7 @@ found is passed over, one that is named is refused.
 """
 
 # Thousands of paths are handled here, which strings do several times faster than Path.
-# ruff: noqa: PTH
+# ruff: noqa: PTH100, PTH116, PTH118, PTH122, PTH206
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def collect(paths: Iterable[str], force_exclude: bool = False) -> Found:
         elif (kind := kind_of(path)) is None:
             refused.append(f"{given}: mpguard reads Python (.py), YAML (.yaml, .yml) and JSON (.json)")
             continue
-        elif not os.access(path, os.R_OK):
+        elif not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
             refused.append(f"{given}: no permission to read it")
             continue
         elif force_exclude and _excluded(Path(path)):
@@ -137,38 +137,35 @@ def _below(folder: str, outer: tuple[_Patterns, ...]) -> Iterator[Target]:
         return
     own = _gitignore(folder) if any(entry.name == ".gitignore" for entry in entries) else None
     ignores = (*outer, own) if own else outer
-    configured = _configured(folder)
+    configured = _configured(os.path.abspath(folder))
     for entry in entries:
+        path = entry.name if folder == "." else entry.path
         if entry.is_dir(follow_symlinks=False):
-            if (
-                entry.name not in NEVER
-                and not _ignored(entry.path, True, ignores)
-                and not configured.excludes(entry.path, True)
-            ):
-                yield from _below(entry.path, ignores)
+            if entry.name not in NEVER and not _ignored(path, True, ignores) and not configured.excludes(path, True):
+                yield from _below(path, ignores)
             continue
-        kind = kind_of(entry.name) if "." in entry.name else None
+        kind = kind_of(entry.name) if os.path.splitext(entry.name)[1] else None
         if kind is None and not configured.include:
             continue
-        if _ignored(entry.path, False, ignores) or configured.excludes(entry.path, False):
+        if _ignored(path, False, ignores) or configured.excludes(path, False):
             continue
         if configured.include:
-            kind = (kind_of(entry.name) or "python") if configured.include.match(entry.path, False) else None
+            kind = (kind_of(entry.name) or "python") if configured.include.match(path, False) else None
         if kind is not None:
-            yield from _entry(entry, kind)
+            yield from _entry(entry, path, kind)
 
 
-def _entry(entry: os.DirEntry[str], kind: Kind) -> Iterator[Target]:
+def _entry(entry: os.DirEntry[str], path: str, kind: Kind) -> Iterator[Target]:
     try:
         status = entry.stat()
     except OSError as error:
         # Editors lock with broken links (`.#train.py`), data sets come as broken links to JSON.
         if kind == "python" and not entry.name.startswith(".#"):
             why = "is a broken link" if entry.is_symlink() else f"cannot be read: {_why(error)}"
-            yield Target(entry.path, kind, problem=f"the file {why}")
+            yield Target(path, kind, problem=f"the file {why}")
         return
     if stat.S_ISREG(status.st_mode):
-        yield Target(entry.path, kind, size=status.st_size)
+        yield Target(path, kind, size=status.st_size)
 
 
 class _Patterns:

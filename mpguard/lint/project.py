@@ -100,6 +100,7 @@ class Project:
     def __init__(self, given: Iterable[LaunchConfig] = (), gpu: str | None = None) -> None:
         self._given = tuple(given)
         self._gpu = gpu
+        self._configs: dict[Path, tuple[LaunchConfig, ...]] = {}
         self._modules: dict[str, Facts | None] = {}
         self._budget_modules = MOST_MODULES
         self._budget_bytes = MOST_BYTES
@@ -133,7 +134,9 @@ class Project:
         if self._given:
             return self._given
         folder = Path(path).parent
-        return _configured(folder) or _beside(str(folder))
+        if folder not in self._configs:
+            self._configs[folder] = _configured(folder) or _beside(folder)
+        return self._configs[folder]
 
     def source_of(self, module: str, from_path: str) -> Facts | None:
         """The facts of an imported module (`pkg.losses`, `.losses`), if it lies in the linted tree.
@@ -170,13 +173,11 @@ class Project:
             return None
 
 
-@functools.cache
 def _configured(folder: Path) -> tuple[LaunchConfig, ...]:
     return tuple(launch_config(path, os.path.relpath(path)) for path in settings.nearest(folder).config_paths())
 
 
-@functools.cache
-def _beside(folder: str) -> tuple[LaunchConfig, ...]:
+def _beside(folder: Path) -> tuple[LaunchConfig, ...]:
     found = []
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -210,19 +211,14 @@ def _resolve(module: str, from_path: str) -> str | None:
         bases = inside[dots - 1 : dots]
     else:
         bases = [*inside, top / "src"]
-        if parts and parts[0] == top.name and _exists(top / "__init__.py"):
+        if parts and parts[0] == top.name and (top / "__init__.py").is_file():
             bases.append(top.parent)
     for base in bases:
         module_file = base.joinpath(*parts)
         for candidate in (module_file.with_name(f"{module_file.name}.py"), module_file / "__init__.py"):
-            if _exists(candidate) and (parts or candidate.name == "__init__.py"):
+            if candidate.is_file() and (parts or candidate.name == "__init__.py"):
                 return str(candidate) if Path(from_path).is_absolute() else os.path.relpath(candidate)
     return None
-
-
-@functools.lru_cache(maxsize=4096)
-def _exists(path: Path) -> bool:
-    return path.is_file()
 
 
 @functools.cache

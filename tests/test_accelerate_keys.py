@@ -1,0 +1,137 @@
+"""The table of keys that accelerate reads, against the source of the accelerate that is installed."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpguard.lint.accelerate_keys import ARGUMENTS, DEEPSPEED, DYNAMO, FP8, FSDP, SECTIONS, VERSION, Section
+
+SPEC = importlib.util.find_spec("accelerate")
+assert SPEC is not None and SPEC.origin is not None
+PACKAGE = Path(SPEC.origin).parent
+LAUNCHERS = [ast.parse((PACKAGE / name).read_text()) for name in ("commands/launch.py", "utils/launch.py")]
+WIZARD = ast.parse((PACKAGE / "commands/config/cluster.py").read_text())
+
+
+def arguments_read() -> set[str]:
+    """The names in `args.NAME` and `getattr(args, "NAME")` that the launchers read (not only assign)."""
+    names: set[str] = set()
+    for tree in LAUNCHERS:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_args(node.value):
+                names.add(node.attr)
+            elif isinstance(node, ast.Call) and ast.unparse(node).startswith("getattr(args, '"):
+                names.add(ast.literal_eval(node.args[1]))
+    return names
+
+
+def _is_args(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "args"
+
+
+def fp8_variables_read() -> set[str]:
+    """The names after ACCELERATE_FP8_ that accelerate's workers look up in the environment."""
+    names: set[str] = set()
+    for path in (PACKAGE / "utils/dataclasses.py", PACKAGE / "accelerator.py"):
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        for function in functions:
+            nodes = list(ast.walk(function))
+            constants = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+            names.update(
+                each.removeprefix("ACCELERATE_FP8_") for each in constants if each.startswith("ACCELERATE_FP8_")
+            )
+            for node in nodes if "ACCELERATE_FP8_" in constants else ():
+                if isinstance(node, ast.BinOp) and isinstance(node.left, ast.Name) and node.left.id == "env_prefix":
+                    assert isinstance(node.right, ast.Constant)
+                    names.add(node.right.value)
+    return names - {""}
+
+
+def wizard_writes(section: str) -> set[str]:
+    """The keys that `accelerate config` writes into a section."""
+    keys: set[str] = set()
+    for node in ast.walk(WIZARD):
+        if not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == section):
+            continue
+        if isinstance(node.slice, ast.Constant):
+            keys.add(node.slice.value)
+        elif isinstance(node.slice, ast.BinOp) and isinstance(node.slice.right, ast.Constant):
+            keys.add("dynamo_" + node.slice.right.value)
+    return keys
+
+
+def test_the_table_is_of_the_installed_version() -> None:
+    assert importlib.metadata.version("accelerate") == VERSION
+
+
+def test_fp8_keys_are_the_variables_that_workers_read() -> None:
+    assert {key.upper() for key in FP8.keys - {"override_linear_precision"}} == fp8_variables_read()
+
+
+@pytest.mark.parametrize("section", [FSDP, DYNAMO], ids=["fsdp", "dynamo"])
+def test_keys_are_the_arguments_that_launchers_read(section: Section) -> None:
+    read = {name.removeprefix(section.prefix) for name in arguments_read() if name.startswith(section.prefix)}
+    assert section.keys == read
+
+
+def test_deepspeed_keys_and_arguments_are_read() -> None:
+    options = subprocess.run(
+        [sys.executable, "-c", "from accelerate.commands.launch import launch_command_parser as p\n"
+         "print(*(action.dest for action in p()._actions))"],
+        capture_output=True, text=True, timeout=120, check=True,
+    ).stdout.split()  # fmt: skip
+    own = {
+        name for name in options if "deepspeed" in name or "zero" in name or name.startswith(("gradient_", "offload_"))
+    }
+    assert DEEPSPEED.keys == (own & arguments_read()) - {"use_deepspeed"}
+    assert own - DEEPSPEED.keys - {"use_deepspeed"} == {"offload_optimizer_nvme_path", "offload_param_nvme_path"}
+    assert set(options) - {"help"} >= ARGUMENTS - {"use_cpu"}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_the_wizard_writes_nothing_but_known_and_renamed_keys(name: str) -> None:
+    section = SECTIONS[name]
+    lost = {section.bare(key) for key in wizard_writes(name)} - section.keys
+    expected = {
+        "fp8_config": {"amax_history_length", "amax_compute_algorithm", "optimization_level"},
+        "deepspeed_config": {"offload_optimizer_nvme_path", "offload_param_nvme_path"},
+    }
+    assert lost == expected.get(name, set())
+    assert set(section.renamed.values()) <= section.keys
+
+
+def exported(tmp_path: Path, config: str) -> dict[str, str]:
+    """The environment that the real `accelerate launch` hands to a script."""
+    (tmp_path / "mp.yaml").write_text(config)
+    (tmp_path / "show.py").write_text(
+        "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('ACCELERATE_')}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "mp.yaml", "show.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_behaviour_of_the_wizards_keys(tmp_path: Path) -> None:
+    """What MPG801 says, seen: the wizard's key arrives under a name that nobody reads, ours under the one that is."""
+    config = (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: fp8\nuse_cpu: true\n"
+        "num_processes: 1\nfp8_config:\n  backend: AO\n  {key}: 16\n"
+    )
+    variables = exported(tmp_path, config.format(key="amax_history_length"))
+    assert variables["ACCELERATE_FP8_AMAX_HISTORY_LENGTH"] == "16"
+    assert variables.get("ACCELERATE_FP8_AMAX_HISTORY_LEN") != "16"
+    variables = exported(tmp_path, config.format(key="amax_history_len"))
+    assert variables["ACCELERATE_FP8_AMAX_HISTORY_LEN"] == "16"
