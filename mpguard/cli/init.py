@@ -108,6 +108,7 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"{each.path}: cannot be written: {error.strerror or error}") from None
     if device == "gpu" and 0 < here.gpus < processes:
         notes.append(f"{processes} processes, one per GPU; this machine has {here.gpus}.")
+    notes += _not_in_force(plan)
     if plan.deepspeed_config is not None:
         notes.append(f"Set batch size and gradient accumulation in {plan.deepspeed_config} to those of your script.")
     _print(plan, files, notes, options.format)
@@ -149,6 +150,17 @@ def _checked(policy: Policy, strategy: str, device: str, here: hardware.Hardware
             f"recipe `{policy.name}` cannot run here ({here}): {reason}. `mpguard recipes` says which can"
         )
     return [f"Checked for {here}."]
+
+
+def _not_in_force(plan: Plan) -> list[str]:
+    targets = plugin.targets_of_run("accelerate", plan.policy, plan.strategy)
+    fields = plugin.uncarried(plan.policy, targets, plan.strategy)
+    if not fields:
+        return []
+    carriers = sorted({name for field in fields for name in plugin.carriers(field)})
+    what = ", ".join(f"{field}={plan.policy.text_of(field)}" for field in fields)
+    by = f" Only {', '.join(carriers)} can." if carriers else ""
+    return [f"No part of such a run can put into force: {what}.{by} `mpguard launch` will refuse it."]
 
 
 def _processes(strategy: str, device: str, here: hardware.Hardware) -> int:
