@@ -113,6 +113,17 @@ def _check_overrides(document: Document, overrides: Entry, recipe: Entry | None)
         raise ConfigError(f"{where}: overrides no recipe; `mpguard_recipe` is needed beside it")
 
 
+def resolved(recipe: str) -> tuple[str, Policy]:
+    """The name under which a recipe is stored, and its policy. Raises `UnknownRecipe`.
+
+    `auto` is stored as what it is on this machine: the other keys of the file are, too.
+    """
+    policy = named(recipe)
+    if policy.name.startswith("auto: "):
+        return policy.name.removeprefix("auto: "), policy
+    return recipe.replace("-", "_"), policy
+
+
 def changes(config: Mapping[str, Any], recipe: str, overrides: Mapping[str, Any] | None = None) -> list[Change]:
     """What must change in an accelerate config for `load_policy` to give that recipe with those overrides.
 

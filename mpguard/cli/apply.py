@@ -20,7 +20,6 @@ from mpguard.edits import applied, write_atomically
 from mpguard.errors import ConfigError, PolicyError
 from mpguard.plugin import ABSENT, Change
 from mpguard.policy import Policy
-from mpguard.recipes import recipe as named
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +54,7 @@ class Job:
 
 
 def run(options: argparse.Namespace) -> int:
-    recipe, policy = options.recipe.replace("-", "_"), named(options.recipe)
+    recipe, policy = mpyaml.resolved(options.recipe)
     documents = _documents(options.files)
     jobs = [_job(document, recipe, _policy(document, documents, recipe, policy), documents) for document in documents]
     writes = not (options.check or options.diff)

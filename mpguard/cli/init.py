@@ -19,7 +19,6 @@ from mpguard.edits import applied, write_atomically
 from mpguard.errors import ConfigError, PolicyError
 from mpguard.plugin import ABSENT, STRATEGIES, show
 from mpguard.policy import Policy
-from mpguard.recipes import recipe as named
 
 DISTRIBUTED_TYPE = {"single": "'NO'", "ddp": "MULTI_GPU", "fsdp1": "FSDP", "fsdp2": "FSDP"}
 
@@ -90,15 +89,16 @@ class Plan:
 
 
 def run(options: argparse.Namespace) -> int:
-    policy = named(options.recipe)
+    recipe, policy = mpyaml.resolved(options.recipe)
     here = hardware.detect()
     strategy = options.strategy or ("ddp" if here.gpus > 1 and options.device != "cpu" else "single")
     device = options.device or _device(policy, strategy, here)
-    notes = _checked(policy, strategy, device, here)
+    notes = [f"auto: {hardware.best(here)[1]}."] if options.recipe == "auto" else []
+    notes += _checked(policy, strategy, device, here)
     processes = options.num_processes or _processes(strategy, device, here)
     if strategy == "single" and processes > 1:
         raise ConfigError(f"--num-processes {processes} with strategy single. Add --strategy ddp, fsdp2 or another one")
-    plan = Plan(options.recipe.replace("-", "_"), policy, strategy, device, processes, options.output)
+    plan = Plan(recipe, policy, strategy, device, processes, options.output)
     files = _files(plan)
     _check_places([Path(each.path) for each in files], options.force)
     for each in reversed(files):  # the YAML last: it names the JSON
@@ -181,8 +181,9 @@ def _files(plan: Plan) -> list[Document]:
     ]
     files = [parse(applied(base.text, base.edits(changes)), base.path, "yaml")]
     if plan.deepspeed_config is not None:
-        config, _ = plugin.inject(_deepspeed(plan), policy, "deepspeed", strategy)
-        files.append(parse(json.dumps(config, indent=2) + "\n", str(plan.deepspeed_config), "json"))
+        second = parse(json.dumps(_deepspeed(plan), indent=2) + "\n", str(plan.deepspeed_config), "json")
+        changes = plugin.differences(second.data, policy, "deepspeed", strategy)
+        files.append(parse(applied(second.text, second.edits(changes)), second.path, "json"))
     return files
 
 
