@@ -51,7 +51,7 @@ def run(
     """
     if jobs < 2 or len(tasks) < FEW or not hasattr(os, "fork"):
         return [work(task) for task in tasks]
-    return _Pool(tasks, work, died, weight).run(min(jobs, len(tasks)))
+    return _Pool(tasks, work, died, weight, jobs).run()
 
 
 @dataclasses.dataclass
@@ -70,8 +70,9 @@ class _Pool:
         work: Callable[[Any], Any],
         died: Callable[[Any, str], Any],
         weight: Callable[[Any], int],
+        jobs: int,
     ) -> None:
-        self._tasks, self._work, self._died = tasks, work, died
+        self._tasks, self._work, self._died, self._jobs = tasks, work, died, jobs
         self._results: dict[int, Any] = {}
         self._workers: list[_Worker] = []
         self._queue = deque(self._batches(weight))
@@ -79,18 +80,19 @@ class _Pool:
     def _batches(self, weight: Callable[[Any], int]) -> list[list[int]]:
         batches: list[list[int]] = []
         total = _BATCH_WEIGHT
+        longest = min(_BATCH_LENGTH, 1 + len(self._tasks) // (4 * self._jobs))
         for index in sorted(range(len(self._tasks)), key=lambda i: -weight(self._tasks[i])):
-            if total >= _BATCH_WEIGHT or len(batches[-1]) >= _BATCH_LENGTH:
+            if total >= _BATCH_WEIGHT or len(batches[-1]) >= longest:
                 batches.append([])
                 total = 0
             batches[-1].append(index)
             total += weight(self._tasks[index])
         return batches
 
-    def run(self, jobs: int) -> list[Any]:
+    def run(self) -> list[Any]:
         try:
             with selectors.DefaultSelector() as selector:
-                for _ in range(min(jobs, len(self._queue))):
+                for _ in range(min(self._jobs, len(self._queue))):
                     self._start(selector)
                 while self._workers:
                     for key, _ in selector.select():
