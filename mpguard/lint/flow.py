@@ -1,0 +1,498 @@
+"""Where a value goes, and what it comes from, within one file.
+
+`forward` follows an expression through names, attributes, calls, returns and parameters to the
+*sinks* that show training: `backward`, an optimizer, `prepare`, `initialize`, a trainer, FSDP/DDP.
+It stops where gradients and training stop: `no_grad`, `detach`, comparisons, shapes, a frozen
+model, an engine that runs its own precision. `backward` gives the records that an expression is
+computed from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint import names
+from mpguard.lint.guard import Guard, compatible
+from mpguard.lint.walk import Call, Record, Scope, children, constant, dotted
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts import Facts
+
+_MOST = 400
+
+#: Methods and functions whose result carries no gradient, or that only look.
+_STOPS = frozenset({
+    "item", "detach", "detach_", "numpy", "tolist", "size", "dim", "numel", "data_ptr", "element_size", "state_dict", "get_device",
+    "is_floating_point", "argmax", "argmin", "print", "len", "isinstance", "type_as", "str", "repr", "int", "bool", "hash",
+    "format", "save", "save_pretrained", "save_model", "save_file", "savez", "dump", "info", "debug", "warning", "log", "log_metrics",
+    "add_scalar", "write", "assert_close", "allclose", "equal", "finfo", "stop_gradient", "hasattr", "getattr", "id", "load_state_dict",
+    "summary", "export", "trace", "script", "update_parameters", "generate", "predict", "evaluate", "named_modules", "modules",
+})  # fmt: skip
+_LOOKS = frozenset({"shape", "device", "dtype", "ndim", "config", "requires_grad", "is_cuda", "data", "grad", "__class__", "training"})
+_GATHERS = frozenset({"append", "extend", "add", "insert", "setdefault", "appendleft"})
+_TRAIN_SINKS = frozenset({"backward", "optimizer", "prepare", "initialize", "trainer", "parallel"})
+
+
+@dataclasses.dataclass(eq=False)
+class Sink:
+    """Where a value ends: `backward`, `optimizer`, `prepare`, `initialize`, `trainer`, `parallel`,
+    `saved`, `engine`, `frozen`, `peft`."""
+
+    kind: str
+    call: Call
+
+
+@dataclasses.dataclass(eq=False)
+class Reach:
+    """All that a value reaches; `outside` where it leaves the file's sight (returned to nobody, stored)."""
+
+    sinks: list[Sink] = dataclasses.field(default_factory=list)
+    outside: bool = False
+
+    @property
+    def training_sinks(self) -> list[Sink]:
+        """The sinks that show that the value is trained with."""
+        return [sink for sink in self.sinks if sink.kind in _TRAIN_SINKS]
+
+    def meets(self, kind: str) -> bool:
+        return any(sink.kind == kind for sink in self.sinks)
+
+
+class Flow:
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+
+    def forward(self, node: cst.CSTNode, at: Record, guard: Guard | None = None) -> Reach:
+        """What the value of an expression reaches."""
+        return _Forward(self.facts, at.guard if guard is None else guard).start(node, at)
+
+    def forward_key(self, key: str, at: Record, guard: Guard | None = None) -> Reach:
+        """The same for an object that is changed in place (`model.half()`): the uses of its name from there on."""
+        walk = _Forward(self.facts, at.guard if guard is None else guard)
+        walk.taint(key, at.scope, at.order)
+        return walk.reach
+
+    def backward(self, node: cst.CSTNode, at: Record, depth: int = 6) -> list[Record]:
+        """The bindings and calls, in any function of the file, that an expression is computed from."""
+        walk = _Backward(self.facts)
+        walk.expression(node, at.scope, at.order, at.guard, depth)
+        return walk.found
+
+    def frozen(self, key: str, at: Record) -> bool:
+        """Whether a model of this name is never trained: `requires_grad_(False)`, `eval()` and never `train()`."""
+        return _frozen(self.facts, key.rsplit(".", 1)[-1], at)
+
+
+class _Forward:
+    def __init__(self, facts: Facts, guard: Guard) -> None:
+        self.facts, self.guard = facts, guard
+        self.reach = Reach()
+        self.seen: set[object] = set()
+        self.left = _MOST
+
+    def start(self, node: cst.CSTNode, at: Record) -> Reach:
+        self.climb(node, at)
+        return self.reach
+
+    def sink(self, kind: str, call: Call) -> None:
+        self.reach.sinks.append(Sink(kind, call))
+
+    def climb(self, node: cst.CSTNode, at: Record) -> None:
+        """Follows the value of `node` to the expressions and statements around it."""
+        parents = self.facts.walker.parents
+        while self.left > 0 and ("node", node) not in self.seen:
+            self.seen.add(("node", node))
+            self.left -= 1
+            parent = parents.get(node)
+            if parent is None or isinstance(parent, (cst.Expr, cst.If, cst.While, cst.Comparison, cst.Index, cst.Slice, cst.Assert)):
+                return
+            if isinstance(parent, cst.Attribute):
+                if parent.attr.value in _LOOKS:
+                    return
+                above = parents.get(parent)
+                if isinstance(above, cst.Call) and above.func is parent:
+                    if not self.method(parent.attr.value, above):
+                        return
+                    node = above
+                    continue
+                node = parent
+            elif isinstance(parent, cst.Call):  # what is called: model(x)
+                node = parent
+            elif isinstance(parent, cst.Arg):
+                call = self.facts.walker.call_of.get(parents[parent])
+                if call is None or not self.argument(call, parent, at):
+                    return
+                node, at = call.node, call
+            elif isinstance(parent, cst.Assign):
+                self.assigned(node, parent, at)
+                return
+            elif isinstance(parent, (cst.AnnAssign, cst.AugAssign)):
+                self.bind(parent.target, at)
+                return
+            elif isinstance(parent, cst.NamedExpr):
+                self.bind(parent.target, at)
+                node = parent
+            elif isinstance(parent, (cst.Return, cst.Yield)):
+                self.returned(at.scope)
+                return
+            elif isinstance(parent, cst.For):
+                self.bind(parent.target, at)
+                return
+            elif isinstance(parent, (cst.ListComp, cst.GeneratorExp, cst.SetComp, cst.DictComp)):
+                if node not in (getattr(parent, "elt", None), getattr(parent, "key", None), getattr(parent, "value", None)):
+                    self.bind(parent.for_in.target, at)
+                    return
+                node = parent
+            elif isinstance(parent, cst.With):
+                for item in parent.items:
+                    if item.item is node and item.asname is not None:
+                        self.bind(item.asname.name, at)
+                return
+            elif isinstance(parent, cst.IfExp) and node is parent.test:
+                return
+            elif isinstance(parent, (cst.FunctionDef, cst.ClassDef, cst.Decorator, cst.Lambda)):
+                return
+            else:
+                node = parent
+
+    def assigned(self, node: cst.CSTNode, statement: cst.Assign, at: Record) -> None:
+        for target in statement.targets:
+            self.bind(target.target, at)
+
+    def bind(self, target: cst.CSTNode, at: Record) -> None:
+        if isinstance(target, (cst.Tuple, cst.List)):
+            for element in target.elements:
+                self.bind(element.value, at)
+            return
+        if isinstance(target, cst.Subscript):
+            target = target.value
+        key = dotted(target)
+        if key:
+            made = [b.order for b in at.scope.bindings.get(key, ()) if b.order > at.order]
+            self.taint(key, at.scope, min(made, default=at.order))
+
+    def taint(self, key: str, scope: Scope, order: int) -> None:
+        """Follows all uses of a name that may have the value."""
+        if (key, scope) in self.seen or self.left <= 0:
+            return
+        self.seen.add((key, scope))
+        places: list[Scope] = list(scope.descendants())
+        if key.startswith("self.") and scope.owner is not None:
+            places = list(scope.owner.descendants())
+        elif scope.kind == "module":
+            places = [s for s in self.facts.walker.scopes if key not in s.bindings or s is scope]
+        else:
+            places = [s for s in places if s is scope or key not in s.bindings]
+        root = key.split(".", 1)[0]
+        for place in places:
+            for use in place.uses.get(root, ()):
+                if use.path != key and not use.path.startswith(key + "."):
+                    continue
+                if place is scope and use.order <= order:
+                    continue
+                if not compatible(self.guard, use.guard) or self.rebound(key, place if key.startswith("self.") else scope, order, use):
+                    continue
+                if self._quiet(use):
+                    continue
+                self.used(use.path[len(key) + 1 :], use)
+
+    def rebound(self, key: str, scope: Scope, order: int, use: Record) -> bool:
+        """Whether the name has another value by then."""
+        return (
+            order >= 0
+            and use.scope is scope
+            and any(
+                order < binding.order < use.order
+                and binding.kind not in ("item", "augmented")
+                and not (binding.guard - use.guard)
+                and set(binding.loops) <= set(use.loops)
+                for binding in scope.bindings.get(key, ())
+            )
+        )
+
+    def _quiet(self, record: Record) -> bool:
+        """Whether it stands where no gradient is made."""
+        return any(region.kind == "no_grad" and not (region.guard - record.guard) for region in self.facts.regions(record))
+
+    def used(self, rest: str, use: Record) -> None:
+        parts = rest.split(".") if rest else []
+        if parts and parts[0] in _LOOKS and parts[0] != "data":
+            return
+        parent = self.facts.walker.parents.get(use.node)
+        if isinstance(parent, cst.Call) and parent.func is use.node:
+            if parts:
+                if self.method(parts[-1], parent):
+                    self.climb(parent, use)
+            else:
+                call = self.facts.walker.call_of.get(parent)
+                if call is not None:
+                    self.climb(parent, call)
+            return
+        self.climb(use.node, use)
+
+    def method(self, name: str, node: cst.Call) -> bool:
+        """A method of the value is called: whether its result carries on."""
+        call = self.facts.walker.call_of.get(node)
+        if call is None:
+            return False
+        if name == "backward":
+            if self.facts.infers(call):
+                return False
+            self.sink("backward", call)
+            return False
+        if name in _GATHERS or name in _STOPS:
+            if name.startswith("save"):
+                self.sink("saved", call)
+            return False
+        return True
+
+    def argument(self, call: Call, arg: cst.Arg, at: Record) -> bool:
+        """The value is handed to a call: whether the call's result carries on."""
+        facts, name = self.facts, call.name
+        if name in ("backward", "manual_backward"):
+            self.sink("backward", call)
+            return False
+        if name in _GATHERS and call.receiver is not None:
+            self.bind(call.receiver, call)
+            return False
+        if name in _STOPS:
+            if name.startswith("save"):
+                self.sink("saved", call)
+            return False
+        if self._quiet(call):
+            return False
+        if name == "prepare" and call.receiver is not None:
+            kinds = facts.kinds(call.receiver, call)
+            if "accelerator" in kinds or "accelerator" in dotted(call.receiver).lower():
+                self.sink("prepare", call)
+                return True
+        if call.receiver is not None and _frozen(facts, dotted(call.receiver).rsplit(".", 1)[-1], call):
+            self.sink("frozen", call)
+            return False
+        carries, known = False, False
+        for each in facts.evaluate(call.func, call):
+            atom = each.atom
+            kind = type(atom).__name__
+            if kind == "Ref":
+                known = True
+                carries = self.library(atom.path, call, arg) or carries  # type: ignore[union-attr]
+            elif kind in ("Function", "Class"):
+                known = True
+                self.entered(atom.scope, call, arg)  # type: ignore[union-attr]
+                if kind == "Class":
+                    carries = True
+            elif kind == "Object":
+                known = True
+                carries = self.module(atom, call, arg) or carries
+        if not known:
+            for function in facts.functions(call):
+                known = True
+                self.entered(function.scope, call, arg)
+        return carries or not known
+
+    def library(self, path: str, call: Call, arg: cst.Arg) -> bool:
+        last = path.rsplit(".", 1)[-1]
+        kind = names.kind_of(path)
+        if last in _STOPS or path.startswith(("numpy.", "logging.", "os.", "json.", "wandb.")):
+            if last == "save":
+                self.sink("saved", call)
+            return False
+        if kind == "optimizer":
+            self.sink("optimizer", call)
+            return False
+        if kind == "trainer":
+            if arg.keyword is None or arg.keyword.value in ("model", "args"):
+                self.sink("trainer", call)
+            return False
+        if kind == "engine":
+            self.sink("initialize", call)
+            return True
+        if last in ("get_peft_model", "PeftModel", "PeftMixedModel"):
+            self.sink("peft", call)
+        if last in names.PARALLEL:
+            self.sink("parallel", call)
+            return True
+        return not path.startswith("copy.deepcopy")
+
+    def module(self, atom: object, call: Call, arg: cst.Arg) -> bool:
+        """The value is an input of an object that is called."""
+        kind = getattr(atom, "kind", "")
+        if kind == "engine":
+            self.sink("engine", call)
+            return False
+        if kind == "pipeline":
+            return False
+        if call.path and _frozen(self.facts, call.path.rsplit(".", 1)[-1], call):
+            self.sink("frozen", call)
+            return False
+        if kind == "optimizer":
+            return False
+        for function in self.facts.functions(call):
+            if function.facts is self.facts:
+                self.entered(function.scope, call, arg)
+        return True
+
+    def entered(self, scope: Scope, call: Call, arg: cst.Arg) -> None:
+        """The value becomes a parameter of a function of the file."""
+        if scope.kind == "class":
+            init = scope.method("__init__")
+            if init is None:
+                return
+            scope = init
+        if scope.chunk.source is not self.facts.source:
+            return
+        name = None
+        if arg.keyword is not None:
+            name = arg.keyword.value
+        elif arg.value in call.positional:
+            params = [p for p in scope.params if p.kind == "plain"]
+            if scope.is_method and not any(dotted(d) == "staticmethod" for d in scope.decorators):
+                params = params[1:]
+            place = call.positional.index(arg.value)
+            name = params[place].name if place < len(params) else None
+        if name is not None and not names.infers(scope.name):
+            self.taint(name, scope, scope.order)
+
+    def returned(self, scope: Scope) -> None:
+        if ("returned", scope) in self.seen:
+            return
+        self.seen.add(("returned", scope))
+        callers = self.facts.callers(scope) if scope.kind == "function" else []
+        if not callers:
+            self.reach.outside = True
+        for call in callers:
+            if not self._quiet(call):
+                self.climb(call.node, call)
+
+
+class _Backward:
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.found: list[Record] = []
+        self.seen: set[object] = set()
+
+    def expression(self, node: cst.CSTNode | None, scope: Scope, order: int, guard: Guard, depth: int) -> None:
+        if node is None or depth < 0 or node in self.seen or len(self.seen) > _MOST:
+            return
+        self.seen.add(node)
+        if isinstance(node, cst.Call):
+            call = self.facts.walker.call_of.get(node)
+            if call is not None:
+                self.found.append(call)
+                self.call(call, guard, depth)
+        if isinstance(node, (cst.Name, cst.Attribute)) and (path := dotted(node)):
+            self.name(path, scope, order, guard, depth)
+            return
+        for child in children(node):
+            self.expression(child, scope, order, guard, depth)
+
+    def name(self, path: str, scope: Scope, order: int, guard: Guard, depth: int) -> None:
+        parts = path.split(".")
+        for length in range(len(parts), 0, -1):
+            key = ".".join(parts[:length])
+            bindings = [
+                b
+                for b in scope.bindings.get(key, ())
+                if b.order < order and compatible(b.guard, guard) and b.kind in ("assign", "element", "augmented", "item", "with", "for")
+            ] or self.facts.values.reaching(key, scope, order, guard)
+            for binding in bindings:
+                if binding in self.seen:
+                    continue
+                self.seen.add(binding)
+                if binding.kind in ("assign", "element", "augmented", "item", "for", "with"):
+                    self.found.append(binding)
+                    self.expression(binding.value, binding.scope, binding.order, guard, depth)
+                elif binding.kind == "param":
+                    for call in self.facts.callers(binding.scope):
+                        given = self.facts.values.given(call, binding.scope, binding.key)
+                        if given is not None and given is not binding.value:
+                            self.expression(given, call.scope, call.order, guard, depth - 1)
+            if bindings:
+                return
+
+    def call(self, call: Call, guard: Guard, depth: int) -> None:
+        for function in self.facts.functions(call):
+            scope = function.scope
+            if scope in self.seen or function.facts is not self.facts or scope.name == "__init__":
+                continue
+            self.seen.add(scope)
+            self.found += scope.calls
+            for each in scope.returns:
+                if each.value is not None and compatible(each.guard, guard):
+                    self.expression(each.value, scope, each.order, guard, depth - 1)
+
+
+def _frozen(facts: Facts, name: str, at: Record) -> bool:
+    """Whether the file freezes, or only evaluates, what goes by this (last) name."""
+    if not name or name == "self":
+        return False
+    frozen = evaluated = trained = False
+    for scope in facts.walker.scopes:
+        for uses in scope.uses.values():
+            for use in uses:
+                parts = use.path.split(".")
+                if len(parts) < 2 or parts[-2] != name:
+                    continue
+                parent = facts.walker.parents.get(use.node)
+                if not isinstance(parent, cst.Call):
+                    continue
+                given = constant(parent.args[0].value) if parent.args else None
+                if parts[-1] == "requires_grad_":
+                    if given == (False,):
+                        frozen = True
+                elif parts[-1] == "eval":
+                    evaluated = True
+                elif parts[-1] == "train":
+                    trained = trained or given != (False,)
+                    evaluated = evaluated or given == (False,)
+                elif parts[-1] in ("parameters", "named_parameters") and use.loops:
+                    loop = use.loops[-1] if isinstance(use.loops[-1], cst.For) else None
+                    frozen = frozen or (loop is not None and _clears_grad(scope, loop))
+                elif parts[-1] in ("parameters", "named_parameters"):
+                    above = facts.walker.parents.get(parent)
+                    if isinstance(above, cst.For) and _clears_grad(scope, above):
+                        frozen = True
+                    elif isinstance(above, cst.Arg):
+                        outer = facts.walker.call_of.get(facts.walker.parents[above])
+                        if outer is not None and any(names.kind_of(path) == "optimizer" for _, path in facts.paths(outer)):
+                            trained = True
+        for bindings in scope.bindings.items():
+            key, made = bindings
+            if key.rsplit(".", 1)[-1] != name:
+                continue
+            for binding in made:
+                chained = _chained(binding.value)
+                if "requires_grad_" in chained and chained["requires_grad_"] == (False,):
+                    frozen = True
+                evaluated = evaluated or "eval" in chained
+    for call in (*facts.calls.get("freeze", ()), *facts.calls.get("freeze_model", ()), *facts.calls.get("freeze_params", ()), *facts.calls.get("freeze_module", ())):
+        if any(dotted(each).rsplit(".", 1)[-1] == name for each in call.positional):
+            frozen = True
+    return frozen or (evaluated and not trained)
+
+
+def _clears_grad(scope: Scope, loop: cst.For) -> bool:
+    target = loop.target
+    keys = [dotted(e.value) for e in target.elements] if isinstance(target, cst.Tuple) else [dotted(target)]
+    for key in keys:
+        for binding in scope.bindings.get(f"{key}.requires_grad", ()):
+            if loop in binding.loops and constant(binding.value) == (False,) and not (binding.guard - scope.guard):
+                return True
+        for use in scope.uses.get(key, ()):
+            if use.path == f"{key}.requires_grad_" and loop in use.loops:
+                return True
+    return False
+
+
+def _chained(node: cst.CSTNode | None) -> dict[str, tuple[object] | None]:
+    """The methods of a chain such as `Net().half().eval()`, with their first literal argument."""
+    found: dict[str, tuple[object] | None] = {}
+    while isinstance(node, cst.Call):
+        if not isinstance(node.func, cst.Attribute):
+            break
+        found[node.func.attr.value] = constant(node.args[0].value) if node.args else None
+        node = node.func.value
+    return found

@@ -1,0 +1,44 @@
+"""The gate: which rules could speak about a file, decided on its bytes alone.
+
+A trigger is a *necessary* condition. First the raw bytes are searched for literals; then, since
+comments and docstrings are full of precision words, the same on text without them. Only literals
+and alternatives of literals: a lookbehind would cost eight times the search.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TypeVar
+
+from mpguard.lint.rule import BaseRule
+
+R = TypeVar("R", bound="BaseRule | type[BaseRule]")
+
+#: Strings are matched first, so that a `#` in one starts no comment. A triple-quoted string goes,
+#: unless it is an f-string, whose braces hold code.
+_NOISE = re.compile(
+    rb'(?P<keep>[fFtT][rR]?"""(?:[^\\"]|\\.|"(?!""))*"""|[fFtT][rR]?\'\'\'(?:[^\\\']|\\.|\'(?!\'\'))*\'\'\')'
+    rb'|(?P<drop>"""(?:[^\\"]|\\.|"(?!""))*"""|\'\'\'(?:[^\\\']|\\.|\'(?!\'\'))*\'\'\'|#[^\r\n]*)'
+    rb'|"(?:[^\\"\r\n]|\\.)*"|\'(?:[^\\\'\r\n]|\\.)*\'',
+    re.DOTALL,
+)
+
+
+def speaks(triggers: tuple[tuple[bytes, ...], ...], data: bytes) -> bool:
+    """Whether each condition has one of its tokens in `data`."""
+    return all(any(token in data for token in tokens) for tokens in triggers)
+
+
+def relevant(data: bytes, rules: Iterable[R]) -> list[R]:
+    """The rules whose triggers the file meets; the others have nothing to say about it."""
+    left = [rule for rule in rules if speaks(rule.triggers, data)]
+    if not any(rule.triggers for rule in left):
+        return left
+    code = stripped(data)
+    return [rule for rule in left if speaks(rule.triggers, code)]
+
+
+def stripped(data: bytes) -> bytes:
+    """The bytes without comments and triple-quoted strings."""
+    return _NOISE.sub(lambda match: b"" if match.lastgroup == "drop" else match.group(), data)

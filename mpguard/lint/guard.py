@@ -1,0 +1,187 @@
+"""Guards: under which flag conditions an event happens.
+
+A condition is a small formula over *flags*: the last name of a dotted path (`args.amp`,
+`self.args.amp` and `amp` are one flag), or the text of what is compared or called. A guard is the
+set of conditions that hold where an event stands. A flag has one value in the whole run, so two
+events belong together only if one assignment of the flags meets both guards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+#: What a flag may be known to be: (flag, None) -> whether it is truthy; (flag, constant) -> whether it equals that.
+Known = Mapping[tuple[str, object], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """`flag` is truthy; with `equals`, it is that constant."""
+
+    name: str
+    equals: object = None
+
+    def value(self, known: Known) -> bool | None:
+        found = known.get((self.name, self.equals))
+        if found is not None:
+            return found
+        if self.equals is None:
+            # equal to a constant: as truthy as that
+            for (name, constant), holds in known.items():
+                if name == self.name and holds and constant is not None:
+                    return bool(constant)
+            return None
+        if known.get((self.name, None)) is False and bool(self.equals):
+            return False
+        for (name, constant), holds in known.items():
+            if name == self.name and holds and constant is not None and constant != self.equals:
+                return False
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Not:
+    inner: Condition
+
+    def value(self, known: Known) -> bool | None:
+        found = self.inner.value(known)
+        return None if found is None else not found
+
+
+@dataclasses.dataclass(frozen=True)
+class All:
+    """Conjunction."""
+
+    parts: tuple[Condition, ...]
+
+    def value(self, known: Known) -> bool | None:
+        values = [part.value(known) for part in self.parts]
+        return False if False in values else None if None in values else True
+
+
+@dataclasses.dataclass(frozen=True)
+class Any:
+    """Disjunction."""
+
+    parts: tuple[Condition, ...]
+
+    def value(self, known: Known) -> bool | None:
+        values = [part.value(known) for part in self.parts]
+        return True if True in values else None if None in values else False
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """A condition that is known."""
+
+    truth: bool
+
+    def value(self, known: Known) -> bool | None:  # noqa: ARG002
+        return self.truth
+
+
+Condition = Flag | Not | All | Any | Fixed
+
+
+def negated(condition: Condition) -> Condition:
+    """The condition's contrary, with the negation as far inside as it goes."""
+    if isinstance(condition, Not):
+        return condition.inner
+    if isinstance(condition, Fixed):
+        return Fixed(not condition.truth)
+    if isinstance(condition, All):
+        return Any(tuple(negated(part) for part in condition.parts))
+    if isinstance(condition, Any):
+        return All(tuple(negated(part) for part in condition.parts))
+    return Not(condition)
+
+
+class Guard(frozenset[Condition]):
+    """The conditions that all hold; the empty guard is "always"."""
+
+    def given(self, *conditions: Condition) -> Guard:
+        """This guard and more conditions."""
+        added: list[Condition] = []
+        for condition in conditions:
+            added += condition.parts if isinstance(condition, All) else (condition,)
+        return Guard(self | {c for c in added if c != Fixed(True)})
+
+    def joined(self, *others: Guard) -> Guard:
+        return Guard(self.union(*others))
+
+    @property
+    def possible(self) -> bool:
+        """Whether some assignment of the flags meets all conditions (as far as unit propagation sees)."""
+        return _consistent(tuple(self))
+
+    def flags(self) -> set[str]:
+        """The names of all flags in it."""
+        return {flag.name for condition in self for flag in _flags(condition)}
+
+
+ALWAYS = Guard()
+
+
+def compatible(*guards: Guard) -> bool:
+    """Whether the guards can hold in one and the same run."""
+    joined = guards[0].joined(*guards[1:])
+    return len(joined) < 2 or joined.possible
+
+
+def implies(guard: Guard, other: Guard) -> bool:
+    """Whether `other` holds wherever `guard` does."""
+    return all(condition in guard or not guard.given(negated(condition)).possible for condition in other)
+
+
+def _flags(condition: Condition) -> Iterable[Flag]:
+    if isinstance(condition, Flag):
+        yield condition
+    elif isinstance(condition, Not):
+        yield from _flags(condition.inner)
+    elif isinstance(condition, (All, Any)):
+        for part in condition.parts:
+            yield from _flags(part)
+
+
+def _consistent(conditions: tuple[Condition, ...]) -> bool:
+    """Unit propagation: what each condition forces is assumed, until nothing new is or one fails."""
+    known: dict[tuple[str, object], bool] = {}
+    pending = list(conditions)
+    while True:
+        forced = False
+        left: list[Condition] = []
+        for condition in pending:
+            value = condition.value(known)
+            if value is False:
+                return False
+            if value is True:
+                continue
+            literal = _literal(condition, known)
+            if literal is None:
+                left.append(condition)
+            elif isinstance(literal, All):
+                left += literal.parts
+                forced = True
+            else:
+                flag, holds = literal
+                known[flag.name, flag.equals] = holds
+                forced = True
+        pending = left
+        if not forced:
+            return True
+
+
+def _literal(condition: Condition, known: Known) -> tuple[Flag, bool] | All | None:
+    """What an undecided condition forces: a flag's value, a conjunction, or nothing yet."""
+    if isinstance(condition, Flag):
+        return condition, True
+    if isinstance(condition, Not) and isinstance(condition.inner, Flag):
+        return condition.inner, False
+    if isinstance(condition, All):
+        return condition
+    if isinstance(condition, Any):
+        undecided = [part for part in condition.parts if part.value(known) is None]
+        if len(undecided) == 1:
+            return _literal(undecided[0], known)
+    return None

@@ -1,0 +1,100 @@
+"""Edits of Python code: what the rules' fixes have in common.
+
+All are text edits at spans of libcst nodes. What is removed takes its line with it where nothing
+else stands there; new lines get the indentation of the line that they stand beside.
+"""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from mpguard.edits import Edit
+from mpguard.lint.facts import Facts
+from mpguard.lint.walk import Call, Record
+
+
+def replaced(facts: Facts, node: cst.CSTNode, at: Record, text: str) -> Edit:
+    """The node's code becomes `text`."""
+    return Edit(*facts.span(node, at), text)
+
+
+def without_method(facts: Facts, call: Call, instead: str = "") -> Edit:
+    """`receiver.method(...)` becomes `receiver`, or `receiver` and what is given instead."""
+    assert call.receiver is not None
+    return Edit(call.chunk.outer_span(call.receiver)[1], call.span[1], instead)
+
+
+def without_argument(facts: Facts, call: Call, value: cst.BaseExpression) -> Edit:
+    """One argument of a call is removed, with its keyword and one comma."""
+    spans = [(arg.value, call.chunk.outer_span(arg)) for arg in call.node.args]
+    place = next(i for i, (each, _) in enumerate(spans) if each is value)
+    first, last = spans[place][1]
+    if place + 1 < len(spans):
+        return Edit(first, spans[place + 1][1][0], "")
+    if place:
+        before = call.node.args[place - 1]
+        keyword = before.keyword if before.keyword is not None else before.value
+        end = max(call.chunk.outer_span(before.value)[1], call.chunk.outer_span(keyword)[1])
+        return Edit(end, max(last, end), "")
+    return Edit(first, last, "")
+
+
+def is_statement(call: Call) -> bool:
+    """Whether the call is a whole statement: `model.half()`."""
+    return isinstance(call.statement, cst.Expr) and call.statement.value is call.node
+
+
+def without_statement(facts: Facts, record: Call) -> Edit:
+    """The statement is removed with its line; `pass` where a block would be left empty."""
+    first, last = record.chunk.span(record.statement)
+    line = record.line
+    if not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
+        return Edit(first, last, "pass")
+    block = facts.walker.parents.get(line)
+    if isinstance(block, cst.IndentedBlock) and len(block.body) == 1:
+        return Edit(first, last, "pass")
+    text = facts.source.text
+    start, end = line_start(facts, first), last
+    while end < len(text) and text[end] not in "\r\n":
+        end += 1
+    end += 2 if text.startswith("\r\n", end) else 1
+    return Edit(start, min(end, len(text)), "")
+
+
+def line_start(facts: Facts, offset: int) -> int:
+    """Where the line of an offset begins."""
+    text = facts.source.text
+    return max(text.rfind("\n", 0, offset), text.rfind("\r", 0, offset)) + 1
+
+
+def indentation(facts: Facts, offset: int) -> str:
+    """The white space before the code of a line."""
+    text, start = facts.source.text, line_start(facts, offset)
+    end = start
+    while end < len(text) and text[end] in " \t":
+        end += 1
+    return text[start:end]
+
+
+def line_before(facts: Facts, node: cst.CSTNode, at: Record, code: str) -> Edit:
+    """A new line above the statement `node`."""
+    first = at.chunk.span(node)[0]
+    start = line_start(facts, first)
+    return Edit(start, start, f"{indentation(facts, first)}{code}\n")
+
+
+def line_after(facts: Facts, node: cst.CSTNode, at: Record, code: str) -> Edit:
+    """A new line below the simple statement `node`, after the comment on its line."""
+    first, last = at.chunk.span(node)
+    text = facts.source.text
+    while last < len(text) and text[last] not in "\r\n":
+        last += 1
+    return Edit(last, last, f"\n{indentation(facts, first)}{code}")
+
+
+def name_of_torch(facts: Facts) -> str | None:
+    """What the file calls torch (`import torch as th`), None where it does not import it as a whole."""
+    for key, bindings in facts.module.bindings.items():
+        if any(binding.kind == "import" and binding.target == "torch" for binding in bindings):
+            return key
+    return None

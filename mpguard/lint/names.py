@@ -1,0 +1,154 @@
+"""What the names of the libraries stand for: dtypes, and the kinds of object that a call makes.
+
+Paths are the full dotted names that imports give (`torch.cuda.amp.autocast`), whatever a file calls them.
+"""
+
+from __future__ import annotations
+
+import re
+
+#: Dotted name -> dtype. Tensor types count as their dtype.
+DTYPES = {
+    "torch.float16": "float16", "torch.half": "float16", "torch.HalfTensor": "float16", "torch.cuda.HalfTensor": "float16",
+    "torch.bfloat16": "bfloat16", "torch.BFloat16Tensor": "bfloat16", "torch.cuda.BFloat16Tensor": "bfloat16",
+    "torch.float32": "float32", "torch.float": "float32", "torch.FloatTensor": "float32", "torch.cuda.FloatTensor": "float32",
+    "torch.float64": "float64", "torch.double": "float64",
+    "torch.float8_e4m3fn": "float8_e4m3fn", "torch.float8_e5m2": "float8_e5m2",
+    "torch.float8_e4m3fnuz": "float8_e4m3fnuz", "torch.float8_e5m2fnuz": "float8_e5m2fnuz",
+    "torch.int64": "int64", "torch.long": "int64", "torch.int32": "int32", "torch.int": "int32", "torch.bool": "bool",
+    "torch.uint8": "uint8", "torch.int8": "int8",
+}  # fmt: skip
+#: Strings that libraries take for a dtype (`dtype="float16"`); "half" alone is too common a word.
+DTYPE_STRINGS = {
+    "float16": "float16", "fp16": "float16", "torch.float16": "float16", "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "torch.bfloat16": "bfloat16", "float32": "float32", "fp32": "float32", "torch.float32": "float32",
+}  # fmt: skip
+HALF_TENSOR_STRINGS = {"torch.HalfTensor": "", "torch.cuda.HalfTensor": "cuda"}
+
+AUTOCASTS = frozenset({
+    "torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast", "torch.autocast_mode.autocast",
+    "torch.cuda.amp.autocast", "torch.cuda.amp.autocast_mode.autocast",
+    "torch.cpu.amp.autocast", "torch.cpu.amp.autocast_mode.autocast",
+})  # fmt: skip
+SCALER_NAMES = frozenset({"GradScaler", "ShardedGradScaler"})
+NO_GRAD = frozenset({"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.grad_mode.no_grad"})
+FP8_AUTOCASTS = frozenset({"fp8_autocast"})
+CAPITAL = re.compile(r"[A-Z]")
+
+#: The last name of what makes an optimizer, where it is imported from anywhere.
+OPTIMIZERS = frozenset({
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "LBFGS", "Adafactor", "Lion", "LAMB",
+    "Lamb", "LARS", "FusedAdam", "FusedLAMB", "FusedSGD", "DeepSpeedCPUAdam", "AdamW8bit", "Adam8bit", "PagedAdamW8bit",
+    "PagedAdamW", "Muon", "AdaBelief", "Ranger", "SophiaG", "ZeroRedundancyOptimizer", "SparseAdam", "ASGD", "Rprop",
+})  # fmt: skip
+#: Functions of a project that make one by name.
+MAKES_OPTIMIZER = re.compile(r"(?:create|build|get|make|configure|init)\w*_optim(?:izer)?s?$")
+MAKES_MODEL = re.compile(r"(?:create|build|get|make|load|init|initialize)\w*_(?:model|network|net|transformer|unet|gpt|llm)$")
+#: Wrappers that keep a model a model: the last name.
+PARALLEL = frozenset({
+    "DistributedDataParallel", "FullyShardedDataParallel", "ShardedDataParallel", "FSDP", "DDP", "fully_shard",
+})  # fmt: skip
+WRAPPERS = PARALLEL | {"DataParallel", "get_peft_model", "prepare_model_for_kbit_training", "convert_sync_batchnorm", "weight_norm"}
+#: Modules whose loss classes are no models to be trained.
+MODEL_ROOTS = ("torch.nn.", "torchvision.models.", "transformer_engine.pytorch.", "segmentation_models_pytorch.")
+MODEL_FACTORIES = frozenset({"timm.create_model", "torch.hub.load", "open_clip.create_model", "timm.models.create_model"})
+LOADERS = frozenset({"from_pretrained", "from_config", "from_single_file", "load_from_checkpoint", "_from_config"})
+#: Classes with `from_pretrained` that hold no weights.
+WEIGHTLESS = re.compile(r"Tokenizer|Processor|Extractor|Scheduler|Config|Collator|Dataset")
+#: Frameworks that run the training loop, or the backward and the step of one.
+TRAINERS = re.compile(r"\w*Trainer$|Fabric$|LightningLite$|Composer$|Learner$|Runner$|IterBasedRunner$|EpochBasedRunner$")
+FRAMEWORK_ROOTS = frozenset({
+    "lightning", "pytorch_lightning", "lightning_fabric", "composer", "fastai", "ignite", "mmcv", "mmengine", "detectron2", "fvcore",
+    "catalyst", "speechbrain", "colossalai", "megatron", "fairscale", "ray", "horovod", "determined", "flair", "allennlp", "monai",
+})  # fmt: skip
+TENSOR_MAKERS = frozenset({
+    "tensor", "randn", "rand", "zeros", "ones", "full", "empty", "arange", "linspace", "randint", "from_numpy", "as_tensor", "stack",
+    "cat", "zeros_like", "ones_like", "randn_like", "rand_like", "full_like", "empty_like", "eye",
+})  # fmt: skip
+#: Methods that give their own object back.
+SAME = frozenset({
+    "to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "train", "eval", "requires_grad_", "share_memory", "apply",
+    "to_empty", "contiguous", "xpu", "npu", "hpu",
+})  # fmt: skip
+
+#: A method or function of these names does not train, whatever it computes.
+_INFERS = frozenset({
+    "eval", "evaluate", "evaluation", "evaluator", "valid", "validate", "validation", "val", "test", "predict", "prediction",
+    "predictor", "generate", "generation", "generator", "infer", "inference", "sample", "sampling", "export", "onnx", "convert",
+    "conversion", "demo", "benchmark", "bench", "visualize", "pipeline", "score", "embed", "embedding", "encode", "decode",
+})  # fmt: skip
+_TRAINS = frozenset({"train", "training", "trainer", "fit", "finetune", "pretrain", "optimize", "learn"})
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+
+def infers(name: str) -> bool:
+    """Whether a function of this name is for inference: `evaluate`, `validation_step`, `test_*`, `export_onnx`."""
+    if name.startswith("test_"):
+        return True
+    words = {word.lower() for word in _WORDS.findall(name)}
+    return bool(words & _INFERS) and not words & _TRAINS
+
+
+def canonical(path: str) -> str:
+    """One name for what a library exports under several."""
+    for old, new in _MOVED:
+        if path.startswith(old):
+            return new + path[len(old) :]
+    return path
+
+
+_MOVED = (
+    ("torch.cuda.amp.autocast_mode.", "torch.cuda.amp."),
+    ("torch.cuda.amp.grad_scaler.", "torch.cuda.amp."),
+    ("torch.cpu.amp.autocast_mode.", "torch.cpu.amp."),
+    ("torch.cpu.amp.grad_scaler.", "torch.cpu.amp."),
+    ("torch.amp.autocast_mode.", "torch.amp."),
+    ("torch.amp.grad_scaler.", "torch.amp."),
+    ("torchao.float8.float8_linear_utils.", "torchao.float8."),
+    ("accelerate.accelerator.", "accelerate."),
+    ("accelerate.utils.dataclasses.", "accelerate.utils."),
+)
+
+
+def kind_of(path: str) -> str:
+    """What a call of this name makes: `optimizer`, `scaler`, `autocast`, `model` ...; empty where it is not known."""
+    last = path.rsplit(".", 1)[-1]
+    root = path.split(".", 1)[0]
+    if path in AUTOCASTS:
+        return "autocast"
+    if last in SCALER_NAMES or last.endswith(("GradScaler", "LossScaler", "NativeScaler")):
+        return "scaler"
+    if path in NO_GRAD:
+        return "no_grad"
+    if path in ("contextlib.nullcontext", "contextlib.suppress", "contextlib.ExitStack"):
+        return "nullcontext"
+    if root == "transformer_engine" and last in ("fp8_autocast", "autocast"):
+        return "fp8_autocast"
+    if path == "accelerate.Accelerator" or last == "Accelerator":
+        return "accelerator"
+    if path == "deepspeed.initialize":
+        return "engine"
+    if "." in path and last in OPTIMIZERS:
+        return "optimizer"
+    if path.startswith("torch.optim.") and ".lr_scheduler." not in path and CAPITAL.match(last):
+        return "optimizer"
+    if ".lr_scheduler." in path or "schedule" in last.lower():
+        return "scheduler"
+    if root == "apex" and last == "initialize":
+        return "apex"
+    if "." in path and TRAINERS.match(last):
+        return "trainer"
+    if last in LOADERS:
+        owner = path.rsplit(".", 2)[-2] if path.count(".") > 1 else ""
+        return "weightless" if WEIGHTLESS.search(owner) else "pipeline" if "Pipeline" in owner else "model"
+    if path.startswith(MODEL_ROOTS) and CAPITAL.match(last) and ".functional." not in path and last != "Parameter":
+        return "criterion" if last.endswith("Loss") else "model"
+    if path in MODEL_FACTORIES or path.startswith("torchvision.models."):
+        return "model"
+    if MAKES_OPTIMIZER.match(last):
+        return "optimizer"
+    if MAKES_MODEL.match(last):
+        return "model"
+    if root == "torch" and last in TENSOR_MAKERS:
+        return "tensor"
+    return ""

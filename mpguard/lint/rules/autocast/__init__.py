@@ -1,0 +1,1 @@
+"""Rules about autocast (MPG3xx)."""

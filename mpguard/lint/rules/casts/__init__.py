@@ -1,0 +1,1 @@
+"""Rules about casts and dtypes (MPG1xx)."""

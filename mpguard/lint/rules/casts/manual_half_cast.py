@@ -1,0 +1,358 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint import mend
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.flow import Reach, Sink
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.walk import constant, dotted
+
+_UPCASTS = frozenset({"float", "double"})
+
+
+class ManualHalfCast(Rule):
+    """A model, tensor or batch is cast to FP16 by hand in code that trains.
+
+    ## What it does
+    Follows each cast to FP16 (`x.half()`, `x.to(torch.float16)`, `x.to("cuda", torch.half)`,
+    `x.type("torch.cuda.HalfTensor")`, a dtype under any name) through the file, and reports it
+    where the result is trained with: it reaches `backward`, an optimizer, `Accelerator.prepare`,
+    `deepspeed.initialize`, a Trainer, FSDP or DDP.
+
+    ## Why is this bad
+    Under autocast, Accelerate or DeepSpeed the policy chooses the dtype of each operation. A cast
+    by hand overrides it: a tensor that policy keeps in FP32 is FP16 there, and a change of the
+    policy to BF16 changes nothing. An FP16 *parameter* has no FP32 master copy: updates below
+    2^-11 of a weight are lost, and `GradScaler` raises "Attempting to unscale FP16 gradients".
+
+    ## Fix safety
+    The fix removes the cast and keeps a device move. It is unsafe: what was FP16 becomes what the
+    policy says, and code that relied on FP16 (a kernel that takes nothing else) stops working.
+
+    ## Known limits
+    Casts are silent for inference: under `no_grad`, in functions called `evaluate`, `predict`,
+    `generate`, `export` and the like, for frozen models and what is fed to them, for copies made for
+    a checkpoint, for `.half().float()` rounding, and for the inputs of a DeepSpeed engine, whose
+    parameters may be FP16. A dtype that follows `accelerator.mixed_precision` follows the policy.
+    A library's module whose training is elsewhere is not judged.
+    """
+
+    code, name = "MPG101", "manual-half-cast"
+    severity = "error"
+    message = "`{expr}` casts to FP16 by hand in code that trains"
+    help = "remove the cast; autocast, or the launcher's policy, chooses the dtype"
+    triggers = (
+        any_of(b"half", b"float16", b"HalfTensor"),
+        any_of(b"backward", b"prepare", b"initialize", b"Trainer", b"optim", b"Parallel", b"fully_shard"),
+    )
+    yields_to = ("MPG107", "MPG109", "MPG110", "MPG511", "MPG603", "MPG606")
+    examples = (
+        Bad(
+            """\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    x = x.half()  # !
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = (model(x) - y).pow(2).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+            fixed="""\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = (model(x) - y).pow(2).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch as th
+from torch import float16 as f16
+
+DTYPE = th.float16
+HALF = {"dtype": DTYPE}
+
+
+def train(loader, d):
+    model = th.nn.Linear(8, 8)
+    model.half()  # !
+    optimizer = th.optim.SGD(model.parameters(), lr=0.1)
+    for a, b, c, e, f, g, h in loader:
+        a = a.to(th.float16)  # !
+        b = b.to(dtype=th.half)  # !
+        c = c.to("cuda", th.float16)  # !
+        e = e.to(device=d, dtype=DTYPE)  # !
+        f = f.type(th.float16)  # !
+        g = g.type("torch.cuda.HalfTensor")  # !
+        h = h.to(f16)  # !
+        loss = model(a + b + c + e + f + g).sum() + h.sum()
+        loss.backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch as th
+from torch import float16 as f16
+
+DTYPE = th.float16
+HALF = {"dtype": DTYPE}
+
+
+def train(loader, d):
+    model = th.nn.Linear(8, 8)
+    optimizer = th.optim.SGD(model.parameters(), lr=0.1)
+    for a, b, c, e, f, g, h in loader:
+        c = c.to("cuda")
+        e = e.to(device=d)
+        g = g.cuda()
+        loss = model(a + b + c + e + f + g).sum() + h.sum()
+        loss.backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+from transformers import AutoModel
+
+def main(args):
+    accelerator = Accelerator()
+    dtype = torch.float16 if args.fp16 else torch.float32
+    model = AutoModel.from_pretrained(args.name).to(accelerator.device, dtype=dtype)  # !
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+from transformers import AutoModel
+
+def main(args):
+    accelerator = Accelerator()
+    dtype = torch.float16 if args.fp16 else torch.float32
+    model = AutoModel.from_pretrained(args.name).to(accelerator.device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def to_half(batch):
+    return batch.half()  # !
+
+class Loop:
+    def __init__(self):
+        self.model = torch.nn.Linear(8, 8)
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+
+    def run(self, loader):
+        for x in loader:
+            loss = self.loss(to_half(x))
+            loss.backward()
+            self.optimizer.step()
+
+    def loss(self, x):
+        return self.model(x).sum()
+""",
+            fixed="""\
+import torch
+
+def to_half(batch):
+    return batch
+
+class Loop:
+    def __init__(self):
+        self.model = torch.nn.Linear(8, 8)
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+
+    def run(self, loader):
+        for x in loader:
+            loss = self.loss(to_half(x))
+            loss.backward()
+            self.optimizer.step()
+
+    def loss(self, x):
+        return self.model(x).sum()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train(model, teacher, vae, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    teacher = teacher.half().eval()
+    vae.requires_grad_(False)
+    vae.to("cuda", dtype=torch.float16)
+    for x, y in loader:
+        latents = vae.encode(y.half())
+        with torch.no_grad():
+            target = teacher(x.half())
+        rounded = x.half().float()
+        loss = (model(rounded) - target).pow(2).mean() + latents.mean()
+        loss.backward()
+        optimizer.step()
+    torch.save({k: v.half() for k, v in model.state_dict().items()}, "last.pt")
+
+@torch.no_grad()
+def evaluate(model, loader):
+    model.half()
+    return [model(x.half()) for x in loader]
+"""
+        ),
+        Good(
+            """\
+import datetime
+
+import deepspeed
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+class Pizza:
+    def half(self):
+        return self
+
+def half(x):
+    return x
+
+def train(args, loader):
+    model = torch.nn.Linear(8, 8)
+    engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model)
+    for x in loader:
+        loss = engine(x.half()).sum() * len(half("half")) * Pizza().half().size
+        engine.backward(loss)
+        engine.step()
+
+def with_policy(loader, vae):
+    accelerator = Accelerator()
+    dtype = torch.float32
+    if accelerator.mixed_precision == "fp16":
+        dtype = torch.float16
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        loss = model(x.to(dtype)).sum()
+        accelerator.backward(loss)
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+def train(args, loader, dtype):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x, mask in loader:
+        x = x.to(DTYPES[args.dtype]).to(dtype).to(getattr(torch, args.dtype))
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+    model.half()
+    torch.save(model.state_dict(), "half.pt")
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.declared == "inference":
+            return
+        for cast in facts.events("cast"):
+            sink = self._trained(cast, facts)
+            if sink is not None:
+                note = Note("trained with here", sink.call.span)
+                yield self.at(cast, expr=facts.short(cast.call.node), notes=(note,), fix=self._fix(cast, facts))
+
+    def _trained(self, cast: Event, facts: Facts) -> Sink | None:
+        guards = [guard for guard in cast.may_be("float16") if "mixed_precision" not in guard.flags()]
+        if not guards or cast.subject is None or self._passing(cast, facts) or facts.infers(cast.call):
+            return None
+        if cast.key and facts.flow.frozen(cast.key, cast.call):
+            return None
+        if facts.kinds(cast.subject, cast.call) & {"engine", "pipeline"}:
+            return None
+        reach = self._reach(cast, facts, guards)
+        if reach.meets("peft") or reach.meets("frozen"):
+            return None
+        return next((sink for sink in reach.training_sinks if not self._by_engine(sink, facts)), None)
+
+    def _reach(self, cast: Event, facts: Facts, guards: list) -> Reach:
+        if mend.is_statement(cast.call) and cast.key:
+            return facts.flow.forward_key(cast.key, cast.call, guards[0])
+        return facts.flow.forward(cast.call.node, cast.call, guards[0])
+
+    def _passing(self, cast: Event, facts: Facts) -> bool:
+        """Whether the cast only rounds (`.half().float()`), or makes a copy for a checkpoint."""
+        above = facts.walker.parents.get(cast.call.node)
+        if isinstance(above, cst.Attribute) and above.attr.value in _UPCASTS:
+            return True
+        if isinstance(above, cst.Attribute) and above.attr.value == "to":
+            outer = facts.walker.call_of.get(facts.walker.parents[above])
+            if outer is not None and any(e.call is outer and not e.may_be("float16") for e in facts.events("cast")):
+                return True
+        if isinstance(cast.subject, cst.Call) and dotted(cast.subject.func).endswith("deepcopy"):
+            return True
+        records = facts.flow.backward(cast.subject, cast.call, depth=1) if cast.subject is not None else []
+        return any(getattr(record, "name", "") in ("state_dict", "load", "load_file", "safe_open") for record in records)
+
+    def _by_engine(self, sink: Sink, facts: Facts) -> bool:
+        """Whether an engine of DeepSpeed or the like runs the backward: its parameters may be FP16."""
+        call = sink.call
+        if sink.kind != "backward" or not call.positional or call.receiver is None:
+            return False
+        kinds = facts.kinds(call.receiver, call)
+        return "engine" in kinds or ("accelerator" not in kinds and "accelerator" not in dotted(call.receiver).lower())
+
+    def _fix(self, cast: Event, facts: Facts) -> Fix:
+        call = cast.call
+        given = [arg for arg in call.node.args if arg.keyword is None or arg.keyword.value in ("device", "dtype")]
+        title = "Remove the cast"
+        if call.name == "to" and len(given) > 1:
+            dtype = call.keywords.get("dtype")
+            if dtype is None:
+                dtype = call.positional[1]
+            edit = mend.without_argument(facts, call, dtype)
+            return Fix("Remove the cast, keep the move", "unsafe", (edit,))
+        if call.name == "type":
+            text = constant(call.argument(0, "dtype"))
+            if text == ("torch.cuda.HalfTensor",):
+                return Fix("Remove the cast, keep the move", "unsafe", (mend.without_method(facts, call, ".cuda()"),))
+        statement = call.statement
+        useless = isinstance(statement, cst.Assign) and (
+            statement.value is call.node
+            and len(statement.targets) == 1
+            and dotted(statement.targets[0].target) == cast.key != ""
+        )
+        plain = isinstance(cast.subject, (cst.Name, cst.Attribute)) and cast.key
+        if useless or (mend.is_statement(call) and plain):
+            return Fix(title, "unsafe", (mend.without_statement(facts, call),))
+        return Fix(title, "unsafe", (mend.without_method(facts, call),))

@@ -1,0 +1,1 @@
+"""Rules about code against the configs it is launched with (MPG86x)."""

@@ -1,0 +1,1 @@
+"""Rules about FP8 (MPG4xx)."""

@@ -1,0 +1,1 @@
+"""Rules about loss scaling (MPG2xx)."""
