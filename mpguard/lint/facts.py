@@ -11,6 +11,7 @@ Events, each in order of evaluation within its function:
     backward    of a loss; `framework` where an engine, an accelerator or the like runs it
     step        of an optimizer; `scaler_step` through a scaler
     autocast    a region is entered              compile     `torch.compile`, `model.compile`, a dynamo option
+    clip        `clip_grad_norm_`, `clip_grad_value_`
     prepare     `accelerator.prepare`            initialize  `deepspeed.initialize`
     convert     torchao's float8 conversion      trainer     a framework's trainer is built
     load        `from_pretrained`                accelerator an Accelerator is built
@@ -638,6 +639,10 @@ class Facts:
         """By what it is, or where that is unknown, by its name."""
         kinds = self.kinds(node, at)
         return "optimizer" in kinds or (kinds <= {"", "parameters"} and bool(_OPTIMIZER.search(_last_name(node).lower())))
+
+    def _clips(self) -> Iterator[Event]:
+        for call in self._called("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"):
+            yield Event("clip", call, self, call.argument(0, "parameters"))
 
     def _prepares(self) -> Iterator[Event]:
         for call in self._called("prepare"):

@@ -1,0 +1,406 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.edits import Edit
+from mpguard.lint import mend, names
+from mpguard.lint.facts import Event, Facts, Region
+from mpguard.lint.guard import Guard, compatible
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, Span, any_of
+from mpguard.lint.values import Class, Object, Ref
+from mpguard.lint.walk import Record, Scope, dotted
+
+#: Something that may be, or hold, a loss scaler. Names prove nothing, but they make absence unknown.
+_MAYBE = re.compile(r"(?i)scaler|scale_loss|loss_scale|grad_scale|init_scale|lossscale|amp_handle")
+#: Scalers of data, not of gradients.
+_DATA = re.compile(r"(?:Standard|MinMax|Robust|MaxAbs|Data|Feature|Target|Image)Scaler")
+#: What brings a loss scaler of its own.
+_BRINGS = frozenset({"accelerator", "engine", "trainer", "fabric", "apex", "scaler"})
+
+
+class MissingGradScaler(Rule):
+    """FP16 autocast, or FP16 weights, and the gradients are never scaled.
+
+    ## What it does
+    Looks at each `loss.backward()` that an optimizer's `step()` follows. If the loss is computed in
+    an FP16 autocast region, or with FP16 weights, and no GradScaler, apex, DeepSpeed, Accelerate,
+    Lightning or Trainer is in sight of the loop in the same arm of the flags, it reports the
+    `backward`. `torch.cuda.amp.autocast()` and `torch.autocast("cuda")` without a dtype are FP16.
+
+    ## Why is this bad
+    The smallest normal FP16 number is 6.1e-5, the smallest at all 6.0e-8 (IEEE 754 binary16).
+    Gradients are often below both: those in between lose precision, those below become zero, and
+    the weights behind them do not train. A GradScaler multiplies the loss (by 65536 at first), so
+    that they stay in range, and skips the steps that overflow.
+
+    ## Fix safety
+    The fix creates a scaler before the loop, scales the loss, and steps and updates through it. It
+    is unsafe: the run computes something else (what was meant), checkpoints should hold the
+    scaler's state from now on, and code between `backward` and `step` that reads gradients must
+    unscale them first. Where the loop is not in one function there is no fix.
+
+    ## Known limits
+    A scaler, optimizer or loss that comes from outside the linted tree makes absence unknown, and
+    the rule silent: a parameter that nobody in sight fills, an attribute that nobody sets, a base
+    class out of sight. BF16 needs no scaler.
+    """
+
+    code, name = "MPG201", "missing-grad-scaler"
+    severity = "error"
+    message = "{what}, but the gradients are never scaled"
+    help = "create a GradScaler, scale the loss, step and update through it; or use BF16"
+    triggers = (any_of(b"autocast", b"half", b"float16", b"fp16"), any_of(b".backward("), any_of(b".step("))
+    yields_to = ("MPG211",)
+    examples = (
+        Bad(
+            """\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = (model(x) - y).pow(2).mean()
+    loss.backward()  # !
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+""",
+            fixed="""\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = (model(x) - y).pow(2).mean()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torch.cuda.amp import autocast
+
+def forward(model, batch):
+    with autocast():
+        return model(batch).sum()
+
+def train(loader, epochs):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(epochs):
+        for batch in loader:
+            loss = forward(model, batch)
+            (loss / 4).backward()  # !
+            optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+class Run:
+    def __init__(self, args):
+        self.dtype = torch.float16 if args.fp16 else torch.bfloat16
+        self.model = torch.nn.Linear(8, 8)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def loss(self, batch):
+        return self.model(batch).mean()
+
+    def train_step(self, batch):
+        with torch.autocast(device_type="cuda", dtype=self.dtype):
+            loss = self.loss(batch)
+        loss.backward()  # !
+        self.optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from apex import amp
+
+def train(args, loader):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if args.apex:
+        model, optimizer = amp.initialize(model, optimizer)
+    for x in loader:
+        if args.apex:
+            loss = model(x).sum()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        else:
+            with torch.autocast("cuda"):
+                loss = model(x).sum()
+            loss.backward()  # !
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda().half()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in loader:
+    loss = model(x).sum()
+    loss.backward()  # !
+    optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def train(args, loader):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda") if args.amp else None
+    for x in loader:
+        with torch.autocast("cuda", torch.float16, enabled=args.amp):
+            loss = model(x).sum()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+def exclusive(args, loader):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        if args.amp:
+            with torch.autocast("cuda", torch.float16):
+                print(model(x).sum())
+        else:
+            model(x).sum().backward()
+            optimizer.step()
+
+def evaluates_in_half(loader):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.no_grad(), torch.autocast("cuda"):
+            target = model(x)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = (model(x) - target).pow(2).sum()
+        loss.backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+from timm.utils import NativeScaler
+from project import BaseTrainer, build
+
+def with_wrapper(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_scaler = NativeScaler()
+    for x in loader:
+        with torch.cuda.amp.autocast():
+            loss = model(x).sum()
+        if loss_scaler is not None:
+            loss_scaler(loss, optimizer)
+        else:
+            loss.backward()
+            optimizer.step()
+
+def from_outside(model, optimizer, x):
+    with torch.cuda.amp.autocast():
+        loss = model(x).sum()
+    loss.backward()
+    optimizer.step()
+
+class Mine(BaseTrainer):
+    def step(self, x):
+        optimizer = torch.optim.AdamW(self.model.parameters())
+        with torch.cuda.amp.autocast():
+            loss = self.model(x).sum()
+        loss.backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def train(args, loader, dtype):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    for x in loader:
+        with torch.autocast("cuda", dtype=dtypes[args.dtype]):
+            loss = model(x).sum()
+        with torch.autocast("cuda", dtype=dtype):
+            loss = loss + model(x).sum()
+        with torch.autocast("cpu"):
+            loss = loss + model(x).sum()
+        with torch.autocast("cuda", enabled=False):
+            loss = loss + model(x).sum()
+        with torch.autocast("cuda", dtype=getattr(torch, args.dtype)):
+            loss = loss + model(x).sum()
+        loss.backward()
+        optimizer.step()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.declared == "inference":
+            return
+        reported: set[Scope] = set()
+        for backward in facts.events("backward"):
+            if backward.scope in reported or facts.infers(backward.call) or facts.base_unknown(backward.scope.owner):
+                continue
+            program = facts.reachable(backward.scope)
+            for what, where, guard in self._low_precision(backward, facts):
+                step = self._step(backward, guard, program, facts)
+                if step is None or self._scaled(guard.joined(step.guard), program, facts):
+                    continue
+                reported |= {scope for scope in program if scope.kind != "module"}
+                notes = (Note("FP16 from here", where), Note("this step applies the gradients", step.span))
+                yield self.at(backward, what=what, notes=notes, fix=self._fix(backward, step, facts))
+                break
+
+    # -- what makes the gradients FP16 --------------------------------------------------------------
+
+    def _low_precision(self, backward: Event, facts: Facts) -> Iterator[tuple[str, Span, Guard]]:
+        """What computes this loss in FP16: in words, its place, and the guard under which both happen."""
+        assert backward.subject is not None
+        records: list[Record] = [backward.call, *facts.flow.backward(backward.subject, backward.call)]
+        for record in records:
+            for region in facts.regions(record):
+                for guard in self._half(region, facts.regions(record)):
+                    both = guard.joined(record.guard, backward.guard)
+                    if both.possible and "mixed_precision" not in both.flags() and region.facts is facts:
+                        assert region.call is not None
+                        yield "FP16 autocast", region.call.span, both
+        for cast in (*facts.events("cast"), *facts.events("load")):
+            for guard in cast.may_be("float16"):
+                both = guard.joined(backward.guard)
+                if both.possible and self._weights(cast, backward, both, facts):
+                    yield "FP16 weights", cast.span, both
+
+    def _half(self, region: Region, around: tuple[Region, ...]) -> list[Guard]:
+        if region.kind != "autocast" or region.call is None:
+            return []
+        if any(other.kind == "no_grad" for other in around) or around[-1] is not region and around[-1].kind == "autocast":
+            return []  # the innermost decides
+        return region.may_be("float16")
+
+    def _weights(self, cast: Event, backward: Event, guard: Guard, facts: Facts) -> bool:
+        """Whether the cast, or the load, makes the weights FP16 that this backward gives gradients."""
+        if facts.infers(cast.call) or facts.kinds(cast.subject, cast.call) != {"model"}:
+            return False
+        if "mixed_precision" in guard.flags() or (cast.key and facts.flow.frozen(cast.key, cast.call)):
+            return False
+        if mend.is_statement(cast.call) and cast.key:
+            reach = facts.flow.forward_key(cast.key, cast.call, guard)
+        else:
+            reach = facts.flow.forward(cast.call.node, cast.call, guard)
+        if reach.meets("peft") or not (reach.meets("optimizer") or cast.kind == "cast"):
+            return False
+        return any(sink.kind == "backward" and sink.call is backward.call for sink in reach.sinks)
+
+    # -- what applies them --------------------------------------------------------------------------
+
+    def _step(self, backward: Event, guard: Guard, program: set[Scope], facts: Facts) -> Event | None:
+        """A plain optimizer's step in the same program, under flags that go together."""
+        for step in facts.events("step"):
+            if step.scope not in program or not compatible(step.guard, guard) or facts.infers(step.call):
+                continue
+            if step.scope is backward.scope and step.order < backward.order and not set(step.call.loops) & set(backward.call.loops):
+                continue
+            alternatives = [
+                each.atom
+                for each in facts.evaluate(step.subject, step.call)
+                if compatible(each.guard, guard, step.guard)
+            ]
+            if alternatives and all(isinstance(a, Object) and a.kind == "optimizer" and not a.prepared for a in alternatives):
+                return step
+        return None
+
+    # -- what may scale them ------------------------------------------------------------------------
+
+    def _scaled(self, guard: Guard, program: set[Scope], facts: Facts) -> bool:
+        """Whether a scaler, or something that brings one, may be in sight under these flags."""
+        for scope in program:
+            if scope.kind == "class" and facts.base_unknown(scope):
+                return True
+            for param in scope.params:
+                if _MAYBE.search(param.name) and not self._data_scaler(param.name, facts):
+                    return True
+            for uses in scope.uses.values():
+                for use in uses:
+                    last = use.path.rsplit(".", 1)[-1]
+                    if _MAYBE.search(use.path) and compatible(use.guard, guard) and not self._data_scaler(use.path, facts):
+                        del last
+                        return True
+            for call in scope.calls:
+                if not compatible(facts.guard_of(call), guard):
+                    continue
+                for each in facts.evaluate(call.func, call):
+                    if not compatible(each.guard, guard):
+                        continue
+                    if isinstance(each.atom, Ref) and names.kind_of(each.atom.path) in _BRINGS:
+                        return True
+                    if isinstance(each.atom, Class) and each.atom.facts.class_kind(each.atom.scope) in _BRINGS:
+                        return True
+        return any(
+            event.scope in program and compatible(event.guard, guard)
+            for event in facts.events("framework")
+            if dotted(event.subject) != "super"
+        )
+
+    def _data_scaler(self, path: str, facts: Facts) -> bool:
+        """Whether a name is that of a scaler of data (`StandardScaler`)."""
+        if _DATA.search(path):
+            return True
+        last = path.split(".", 1)[0]
+        made = [b for scope in facts.walker.scopes for b in scope.bindings.get(last, ()) if isinstance(b.value, cst.Call)]
+        return bool(made) and all(
+            isinstance(b.value, cst.Call) and bool(_DATA.search(dotted(b.value.func))) for b in made
+        )
+
+    # -- the fix ------------------------------------------------------------------------------------
+
+    def _fix(self, backward: Event, step: Event, facts: Facts) -> Fix | None:
+        torch = mend.name_of_torch(facts)
+        loops = [loop for loop in backward.call.loops if isinstance(loop, (cst.For, cst.While))]
+        together = step.scope is backward.scope and loops and set(loops[:1]) <= set(step.call.loops)
+        if torch is None or not together or backward.subject is None or step.subject is None or step.call.node.args:
+            return None
+        if not mend.is_statement(step.call) or not isinstance(step.call.line, cst.SimpleStatementLine):
+            return None
+        taken = {key for scope in backward.scope.within() for key in scope.bindings}
+        scaler = next(name for name in ("scaler", "grad_scaler", "amp_scaler") if name not in taken)
+        optimizer = facts.text(step.subject, step.call)
+        loss = facts.text(backward.subject, backward.call)
+        inner = loss[1:-1] if loss.startswith("(") and loss.endswith(")") and ")" not in loss[1:-1] else loss
+        first, last = backward.call.chunk.outer_span(backward.subject)
+        edits = [
+            mend.line_before(facts, loops[0], backward.call, f'{scaler} = {torch}.amp.GradScaler("cuda")'),
+            Edit(first, last, f"{scaler}.scale({inner})"),
+            mend.replaced(facts, step.call.node, step.call, f"{scaler}.step({optimizer})"),
+            mend.line_after(facts, step.call.line, step.call, f"{scaler}.update()"),
+        ]
+        for clip in facts.events("clip"):
+            if clip.scope is backward.scope and backward.order < clip.order < step.order:
+                edits.append(mend.line_before(facts, clip.call.line, clip.call, f"{scaler}.unscale_({optimizer})"))
+                break
+        return Fix("Create a GradScaler, scale the loss, step and update through it", "unsafe", tuple(edits))
