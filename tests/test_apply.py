@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -98,13 +99,25 @@ def test_check_writes_nothing_and_says_by_its_status(capsys: pytest.CaptureFixtu
     assert main(["apply", "fp32", "ds.json", "mp.yaml", "--check"]) == 1
 
 
-def test_diff_writes_nothing_and_prints_what_patch_takes(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "text", [YAML, YAML.replace("\n", "\r\n"), YAML.rstrip("\n")], ids=["LF", "CRLF", "no last line break"]
+)
+def test_diff_writes_nothing_and_prints_what_git_takes(text: str, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    Path("mp.yaml").write_bytes(text.encode())
     before = contents()
-    assert main(["apply", "bf16_mixed", "mp.yaml", "--diff"]) == 0
+    assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json", "--diff"]) == 0
     assert contents() == before
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["--- mp.yaml", "+++ mp.yaml"]
-    assert "-mixed_precision: fp16  # old" in lines and "+mixed_precision: bf16  # old" in lines
+    diff = capfdbinary.readouterr().out
+    assert diff.startswith(b"--- mp.yaml\n+++ mp.yaml\n@@")
+    assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json"]) == 0
+    after = contents()
+    for name, data in before.items():
+        Path(name).write_bytes(data)
+    subprocess.run(["git", "apply", "-p0", "-"], input=diff, check=True, timeout=60)
+    assert contents() == after
+
+
+def test_diff_beside_check_says_by_its_status() -> None:
     assert main(["apply", "bf16_mixed", "mp.yaml", "--diff", "--check"]) == 1
 
 

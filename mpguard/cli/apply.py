@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import io
 import json
 import os
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from mpguard import mpyaml, plugin
 from mpguard.document import Document, read
 from mpguard.edits import applied, write_atomically
 from mpguard.errors import ConfigError, PolicyError
+from mpguard.lint.report import Line, write
 from mpguard.plugin import ABSENT, Change
 from mpguard.policy import Policy
 
@@ -63,9 +67,9 @@ def run(options: argparse.Namespace) -> int:
     if options.format == "json":
         print(json.dumps(_facts(jobs, recipe, writes), indent=2))
     elif options.diff:
-        print("".join(map(_diff, jobs)), end="")
+        write(line for job in jobs for line in _diff(job))
     else:
-        _print(jobs, recipe, writes)
+        write(_lines(jobs, recipe, writes))
     return 1 if options.check and any(job.changes for job in jobs) else 0
 
 
@@ -181,21 +185,30 @@ def _write(jobs: list[Job]) -> None:
         done.append(job)
 
 
-def _diff(job: Job) -> str:
-    lines = difflib.unified_diff(
-        job.document.text.splitlines(keepends=True), job.text.splitlines(keepends=True), job.path, job.path
-    )
-    return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
+def _diff(job: Job) -> list[Line]:
+    """A unified diff, as `patch` takes it."""
+    old, new = (list(io.StringIO(text, newline="\n")) for text in (job.document.text, job.text))
+    styles = {"---": "bold", "+++": "bold", "-": "red", "+": "green", "@": "cyan"}
+    lines: list[Line] = []
+    for line in difflib.unified_diff(old, new, job.path, job.path):
+        style = styles.get(line[:3], styles.get(line[:1], ""))
+        lines.append([(line.removesuffix("\n"), style)])
+        if not line.endswith("\n"):
+            lines.append([("\\ No newline at end of file", "")])
+    return lines
 
 
-def _print(jobs: list[Job], recipe: str, written: bool) -> None:
+def _lines(jobs: list[Job], recipe: str, written: bool) -> Iterator[Line]:
     width = max(len(job.path) for job in jobs)
     for job in jobs:
-        lines = [str(change) for change in job.changes] or [f"in line with {recipe}"]
-        lines += [f"note: {note}" for note in job.notes]
-        lines += [f"note: {_carried_elsewhere(job, field)}" for field in job.not_carried]
-        for index, line in enumerate(lines):
-            print(f"{'' if index else job.path:{width}}  {line}")
+        said = [(str(change), "yellow" if change.overrides else "green") for change in job.changes]
+        said = said or [(f"in line with {recipe}", "")]
+        said += [
+            (f"note: {note}", "") for note in (*job.notes, *map(partial(_carried_elsewhere, job), job.not_carried))
+        ]
+        for index, (text, style) in enumerate(said):
+            printable = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+            yield [(f"{'' if index else job.path:{width}}  ", "bold"), (printable, style)]
     changed = [job for job in jobs if job.changes]
     count = sum(len(job.changes) for job in changed)
     if not changed:
@@ -203,9 +216,9 @@ def _print(jobs: list[Job], recipe: str, written: bool) -> None:
     files = f"{len(changed)} file{'s' * (len(changed) > 1)}"
     settings = f"{count} setting{'s' * (count > 1)}"
     if written:
-        print(f"{files} changed, {settings}. Comments and order are kept.")
+        yield [(f"{files} changed, {settings}. Comments and order are kept.", "")]
     else:
-        print(f"{files} out of line, {settings}. Nothing was written.")
+        yield [(f"{files} out of line, {settings}. Nothing was written.", "")]
 
 
 def _carried_elsewhere(job: Job, field: str) -> str:
