@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mpguard.document import Document, parse, read
 from mpguard.errors import ConfigError
 
-lenient = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+lenient = settings(max_examples=400, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 
 #: Pieces of which YAML and JSON are made, right and wrong.
 PIECES = (
