@@ -227,7 +227,7 @@ class Facts:
         """The full dotted names of what a call calls, where that is something of a library."""
         return [(each.guard, each.atom.path) for each in self.evaluate(call.func, call) if isinstance(each.atom, Ref)]
 
-    def path(self, call: Call) -> str:
+    def called_path(self, call: Call) -> str:
         """The first of `paths`, or empty."""
         return next((path for _, path in self.paths(call)), "")
 
@@ -247,6 +247,38 @@ class Facts:
     def kinds(self, node: cst.CSTNode | None, at: Record) -> set[str]:
         """The kinds of object that an expression may be; "" among them where one is unknown."""
         return {each.atom.kind if isinstance(each.atom, Object) else "" for each in self.evaluate(node, at)}
+
+    def from_outside(self, node: cst.CSTNode | None, at: Record, depth: int = 8) -> bool:
+        """Whether an object is the caller's, and no caller is in sight: a parameter, or an attribute set from one.
+
+        What an imported function returns is not: it is the script's from there on.
+        """
+        path = dotted(node)
+        if isinstance(node, cst.Call):
+            inner = self.walker.call_of.get(node)
+            if inner is not None and inner.receiver is not None and inner.name in names.SAME:
+                return self.from_outside(inner.receiver, inner, depth - 1)
+            return False
+        if not path or depth < 0:
+            return False
+        bindings = self.values.reaching(path, at.scope, at.order, at.guard)
+        if not bindings:
+            root = path.split(".", 1)[0]
+            return "." in path and (root == "self" or self.from_outside(cst.Name(root), at, depth - 1))
+        for binding in bindings:
+            if binding.kind == "param":
+                callers = self.callers(binding.scope)
+                if not callers:
+                    return True
+                given = [(self.values.given(call, binding.scope, binding.key), call) for call in callers]
+                if any(each is None or self.from_outside(each, call, depth - 1) for each, call in given):
+                    return True
+            elif binding.kind in ("assign", "with") and binding.value is not None:
+                if self.from_outside(binding.value, binding, depth - 1):
+                    return True
+            elif binding.kind == "for":
+                return True
+        return False
 
     # -- functions and classes --------------------------------------------------------------------
 

@@ -1,0 +1,366 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.edits import Edit
+from mpguard.lint.facts import Facts
+from mpguard.lint.guard import Flag, Not
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+from mpguard.lint.walk import Binding, Call, Record, Scope, Use, dotted
+
+_MODULES = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
+#: The deprecated names, and what their positional arguments are called.
+_NAMES = {
+    "autocast": ("enabled", "dtype", "cache_enabled"),
+    "GradScaler": ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"),
+    "custom_fwd": ("fwd",),
+    "custom_bwd": ("bwd",),
+}
+#: A condition that asks for the version of torch, or for what it has.
+_ASKS = re.compile(r"(?i)version|hasattr|torch_?\d|is_torch|has_|_available|>=|<")
+
+
+class DeprecatedCudaAmp(Rule):
+    """`torch.cuda.amp` and `torch.cpu.amp` are deprecated in favour of `torch.amp`.
+
+    ## What it does
+    Reports `autocast`, `GradScaler`, `custom_fwd` and `custom_bwd` of `torch.cuda.amp` and
+    `torch.cpu.amp` where they are called or decorate; for a name that is imported from there the
+    import is the place, once.
+
+    ## Why is this bad
+    torch warns on every use (`FutureWarning`, since 2.4) and will remove them. The arguments are
+    in another order, so that a search and replace is wrong: `torch.cuda.amp.autocast(enabled, dtype)`
+    against `torch.amp.autocast(device_type, dtype, enabled)`.
+
+    ## Fix safety
+    Safe: the same classes with the device as first argument, and positional arguments written as
+    keywords. There is no fix where the arguments come from `*args`, or where `autocast` is passed
+    on as a value. `torch.amp.GradScaler` needs torch 2.3, `torch.amp.custom_fwd` 2.4.
+
+    ## Known limits
+    A fallback for old versions of torch is fine: in an `except` arm, beside an import from
+    `torch.amp`, or under a condition that asks for the version.
+    """
+
+    code, name = "MPG302", "deprecated-cuda-amp"
+    severity = "warning"
+    message = "`{old}` is deprecated; it is `{new}` now"
+    help = "use torch.amp, which takes the device first"
+    triggers = (
+        any_of(b"cuda", b"cpu"),
+        any_of(b"amp"),
+        any_of(b"autocast", b"GradScaler", b"custom_fwd", b"custom_bwd"),
+    )
+    examples = (
+        Bad(
+            """\
+import torch
+
+scaler = torch.cuda.amp.GradScaler(1024.0)  # !
+with torch.cuda.amp.autocast():  # !
+    pass
+with torch.cuda.amp.autocast(args.amp, torch.bfloat16):  # !
+    pass
+with torch.cpu.amp.autocast(dtype=torch.bfloat16):  # !
+    pass
+
+
+class Mul(torch.autograd.Function):
+    @staticmethod
+    @torch.cuda.amp.custom_fwd  # !
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    @torch.cuda.amp.custom_bwd  # !
+    def backward(ctx, grad):
+        return grad
+""",
+            fixed="""\
+import torch
+
+scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+with torch.amp.autocast("cuda"):
+    pass
+with torch.amp.autocast("cuda", enabled=args.amp, dtype=torch.bfloat16):
+    pass
+with torch.amp.autocast("cpu", dtype=torch.bfloat16):
+    pass
+
+
+class Mul(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, grad):
+        return grad
+""",
+        ),
+        Bad(
+            """\
+from torch.cuda.amp import GradScaler, autocast, custom_fwd  # !
+
+scaler: GradScaler = GradScaler(enabled=True)
+
+
+@autocast()
+def forward(x):
+    with autocast(False):
+        return x
+
+
+@custom_fwd(cast_inputs=None)
+def other(ctx, x):
+    return x
+""",
+            fixed="""\
+from torch.amp import GradScaler, autocast, custom_fwd
+
+scaler: GradScaler = GradScaler("cuda", enabled=True)
+
+
+@autocast("cuda")
+def forward(x):
+    with autocast("cuda", enabled=False):
+        return x
+
+
+@custom_fwd(device_type="cuda", cast_inputs=None)
+def other(ctx, x):
+    return x
+""",
+        ),
+        Bad(
+            """\
+from torch.cuda import amp  # !
+import torch as th
+
+with amp.autocast(enabled=True):
+    pass
+with th.cuda.amp.autocast(*given):  # !
+    pass
+""",
+        ),
+        Bad(
+            """\
+import torch.cuda.amp as amp  # !
+
+scaler = amp.GradScaler()
+""",
+            fixed="""\
+import torch.amp as amp
+
+scaler = amp.GradScaler("cuda")
+""",
+        ),
+        Good(
+            """\
+import torch
+from packaging import version
+
+try:
+    from torch.amp import autocast
+except ImportError:
+    from torch.cuda.amp import autocast
+
+try:
+    from torch.cuda.amp import GradScaler
+except ImportError:
+    from torch.amp import GradScaler
+
+if version.parse(torch.__version__) >= version.parse("2.4"):
+    scaler = torch.amp.GradScaler("cuda")
+else:
+    scaler = torch.cuda.amp.GradScaler()
+
+if hasattr(torch, "amp"):
+    context = torch.amp.autocast("cuda")
+else:
+    context = torch.cuda.amp.autocast()
+
+def check(scaler: torch.cuda.amp.GradScaler):
+    assert isinstance(scaler, torch.cuda.amp.GradScaler), "torch.cuda.amp.autocast() is old"
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        imported: dict[str, list[Binding]] = {}
+        for scope in facts.walker.scopes:
+            for bindings in scope.bindings.values():
+                for binding in bindings:
+                    if binding.kind in ("from", "import") and (said := self._import(binding, facts)):
+                        imported.setdefault(said, []).append(binding)
+        yield from self._imports([b for found in imported.values() for b in found], facts)
+        yield from self._calls(facts)
+
+    # -- imports ------------------------------------------------------------------------------------
+
+    def _import(self, binding: Binding, facts: Facts) -> str:
+        """The deprecated module that an import takes a name from, or takes as a whole; empty otherwise."""
+        if binding.kind == "from" and binding.target in _MODULES and binding.name in _NAMES:
+            module = binding.target
+        elif binding.kind == "from" and f"{binding.target}.{binding.name}" in _MODULES:
+            module = f"{binding.target}.{binding.name}"
+        elif binding.kind == "import" and binding.target in _MODULES:
+            module = binding.target
+        else:
+            return ""
+        return "" if self._guarded(binding) or self._has_other_arm(binding, facts) else module
+
+    def _has_other_arm(self, binding: Binding, facts: Facts) -> bool:
+        """Whether the same name may also come from elsewhere: an arm for another version of torch."""
+        return any(
+            other is not binding and other.kind in ("from", "import", "assign", "def", "class") and other.guard != binding.guard
+            and (other.target.startswith("torch.amp") or other.target == "torch" or "torch.amp" in dotted(other.value))
+            for other in binding.scope.bindings.get(binding.key, ())
+        )
+
+    def _imports(self, bindings: list[Binding], facts: Facts) -> Iterator[Diagnostic]:
+        statements: dict[cst.CSTNode, list[Binding]] = {}
+        for binding in bindings:
+            statements.setdefault(binding.statement or binding.node, []).append(binding)
+        for statement, found in statements.items():
+            whole = [b for b in found if f"{b.target}.{b.name}" in _MODULES or b.kind == "import"]
+            if whole and not any(self._uses(b, facts) for b in whole):
+                continue  # the module, and nothing deprecated of it
+            first = found[0]
+            module = first.target if first.target in _MODULES else f"{first.target}.{first.name}"
+            old = module if whole or len(found) > 1 else f"{module}.{first.name}"
+            span = facts.span(statement, first)
+            new = old.replace(".cuda.amp", ".amp").replace(".cpu.amp", ".amp")
+            yield self.at(span, old=old, new=new, fix=self._fix_import(statement, found, module, facts))
+
+    def _uses(self, binding: Binding, facts: Facts) -> list[Use]:
+        """The uses of what is imported: of a name itself, of a module its deprecated names."""
+        scopes = facts.walker.scopes if binding.scope.kind == "module" else list(binding.scope.descendants())
+        found = [
+            use
+            for scope in scopes
+            if scope is binding.scope or binding.key not in scope.bindings
+            for use in scope.uses.get(binding.key.split(".", 1)[0], ())
+            if use.path == binding.key or use.path.startswith(binding.key + ".")
+        ]
+        if binding.name in _NAMES:
+            return found
+        return [use for use in found if use.path[len(binding.key) + 1 :] in _NAMES]
+
+    def _fix_import(self, statement: cst.CSTNode, found: list[Binding], module: str, facts: Facts) -> Fix | None:
+        names = getattr(statement, "names", ())
+        if len(names) != len(found) or any(len(self._all(b, facts)) != len(self._uses(b, facts)) for b in found):
+            return None  # other names come by the same import
+        at = found[0]
+        if isinstance(statement, cst.ImportFrom) and statement.module is not None:
+            node: cst.CSTNode = statement.module
+        else:
+            node = names[0].name
+        edits = [Edit(*facts.span(node, at), facts.short(node).replace(".cuda", "").replace(".cpu", ""))]
+        for binding in found:
+            uses = self._uses(binding, facts)
+            if not uses:
+                return None  # perhaps for others to import from here
+            for use in uses:
+                made = self._use(use, use.path[len(binding.key) + 1 :] or binding.name, _MODULES[module], facts)
+                if made is None:
+                    return None
+                edits += made
+        return Fix("Import from torch.amp, and name the device", "safe", tuple(edits))
+
+    def _all(self, binding: Binding, facts: Facts) -> list[Use]:
+        return [
+            use
+            for scope in facts.walker.scopes
+            if scope is binding.scope or binding.key not in scope.bindings
+            for use in scope.uses.get(binding.key.split(".", 1)[0], ())
+        ]
+
+    def _use(self, use: Use, name: str, device: str, facts: Facts) -> list[Edit] | None:
+        """The edits that one use of a name needs; None where it cannot be mended."""
+        parent = facts.walker.parents.get(use.node)
+        if isinstance(parent, cst.Call) and parent.func is use.node:
+            return self._arguments(facts.walker.call_of[parent], name, device, facts)
+        if isinstance(parent, cst.Decorator):
+            return [self._bare(use.node, use, device, facts)] if name.startswith("custom_") else None
+        return [] if name == "GradScaler" else None
+
+    # -- calls --------------------------------------------------------------------------------------
+
+    def _calls(self, facts: Facts) -> Iterator[Diagnostic]:
+        for name in _NAMES:
+            for call in facts.calls.get(name, ()):
+                path = self._legacy(call.path, call.scope, call.order, facts)
+                if path and not self._guarded(call):
+                    yield from self._report(call.span, path, self._fix_call(call, path, facts))
+        for scope in facts.walker.scopes:
+            for decorator in scope.decorators:
+                path = self._legacy(dotted(decorator), scope.parent or scope, scope.order, facts)
+                if path:
+                    at = next(b for b in (scope.parent or scope).bindings[scope.name] if b.defines is scope)
+                    device = _MODULES[path.rsplit(".", 1)[0]]
+                    edits = (self._modern(decorator, at, facts), self._bare(decorator, at, device, facts))
+                    fixable = path.rsplit(".", 1)[1].startswith("custom_") and None not in edits
+                    fix = Fix("Use torch.amp, and name the device", "safe", tuple(e for e in edits if e)) if fixable else None
+                    yield from self._report(facts.span(decorator, at), path, fix)
+
+    def _legacy(self, path: str, scope: Scope, order: int, facts: Facts) -> str:
+        """The full name, where the code spells out `cuda.amp` at the place of use."""
+        if ".amp." not in f".{path}" or not path.endswith(tuple(_NAMES)) or path.count(".") < 2:
+            return ""
+        for each in facts.values.lookup(path, scope, order):
+            full = getattr(each.atom, "path", "")
+            module, _, name = full.rpartition(".")
+            if module in _MODULES and name in _NAMES:
+                return str(full)
+        return ""
+
+    def _report(self, span: tuple[int, int], path: str, fix: Fix | None) -> Iterator[Diagnostic]:
+        yield self.at(span, old=path, new=path.replace(".cuda.amp", ".amp").replace(".cpu.amp", ".amp"), fix=fix)
+
+    def _fix_call(self, call: Call, path: str, facts: Facts) -> Fix | None:
+        module, _, name = path.rpartition(".")
+        edits = self._arguments(call, name, _MODULES[module], facts)
+        func = self._modern(call.func, call, facts)
+        if edits is None or func is None:
+            return None
+        return Fix("Use torch.amp, and name the device", "safe", (func, *edits))
+
+    def _modern(self, node: cst.CSTNode, at: Record, facts: Facts) -> Edit | None:
+        text = facts.short(node)
+        new = re.sub(r"\.(?:cuda|cpu)\.amp\.", ".amp.", text)
+        return Edit(*facts.span(node, at), new) if new != text else None
+
+    def _bare(self, node: cst.CSTNode, at: Record, device: str, facts: Facts) -> Edit:
+        end = facts.span(node, at)[1]
+        return Edit(end, end, f'(device_type="{device}")')
+
+    def _arguments(self, call: Call, name: str, device: str, facts: Facts) -> list[Edit] | None:
+        """The device comes first, and what was positional becomes a keyword."""
+        if any(arg.star == "*" for arg in call.node.args) or len(call.positional) > len(_NAMES[name]):
+            return None
+        if name.startswith("custom_") and call.positional:
+            return None
+        text = facts.source.text
+        place = text.index("(", call.chunk.outer_span(call.func)[1]) + 1
+        first = f'device_type="{device}"' if name.startswith("custom_") else f'"{device}"'
+        edits = [Edit(place, place, first + (", " if call.node.args else ""))]
+        for keyword, value in zip(_NAMES[name], call.positional, strict=False):
+            start = call.chunk.outer_span(value)[0]
+            edits.append(Edit(start, start, f"{keyword}="))
+        if call.node.args and len(edits) > 1 and edits[1].start == place:
+            edits[:2] = [Edit(place, place, edits[0].text + edits[1].text)]
+        return edits
+
+    def _guarded(self, record: Record) -> bool:
+        """Whether it stands in an `except` arm, or under a condition on the version of torch."""
+        for condition in record.guard:
+            if isinstance(condition, Not) and isinstance(condition.inner, Flag) and condition.inner.name.startswith("try#"):
+                return True
+        return any(_ASKS.search(flag) for flag in record.guard.flags() if not flag.startswith("try#"))

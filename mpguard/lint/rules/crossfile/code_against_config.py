@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint.facts import Event, Facts, Region
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Placed, Rule, any_of
+from mpguard.lint.values import Constant
+from mpguard.lint.walk import Record
+
+if TYPE_CHECKING:
+    from mpguard.lint.project import LaunchConfig
+
+#: What a config asks for -> the dtype that autocast computes in; FP8 keeps BF16 around its matrices.
+_COMPUTES = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
+_SHORT = {"float16": "FP16", "bfloat16": "BF16"}
+#: Where a config says it, in the order in which accelerate heeds them.
+_KEYS = ("deepspeed_config.mixed_precision", "mixed_precision", "fp16", "bf16.enabled", "fp16.enabled")
+
+
+class CodeAgainstConfig(Rule):
+    """The script's own precision is not that of the config that it is launched with.
+
+    ## What it does
+    Compares `Accelerator(mixed_precision=...)`, the dtype of autocast regions around what is
+    trained, a GradScaler, and the dtype that a trained model is loaded in, with the launch configs:
+    those of `--config`, of `[tool.mpguard] configs`, or found beside the script.
+
+    ## Why is this bad
+    The code wins, and nothing says so: accelerate 1.15 takes `mixed_precision` of the code before
+    that of the config, and an autocast region of one's own before both. The run computes something
+    else than its config says, and the next edit of the config changes nothing.
+
+    ## Known limits
+    Only literal, unconditional settings are compared. Where there are several configs, nothing says
+    which one is used: a setting is reported only if it contradicts all of them. Under a config
+    that says `no`, autocast of one's own is taken as meant.
+    """
+
+    code, name = "MPG862", "code-against-config"
+    severity = "error"
+    message = "{what} is {found}, the launch config says `{wanted}`"
+    help = "say the precision in one place: leave it to the config, or change the config"
+    triggers = (
+        any_of(b"mixed_precision", b"autocast", b"GradScaler", b"from_pretrained", b"from_config"),
+        any_of(b"Accelerator", b"backward", b"Trainer", b"initialize"),
+    )
+    examples = (
+        Bad(
+            """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="fp16")  # !
+""",
+            files={"mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: bf16\n"},
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+from transformers import AutoModel
+
+def main(loader):
+    accelerator = Accelerator()
+    model = AutoModel.from_pretrained("gpt2", torch_dtype=torch.float16)  # !
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):  # !
+            loss = model(x).sum()
+        accelerator.backward(loss)
+        optimizer.step()
+""",
+            files={
+                "a.yaml": "distributed_type: MULTI_GPU\nmixed_precision: bf16\n",
+                "b.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n",
+            },
+        ),
+        Bad(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")  # !
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+            files={"mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: bf16\n"},
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+from transformers import AutoModel
+
+def main(args, loader):
+    accelerator = Accelerator(mixed_precision="bf16")
+    other = Accelerator(mixed_precision=args.mixed_precision)
+    teacher = AutoModel.from_pretrained("gpt2", torch_dtype=torch.float16).eval()
+    model = AutoModel.from_pretrained("gpt2", torch_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):
+            target = teacher(x)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = (model(x) - target).sum()
+        accelerator.backward(loss)
+        optimizer.step()
+""",
+            files={"mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: bf16\n"},
+        ),
+        Good(
+            """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="fp16")
+""",
+            files={
+                "a.yaml": "distributed_type: MULTI_GPU\nmixed_precision: bf16\n",
+                "b.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp16\n",
+            },
+        ),
+        Good(
+            """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="fp16")
+""",
+            files={"ds.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n"},
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        configs = facts.project.configs_for(facts.path)
+        if not configs or any(config.mixed_precision is None for config in configs) or facts.declared == "inference":
+            return
+        for event in facts.events("accelerator"):
+            found = self._literal(event, facts)
+            if found is not None and all(config.mixed_precision != found for config in configs):
+                given = event.call.argument(2, "mixed_precision")
+                assert given is not None
+                yield self._against(facts.span(given, event.call), "`mixed_precision`", f"`{found}`", configs)
+        regions = self._trained_regions(facts)
+        for call, dtype in regions:
+            if self._contradicts(dtype, configs):
+                yield self._against(call, "this autocast", _SHORT[dtype], configs)
+        if not any(dtype == "float16" for _, dtype in regions):
+            yield from self._scalers(facts, configs)
+        for event in facts.events("load"):
+            dtype = self._certain([name for _, name in event.dtypes])
+            if dtype is not None and self._contradicts(dtype, configs) and self._trained(event, facts):
+                yield self._against(event, "the dtype of the trained weights", _SHORT[dtype], configs)
+
+    def _literal(self, event: Event, facts: Facts) -> str | None:
+        given = event.call.argument(2, "mixed_precision")
+        values = {
+            each.atom.value if isinstance(each.atom, Constant) else None
+            for each in (facts.evaluate(given, event.call) if given is not None else ())
+        }
+        value = values.pop() if len(values) == 1 else None
+        return value.lower() if isinstance(value, str) else None
+
+    def _trained_regions(self, facts: Facts) -> list[tuple[Record, str]]:
+        """The autocast calls around what a backward pass comes from, with their dtype."""
+        found: dict[Record, str] = {}
+        for backward in (*facts.events("backward"), *facts.events("framework")):
+            loss = backward.subject if backward.kind == "backward" else backward.call.argument(0)
+            if loss is None or facts.infers(backward.call):
+                continue
+            for record in (backward.call, *facts.flow.backward(loss, backward.call)):
+                around = facts.regions(record)
+                if any(region.kind == "no_grad" for region in around):
+                    continue
+                for region in around:
+                    dtype = self._dtype(region)
+                    if dtype is not None and region.call is not None and region.facts is facts:
+                        found[region.call] = dtype
+        return list(found.items())
+
+    def _dtype(self, region: Region) -> str | None:
+        if region.kind != "autocast" or not region.guard.possible:
+            return None
+        return self._certain([name for _, name in region.dtypes])
+
+    def _certain(self, dtypes: list[str | None]) -> str | None:
+        return dtypes[0] if dtypes and len(set(dtypes)) == 1 and dtypes[0] in _SHORT else None
+
+    def _contradicts(self, dtype: str, configs: tuple[LaunchConfig, ...]) -> bool:
+        return all(
+            config.mixed_precision in _COMPUTES and _COMPUTES[config.mixed_precision] != dtype for config in configs
+        )
+
+    def _scalers(self, facts: Facts, configs: tuple[LaunchConfig, ...]) -> Iterator[Diagnostic]:
+        """A scaler that is always on is for FP16, whatever the regions say."""
+        if not self._contradicts("float16", configs) or not facts.events("scale"):
+            return
+        for event in facts.events("scaler"):
+            path = facts.called_path(event.call)
+            if path.rsplit(".", 1)[-1] == "GradScaler" and not event.call.guard and not facts.enabled(event.call, path):
+                yield self._against(event, "this GradScaler's precision", "FP16", configs)
+
+    def _trained(self, event: Event, facts: Facts) -> bool:
+        if facts.infers(event.call):
+            return False
+        reach = facts.flow.forward(event.call.node, event.call)
+        return bool(reach.training_sinks) and not reach.meets("peft") and not reach.meets("frozen")
+
+    def _against(
+        self, place: Placed | tuple[int, int], what: str, found: str, configs: tuple[LaunchConfig, ...]
+    ) -> Diagnostic:
+        notes = []
+        for config in configs:
+            entry = next((e for key in _KEYS if (e := config.entry(key)) is not None), None)
+            text = f"{config.path} says `{config.mixed_precision}`"
+            notes.append(Note(text, entry.span if entry is not None else None, config.path if entry is not None else None))
+        wanted = "` or `".join(dict.fromkeys(str(config.mixed_precision) for config in configs))
+        return self.at(place, what=what, found=found, wanted=wanted, notes=tuple(notes))

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.edits import Edit
+from mpguard.lint import mend
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.values import Function
+from mpguard.lint.walk import Call, dotted
+
+
+class Fp8WithoutCompile(Rule):
+    """torchao's float8 training without `torch.compile` is slower than plain BF16.
+
+    ## What it does
+    Reports `torchao.float8.convert_to_float8_training` and accelerate's `AORecipeKwargs` where
+    nothing in the file, in what it imports from its own tree, or in its launch config compiles.
+
+    ## Why is this bad
+    torchao casts and scales in PyTorch operations that only the compiler fuses into the matrix
+    multiplications. Measured on an H200: FP8 without compile runs at 0.55 times the speed of plain
+    BF16, with it it is faster than BF16. The loss is the same, so nothing else tells.
+
+    ## Fix safety
+    The fix compiles the model after the conversion (`dynamo_backend="inductor"` for Accelerate).
+    It is unsafe: compilation takes minutes at the start, recompiles for new shapes, and a few
+    models do not compile.
+
+    ## Known limits
+    A compile that an option switches counts. A helper that converts a model of its caller's, where
+    no caller is in sight, is not judged. Transformer Engine needs no compile and is never reported.
+    A launch flag (`accelerate launch --dynamo_backend inductor`) is out of sight.
+    """
+
+    code, name = "MPG401", "fp8-without-compile"
+    severity = "error"
+    message = "torchao float8 without `torch.compile`: about half the speed of plain BF16"
+    help = "compile the model; a launch flag such as --dynamo_backend would do it too"
+    triggers = (any_of(b"convert_to_float8_training", b"AORecipeKwargs"),)
+    examples = (
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+model = torch.nn.Linear(1024, 1024).cuda()
+convert_to_float8_training(model)  # !
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+""",
+            fixed="""\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+model = torch.nn.Linear(1024, 1024).cuda()
+convert_to_float8_training(model)
+model = torch.compile(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import re
+import torch
+import torchao.float8 as float8
+from project import build
+
+def main(args):
+    pattern = re.compile("lm_head")
+    if args.fp8:
+        model = float8.convert_to_float8_training(build(args), module_filter_fn=None)  # !
+    else:
+        model = torch.compile(build(args))
+    return model
+""",
+            fixed="""\
+import re
+import torch
+import torchao.float8 as float8
+from project import build
+
+def main(args):
+    pattern = re.compile("lm_head")
+    if args.fp8:
+        model = float8.convert_to_float8_training(build(args), module_filter_fn=None)
+        model = torch.compile(model)
+    else:
+        model = torch.compile(build(args))
+    return model
+""",
+        ),
+        Bad(
+            """\
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+
+accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])  # !
+""",
+            fixed="""\
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+
+accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()], dynamo_backend="inductor")
+""",
+        ),
+        Good(
+            """\
+import torch
+import transformer_engine.pytorch as te
+from accelerate import Accelerator
+from torchao.float8 import convert_to_float8_training
+
+def helper(model):
+    convert_to_float8_training(model)
+
+def train(args, loader):
+    model = torch.nn.Linear(1024, 1024).cuda()
+    convert_to_float8_training(model)
+    if args.compile:
+        model = torch.compile(model)
+
+def engine(loader):
+    model = te.Linear(1024, 1024)
+    with te.autocast():
+        model(loader).sum().backward()
+"""
+        ),
+        Good(
+            """\
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+
+accelerator = Accelerator(
+    mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()], dynamo_backend="inductor"
+)
+"""
+        ),
+        Good(
+            """\
+from torchao.float8 import convert_to_float8_training
+from speed import faster
+from models import build
+
+model = build()
+convert_to_float8_training(model)
+model = faster(model)
+""",
+            files={
+                "speed.py": "import torch\n\ndef faster(model):\n    model.compile()\n    return model\n",
+                "pyproject.toml": "",
+            },
+        ),
+        Good(
+            """\
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+
+accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
+""",
+            files={
+                "mp.yaml": "distributed_type: FSDP\nmixed_precision: fp8\nfp8_config:\n  backend: AO\n"
+                "dynamo_config:\n  dynamo_backend: INDUCTOR\n",
+            },
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.declared == "inference":
+            return
+        found = [event.call for event in facts.events("convert") if not self._outside(event, facts)]
+        found += [
+            call
+            for call in facts.calls.get("AORecipeKwargs", ())
+            if any(path.startswith("accelerate.") for _, path in facts.paths(call))
+        ]
+        if not found or self._config_compiles(facts):
+            return
+        for call in found:
+            if facts.infers(call) or self._compiled(call, facts):
+                continue
+            note = Note("with Accelerate, a launch flag (`--dynamo_backend inductor`) could supply it out of sight")
+            notes = (note,) if call.name == "AORecipeKwargs" else ()
+            yield self.at(call, notes=notes, fix=self._fix(call, facts))
+
+    def _outside(self, event: Event, facts: Facts) -> bool:
+        """Whether the model is the caller's, and no caller is in sight: it may be compiled there."""
+        return event.subject is None or facts.from_outside(event.subject, event.call)
+
+    def _compiled(self, call: Call, facts: Facts) -> bool:
+        guard = facts.guard_of(call)
+        if any(compatible(event.guard, guard) for event in facts.events("compile")):
+            return True
+        for name, calls in facts.calls.items():
+            if "compile" in name and name != "compile" and any(compatible(facts.guard_of(c), guard) for c in calls):
+                return True
+        for scope in facts.reachable(call.scope):
+            for each in scope.calls:
+                for alternative in facts.evaluate(each.func, each):
+                    atom = alternative.atom
+                    if isinstance(atom, Function) and atom.facts is not facts and atom.facts.events("compile"):
+                        return True
+        return False
+
+    def _config_compiles(self, facts: Facts) -> bool:
+        for config in facts.project.configs_for(facts.path):
+            for key in ("dynamo_config.dynamo_backend", "dynamo_config.backend", "dynamo_backend"):
+                entry = config.entry(key)
+                if entry is not None and str(entry.value).upper() not in ("NO", "NONE", "FALSE"):
+                    return True
+        return False
+
+    def _fix(self, call: Call, facts: Facts) -> Fix | None:
+        if call.name == "AORecipeKwargs":
+            return self._fix_accelerator(call, facts)
+        torch = mend.name_of_torch(facts)
+        statement = call.statement
+        if isinstance(statement, cst.Assign) and statement.value is call.node and len(statement.targets) == 1:
+            model = dotted(statement.targets[0].target)
+        else:
+            model = dotted(call.argument(0, "module")) if mend.is_statement(call) else ""
+        if torch is None or not model or not isinstance(call.line, cst.SimpleStatementLine):
+            return None
+        edit = mend.line_after(facts, call.line, call, f"{model} = {torch}.compile({model})")
+        return Fix("Compile the model after the conversion", "unsafe", (edit,))
+
+    def _fix_accelerator(self, call: Call, facts: Facts) -> Fix | None:
+        made = [event.call for event in facts.events("accelerator") if event.scope is call.scope]
+        if len(made) != 1 or made[0].starred or not made[0].node.args:
+            return None
+        last = made[0].node.args[-1].value
+        end = made[0].chunk.outer_span(last)[1]
+        edit = Edit(end, end, ', dynamo_backend="inductor"')
+        return Fix("Let Accelerate compile the model", "unsafe", (edit,))
