@@ -1,0 +1,61 @@
+"""Every program in examples/ runs as its docstring says, with its mp.yaml, and is proven in force."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpguard.cli import main
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+BIN = Path(sys.executable).parent
+
+#: Program -> the processes that its mp.yaml or its command asks for.
+PROGRAMS = {"torch": 1, "accelerate": 2, "trainer": 2, "deepspeed": 2, "fsdp2": 2}
+
+
+def command_of(program: Path) -> list[str]:
+    """The command in a program's docstring."""
+    found = re.search(r"^ *((?:mpguard launch|torchrun) .*)$", program.read_text(encoding="utf-8"), re.M)
+    assert found is not None, f"{program} says no command"
+    return found[1].split()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_trains_and_is_proven(name: str) -> None:
+    launcher, *arguments = command_of(EXAMPLES / f"train_{name}.py")
+    done = subprocess.run(
+        [BIN / launcher, *arguments],
+        cwd=EXAMPLES.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    ranks = "1 process" if PROGRAMS[name] == 1 else f"all {PROGRAMS[name]} ranks"
+    assert f"step 1 proven in force on {ranks} · recipe bf16_mixed" in said
+    losses = [float(loss) for loss in re.findall(r"loss'?:? *'?(\d+\.\d+)", said)]
+    assert losses[-1] < min(5.0, losses[0]), f"a uniform guess is 5.55, the loss went {losses}"
+
+
+def test_the_mistakes_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lint", "--format", "json", str(EXAMPLES / "mistakes")]) == 1
+    found = {(Path(each["path"]).name, each["code"]) for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert {
+        ("train.py", "MPG101"), ("train.py", "MPG201"), ("train.py", "MPG302"), ("train.py", "MPG401"),
+        ("finetune.py", "MPG203"), ("mp.yaml", "MPG801"), ("mp.yaml", "MPG811"),
+    } <= found  # fmt: skip
+
+
+def test_the_other_examples_are_clean(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(path) for pattern in ("*.py", "*.yaml", "*.json") for path in sorted(EXAMPLES.glob(pattern))]
+    assert len(files) > 10
+    assert main(["lint", *files]) == 0, capsys.readouterr().out
