@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
             trouble = not _keep(report) or trouble
     findings = [finding for report in reports for finding in report.findings]
     fixed = [report.mended.fixes for report in reports if report.mended and report.mended.fixes]
-    outcome = Outcome(findings, len(targets), sum(fixed), len(fixed))
+    outcome = Outcome(findings, sum(report.ours for report in reports), sum(fixed), len(fixed))
     if targets or not trouble:
         _report(options, outcome, reports, stdin)
     if trouble:

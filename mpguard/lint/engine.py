@@ -59,12 +59,16 @@ class Mended:
 
 @dataclasses.dataclass(frozen=True)
 class FileReport:
-    """What became of one file. With fixes asked for, the findings are those that are left."""
+    """What became of one file. With fixes asked for, the findings are those that are left.
+
+    ours: whether it is Python, or a config that mpguard knows; others are passed over.
+    """
 
     target: Target
     findings: tuple[Finding, ...] = ()
     defects: tuple[Defect, ...] = ()
     mended: Mended | None = None
+    ours: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +86,7 @@ class Checked:
     """One version of one file's content: what the rules said of it, and what it takes to change it.
 
     encode: a new text as the file's bytes; None where the content could not be read.
+    ours: it is Python, or a config that mpguard knows.
     """
 
     lines: Lines
@@ -89,6 +94,7 @@ class Checked:
     findings: list[Finding]
     defects: list[Defect]
     encode: Callable[[str], bytes] | None = None
+    ours: bool = True
 
 
 @dataclasses.dataclass
@@ -134,20 +140,21 @@ class Engine:
         if target.problem is not None:
             return self._unreadable(target, target.problem)
         if target.kind == "config" and not target.named and target.size > LARGEST_FOUND_CONFIG:
-            return FileReport(target)
+            return FileReport(target, ours=False)
         try:
             data = Path(target.path).read_bytes() if target.data is None else target.data
         except OSError as error:
             return self._unreadable(target, f"the file cannot be read: {error.strerror or error}")
         checked = self.content(data, target)
+        ours, mended = checked.ours, None
         if self.options.fix is None:
-            return FileReport(target, tuple(checked.findings), tuple(checked.defects))
+            return FileReport(target, tuple(checked.findings), tuple(checked.defects), mended, ours)
         from mpguard.lint import fixes
 
         # As if it were named: then the result of a fix is parsed, whether or not a rule could speak.
         check = functools.partial(self.content, target=dataclasses.replace(target, named=True))
         mended, checked = fixes.mend(data, checked, check, self.options.fix)
-        return FileReport(target, tuple(checked.findings), tuple(checked.defects), mended)
+        return FileReport(target, tuple(checked.findings), tuple(checked.defects), mended, ours)
 
     def content(self, data: bytes, target: Target) -> Checked:
         """What there is to report about some content of a file."""
@@ -219,7 +226,7 @@ class Engine:
 
     def _config(self, data: bytes, target: Target, chosen: Selection) -> Checked:
         if not target.named and not _CONFIG_LIKE.search(data):
-            return Checked(Lines(""), [], [], [])
+            return Checked(Lines(""), [], [], [], ours=False)
         read = document.decode(data, target.path)
         lines = Lines(read.text)
         kind = None if read.root is None else read.kind
@@ -250,7 +257,9 @@ class Engine:
         ):
             comments = suppress.in_yaml(lines)
         encode = None if read.root is None else read.encoded
-        return self._finish(target, chosen, _Said(lines, diagnostics, ran, comments, defects, encode))
+        checked = self._finish(target, chosen, _Said(lines, diagnostics, ran, comments, defects, encode))
+        checked.ours = target.named or kind is not None or bool(checked.findings)
+        return checked
 
     # -- both -----------------------------------------------------------------------------------
 
