@@ -152,7 +152,7 @@ class Plugin:
 
     def settings(self, policy: Policy, strategy: str | None = None) -> dict[str, Setting]:
         """What the target's config must hold: dotted path -> `Setting`. Raises `PolicyError`."""
-        _check_strategy(strategy)
+        check_strategy(strategy)
         return {
             key: value if isinstance(value, Setting) else Setting(value)
             for key, value in self._settings(policy, strategy).items()
@@ -171,7 +171,7 @@ class Plugin:
 
     def arguments(self, policy: Policy, strategy: str | None = None) -> dict[str, Any]:
         """What the real object is built from, as plain data; by default the settings, nested."""
-        _check_strategy(strategy)
+        check_strategy(strategy)
         if self._arguments is not None:
             return self._arguments(policy, strategy)
         return merged({}, self.settings(policy, strategy))
@@ -411,6 +411,7 @@ def _say_not_carried(found: Plugin, policy: Policy, strategy: str | None) -> Non
         warnings.warn(NotCarried(field, policy.text_of(field), found.name, carriers(field)), stacklevel=4)
 
 
-def _check_strategy(strategy: str | None) -> None:
+def check_strategy(strategy: str | None) -> None:
+    """Raises `PolicyError` for an unknown strategy, with the near ones."""
     if strategy is not None and strategy not in STRATEGIES:
         raise PolicyError(f"there is no strategy `{strategy}`{did_you_mean(strategy, STRATEGIES)}")

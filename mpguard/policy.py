@@ -301,7 +301,8 @@ class Policy:
             )
         if self.fp8_emulate and "torchao" not in self.backends:
             raise PolicyError(
-                f"fp8_emulate is True with the recipe {recipe} on backend {self.backend}; only torchao emulates FP8, and it has "
+                f"fp8_emulate is True with the recipe {recipe} on backend {self.backend}; "
+                "only torchao emulates FP8, and it has "
                 + ", ".join(name for name, backends in BACKENDS.items() if "torchao" in backends)
             )
         if (self.fp8_dot_product_attention or self.fp8_multi_head_attention) and recipe == "blockwise":

@@ -1,0 +1,187 @@
+"""The recipes, whether they run here, and what one becomes in a framework.
+
+mpguard recipes                              all of them, and why one does not run here
+mpguard recipes bf16_mixed                   its fields, and what every target makes of it
+mpguard recipes bf16_mixed --for fsdp2       the object itself; --strategy for what depends on it
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import logging
+import sys
+import textwrap
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpguard import hardware, plugin
+from mpguard.errors import MissingExtra, NotCarried, PolicyError
+from mpguard.plugin import ABSENT, Plugin, show
+from mpguard.policy import Policy
+from mpguard.recipes import recipe, recipes
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", metavar="NAME", help="one recipe, with all its fields")
+    parser.add_argument("--for", dest="target", metavar="TARGET", help="what it becomes there: accelerate, fsdp2, ...")
+    parser.add_argument("--strategy", metavar="STRATEGY", help=f"with --for: {', '.join(plugin.STRATEGIES)}")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.recipe is None:
+        for flag, value in (("--for", options.target), ("--strategy", options.strategy)):
+            if value is not None:
+                raise PolicyError(f"{flag} {value} without a recipe. Name one: mpguard recipes NAME {flag} {value}")
+        facts = [_facts(name) for name in recipes()]
+        if options.format == "json":
+            _json({"machine": str(hardware.detect()), "recipes": facts})
+        else:
+            _table(facts)
+        return 0
+    policy = recipe(options.recipe)
+    plugin.check_strategy(options.strategy)
+    if options.target is None:
+        outcomes = {name: _outcome(each, policy, options.strategy) for name, each in plugin.plugins().items()}
+        if options.format == "json":
+            _json({"recipe": _facts(options.recipe), "targets": outcomes})
+        else:
+            _page(_facts(options.recipe), outcomes)
+        return 0
+    built = _built(plugin.get(options.target), policy, options.strategy)
+    if options.format == "json":
+        _json({"recipe": policy.name, "target": options.target, "strategy": options.strategy, **built})
+    else:
+        _show_built(plugin.get(options.target), built)
+    return 0
+
+
+def _json(facts: Mapping[str, Any]) -> None:
+    print(json.dumps({"version": 1, **facts}, indent=2))
+
+
+def _facts(name: str) -> dict[str, Any]:
+    """What the table says of a recipe, as plain data."""
+    name = name.replace("-", "_")
+    policy = recipe(name)
+    reason = refusal = hardware.detect().refuses(policy)
+    if name == "auto" and refusal is None:
+        reason = ", ".join(hardware.best())
+    low = f"{'/'.join(policy.backends)} {policy.low_bit_recipe}" if policy.low_bit_recipe else None
+    return {
+        "name": name,
+        "summary": (inspect.getdoc(recipes()[name]) or "").split("\n\n")[0].replace("\n", " "),
+        "compute": "tf32" if policy.tf32 and not policy.low_precision else policy.compute_dtype.short,
+        "fp8": low,
+        "master": policy.master_dtype.short,
+        "reduce": policy.reduce_dtype.short,
+        "here": refusal is None,
+        "reason": reason,
+        "fields": policy.settings(),
+    }
+
+
+def _here(facts: Mapping[str, Any]) -> str:
+    word = "yes" if facts["here"] else "no"
+    return f"{word}: {facts['reason']}" if facts["reason"] else word
+
+
+def _table(facts: Sequence[Mapping[str, Any]]) -> None:
+    header = ("recipe", "compute", "fp8", "master", "reduce", "here")
+    rows = [(*(each[key] or "-" for key in ("name", *header[1:5])), _here(each)) for each in facts]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for title in header:
+            table.add_column(title, no_wrap=title != "here", overflow="fold")
+        for row, each in zip(rows, facts, strict=True):
+            table.add_row(*row, style=None if each["here"] else "dim")
+        Console().print(table)
+    else:
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        for row in (header, *rows):
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\nmpguard recipes NAME shows one, mpguard recipes NAME --for TARGET what it becomes there.")
+
+
+def _outcome(target: Plugin, policy: Policy, strategy: str | None) -> dict[str, Any]:
+    """What a target makes of a policy, without its library."""
+    try:
+        arguments = target.arguments(policy, strategy)
+    except PolicyError as error:
+        return {"refused": str(error).removeprefix(f"{target.name}: ")}
+    return {"arguments": arguments, "not_carried": target.not_carried(policy, strategy)}
+
+
+def _page(facts: Mapping[str, Any], outcomes: Mapping[str, Mapping[str, Any]]) -> None:
+    print(f"{facts['name']}: {facts['summary']}\n")
+    for field, value in facts["fields"].items():
+        print(f"  {field} = {show(value)}")
+    print(f"\nRuns here: {_here(facts)}\n")
+    width = max(map(len, outcomes))
+    for name, outcome in outcomes.items():
+        if "refused" in outcome:
+            print(_wrapped(f"refused: {outcome['refused']}", f"  {name:{width}}  "))
+            continue
+        said = ", ".join(f"{key}={show(value)}" for key, value in outcome["arguments"].items() if value is not None)
+        print(_wrapped(said, f"  {name:{width}}  "))
+        if outcome["not_carried"]:
+            print(_wrapped(f"no place for: {', '.join(outcome['not_carried'])}", f"  {'':{width}}  "))
+
+
+def _wrapped(text: str, label: str) -> str:
+    return textwrap.fill(text, 120, initial_indent=label, subsequent_indent=" " * len(label), break_long_words=False)
+
+
+def _built(target: Plugin, policy: Policy, strategy: str | None) -> dict[str, Any]:
+    """What a target makes of a policy, built for real where its library is installed. Raises `PolicyError`."""
+    missing, text = None, None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        disabled = logging.root.manager.disable
+        logging.disable(logging.WARNING)  # what the libraries say while they are imported
+        try:
+            made = plugin.build(policy, target.name, strategy)
+            text = None if isinstance(made, dict) else repr(made)
+        except MissingExtra as error:
+            missing = str(error)
+        finally:
+            logging.disable(disabled)
+    said = [warning.message for warning in caught if isinstance(warning.message, NotCarried)]
+    if missing:  # then nothing was warned of
+        said = [NotCarried(f, policy.text_of(f), target.name, plugin.carriers(f)) for f in target.not_carried(policy)]
+    settings = target.settings(policy, strategy)
+    return {
+        "object": text,
+        "arguments": target.arguments(policy, strategy),
+        "settings": {key: setting.value for key, setting in settings.items() if setting.value is not ABSENT},
+        "absent": {key: setting.why for key, setting in settings.items() if setting.value is ABSENT},
+        "missing": missing,
+        "not_carried": [{"field": n.field, "value": n.value, "carriers": list(n.carriers)} for n in said],
+    }
+
+
+def _show_built(target: Plugin, built: Mapping[str, Any]) -> None:
+    if built["missing"]:
+        print(f"{built['missing']}\nIt would be built from:")
+    if built["object"]:
+        print(built["object"])
+    elif target.name == "deepspeed":
+        print(json.dumps(built["arguments"], indent=2))
+    else:
+        print(f"# {(inspect.cleandoc(target.doc) or target.name).splitlines()[0]}")
+        for name, value in built["arguments"].items():
+            print(f"{name}={value!r}")
+    if target.name == "accelerate":
+        print("# In its YAML")
+        for key, value in built["settings"].items():
+            print(f"{key}: {show(value)}")
+        for key, why in built["absent"].items():
+            print(f"{key}: (absent)" + (f" # {why}" if why else ""))
+    for each in built["not_carried"]:
+        print(NotCarried(each["field"], each["value"], target.name, each["carriers"]), file=sys.stderr)
