@@ -107,6 +107,15 @@ class _Draft:
         return tuple(made)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a value goes: `indent` of its line, `wide` where sections have a line per key, the scalar it replaces."""
+
+    indent: str = ""
+    wide: bool = False
+    like: Node | None = None
+
+
 @dataclasses.dataclass
 class _Writer:
     """Writes one change into a draft whose text is the document's. A subclass knows the format."""
@@ -120,15 +129,19 @@ class _Writer:
 
     # what a format says
 
-    def render(self, value: Any, like: Node | None, indent: str) -> str:
-        """A value as text, in the style of the scalar that it replaces; `indent` is that of its line."""
+    #: Whether a new section gets a line per key.
+    wide = False
+
+    def render(self, value: Any, place: _Place) -> str:
+        """A value as text on the line of its key; a JSON section over several."""
         raise NotImplementedError
 
     def key(self, name: str) -> str:
         raise NotImplementedError
 
-    def insert(self, mapping: Node, name: str, value: Any, owner: Pair | None) -> None:
-        raise NotImplementedError
+    def insert(self, mapping: Node, name: str, value: Any) -> None:
+        """Adds a key to a mapping."""
+        self._insert_into_flow(mapping, name, value)
 
     # what both do
 
@@ -150,7 +163,7 @@ class _Writer:
         mapping = self._root if pair is None else pair.value
         assert mapping is not None
         if pair is None or path[len(trail)] not in mapping.target.members or len(trail) == len(path) - 1:
-            self.insert(mapping, path[len(trail)], value, pair)
+            self.insert(mapping, path[len(trail)], value)
             return
         self._refuse(mapping.members[path[len(trail)]].start, path, "comes through `<<` from here")
 
@@ -225,7 +238,7 @@ class _Writer:
             self._replace_block(pair, value)
             return
         anchor = f"&{node.anchor} " if node.anchor else ""
-        text = anchor + self.render(value, node, self._indent(pair.start))
+        text = anchor + self.render(value, _Place(self._indent(pair.start), self.wide, node))
         if node.start == node.end:
             text = (" " if self.text[node.start - 1 : node.start] == ":" else ": ") + text
         self.draft.replace(node.start, end, text)
@@ -234,7 +247,7 @@ class _Writer:
         """A block below its key becomes one value on the key's line."""
         colon = self.text.index(":", pair.key_span[1]) + 1
         self.draft.replace(self._line_end(colon), pair.value.end, "")
-        self.draft.replace(colon, colon, " " + self.render(value, None, self._indent(pair.start)))
+        self.draft.replace(colon, colon, " " + self.render(value, _Place()))
 
     def _fill(self, pair: Pair, name: str, value: Any) -> None:
         """`section:` becomes a section."""
@@ -266,10 +279,12 @@ class _Writer:
         for start, end in sorted([(pair.start, pair.end), (comma, comma + 1)], reverse=True):
             self.draft.replace(start, end, "")
 
-    def _insert_into_flow(self, mapping: Node, name: str, value: Any, owner: Pair | None) -> None:
+    def _insert_into_flow(self, mapping: Node, name: str, value: Any) -> None:
         """After the last pair, with the separators that the pairs before it have."""
         if not mapping.pairs:
-            self._insert_into_empty(mapping, name, value, owner)
+            start = self.text.rindex("{", mapping.start, mapping.end)
+            place = _Place(self._indent(start), self.wide)
+            self.draft.replace(start, mapping.end, self.render({name: value}, place))
             return
         last = mapping.pairs[-1]
         comma = self._separator(mapping)
@@ -278,7 +293,7 @@ class _Writer:
         colon = self.text[last.key_span[1] : last.value.start]
         if not re.fullmatch(r"[ \t]*:[ \t]*", colon) or (colon == ":" and self.document.format == "yaml"):
             colon = ": "
-        text = self.key(name) + colon + self.render_inside(value, indent, wide)
+        text = self.key(name) + colon + self.render(value, _Place(indent, wide))
         end = self._line_end(last.end)
         rest = re.fullmatch(r"[ \t]*(,?)[ \t]*#.*", self.text[last.end : end])
         if rest is None:
@@ -297,18 +312,6 @@ class _Writer:
         if comma == "," and self.text[last.key_span[1] : last.value.start].endswith(" "):
             return ", "
         return comma if re.fullmatch(r"\s*,\s*", comma) else "," + self.newline + self._indent(last.start)
-
-    def render_inside(self, value: Any, indent: str, wide: bool) -> str:
-        """A value inside a flow mapping; `wide` where that has a line per key."""
-        del wide
-        return self.render(value, None, indent)
-
-    def _insert_into_empty(self, mapping: Node, name: str, value: Any, owner: Pair | None) -> None:
-        del owner
-        start = mapping.end - 1
-        while self.text[start - 1] in " \t\r\n":
-            start -= 1
-        self.draft.replace(start, mapping.end - 1, f"{self.key(name)}: {self.render(value, None, '')}")
 
     # lines
 
@@ -338,26 +341,15 @@ class _Json(_Writer):
         self.unit = (self._indent(pairs[0].start) if pairs and self.wide else "") or "  "
         self.colon = self.text[pairs[0].key_span[1] : pairs[0].value.start] if pairs else ": "
 
-    def render(self, value: Any, like: Node | None, indent: str) -> str:
-        del like
-        return self.render_inside(value, indent, self.wide)
-
-    def render_inside(self, value: Any, indent: str, wide: bool) -> str:
+    def render(self, value: Any, place: _Place) -> str:
         space = " " if self.colon.endswith((" ", "\t", "\n")) else ""
-        if not wide or not isinstance(value, dict):
+        if not place.wide or not isinstance(value, dict):
             return json.dumps(value, separators=("," + space, ":" + space))
         lines = json.dumps(value, indent=self.unit, separators=(",", ":" + (space or " "))).split("\n")
-        return (self.newline + indent).join(lines)
+        return (self.newline + place.indent).join(lines)
 
     def key(self, name: str) -> str:
         return json.dumps(name)
-
-    def insert(self, mapping: Node, name: str, value: Any, owner: Pair | None) -> None:
-        self._insert_into_flow(mapping, name, value, owner)
-
-    def _insert_into_empty(self, mapping: Node, name: str, value: Any, owner: Pair | None) -> None:
-        indent = self._indent(mapping.start if owner is None else owner.start)
-        self.draft.replace(mapping.start, mapping.end, self.render_inside({name: value}, indent, self.wide))
 
 
 class _Dumper(yaml.SafeDumper):
@@ -373,9 +365,8 @@ _Dumper.add_representer(str, _represent_text)
 
 
 class _Yaml(_Writer):
-    def render(self, value: Any, like: Node | None, indent: str) -> str:
-        del indent
-        style = self._style(like) if isinstance(value, str) else None
+    def render(self, value: Any, place: _Place) -> str:
+        style = self._style(place.like) if isinstance(value, str) else None
         return self._dump([value], style)[1:-1]
 
     def _style(self, like: Node | None) -> str | None:
@@ -394,9 +385,9 @@ class _Yaml(_Writer):
         text: str = yaml.dump(value, Dumper=_Dumper, default_style=style, width=1 << 30, **options)
         return text.rstrip("\n")
 
-    def insert(self, mapping: Node, name: str, value: Any, owner: Pair | None) -> None:
+    def insert(self, mapping: Node, name: str, value: Any) -> None:
         if mapping.flow:
-            self._insert_into_flow(mapping, name, value, owner)
+            self._insert_into_flow(mapping, name, value)
             return
         last = mapping.pairs[-1]
         lines = self._block(name, value, " " * (self.document.position(mapping.pairs[0].start)[1] - 1))
@@ -438,7 +429,7 @@ class _Yaml(_Writer):
     def _block(self, name: str, value: Any, indent: str) -> list[str]:
         """`name: value` as lines; a section over several."""
         if not (isinstance(value, dict) and value):
-            return [f"{indent}{self.key(name)}: {self.render(value, None, '')}"]
+            return [f"{indent}{self.key(name)}: {self.render(value, _Place())}"]
         lines = [f"{indent}{self.key(name)}:"]
         for key, inner in value.items():
             lines += self._block(key, inner, indent + " " * self._unit())
