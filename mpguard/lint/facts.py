@@ -19,7 +19,9 @@ Events, each in order of evaluation within its function:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from mpguard.lint.project import LaunchConfig
 
 #: Files up to this size are walked whole; of larger ones the statements that matter.
-WHOLE = 30_000
+WHOLE = 8_000
 #: What makes a top-level statement matter: precision, training, and what decides between them.
 _MATTERS = re.compile(
     r"half|float16|bf16|fp16|autocast|[sS]caler|backward|\.step\(|\bamp\b|float8|fp8|\.prepare\(|deepspeed|accelerat|"
@@ -152,8 +154,10 @@ class Event:
 class Facts:
     """Raises `source.Unparsable` for a file that Python accepts and libcst does not."""
 
-    def __init__(self, source: Source, project: Project | None = None) -> None:
+    def __init__(self, source: Source, project: Project | None = None, imported: bool = False) -> None:
+        """imported: a module that another file asks about: only what matters to precision is parsed."""
         self.source = source
+        self._whole = 0 if imported else WHOLE
         self.project: Project = project if project is not None else NoProject()
         self.path = source.path
         self.parsed_bytes = 0
@@ -162,7 +166,7 @@ class Facts:
         self.walker = Walker(self.module)
         self.values = Values(self)
         self.flow = Flow(self)
-        with Frames():
+        with Frames(), _without_gc():
             self._walk(chunks)
         self.calls: dict[str, list[Call]] = {}
         for scope in self.walker.scopes:
@@ -186,7 +190,7 @@ class Facts:
 
     def _wanted(self, chunks: tuple[Chunk, ...]) -> set[Chunk]:
         """Imports, small statements, those with a token that matters, and those that call them."""
-        if len(self.source.normal) <= WHOLE:
+        if len(self.source.normal) <= self._whole:
             return set(chunks)
         wanted = {chunk for chunk in chunks if chunk.defines is None or _MATTERS.search(chunk.text)}
         named = {chunk.defines for chunk in wanted} - {None}
@@ -803,6 +807,18 @@ class Facts:
         """A node's code on one line, cut to what a message can hold."""
         text = " ".join(cst.Module([]).code_for_node(node).split()) if node is not None else ""
         return text if len(text) <= 60 else text[:57] + "..."
+
+
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    """Trees are made of many objects, none of them garbage: collecting meanwhile costs a tenth."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _last_name(node: cst.CSTNode) -> str:

@@ -168,7 +168,7 @@ class Project:
         from mpguard.lint.source import Source, Unparsable
 
         try:
-            return Facts(Source.parse(Path(path).read_bytes(), path), self)
+            return Facts(Source.parse(Path(path).read_bytes(), path, check_syntax=False), self, imported=True)
         except (OSError, Unparsable, RecursionError):
             return None
 

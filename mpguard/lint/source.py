@@ -171,11 +171,15 @@ class Source:
         self.normal, self._dropped = _normalised(self.text)
 
     @classmethod
-    def parse(cls, data: bytes, path: str) -> Source:
-        """The source of a file that is Python; raises `Unparsable` with the place."""
+    def parse(cls, data: bytes, path: str, check_syntax: bool = True) -> Source:
+        """The source of a file that is Python; raises `Unparsable` with the place.
+
+        check_syntax: False leaves syntax errors to be found when a statement is parsed.
+        """
         source = cls(data, path)
         source._limits()
-        source._syntax()
+        if check_syntax:
+            source._syntax()
         return source
 
     # -- places ---------------------------------------------------------------------------------

@@ -51,8 +51,7 @@ class DeprecatedCudaAmp(Rule):
     message = "`{old}` is deprecated; it is `{new}` now"
     help = "use torch.amp, which takes the device first"
     triggers = (
-        any_of(b"cuda", b"cpu"),
-        any_of(b"amp"),
+        any_of(b"cuda.amp", b"cpu.amp", b"torch.cuda import", b"torch.cpu import"),
         any_of(b"autocast", b"GradScaler", b"custom_fwd", b"custom_bwd"),
     )
     examples = (

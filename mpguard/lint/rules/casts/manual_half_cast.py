@@ -45,8 +45,11 @@ class ManualHalfCast(Rule):
     message = "`{expr}` casts to FP16 by hand in code that trains"
     help = "remove the cast; autocast, or the launcher's policy, chooses the dtype"
     triggers = (
-        any_of(b"half", b"float16", b"HalfTensor"),
-        any_of(b"backward", b"prepare", b"initialize", b"Trainer", b"optim", b"Parallel", b"fully_shard"),
+        any_of(b".half", b" half", b"(half", b".float16", b" float16", b"(float16", b"HalfTensor"),
+        any_of(
+            b"backward(", b".prepare", b"deepspeed", b"Trainer", b"ptimizer", b"optim.", b"import optim",
+            b"DistributedDataParallel", b"FullyShardedDataParallel", b"fully_shard",
+        ),
     )
     yields_to = ("MPG107", "MPG109", "MPG110", "MPG511", "MPG603", "MPG606")
     examples = (

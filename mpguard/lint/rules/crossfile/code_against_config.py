@@ -42,8 +42,8 @@ class CodeAgainstConfig(Rule):
     message = "{what} is {found}, the launch config says `{wanted}`"
     help = "say the precision in one place: leave it to the config, or change the config"
     triggers = (
-        any_of(b"mixed_precision", b"autocast", b"GradScaler", b"from_pretrained", b"from_config"),
-        any_of(b"Accelerator", b"backward", b"Trainer", b"initialize"),
+        any_of(b"mixed_precision=", b"autocast", b"GradScaler", b"float16", b"fp16", b"bf16", b"Accelerator("),
+        any_of(b"Accelerator(", b".backward(", b"Trainer(", b"deepspeed"),
     )
     examples = (
         Bad(
