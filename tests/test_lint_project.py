@@ -1,0 +1,182 @@
+"""What lies around a file: launch configs, settings, and the modules that it imports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpguard import settings
+from mpguard.errors import ConfigError
+from mpguard.lint import project as module
+from mpguard.lint.engine import Engine, Options
+from mpguard.lint.files import Target
+from mpguard.lint.project import Project, launch_config
+from mpguard.lint.rule import rules
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    settings._of_folder.cache_clear()
+    module._top.cache_clear()
+    return tmp_path
+
+
+def make(files: dict[str, str]) -> None:
+    for name, text in files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+
+
+# -- launch configs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("distributed_type: 'NO'\nmixed_precision: bf16\n", ("bf16", "NO")),
+        ("distributed_type: FSDP\nmixed_precision: BF16\n", ("bf16", "FSDP")),
+        ("distributed_type: FSDP\n", (None, "FSDP")),
+        ("distributed_type: 'NO'\nmixed_precision: no\n", (None, "NO")),  # YAML's boolean; the launch crashes
+        ("distributed_type: 'NO'\nmixed_precision: 'no'\n", ("no", "NO")),
+        ("distributed_type: 'NO'\nfp16: true\n", ("fp16", "NO")),
+        ("distributed_type: 'NO'\nmixed_precision: bf16\ndeepspeed_config: {mixed_precision: fp16}\n", ("fp16", "NO")),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n", ("bf16", "DEEPSPEED")),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: gone.json}\n", (None, "DEEPSPEED")),
+    ],
+)
+def test_what_a_config_asks_for(text: str, expected: tuple[str | None, str]) -> None:
+    make({"mp.yaml": text, "ds.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}'})
+    config = launch_config(Path("mp.yaml"))
+    assert (config.mixed_precision, config.distributed_type) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"fp16": {"enabled": true}, "zero_optimization": {"stage": 1}}', "fp16"),
+        ('{"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 1}}', None),
+        ('{"bf16": {"enabled": true}, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1}}', None),
+    ],
+)
+def test_a_deepspeed_file(text: str, expected: str | None) -> None:
+    make({"ds.json": text})
+    config = launch_config(Path("ds.json"))
+    assert (config.mixed_precision, config.distributed_type) == (expected, "DEEPSPEED")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("lr: 1\n", "this is none"), ("distributed_type: [\n", "mp.yaml:2"), ("", "is empty"), ("- 1\n", "is a list")],
+)
+def test_what_is_no_launch_config(text: str, message: str) -> None:
+    make({"mp.yaml": text})
+    with pytest.raises(ConfigError, match=message):
+        launch_config(Path("mp.yaml"))
+
+
+def test_configs_beside_the_code_then_those_of_the_settings_then_those_given() -> None:
+    config = "distributed_type: 'NO'\nmixed_precision: {}\n"
+    make({
+        "src/mp.yaml": config.format("bf16"), "src/own.yaml": "lr: 1\n", "src/broken.yaml": "distributed_type: [",
+        "src/data.json": "[" + "1," * 50_000 + "1]", "src/ds.json": '{"zero_optimization": {"stage": 2}}',
+        "given.yaml": config.format("fp8"), "conf/all.yaml": config.format("fp16"),
+    })  # fmt: skip
+    assert [(c.path, c.mixed_precision) for c in Project().configs_for("src/train.py")] == [("src/mp.yaml", "bf16")]
+    assert Project().configs_for("train.py")[0].path == "given.yaml", "that of this folder"
+    given = (launch_config(Path("given.yaml")),)
+    assert Project(given).configs_for("src/train.py") == given
+    make({"mpguard.toml": "configs = ['conf/all.yaml']\n"})
+    settings._of_folder.cache_clear()
+    assert [c.path for c in Project().configs_for("src/train.py")] == ["conf/all.yaml"]
+    assert Project(given).configs_for("src/train.py") == given
+
+
+def test_what_the_settings_declare() -> None:
+    make({"mpguard.toml": "gpu = 'h100'\ntraining-paths = ['train*.py', 'loops']\ninference-paths = ['serve/**']\n"})
+    project = Project()
+    declared = [project.declared(path) for path in ("train_sft.py", "pkg/loops/a.py", "serve/a.py", "eval.py")]
+    assert declared == ["training", "training", "inference", None]
+    assert project.gpu("x.py") == "h100"
+    assert Project(gpu="a100").gpu("x.py") == "a100"
+
+
+# -- imports ------------------------------------------------------------------------------------------
+
+TREE = {
+    "pyproject.toml": "",
+    "train.py": "",
+    "utils.py": "def scale(): pass\n",
+    "src/pkg/__init__.py": "",
+    "src/pkg/losses.py": "def loss(): pass\n",
+    "src/pkg/deep/__init__.py": "",
+    "src/pkg/deep/model.py": "",
+    "src/pkg/binary.py": "\0",
+    "torch/__init__.py": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("imported", "by", "expected"),
+    [
+        ("utils", "train.py", "utils.py"),
+        ("utils", "src/pkg/deep/model.py", "utils.py"),
+        ("pkg.losses", "train.py", "src/pkg/losses.py"),
+        ("pkg", "train.py", "src/pkg/__init__.py"),
+        (".losses", "src/pkg/__init__.py", "src/pkg/losses.py"),
+        ("..losses", "src/pkg/deep/model.py", "src/pkg/losses.py"),
+        (".", "src/pkg/losses.py", "src/pkg/__init__.py"),
+        ("..", "src/pkg/deep/model.py", "src/pkg/__init__.py"),
+        ("......losses", "src/pkg/deep/model.py", None),
+        ("numpy", "train.py", None),
+        ("pkg.gone", "train.py", None),
+        ("", "train.py", None),
+        ("pkg/../utils", "train.py", None),
+    ],
+)
+def test_modules_are_found_in_the_tree(imported: str, by: str, expected: str | None) -> None:
+    make(TREE)
+    assert module._resolve(imported, by) == expected
+
+
+def test_installed_packages_are_no_part_of_each_other() -> None:
+    make({"pyproject.toml": "", ".venv/site-packages/a/__init__.py": "", ".venv/site-packages/a/x.py": "",
+          ".venv/site-packages/a/b/__init__.py": "", ".venv/site-packages/a/b/y.py": "",
+          ".venv/site-packages/torch/__init__.py": ""})  # fmt: skip
+    inside = ".venv/site-packages/a/b/y.py"
+    assert module._resolve("a.x", inside) == ".venv/site-packages/a/x.py"
+    assert module._resolve("..x", inside) == ".venv/site-packages/a/x.py"
+    assert module._resolve("torch", inside) is None
+
+
+def test_facts_of_an_imported_module_are_read_once() -> None:
+    make(TREE)
+    project = Project()
+    project.begin("train.py")
+    facts = project.source_of("pkg.losses", "train.py")
+    assert facts is not None and facts.path == "src/pkg/losses.py"
+    assert project.source_of(".losses", "src/pkg/deep/__init__.py") is None
+    assert project.source_of("..losses", "src/pkg/deep/model.py") is facts
+    assert project.source_of("pkg.binary", "train.py") is None, "one that cannot be read is unknown"
+
+
+def test_the_budget_is_that_of_each_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_MODULES", 2)
+    make(dict.fromkeys(("pyproject.toml", "train.py", "eval.py", "a.py", "b.py", "c.py"), ""))
+    project = Project()
+    for path in ("train.py", "eval.py"):
+        project.begin(path)
+        read = [project.source_of(name, path) is not None for name in ("a", "b", "a", "c")]
+        assert read == [True, True, True, False], "the same, whatever was linted before"
+
+
+def test_a_broken_module_is_no_problem_of_the_file_that_imports_it() -> None:
+    make({
+        "pyproject.toml": "", "losses.py": "def loss(model):\n    model.half((\n",
+        "train.py": "import torch\nfrom losses import loss\nmodel = torch.nn.Linear(2, 2)\nwith torch.autocast('cuda'):\n"
+        "    value = loss(model)\nvalue.backward()\ntorch.optim.SGD(model.parameters()).step()\n",
+    })  # fmt: skip
+    (report,) = Engine(rules(own_only=True), Options()).run([Target("train.py", "python", named=True)])
+    assert not report.defects
+    assert "MPG000" not in {finding.code for finding in report.findings}
