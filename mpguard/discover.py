@@ -21,13 +21,17 @@ GROUPS = ("mpguard.plugins", "mpguard.recipes", "mpguard.rules")
 
 @functools.cache
 def load(group: str, own_only: bool = False) -> tuple[ModuleType, ...]:
-    """Imports every module of every package that `group` names, sorted by name; once per process.
+    """Imports every module of every package that `group` names; once per process.
 
+    Ours come first, so that a clash is the other package's error; then by name.
     own_only: leave out what other distributions than mpguard bring.
     """
     modules: list[ModuleType] = []
-    for entry in sorted(importlib.metadata.entry_points(group=group), key=lambda e: (e.name, e.value)):
-        distribution = entry.dist.name if entry.dist else "an unknown distribution"
+    found = [
+        (entry.dist.name if entry.dist else "an unknown distribution", entry)
+        for entry in importlib.metadata.entry_points(group=group)
+    ]
+    for distribution, entry in sorted(found, key=lambda f: (f[0] != "mpguard", f[1].name, f[1].value)):
         if own_only and distribution != "mpguard":
             continue
         modules += walk(entry.value, f"entry point `{entry.name}` ({group}, of {distribution})")
@@ -38,8 +42,8 @@ def walk(package: str, origin: str) -> list[ModuleType]:
     """Imports a package or module and all modules below it; `ExtensionError` names what fails."""
     root = _import(package, origin)
     modules = [root]
-    for info in sorted(pkgutil.walk_packages(getattr(root, "__path__", []), f"{package}."), key=lambda i: i.name):
-        modules.append(_import(info.name, origin))
+    for info in sorted(pkgutil.iter_modules(getattr(root, "__path__", []), f"{package}."), key=lambda i: i.name):
+        modules += walk(info.name, origin)  # pkgutil.walk_packages swallows what a subpackage raises
     return modules
 
 

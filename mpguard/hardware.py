@@ -136,13 +136,12 @@ class Hardware:
     def refuses(self, policy: Policy) -> str | None:
         """Why a policy cannot run here, or None where it can.
 
-        BF16 and FP32 run anywhere (in software where need be); FP16 autocast too on the CPU.
+        Without a GPU, BF16 and FP32 run in software, FP16 autocast too, and TF32 is FP32.
         """
         recipe = policy.low_bit_recipe
         if recipe is None:
-            if policy.bf16 and self.gpu is not None:
-                return self.lacks("bf16")
-            return None
+            kind = "bf16" if policy.bf16 else "tf32" if policy.tf32 else None
+            return self.lacks(kind) if kind is not None and self.gpu is not None else None
         if not policy.fp8_emulate and (lacking := self.lacks(recipe)):
             return lacking
         if not any(backend in self.libraries for backend in policy.backends):
@@ -161,7 +160,7 @@ def named(name: str) -> Hardware:
     text = re.sub(r"^nvidia|[\s_-]", "", name.lower())
     match = re.fullmatch(r"(?:sm)?(\d{1,2})\.?(\d)a?", text)
     capability = (int(match[1]), int(match[2])) if match else GPUS.get(text)
-    if capability is None:
+    if capability is None or capability < GENERATIONS[0].low:
         raise PolicyError(f"there is no GPU `{name}`{did_you_mean(name, GPUS)}, or a capability such as sm_90")
     return Hardware(name, capability, 1, (99,), dict.fromkeys(_NAMES, "any"))
 

@@ -328,7 +328,7 @@ def build(policy: Policy, target: str, strategy: str | None = None) -> Any:
     """`policy.to(target, strategy)`."""
     found = get(target)
     built = found.build(policy, strategy)
-    _say_not_carried(found, policy, strategy)
+    _say_not_carried(found, policy, strategy, stacklevel=4)
     return built
 
 
@@ -344,7 +344,7 @@ def inject(
     """
     found = get(target)
     changes = differences(config, policy, target, strategy)
-    _say_not_carried(found, policy, strategy or found.strategy(config))
+    _say_not_carried(found, policy, strategy or found.strategy(config), stacklevel=3)
     for change in changes:
         log.log(logging.WARNING if change.overrides else logging.INFO, "%s: %s", target, change)
     return merged(config, {change.key: Setting(change.new) for change in changes}), changes
@@ -406,9 +406,10 @@ def _remove(config: dict[str, Any], parents: list[str], last: str) -> None:
             del outer[part]
 
 
-def _say_not_carried(found: Plugin, policy: Policy, strategy: str | None) -> None:
+def _say_not_carried(found: Plugin, policy: Policy, strategy: str | None, *, stacklevel: int) -> None:
+    """stacklevel: of the user's own line, counted from here."""
     for field in found.not_carried(policy, strategy):
-        warnings.warn(NotCarried(field, policy.text_of(field), found.name, carriers(field)), stacklevel=4)
+        warnings.warn(NotCarried(field, policy.text_of(field), found.name, carriers(field)), stacklevel=stacklevel)
 
 
 def check_strategy(strategy: str | None) -> None:

@@ -1,0 +1,151 @@
+"""The public surface: names, the error tree, and what an import does not bring along."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+import mpguard
+from mpguard import errors
+
+
+def test_all_is_what_is_public() -> None:
+    for name in mpguard.__all__:
+        assert getattr(mpguard, name) is not None
+    public = {
+        name
+        for name, value in vars(mpguard).items()
+        if not name.startswith("_") and not inspect.ismodule(value) and name not in ("annotations", "TYPE_CHECKING")
+    }
+    assert public <= set(mpguard.__all__)
+    assert list(mpguard.__all__) == sorted(mpguard.__all__)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'recipies'"):
+        mpguard.recipies  # noqa: B018
+
+
+def drawn() -> dict[str, str]:
+    """Class -> parent, as drawn in the docstring of mpguard.errors."""
+    parents: dict[str, str] = {}
+    path: list[tuple[int, str]] = []
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"^ {4}((?:[│ ]   )*(?:[├└]── )?)(\w+)", line)
+        if match is None:
+            continue
+        depth = len(match[1]) // 4
+        path = [(level, name) for level, name in path if level < depth]
+        parents[match[2]] = path[-1][1] if path else ""
+        path.append((depth, match[2]))
+    return parents
+
+
+def test_the_error_tree_is_as_drawn() -> None:
+    classes = {
+        name: value
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, (Exception, Warning)) and value.__module__ == errors.__name__
+    }
+    real = {
+        name: next((base.__name__ for base in value.__bases__ if base.__module__ == errors.__name__), "")
+        for name, value in classes.items()
+    }
+    assert drawn() == real
+    assert len(real) > 8
+
+
+def test_what_the_drawing_says_in_words() -> None:
+    text = errors.__doc__ or ""
+    for name in drawn():
+        for other in re.findall(rf"{name} .*?\(?also an? (\w+)\)", text):
+            assert issubclass(getattr(errors, name), eval(other)), f"{name} is not a {other}"
+    assert issubclass(errors.MpguardWarning, UserWarning)
+    assert issubclass(errors.PolicyError, ValueError)
+    assert issubclass(errors.MissingExtra, ImportError)
+
+
+def test_every_error_of_the_tree_is_public() -> None:
+    assert set(drawn()) <= set(mpguard.__all__)
+
+
+HEAVY = {"torch", "numpy", "transformers", "accelerate", "deepspeed", "torchao", "transformer_engine"}
+
+
+def heavy_after(code: str) -> set[str]:
+    """The heavy packages that a fresh interpreter has imported after running some code."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules, sep='\\n')"],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return HEAVY & set(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import mpguard",
+        "import mpguard; mpguard.recipe('bf16_mixed')",
+        "import mpguard; mpguard.inject({}, mpguard.recipe('bf16_mixed'), 'deepspeed')",
+        "import mpguard; [mpguard.inject({}, mpguard.recipe('bf16_mixed'), target)"
+        " for target in mpguard.plugin.plugins() if target not in ('te', 'torchao')]",
+        "import mpguard.cli.lint",
+    ],
+)  # fmt: skip
+def test_no_framework_is_imported(code: str) -> None:
+    assert heavy_after(code) == set()
+
+
+def test_that_test_can_fail() -> None:
+    assert heavy_after("import mpguard; mpguard.recipe('bf16_mixed').to('fsdp2')") >= {"torch"}
+
+
+def test_not_carried_says_what_where_and_who_does() -> None:
+    warning = errors.NotCarried("hysteresis", 4, "torch", ["deepspeed", "megatron"])
+    assert str(warning) == "torch: has no place for `hysteresis=4` of the policy; carried by deepspeed, megatron"
+    assert str(errors.NotCarried("fuse", True, "torch", [])).endswith("; no target carries it")
+    assert (warning.field, warning.value, warning.target, warning.carriers) == (
+        "hysteresis", 4, "torch", ("deepspeed", "megatron"),
+    )  # fmt: skip
+
+
+def test_what_is_not_carried_is_warned_at_the_callers_line() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mpguard.Policy(fp16=True, hysteresis=4).to("fsdp2")
+        mpguard.inject({}, mpguard.Policy(fp16=True, hysteresis=4), "transformers")
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "nearest"),
+    [
+        ("lauch", ["launch", "lint"], ["launch"]),
+        ("params-dtype", ["params_dtype", "master_dtype"], ["params_dtype"]),
+        ("BF16_MIXED", ["bf16_mixed", "fp32"], ["bf16_mixed"]),
+        ("zzz", ["launch"], []),
+        ("x", [], []),
+    ],
+)
+def test_near_names(name: str, known: list[str], nearest: list[str]) -> None:
+    assert errors.near(name, known)[:1] == nearest
+
+
+def test_overrides_are_logged_at_warning_level(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"fp16": {"enabled": True}}
+    with caplog.at_level("INFO", logger="mpguard"):
+        mpguard.inject(config, mpguard.recipe("bf16_mixed"), "deepspeed")
+    said = {record.getMessage(): record.levelname for record in caplog.records}
+    assert said["deepspeed: fp16.enabled: true -> false"] == "WARNING"
+    assert said["deepspeed: bf16.enabled: (absent) -> true"] == "INFO"
+    assert config == {"fp16": {"enabled": True}}
+
+
+def test_a_value_where_a_section_must_be_is_refused() -> None:
+    with pytest.raises(mpguard.PolicyError, match="`bf16` is true; a section is needed there, to hold `enabled`"):
+        mpguard.inject({"bf16": True}, mpguard.recipe("bf16_mixed"), "deepspeed")
