@@ -75,7 +75,8 @@ SAME = frozenset({
 _INFERS = frozenset({
     "eval", "evaluate", "evaluation", "evaluator", "valid", "validate", "validation", "val", "test", "predict", "prediction",
     "predictor", "generate", "generation", "generator", "infer", "inference", "sample", "sampling", "export", "onnx", "convert",
-    "conversion", "demo", "benchmark", "bench", "visualize", "pipeline", "score", "embed", "embedding", "encode", "decode",
+    "conversion", "demo", "benchmark", "bench", "visualize", "pipeline", "score", "embed", "embedding", "encode", "decode", "profile",
+    "profiler",
 })  # fmt: skip
 _TRAINS = frozenset({"train", "training", "trainer", "fit", "finetune", "pretrain", "optimize", "learn"})
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")

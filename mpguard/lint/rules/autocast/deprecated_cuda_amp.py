@@ -7,7 +7,7 @@ import libcst as cst
 
 from mpguard.edits import Edit
 from mpguard.lint.facts import Facts
-from mpguard.lint.guard import Flag, Not
+from mpguard.lint.guard import Flag, Guard, Not
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
 from mpguard.lint.walk import Binding, Call, Record, Scope, Use, dotted
 
@@ -20,7 +20,9 @@ _NAMES = {
     "custom_bwd": ("bwd",),
 }
 #: A condition that asks for the version of torch, or for what it has.
-_ASKS = re.compile(r"(?i)version|hasattr|torch_?\d|is_torch|has_|_available|>=|<")
+_ASKS = re.compile(r"(?i)version|hasattr|torch_?\w*\d|is_torch_\w*than|torch_(?:ge|gt|min)|has_\w*(?:amp|autocast|scaler)")
+#: An arm for torch 1.x and newer is no fallback: it is what runs today.
+_SINCE_1 = re.compile(r">=?\D*1\.\d")
 
 
 class DeprecatedCudaAmp(Rule):
@@ -150,6 +152,24 @@ with th.cuda.amp.autocast(*given):  # !
         ),
         Bad(
             """\
+from contextlib import nullcontext
+import torch
+
+if V(torch.__version__) >= V("1.6.0"):
+    from torch.cuda.amp import autocast  # !
+else:
+    autocast = nullcontext
+
+if is_npu_available():
+    from torch.npu.amp import GradScaler
+else:
+    from torch.cuda.amp import GradScaler  # !
+
+scaler = GradScaler()
+"""
+        ),
+        Bad(
+            """\
 import torch.cuda.amp as amp  # !
 
 scaler = amp.GradScaler()
@@ -184,6 +204,10 @@ if hasattr(torch, "amp"):
     context = torch.amp.autocast("cuda")
 else:
     context = torch.cuda.amp.autocast()
+
+TORCH_2_4 = False
+if not TORCH_2_4:
+    other = torch.cuda.amp.GradScaler()
 
 def check(scaler: torch.cuda.amp.GradScaler):
     assert isinstance(scaler, torch.cuda.amp.GradScaler), "torch.cuda.amp.autocast() is old"
@@ -264,8 +288,8 @@ def check(scaler: torch.cuda.amp.GradScaler):
         edits = [Edit(*facts.span(node, at), facts.short(node).replace(".cuda", "").replace(".cpu", ""))]
         for binding in found:
             uses = self._uses(binding, facts)
-            if not uses:
-                return None  # perhaps for others to import from here
+            if not uses or len(binding.scope.bindings[binding.key]) > 1:
+                return None  # perhaps for others to import from here; or a stand-in in another arm, called alike
             for use in uses:
                 made = self._use(use, use.path[len(binding.key) + 1 :] or binding.name, _MODULES[module], facts)
                 if made is None:
@@ -362,4 +386,8 @@ def check(scaler: torch.cuda.amp.GradScaler):
         for condition in record.guard:
             if isinstance(condition, Not) and isinstance(condition.inner, Flag) and condition.inner.name.startswith("try#"):
                 return True
-        return any(_ASKS.search(flag) for flag in record.guard.flags() if not flag.startswith("try#"))
+            if isinstance(condition, Flag) and _SINCE_1.search(condition.name):
+                continue
+            if any(_ASKS.search(flag) for flag in Guard([condition]).flags() if not flag.startswith("try#")):
+                return True
+        return False

@@ -136,6 +136,16 @@ def engine(loader):
         ),
         Good(
             """\
+from accelerate.utils import AORecipeKwargs
+from transformers import Trainer
+
+class Fp8Trainer(Trainer):
+    def handlers(self):
+        return [AORecipeKwargs()]
+"""
+        ),
+        Good(
+            """\
 from accelerate import Accelerator
 from accelerate.utils import AORecipeKwargs
 
@@ -185,7 +195,7 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
         if not found or self._config_compiles(facts):
             return
         for call in found:
-            if facts.infers(call) or self._compiled(call, facts):
+            if facts.infers(call) or facts.base_unknown(call.scope.owner) or self._compiled(call, facts):
                 continue
             note = Note("with Accelerate, a launch flag (`--dynamo_backend inductor`) could supply it out of sight")
             notes = (note,) if call.name == "AORecipeKwargs" else ()
