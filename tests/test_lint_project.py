@@ -174,8 +174,8 @@ def test_the_budget_is_that_of_each_file(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_broken_module_is_no_problem_of_the_file_that_imports_it() -> None:
     make({
         "pyproject.toml": "", "losses.py": "def loss(model):\n    model.half((\n",
-        "train.py": "import torch\nfrom losses import loss\nmodel = torch.nn.Linear(2, 2)\nwith torch.autocast('cuda'):\n"
-        "    value = loss(model)\nvalue.backward()\ntorch.optim.SGD(model.parameters()).step()\n",
+        "train.py": "import torch\nfrom losses import loss\nmodel = torch.nn.Linear(2, 2)\nwith torch.autocast('cuda'):"
+        "\n    value = loss(model)\nvalue.backward()\ntorch.optim.SGD(model.parameters()).step()\n",
     })  # fmt: skip
     (report,) = Engine(rules(own_only=True), Options()).run([Target("train.py", "python", named=True)])
     assert not report.defects
