@@ -527,17 +527,20 @@ class Facts:
         legacy = path.startswith(("torch.cuda.amp.", "torch.cpu.amp."))
         if legacy:
             device: str | None = path.split(".")[1]
+            devices = [(ALWAYS, device)]
         else:
-            values = {each.atom.value if isinstance(each.atom, Constant) else None for each in self.evaluate(call.argument(0, "device_type"), call)}
-            kinds = {str(v).split(":")[0] if isinstance(v, str) else None for v in values}
-            device = kinds.pop() if len(kinds) == 1 else None
+            devices = [
+                (each.guard, str(each.atom.value).split(":", 1)[0] if isinstance(each.atom, Constant) else None)
+                for each in self.evaluate(call.argument(0, "device_type"), call)
+            ]
+            device = devices[0][1] if len({name for _, name in devices}) == 1 else None
         given = call.argument(1, "dtype")
         if given is not None and constant(given) != (None,):
             dtypes = self.dtypes(given, call)
         elif call.starred or "set_autocast_gpu_dtype" in self.calls or "set_autocast_dtype" in self.calls:
             dtypes = ((ALWAYS, None),)
         else:
-            dtypes = ((ALWAYS, {"cuda": "float16", "cpu": "bfloat16"}.get(device or "")),)
+            dtypes = tuple((guard, {"cuda": "float16", "cpu": "bfloat16"}.get(name or "")) for guard, name in devices)
         return Region("autocast", ALWAYS, call, self, dtypes, device)
 
     # -- events -----------------------------------------------------------------------------------
@@ -731,6 +734,21 @@ class Facts:
                     if keyword in _COMPILE_OPTIONS and constant(value) not in ((False,), (None,), ("no",), ("NO",)):
                         yield Event("compile", call, self, value)
                         break
+
+    def compiles(self, guard: Guard = ALWAYS) -> bool:
+        """Whether something may be compiled under a guard: a call, an option, or a decorator."""
+        if any(compatible(event.guard, guard) for event in self.events("compile")):
+            return True
+        for name, calls in self.calls.items():
+            if "compile" in name and name != "compile" and any(compatible(self.guard_of(c), guard) for c in calls):
+                return True
+        return any(
+            use.path.endswith("compile") and compatible(use.guard, guard) and not use.path.startswith(("re.", "regex."))
+            for scope in self.walker.scopes
+            for uses in scope.uses.values()
+            for use in uses
+            if not isinstance(self.walker.parents.get(use.node), cst.Call)
+        )
 
     # -- training and inference -------------------------------------------------------------------
 

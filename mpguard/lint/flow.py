@@ -33,6 +33,8 @@ _STOPS = frozenset({
 })  # fmt: skip
 _LOOKS = frozenset({"shape", "device", "dtype", "ndim", "config", "requires_grad", "is_cuda", "data", "grad", "__class__", "training"})
 _GATHERS = frozenset({"append", "extend", "add", "insert", "setdefault", "appendleft"})
+#: Methods whose result a framework calls `backward` on.
+_FRAMEWORK_STEPS = frozenset({"training_step", "compute_loss"})
 _TRAIN_SINKS = frozenset({"backward", "optimizer", "prepare", "initialize", "trainer", "parallel"})
 
 
@@ -361,6 +363,10 @@ class _Forward:
             return
         self.seen.add(("returned", scope))
         callers = self.facts.callers(scope) if scope.kind == "function" else []
+        if scope.name in _FRAMEWORK_STEPS and scope.is_method and self.facts.base_unknown(scope.owner):
+            call = next(iter(scope.calls), None)
+            if call is not None:
+                self.sink("trainer", call)
         if not callers:
             self.reach.outside = True
         for call in callers:

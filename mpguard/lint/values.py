@@ -328,6 +328,8 @@ class Values:
     def _attribute_of(self, atom: Atom, name: str) -> Alternatives:
         if isinstance(atom, Ref):
             return (Alternative(ALWAYS, _ref(f"{atom.path}.{name}")),)
+        if isinstance(atom, Constant) and isinstance(atom.value, str) and name == "type":
+            return (Alternative(ALWAYS, Constant(atom.value.split(":", 1)[0])),)  # of a torch.device
         if isinstance(atom, Module):
             if name in atom.facts.module.bindings:
                 return atom.facts.values.lookup(name, atom.facts.module, 1 << 60)

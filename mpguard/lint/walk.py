@@ -21,7 +21,7 @@ from mpguard.lint.source import Chunk
 BindingKind = Literal["assign", "element", "for", "with", "import", "from", "param", "augmented", "item", "def", "class", "stub", "del", "except"]
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Record:
     """Something in the file: its node, scope, order of evaluation, guard, enclosing `with` items and loops."""
 
@@ -38,8 +38,12 @@ class Record:
         """Where it stands in `Source.text`."""
         return self.chunk.span(self.node)
 
+    def __repr__(self) -> str:
+        line = self.chunk.source.position(self.span[0])[0] 
+        return f"<{type(self).__name__.lower()} at {self.chunk.source.path}:{line}>"
 
-@dataclasses.dataclass(eq=False)
+
+@dataclasses.dataclass(eq=False, repr=False)
 class Binding(Record):
     """A name (`x`, `self.x`, `args.dtype`) gets a value.
 
@@ -57,14 +61,14 @@ class Binding(Record):
     statement: cst.CSTNode | None = None
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Use(Record):
     """A name or dotted name is read: the longest chain, such as `out.loss.backward`."""
 
     path: str
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class With(Record):
     """One item of a `with` statement (or what `enter_context` enters); `last` is the order at its end."""
 
@@ -72,7 +76,7 @@ class With(Record):
     last: int = 1 << 60
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Return(Record):
     """`return value`, or `yield value`."""
 
@@ -80,7 +84,7 @@ class Return(Record):
     yields: bool = False
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Call(Record):
     """A call. `name`: the last name of what is called; `path`: all of it where it is a dotted name;
     `receiver`: what stands before the last dot; `statement`: the small statement it stands in,
@@ -127,7 +131,7 @@ class Call(Record):
         return None
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Param:
     name: str
     default: cst.BaseExpression | None

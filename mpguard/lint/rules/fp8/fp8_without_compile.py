@@ -7,7 +7,6 @@ import libcst as cst
 from mpguard.edits import Edit
 from mpguard.lint import mend
 from mpguard.lint.facts import Event, Facts
-from mpguard.lint.guard import compatible
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.values import Function
 from mpguard.lint.walk import Call, dotted
@@ -206,17 +205,13 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
         return event.subject is None or facts.from_outside(event.subject, event.call)
 
     def _compiled(self, call: Call, facts: Facts) -> bool:
-        guard = facts.guard_of(call)
-        if any(compatible(event.guard, guard) for event in facts.events("compile")):
+        if facts.compiles(facts.guard_of(call)):
             return True
-        for name, calls in facts.calls.items():
-            if "compile" in name and name != "compile" and any(compatible(facts.guard_of(c), guard) for c in calls):
-                return True
         for scope in facts.reachable(call.scope):
             for each in scope.calls:
                 for alternative in facts.evaluate(each.func, each):
                     atom = alternative.atom
-                    if isinstance(atom, Function) and atom.facts is not facts and atom.facts.events("compile"):
+                    if isinstance(atom, Function) and atom.facts is not facts and atom.facts.compiles():
                         return True
         return False
 

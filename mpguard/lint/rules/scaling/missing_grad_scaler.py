@@ -284,8 +284,9 @@ def train(args, loader, dtype):
         assert backward.subject is not None
         records: list[Record] = [backward.call, *facts.flow.backward(backward.subject, backward.call)]
         for record in records:
-            for region in facts.regions(record):
-                for guard in self._half(region, facts.regions(record)):
+            around = facts.regions(record)
+            for place, region in enumerate(around):
+                for guard in self._half(region, around[place + 1 :], around):
                     both = guard.joined(record.guard, backward.guard)
                     if both.possible and "mixed_precision" not in both.flags() and region.facts is facts:
                         assert region.call is not None
@@ -296,11 +297,12 @@ def train(args, loader, dtype):
                 if both.possible and self._weights(cast, backward, both, facts):
                     yield "FP16 weights", cast.span, both
 
-    def _half(self, region: Region, around: tuple[Region, ...]) -> list[Guard]:
-        if region.kind != "autocast" or region.call is None:
+    def _half(self, region: Region, inner: tuple[Region, ...], around: tuple[Region, ...]) -> list[Guard]:
+        """The guards under which an FP16 region is in force: nothing inside it says otherwise, gradients are made."""
+        if region.kind != "autocast" or region.call is None or any(other.kind == "no_grad" for other in around):
             return []
-        if any(other.kind == "no_grad" for other in around) or around[-1] is not region and around[-1].kind == "autocast":
-            return []  # the innermost decides
+        if any(o.kind == "autocast" and (not o.guard.possible or compatible(o.guard, region.guard)) for o in inner):
+            return []
         return region.may_be("float16")
 
     def _weights(self, cast: Event, backward: Event, guard: Guard, facts: Facts) -> bool:
@@ -347,9 +349,7 @@ def train(args, loader, dtype):
                     return True
             for uses in scope.uses.values():
                 for use in uses:
-                    last = use.path.rsplit(".", 1)[-1]
                     if _MAYBE.search(use.path) and compatible(use.guard, guard) and not self._data_scaler(use.path, facts):
-                        del last
                         return True
             for call in scope.calls:
                 if not compatible(facts.guard_of(call), guard):

@@ -1,0 +1,330 @@
+"""Shapes of real code that the Python rules must tell apart: `# !CODE` marks each reported line, all others are silent."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+import pytest
+
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Rule, rules
+from mpguard.lint.source import Source
+
+PYTHON = {code: rule for code, rule in rules(own_only=True).items() if issubclass(rule, Rule)}
+MARK = re.compile(r"#\s*!(MPG\d+(?:,MPG\d+)*)\s*$")
+
+
+def found(code: str) -> set[tuple[int, str]]:
+    source = Source.parse(code.encode(), "example.py")
+    facts = Facts(source)
+    return {
+        (source.position(diagnostic.span[0])[0], diagnostic.code)
+        for rule in PYTHON.values()
+        for diagnostic in rule().check(facts)
+    }
+
+
+def marked(code: str) -> set[tuple[int, str]]:
+    return {
+        (number, each)
+        for number, line in enumerate(code.splitlines(), 1)
+        if (mark := MARK.search(line))
+        for each in mark.group(1).split(",")
+    }
+
+
+SHAPES = {
+    "a class of one's own, cast where it is built": """
+        import torch
+        class Net(torch.nn.Module):
+            def forward(self, x):
+                return x
+        model = Net().half().cuda()  # !MPG101
+        optimizer = torch.optim.Adam(model.parameters())
+        for x in loader:
+            loss = model(x).mean()
+            loss.backward()  # !MPG201
+            optimizer.step()
+    """,
+    "a batch in a dict, cast value by value": """
+        import torch
+        def train(model, loader):
+            optimizer = torch.optim.Adam(model.parameters())
+            for batch in loader:
+                batch = {k: v.half() for k, v in batch.items()}  # !MPG101
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+    """,
+    "casts in a tuple and in an arm": """
+        import torch
+        def train(args, model, loader, device):
+            optimizer = torch.optim.Adam(model.parameters())
+            for data, target in loader:
+                data, target = data.to(device).half(), target.to(device)  # !MPG101
+                data = data.half() if args.fp16 else data  # !MPG101
+                loss = torch.nn.functional.mse_loss(model(data), target)
+                loss.backward()
+                optimizer.step()
+    """,
+    "a step that Lightning differentiates": """
+        import lightning as L
+        import torch
+        class Lit(L.LightningModule):
+            def training_step(self, batch, index):
+                x = batch["x"].half()  # !MPG101
+                return self.model(x).mean()
+            def validation_step(self, batch, index):
+                return self.model(batch["x"].half()).mean()
+    """,
+    "a model for a Trainer": """
+        from transformers import AutoModelForCausalLM, Trainer
+        model = AutoModelForCausalLM.from_pretrained("gpt2").half()  # !MPG101
+        trainer = Trainer(model=model, args=args)
+        trainer.train()
+    """,
+    "the base of a LoRA": """
+        from peft import get_peft_model
+        from transformers import AutoModelForCausalLM, Trainer
+        model = AutoModelForCausalLM.from_pretrained("gpt2").half()
+        model = get_peft_model(model, config)
+        Trainer(model=model, args=args).train()
+    """,
+    "a dtype in a class, and one by default": """
+        import torch
+        class Config:
+            dtype = torch.float16
+        def cast(x, dtype=torch.half):
+            return x.to(dtype)  # !MPG101
+        def train(model, loader):
+            optimizer = torch.optim.Adam(model.parameters())
+            for x in loader:
+                y = cast(x)
+                loss = model(y, x.to(Config.dtype)).mean()  # !MPG101
+                loss.backward()
+                optimizer.step()
+    """,
+    "a library's module": """
+        import torch
+        class Attention(torch.nn.Module):
+            def forward(self, q, k):
+                return torch.softmax(q.half() @ k.half(), -1)
+    """,
+    "inference, conversion and checkpoints": """
+        import copy
+        import torch
+        def train(model, loader):
+            optimizer = torch.optim.Adam(model.parameters())
+            for x in loader:
+                model(x).mean().backward()
+                optimizer.step()
+            torch.save({"model": copy.deepcopy(model).half(), "ema": model.half().state_dict()}, "x.pt")
+        def predict(model, x):
+            return model.half()(x.half())
+        def convert(path):
+            state = torch.load(path)
+            return {k: v.half() for k, v in state.items()}
+        def main():
+            with torch.inference_mode():
+                helper(load().half())
+        def helper(model):
+            return model.half()
+    """,
+    "a decorated forward": """
+        import torch
+        from torch.cuda.amp import autocast  # !MPG302
+        class Net(torch.nn.Module):
+            @autocast()
+            def forward(self, x):
+                return self.layer(x)
+        def main(loader):
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            for x in loader:
+                loss = model(x).sum()
+                loss.backward()  # !MPG201
+                optimizer.step()
+    """,
+    "a context in a variable": """
+        import torch
+        from contextlib import nullcontext
+        def main(args, loader, model):
+            context = torch.autocast("cuda", dtype=torch.float16) if args.amp else nullcontext()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            for i, x in enumerate(loader):
+                with context:
+                    loss = model(x).sum() / 4
+                loss.backward()  # !MPG201
+                if (i + 1) % 4 == 0:
+                    optimizer.step()
+    """,
+    "a loop in a function, its optimizer from the caller": """
+        import torch
+        def epoch(model, loader, optimizer):
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            for x in loader:
+                with torch.autocast(device):
+                    loss = model(x).sum()
+                loss.backward()  # !MPG201
+                optimizer.step()
+        def main():
+            model = torch.nn.Linear(8, 8)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            epoch(model, loader, optimizer)
+    """,
+    "a closure": """
+        import torch
+        def main(loader):
+            model = torch.nn.Linear(8, 8)
+            optimizer = torch.optim.LBFGS(model.parameters())
+            for x in loader:
+                def closure():
+                    optimizer.zero_grad()
+                    with torch.autocast(device_type="cuda", dtype=torch.half):
+                        loss = model(x).sum()
+                    loss.backward()  # !MPG201
+                    return loss
+                optimizer.step(closure)
+    """,
+    "autocast of a context manager of one's own": """
+        import contextlib
+        import torch
+        @contextlib.contextmanager
+        def mixed(enabled):
+            with torch.autocast("cuda", dtype=torch.float16, enabled=enabled):
+                yield
+        def main(args, loader):
+            model = torch.nn.Linear(8, 8)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            for x in loader:
+                with mixed(args.amp):
+                    loss = model(x).sum()
+                loss.backward()  # !MPG201
+                optimizer.step()
+    """,
+    "a scaler by another name, in another function, under the same flag": """
+        import torch
+        def build(args):
+            return torch.amp.GradScaler("cuda", enabled=args.amp)
+        def main(args, loader):
+            gs = build(args)
+            model = torch.nn.Linear(8, 8)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            for x in loader:
+                with torch.autocast("cuda", enabled=args.amp):
+                    loss = model(x).sum()
+                if args.amp:
+                    gs.scale(loss).backward()
+                    gs.step(optimizer)
+                    gs.update()
+                else:
+                    loss.backward()
+                    optimizer.step()
+    """,
+    "early return and exclusive flags": """
+        import torch
+        def step(args, model, optimizer, scaler, x):
+            if not args.fp16:
+                loss = model(x).sum()
+                loss.backward()
+                optimizer.step()
+                return
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(x).sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    """,
+    "a data scaler is no GradScaler": """
+        import torch
+        from sklearn.preprocessing import StandardScaler
+        scaler = StandardScaler()
+        data = scaler.fit_transform(data)
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for x in loader:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(x).sum()
+            loss.backward()  # !MPG201
+            optimizer.step()
+    """,
+    "Accelerate scales": """
+        import torch
+        from accelerate import Accelerator
+        accelerator = Accelerator(mixed_precision="fp16")
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for x in loader:
+            with accelerator.autocast():
+                loss = model(x).sum()
+            accelerator.backward(loss)
+            optimizer.step()
+    """,
+    "hand-made scaling is another rule's": """
+        import torch
+        def main(loader, loss_scale):
+            model = torch.nn.Linear(8, 8)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            for x in loader:
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = model(x).sum()
+                (loss * loss_scale).backward()
+                for p in model.parameters():
+                    p.grad.div_(loss_scale)
+                optimizer.step()
+    """,
+    "step past the scaler in one arm only": """
+        import torch
+        def main(args, loader, model):
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            scaler = torch.amp.GradScaler("cuda")
+            for i, x in enumerate(loader):
+                loss = model(x).sum()
+                scaler.scale(loss).backward()
+                if args.clip:
+                    optimizer.step()  # !MPG203
+                else:
+                    scaler.step(optimizer)
+                scaler.update()
+    """,
+    "a scheduler steps beside the scaler": """
+        import torch
+        def main(loader, model, ema, profiler, env):
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            scaler = torch.amp.GradScaler("cuda")
+            for x in loader:
+                scaler.scale(model(x).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+                ema.step(model)
+                profiler.step()
+                env.step(x)
+    """,
+    "float8 on the way of a class, compiled by a decorator elsewhere": """
+        import torch
+        from torchao.float8 import convert_to_float8_training as to_fp8
+        class Run:
+            def __init__(self):
+                self.model = torch.nn.Linear(16, 16)
+                to_fp8(self.model)
+            @torch.compile
+            def step(self, x):
+                return self.model(x)
+    """,
+    "float8 of a class, never compiled": """
+        import torch
+        from torchao.float8 import convert_to_float8_training as to_fp8
+        class Run:
+            def __init__(self):
+                self.model = torch.nn.Linear(16, 16)
+                to_fp8(self.model)  # !MPG401
+    """,
+}
+
+
+@pytest.mark.parametrize("code", SHAPES.values(), ids=SHAPES)
+def test_shape(code: str) -> None:
+    code = textwrap.dedent(code)
+    assert found(code) == marked(code)
