@@ -213,7 +213,7 @@ accelerator = Accelerator(mixed_precision="fp16")
         notes = []
         for config in configs:
             entry = next((e for key in _KEYS if (e := config.entry(key)) is not None), None)
-            text = f"{config.path} says `{config.mixed_precision}`"
+            text = f"{'the config' if entry is not None else config.path} says `{config.mixed_precision}`"
             notes.append(Note(text, entry.span if entry is not None else None, config.path if entry is not None else None))
         wanted = "` or `".join(dict.fromkeys(str(config.mixed_precision) for config in configs))
         return self.at(place, what=what, found=found, wanted=wanted, notes=tuple(notes))
