@@ -281,7 +281,7 @@ def test_grad_scaler_of_accelerate_is_the_policys() -> None:
     assert torch.amp.GradScaler("cpu", **handler.to_kwargs()).get_scale() == 512.0
 
 
-def test_transformer_engine_handlers_need_transformer_engine() -> None:
+def test_transformer_engine_handlers_need_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = mpguard.recipe("bf16_with_fp8_delayed_scaling_mixed")
     assert get("accelerate").arguments(policy)["kwargs_handlers"] == {
         "TERecipeKwargs": {
@@ -289,6 +289,7 @@ def test_transformer_engine_handlers_need_transformer_engine() -> None:
             "use_mxfp8_block_scaling": False,
         }
     }  # fmt: skip
+    monkeypatch.setattr(get("te"), "library", "a_library_that_nobody_has")
     with pytest.raises(MissingExtra, match=r"mpguard\[te\]"):
         to(policy, "accelerate")
 

@@ -85,3 +85,29 @@ def test_a_layer_trains_under_the_recipe(name: str) -> None:
     step()
     assert layer.weight.grad.isfinite().all()
     assert layer.weight.grad.abs().sum() > 0
+
+
+class Probe(torch.nn.Module):
+    """Notes the recipe that is in force where it stands."""
+
+    recipe: Any = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        self.recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+        return inputs
+
+
+def test_accelerate_hands_the_policy_on_to_transformer_engine() -> None:
+    from accelerate import Accelerator
+
+    policy = mpguard.recipe("bf16_with_fp8_delayed_scaling_mixed").replace(fp8_margin=2, fp8_amax_history_len=32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mpguard.NotCarried)
+        accelerator = Accelerator(**policy.to("accelerate"))
+    probe = Probe()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), probe)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.randn(32, 64, device="cuda"))
+    assert probe.recipe == built(policy)
