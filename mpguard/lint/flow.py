@@ -178,9 +178,9 @@ class _Forward:
 
     def taint(self, key: str, scope: Scope, order: int) -> None:
         """Follows all uses of a name that may have the value."""
-        if (key, scope) in self.seen or self.left <= 0:
+        if (key, scope, order) in self.seen or self.left <= 0:
             return
-        self.seen.add((key, scope))
+        self.seen.add((key, scope, order))
         places: list[Scope] = list(scope.descendants())
         if key.startswith("self.") and scope.owner is not None:
             places = list(scope.owner.descendants())

@@ -166,6 +166,7 @@ else:
     from torch.cuda.amp import GradScaler  # !
 
 scaler = GradScaler()
+context = autocast()
 """
         ),
         Bad(
@@ -204,6 +205,8 @@ if hasattr(torch, "amp"):
     context = torch.amp.autocast("cuda")
 else:
     context = torch.cuda.amp.autocast()
+
+from torch.cuda.amp import autocast as unused
 
 TORCH_2_4 = False
 if not TORCH_2_4:
@@ -253,8 +256,8 @@ def check(scaler: torch.cuda.amp.GradScaler):
             statements.setdefault(binding.statement or binding.node, []).append(binding)
         for statement, found in statements.items():
             whole = [b for b in found if f"{b.target}.{b.name}" in _MODULES or b.kind == "import"]
-            if whole and not any(self._uses(b, facts) for b in whole):
-                continue  # the module, and nothing deprecated of it
+            if not any(self._uses(b, facts) for b in found):
+                continue  # nothing of it is used here
             first = found[0]
             module = first.target if first.target in _MODULES else f"{first.target}.{first.name}"
             old = module if whole or len(found) > 1 else f"{module}.{first.name}"
@@ -289,7 +292,7 @@ def check(scaler: torch.cuda.amp.GradScaler):
         for binding in found:
             uses = self._uses(binding, facts)
             if not uses or len(binding.scope.bindings[binding.key]) > 1:
-                return None  # perhaps for others to import from here; or a stand-in in another arm, called alike
+                return None  # others may import it from here; or another arm has a stand-in, called alike
             for use in uses:
                 made = self._use(use, use.path[len(binding.key) + 1 :] or binding.name, _MODULES[module], facts)
                 if made is None:
