@@ -281,6 +281,21 @@ def test_grad_scaler_of_accelerate_is_the_policys() -> None:
     assert torch.amp.GradScaler("cpu", **handler.to_kwargs()).get_scale() == 512.0
 
 
+@pytest.mark.parametrize(("compiled", "backend"), [(True, "INDUCTOR"), (False, "NO")])
+def test_compile_reaches_accelerate_and_the_trainer(
+    compiled: bool, backend: str, arguments_of: Any, tmp_path: Path
+) -> None:
+    from accelerate import Accelerator
+
+    policy = Policy(bf16=True, compile=compiled)
+    config, _ = inject({**BASE, "dynamo_backend": "EAGER"}, policy, "accelerate")
+    assert "dynamo_backend" not in config
+    assert (launched(config, tmp_path).dynamo_backend or "no").upper() == backend
+    assert arguments_of(**to(policy, "transformers")).torch_compile is compiled
+    accelerator = Accelerator(cpu=True, **to(policy, "accelerate"))
+    assert accelerator.state.dynamo_plugin.backend.value == backend
+
+
 def test_transformer_engine_handlers_need_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = mpguard.recipe("bf16_with_fp8_delayed_scaling_mixed")
     assert get("accelerate").arguments(policy)["kwargs_handlers"] == {

@@ -146,7 +146,7 @@ def _means(dtype: Dtype) -> Callable[[Any], bool]:
 
 @deepspeed.recognised
 def is_config(config: Mapping[str, Any]) -> bool:
-    """Sections of DeepSpeed that no other JSON has; a bare `fp16` section is not enough."""
+    """Keys that DeepSpeed alone has, or a section of it with an `enabled` switch."""
     keys = (
         "zero_optimization",
         "train_micro_batch_size_per_gpu",
