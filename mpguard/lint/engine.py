@@ -181,7 +181,7 @@ class Engine:
     def _python(self, data: bytes, target: Target, chosen: Selection) -> Checked:
         on = [rule for code, rule in self.rules.items() if code in chosen.codes and issubclass(rule, Rule)]
         speaking = gate.relevant(data, on)
-        judged = suppress.JUDGED.search(data) is not None
+        judged = suppress.may_be_judged(data)
         if not speaking and not judged and not target.named and SYNTAX not in chosen.asked:
             return Checked(Lines(""), [], [], [])
 

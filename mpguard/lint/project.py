@@ -112,7 +112,7 @@ class Project:
         if self._exhausted:
             self._modules.clear()  # they may know less than they would with a budget of their own
         self._budget_modules, self._budget_bytes, self._exhausted = MOST_MODULES, MOST_BYTES, False
-        self._counted = {os.path.realpath(path)}
+        self._counted = {path}
 
     def gpu(self, path: str) -> str | None:
         """What the code is said to run on (`--gpu`, `[tool.mpguard] gpu`), or None."""
@@ -150,7 +150,7 @@ class Project:
         if path is None:
             return None
         key = os.path.realpath(path)
-        if key not in self._counted:
+        if key not in self._counted and path not in self._counted:
             size = Path(path).stat().st_size
             if self._budget_modules < 1 or size > self._budget_bytes:
                 self._exhausted = True

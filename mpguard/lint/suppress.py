@@ -24,13 +24,16 @@ from mpguard.lint.selection import Rules, suggestion
 
 UNKNOWN, UNUSED, SYNTAX = "MPG001", "MPG002", "MPG000"
 
-#: A file without these bytes holds no suppression that could be judged; `noqa` alone can only cover.
-JUDGED = re.compile(rb"mpguard\s*:\s*i|noqa[^\n\r]*MPG", re.I)
-
+_JUDGED = re.compile(rb"mpguard\s*:\s*i|noqa[^\n\r]*MPG", re.I)
 _CODE = r"[A-Za-z]+[0-9]+"
 _NOQA = re.compile(rf"#\s*noqa\b(?:\s*:\s*(?P<codes>{_CODE}(?:[\s,]+{_CODE})*))?", re.I)
 _OWN = re.compile(r"#\s*mpguard\s*:\s*(?P<verb>i[\w-]*)\s*(?P<list>\[(?P<codes>[^\]#]*)\])?", re.I)
 _VERBS = ("ignore", "ignore-file")
+
+
+def may_be_judged(data: bytes) -> bool:
+    """Whether a file may hold a suppression that is judged; others can only cover what is reported."""
+    return (b"mpguard" in data or b"MPG" in data) and _JUDGED.search(data) is not None
 
 
 @dataclasses.dataclass(frozen=True)
