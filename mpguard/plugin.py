@@ -288,13 +288,17 @@ def carriers(field: str) -> list[str]:
     return [name for name, each in plugins().items() if field in each.carries]
 
 
+#: Fields that save memory and change no number.
+MEMORY_ONLY = frozenset({"reuse_grad_buf_for_mxfp8_param_ag"})
+
+
 def fields_that_matter(policy: Policy, strategy: str | None = None) -> list[str]:
     """The fields that a target must carry for the policy to be in force.
 
     Those that are not at their default; and under a strategy that shards, the reduction and the
     master weights of low-precision runs, since the frameworks' defaults for them are other ones (S13).
     """
-    matter = [name for name in FIELD_NAMES if policy.explicit(name)]
+    matter = [name for name in FIELD_NAMES if policy.explicit(name) and name not in MEMORY_ONLY]
     if strategy and strategy.startswith(("fsdp", "deepspeed")) and policy.low_precision:
         matter += [name for name in ("grad_reduce_in_fp32", "master_dtype") if name not in matter]
     if policy.fp8_param:
