@@ -120,6 +120,7 @@ def exported(tmp_path: Path, config: str) -> dict[str, str]:
         cwd=tmp_path, capture_output=True, text=True, timeout=240, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ACCELERATE_MIXED_PRECISION") == 1, "one process"
     result: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -135,3 +136,17 @@ def test_behaviour_of_the_wizards_keys(tmp_path: Path) -> None:
     assert variables.get("ACCELERATE_FP8_AMAX_HISTORY_LEN") != "16"
     variables = exported(tmp_path, config.format(key="amax_history_len"))
     assert variables["ACCELERATE_FP8_AMAX_HISTORY_LEN"] == "16"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("MULTI_CPU", "True"), ("FSDP", None), ("DEEPSPEED", None), ("MULTI_GPU", None)]
+)
+def test_behaviour_of_use_cpu(tmp_path: Path, kind: str, said: str | None) -> None:
+    """What MPG811 says, seen: only the launcher of single processes hands `use_cpu` on, and MULTI_CPU is one."""
+    processes = 2 if kind == "MULTI_CPU" else 1
+    variables = exported(
+        tmp_path,
+        f"compute_environment: LOCAL_MACHINE\ndistributed_type: {kind}\nmixed_precision: 'no'\nuse_cpu: true\n"
+        f"num_machines: 1\nnum_processes: {processes}\nmain_process_port: 0\n",
+    )
+    assert variables.get("ACCELERATE_USE_CPU") == said

@@ -343,6 +343,17 @@ def test_a_terminal_gets_colours_unless_no_color() -> None:
     assert "\x1b[" not in plain and "MPG801" in plain
 
 
+def test_names_and_text_that_the_output_cannot_encode() -> None:
+    Path(os.fsdecode(b"a\xff.yaml")).write_text(WIZARD + "  说明: 1\n")
+    Path("new\nline.yaml").write_text(WIZARD)
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for arguments in (["."], ["--format", "json", "."], ["--diff", "."]):
+        command = [sys.executable, "-m", "mpguard", "lint", *arguments]
+        done = subprocess.run(command, capture_output=True, timeout=60, env=environment)
+        assert done.returncode == 1
+        assert b"Traceback" not in done.stderr
+
+
 # -- fixes on disk ------------------------------------------------------------------------------------
 
 

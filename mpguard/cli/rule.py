@@ -49,10 +49,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(page: str) -> None:
-    from mpguard.lint.report import coloured
+    from mpguard.lint.report import coloured, write
 
     if not coloured(sys.stdout):
-        print(page)
+        write([(line, "")] for line in page.splitlines())
         return
     from rich.console import Console
     from rich.markdown import Markdown

@@ -256,7 +256,7 @@ class Engine:
             and re.search(rb"noqa|mpguard\s*:\s*i", data, re.I)
         ):
             comments = suppress.in_yaml(lines)
-        encode = None if read.root is None else read.encoded
+        encode = None if read.root is None and read.problems else read.encoded
         checked = self._finish(target, chosen, _Said(lines, diagnostics, ran, comments, defects, encode))
         checked.ours = target.named or kind is not None or bool(checked.findings)
         return checked

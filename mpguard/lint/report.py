@@ -7,6 +7,7 @@ colours say nothing that the words do not. rich is imported for a terminal only.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import sys
@@ -264,6 +265,8 @@ def _clean(text: str) -> str:
 def write(lines: Iterable[Line], stream: TextIO | None = None) -> None:
     """Prints lines: in colour on a terminal (unless NO_COLOR is set), as plain text elsewhere."""
     stream = sys.stdout if stream is None else stream
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")  # a file's text may hold what the terminal's encoding cannot
     if not coloured(stream):
         for line in lines:
             print("".join(text for text, _ in line), file=stream)
