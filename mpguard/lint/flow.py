@@ -25,13 +25,20 @@ _MOST = 400
 
 #: Methods and functions whose result carries no gradient, or that only look.
 _STOPS = frozenset({
-    "item", "detach", "detach_", "numpy", "tolist", "size", "dim", "numel", "data_ptr", "element_size", "state_dict", "get_device",
-    "is_floating_point", "argmax", "argmin", "print", "len", "isinstance", "type_as", "str", "repr", "int", "bool", "hash",
-    "format", "save", "save_pretrained", "save_model", "save_file", "savez", "dump", "info", "debug", "warning", "log", "log_metrics",
-    "add_scalar", "write", "assert_close", "allclose", "equal", "finfo", "stop_gradient", "hasattr", "getattr", "id", "load_state_dict",
-    "summary", "export", "trace", "script", "update_parameters", "generate", "predict", "evaluate", "named_modules", "modules",
+    "item", "detach", "detach_", "numpy", "tolist", "size", "dim", "numel", "data_ptr", "element_size", "state_dict",
+    "get_device",
+    "is_floating_point", "argmax", "argmin", "print", "len", "isinstance", "type_as", "str", "repr", "int", "bool",
+    "hash",
+    "format", "save", "save_pretrained", "save_model", "save_file", "savez", "dump", "info", "debug", "warning",
+    "log", "log_metrics",
+    "add_scalar", "write", "assert_close", "allclose", "equal", "finfo", "stop_gradient", "hasattr", "getattr", "id",
+    "load_state_dict",
+    "summary", "export", "trace", "script", "update_parameters", "generate", "predict", "evaluate", "named_modules",
+    "modules",
 })  # fmt: skip
-_LOOKS = frozenset({"shape", "device", "dtype", "ndim", "config", "requires_grad", "is_cuda", "data", "grad", "__class__", "training"})
+_LOOKS = frozenset(
+    {"shape", "device", "dtype", "ndim", "config", "requires_grad", "is_cuda", "data", "grad", "__class__", "training"}
+)
 _GATHERS = frozenset({"append", "extend", "add", "insert", "setdefault", "appendleft"})
 #: Methods whose result a framework calls `backward` on.
 _FRAMEWORK_STEPS = frozenset({"training_step", "compute_loss"})
@@ -66,6 +73,7 @@ class Reach:
 class Flow:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
+        self._frozen: dict[str, bool] = {}
 
     def forward(self, node: cst.CSTNode, at: Record, guard: Guard | None = None) -> Reach:
         """What the value of an expression reaches."""
@@ -83,9 +91,12 @@ class Flow:
         walk.expression(node, at.scope, at.order, at.guard, depth)
         return walk.found
 
-    def frozen(self, key: str, at: Record) -> bool:
+    def frozen(self, key: str) -> bool:
         """Whether a model of this name is never trained: `requires_grad_(False)`, `eval()` and never `train()`."""
-        return _frozen(self.facts, key.rsplit(".", 1)[-1], at)
+        name = key.rsplit(".", 1)[-1]
+        if name not in self._frozen:
+            self._frozen[name] = _frozen(self.facts, name)
+        return self._frozen[name]
 
 
 class _Forward:
@@ -109,7 +120,9 @@ class _Forward:
             self.seen.add(("node", node))
             self.left -= 1
             parent = parents.get(node)
-            if parent is None or isinstance(parent, (cst.Expr, cst.If, cst.While, cst.Comparison, cst.Index, cst.Slice, cst.Assert)):
+            if parent is None or isinstance(
+                parent, (cst.Expr, cst.If, cst.While, cst.Comparison, cst.Index, cst.Slice, cst.Assert)
+            ):
                 return
             if isinstance(parent, cst.Attribute):
                 if parent.attr.value in _LOOKS:
@@ -125,11 +138,12 @@ class _Forward:
                 node = parent
             elif isinstance(parent, cst.Arg):
                 call = self.facts.walker.call_of.get(parents[parent])
-                if call is None or not self.argument(call, parent, at):
+                if call is None or not self.argument(call, parent):
                     return
                 node, at = call.node, call
             elif isinstance(parent, cst.Assign):
-                self.assigned(node, parent, at)
+                for target in parent.targets:
+                    self.bind(target.target, at)
                 return
             elif isinstance(parent, (cst.AnnAssign, cst.AugAssign)):
                 self.bind(parent.target, at)
@@ -144,7 +158,11 @@ class _Forward:
                 self.bind(parent.target, at)
                 return
             elif isinstance(parent, (cst.ListComp, cst.GeneratorExp, cst.SetComp, cst.DictComp)):
-                if node not in (getattr(parent, "elt", None), getattr(parent, "key", None), getattr(parent, "value", None)):
+                if node not in (
+                    getattr(parent, "elt", None),
+                    getattr(parent, "key", None),
+                    getattr(parent, "value", None),
+                ):
                     self.bind(parent.for_in.target, at)
                     return
                 node = parent
@@ -153,16 +171,12 @@ class _Forward:
                     if item.item is node and item.asname is not None:
                         self.bind(item.asname.name, at)
                 return
-            elif isinstance(parent, cst.IfExp) and node is parent.test:
-                return
-            elif isinstance(parent, (cst.FunctionDef, cst.ClassDef, cst.Decorator, cst.Lambda)):
+            elif (isinstance(parent, cst.IfExp) and node is parent.test) or isinstance(
+                parent, (cst.FunctionDef, cst.ClassDef, cst.Decorator, cst.Lambda)
+            ):
                 return
             else:
                 node = parent
-
-    def assigned(self, node: cst.CSTNode, statement: cst.Assign, at: Record) -> None:
-        for target in statement.targets:
-            self.bind(target.target, at)
 
     def bind(self, target: cst.CSTNode, at: Record) -> None:
         if isinstance(target, (cst.Tuple, cst.List)):
@@ -195,7 +209,9 @@ class _Forward:
                     continue
                 if place is scope and use.order <= order:
                     continue
-                if not compatible(self.guard, use.guard) or self.rebound(key, place if key.startswith("self.") else scope, order, use):
+                if not compatible(self.guard, use.guard) or self.rebound(
+                    key, place if key.startswith("self.") else scope, order, use
+                ):
                     continue
                 if self._quiet(use):
                     continue
@@ -217,7 +233,9 @@ class _Forward:
 
     def _quiet(self, record: Record) -> bool:
         """Whether it stands where no gradient is made."""
-        return any(region.kind == "no_grad" and not (region.guard - record.guard) for region in self.facts.regions(record))
+        return any(
+            region.kind == "no_grad" and not (region.guard - record.guard) for region in self.facts.regions(record)
+        )
 
     def used(self, rest: str, use: Record) -> None:
         parts = rest.split(".") if rest else []
@@ -251,7 +269,7 @@ class _Forward:
             return False
         return True
 
-    def argument(self, call: Call, arg: cst.Arg, at: Record) -> bool:
+    def argument(self, call: Call, arg: cst.Arg) -> bool:
         """The value is handed to a call: whether the call's result carries on."""
         facts, name = self.facts, call.name
         if name in ("backward", "manual_backward"):
@@ -271,7 +289,7 @@ class _Forward:
             if "accelerator" in kinds or "accelerator" in dotted(call.receiver).lower():
                 self.sink("prepare", call)
                 return True
-        if call.receiver is not None and _frozen(facts, dotted(call.receiver).rsplit(".", 1)[-1], call):
+        if call.receiver is not None and facts.flow.frozen(dotted(call.receiver)):
             self.sink("frozen", call)
             return False
         carries, known = False, False
@@ -327,7 +345,7 @@ class _Forward:
             return False
         if kind == "pipeline":
             return False
-        if call.path and _frozen(self.facts, call.path.rsplit(".", 1)[-1], call):
+        if call.path and self.facts.flow.frozen(call.path):
             self.sink("frozen", call)
             return False
         if kind == "optimizer":
@@ -351,7 +369,7 @@ class _Forward:
             name = arg.keyword.value
         elif arg.value in call.positional:
             params = [p for p in scope.params if p.kind == "plain"]
-            if scope.is_method and not any(dotted(d) == "staticmethod" for d in scope.decorators):
+            if scope.is_bound:
                 params = params[1:]
             place = call.positional.index(arg.value)
             name = params[place].name if place < len(params) else None
@@ -402,7 +420,9 @@ class _Backward:
             bindings = [
                 b
                 for b in scope.bindings.get(key, ())
-                if b.order < order and compatible(b.guard, guard) and b.kind in ("assign", "element", "augmented", "item", "with", "for")
+                if b.order < order
+                and compatible(b.guard, guard)
+                and b.kind in ("assign", "element", "augmented", "item", "with", "for")
             ] or self.facts.values.reaching(key, scope, order, guard)
             for binding in bindings:
                 if binding in self.seen:
@@ -431,7 +451,7 @@ class _Backward:
                     self.expression(each.value, scope, each.order, guard, depth - 1)
 
 
-def _frozen(facts: Facts, name: str, at: Record) -> bool:
+def _frozen(facts: Facts, name: str) -> bool:
     """Whether the file freezes, or only evaluates, what goes by this (last) name."""
     if not name or name == "self":
         return False
@@ -463,7 +483,9 @@ def _frozen(facts: Facts, name: str, at: Record) -> bool:
                         frozen = True
                     elif isinstance(above, cst.Arg):
                         outer = facts.walker.call_of.get(facts.walker.parents[above])
-                        if outer is not None and any(names.kind_of(path) == "optimizer" for _, path in facts.paths(outer)):
+                        if outer is not None and any(
+                            names.kind_of(path) == "optimizer" for _, path in facts.paths(outer)
+                        ):
                             trained = True
         for bindings in scope.bindings.items():
             key, made = bindings
@@ -474,7 +496,12 @@ def _frozen(facts: Facts, name: str, at: Record) -> bool:
                 if "requires_grad_" in chained and chained["requires_grad_"] == (False,):
                     frozen = True
                 evaluated = evaluated or "eval" in chained
-    for call in (*facts.calls.get("freeze", ()), *facts.calls.get("freeze_model", ()), *facts.calls.get("freeze_params", ()), *facts.calls.get("freeze_module", ())):
+    for call in (
+        *facts.calls.get("freeze", ()),
+        *facts.calls.get("freeze_model", ()),
+        *facts.calls.get("freeze_params", ()),
+        *facts.calls.get("freeze_module", ()),
+    ):
         if any(dotted(each).rsplit(".", 1)[-1] == name for each in call.positional):
             frozen = True
     return frozen or (evaluated and not trained)

@@ -13,18 +13,18 @@ from mpguard.lint.facts import Facts
 from mpguard.lint.walk import Call, Record
 
 
-def replaced(facts: Facts, node: cst.CSTNode, at: Record, text: str) -> Edit:
+def replaced(node: cst.CSTNode, at: Record, text: str) -> Edit:
     """The node's code becomes `text`."""
-    return Edit(*facts.span(node, at), text)
+    return Edit(*at.chunk.span(node), text)
 
 
-def without_method(facts: Facts, call: Call, instead: str = "") -> Edit:
+def without_method(call: Call, instead: str = "") -> Edit:
     """`receiver.method(...)` becomes `receiver`, or `receiver` and what is given instead."""
     assert call.receiver is not None
     return Edit(call.chunk.outer_span(call.receiver)[1], call.span[1], instead)
 
 
-def without_argument(facts: Facts, call: Call, value: cst.BaseExpression) -> Edit:
+def without_argument(call: Call, value: cst.BaseExpression) -> Edit:
     """One argument of a call is removed, with its keyword and one comma."""
     spans = [(arg.value, call.chunk.outer_span(arg)) for arg in call.node.args]
     place = next(i for i, (each, _) in enumerate(spans) if each is value)

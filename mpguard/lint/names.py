@@ -9,9 +9,11 @@ import re
 
 #: Dotted name -> dtype. Tensor types count as their dtype.
 DTYPES = {
-    "torch.float16": "float16", "torch.half": "float16", "torch.HalfTensor": "float16", "torch.cuda.HalfTensor": "float16",
+    "torch.float16": "float16", "torch.half": "float16", "torch.HalfTensor": "float16", "torch.cuda.HalfTensor":
+    "float16",
     "torch.bfloat16": "bfloat16", "torch.BFloat16Tensor": "bfloat16", "torch.cuda.BFloat16Tensor": "bfloat16",
-    "torch.float32": "float32", "torch.float": "float32", "torch.FloatTensor": "float32", "torch.cuda.FloatTensor": "float32",
+    "torch.float32": "float32", "torch.float": "float32", "torch.FloatTensor": "float32", "torch.cuda.FloatTensor":
+    "float32",
     "torch.float64": "float64", "torch.double": "float64",
     "torch.float8_e4m3fn": "float8_e4m3fn", "torch.float8_e5m2": "float8_e5m2",
     "torch.float8_e4m3fnuz": "float8_e4m3fnuz", "torch.float8_e5m2fnuz": "float8_e5m2fnuz",
@@ -31,51 +33,74 @@ AUTOCASTS = frozenset({
     "torch.cpu.amp.autocast", "torch.cpu.amp.autocast_mode.autocast",
 })  # fmt: skip
 SCALER_NAMES = frozenset({"GradScaler", "ShardedGradScaler"})
-NO_GRAD = frozenset({"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.grad_mode.no_grad"})
+NO_GRAD = frozenset(
+    {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.grad_mode.no_grad"}
+)
 FP8_AUTOCASTS = frozenset({"fp8_autocast"})
 CAPITAL = re.compile(r"[A-Z]")
 
 #: The last name of what makes an optimizer, where it is imported from anywhere.
 OPTIMIZERS = frozenset({
-    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "LBFGS", "Adafactor", "Lion", "LAMB",
-    "Lamb", "LARS", "FusedAdam", "FusedLAMB", "FusedSGD", "DeepSpeedCPUAdam", "AdamW8bit", "Adam8bit", "PagedAdamW8bit",
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "LBFGS", "Adafactor",
+    "Lion", "LAMB",
+    "Lamb", "LARS", "FusedAdam", "FusedLAMB", "FusedSGD", "DeepSpeedCPUAdam", "AdamW8bit", "Adam8bit",
+    "PagedAdamW8bit",
     "PagedAdamW", "Muon", "AdaBelief", "Ranger", "SophiaG", "ZeroRedundancyOptimizer", "SparseAdam", "ASGD", "Rprop",
 })  # fmt: skip
 #: Functions of a project that make one by name.
 MAKES_OPTIMIZER = re.compile(r"(?:create|build|get|make|configure|init)\w*_optim(?:izer)?s?$")
-MAKES_MODEL = re.compile(r"(?:create|build|get|make|load|init|initialize)\w*_(?:model|network|net|transformer|unet|gpt|llm)$")
+MAKES_MODEL = re.compile(
+    r"(?:create|build|get|make|load|init|initialize)\w*_(?:model|network|net|transformer|unet|gpt|llm)$"
+)
 #: Wrappers that keep a model a model: the last name.
 PARALLEL = frozenset({
     "DistributedDataParallel", "FullyShardedDataParallel", "ShardedDataParallel", "FSDP", "DDP", "fully_shard",
 })  # fmt: skip
-WRAPPERS = PARALLEL | {"DataParallel", "get_peft_model", "prepare_model_for_kbit_training", "convert_sync_batchnorm", "weight_norm"}
+WRAPPERS = PARALLEL | {
+    "DataParallel",
+    "get_peft_model",
+    "prepare_model_for_kbit_training",
+    "convert_sync_batchnorm",
+    "weight_norm",
+}
 #: Modules whose loss classes are no models to be trained.
 MODEL_ROOTS = ("torch.nn.", "torchvision.models.", "transformer_engine.pytorch.", "segmentation_models_pytorch.")
-MODEL_FACTORIES = frozenset({"timm.create_model", "torch.hub.load", "open_clip.create_model", "timm.models.create_model"})
+MODEL_FACTORIES = frozenset(
+    {"timm.create_model", "torch.hub.load", "open_clip.create_model", "timm.models.create_model"}
+)
 LOADERS = frozenset({"from_pretrained", "from_config", "from_single_file", "load_from_checkpoint", "_from_config"})
 #: Classes with `from_pretrained` that hold no weights.
 WEIGHTLESS = re.compile(r"Tokenizer|Processor|Extractor|Scheduler|Config|Collator|Dataset")
 #: Frameworks that run the training loop, or the backward and the step of one.
-TRAINERS = re.compile(r"\w*Trainer$|Fabric$|LightningLite$|Composer$|Learner$|Runner$|IterBasedRunner$|EpochBasedRunner$")
+TRAINERS = re.compile(
+    r"\w*Trainer$|Fabric$|LightningLite$|Composer$|Learner$|Runner$|IterBasedRunner$|EpochBasedRunner$"
+)
 FRAMEWORK_ROOTS = frozenset({
-    "lightning", "pytorch_lightning", "lightning_fabric", "composer", "fastai", "ignite", "mmcv", "mmengine", "detectron2", "fvcore",
-    "catalyst", "speechbrain", "colossalai", "megatron", "fairscale", "ray", "horovod", "determined", "flair", "allennlp", "monai",
+    "lightning", "pytorch_lightning", "lightning_fabric", "composer", "fastai", "ignite", "mmcv", "mmengine",
+    "detectron2", "fvcore",
+    "catalyst", "speechbrain", "colossalai", "megatron", "fairscale", "ray", "horovod", "determined", "flair",
+    "allennlp", "monai",
 })  # fmt: skip
 TENSOR_MAKERS = frozenset({
-    "tensor", "randn", "rand", "zeros", "ones", "full", "empty", "arange", "linspace", "randint", "from_numpy", "as_tensor", "stack",
+    "tensor", "randn", "rand", "zeros", "ones", "full", "empty", "arange", "linspace", "randint", "from_numpy",
+    "as_tensor", "stack",
     "cat", "zeros_like", "ones_like", "randn_like", "rand_like", "full_like", "empty_like", "eye",
 })  # fmt: skip
 #: Methods that give their own object back.
 SAME = frozenset({
-    "to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "train", "eval", "requires_grad_", "share_memory", "apply",
+    "to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "train", "eval", "requires_grad_",
+    "share_memory", "apply",
     "to_empty", "contiguous", "xpu", "npu", "hpu",
 })  # fmt: skip
 
 #: A method or function of these names does not train, whatever it computes.
 _INFERS = frozenset({
-    "eval", "evaluate", "evaluation", "evaluator", "valid", "validate", "validation", "val", "test", "predict", "prediction",
-    "predictor", "generate", "generation", "generator", "infer", "inference", "sample", "sampling", "export", "onnx", "convert",
-    "conversion", "demo", "benchmark", "bench", "visualize", "pipeline", "score", "embed", "embedding", "encode", "decode", "profile",
+    "eval", "evaluate", "evaluation", "evaluator", "valid", "validate", "validation", "val", "test", "predict",
+    "prediction",
+    "predictor", "generate", "generation", "generator", "infer", "inference", "sample", "sampling", "export", "onnx",
+    "convert",
+    "conversion", "demo", "benchmark", "bench", "visualize", "pipeline", "score", "embed", "embedding", "encode",
+    "decode", "profile",
     "profiler",
 })  # fmt: skip
 _TRAINS = frozenset({"train", "training", "trainer", "fit", "finetune", "pretrain", "optimize", "learn"})

@@ -123,7 +123,7 @@ class _Positions(CodegenState):
     def pop_trailing_newline(self) -> None:
         pass
 
-    def before_codegen(self, node: cst.CSTNode) -> None:
+    def before_codegen(self, node: cst.CSTNode) -> None:  # noqa: ARG002
         self.open.append(self.offset)
 
     def after_codegen(self, node: cst.CSTNode) -> None:
@@ -273,6 +273,7 @@ class Source:
                 counts[-1][1] += 1
             else:
                 counts[-1][0] += len(match.group()) if len(match.group()) > 3 else 1
+                counts[-1][1] = 0
             if counts[-1][0] > MOST_TERMS or arms > MOST_TERMS:
                 self._too_deep(f"an expression of more than {MOST_TERMS} terms", place)
             if counts[-1][1] > 2 * MOST_LINKS:
@@ -307,7 +308,10 @@ def _suspect(text: str) -> bool:
     if text.count("elif") > MOST_TERMS:
         return True
     # chains over many lines: operators at line starts or ends
-    return len(re.findall(r"^[ \t]*(?:\.|[-+*/|&]|and\b|or\b)|(?:[-+*/|&\\.]|and|or)[ \t]*$", text, re.MULTILINE)) > MOST_LINKS // 2
+    return (
+        len(re.findall(r"^[ \t]*(?:\.|[-+*/|&]|and\b|or\b)|(?:[-+*/|&\\.]|and|or)[ \t]*$", text, re.MULTILINE))
+        > MOST_LINKS // 2
+    )
 
 
 def _parsed(text: str) -> cst.Module:

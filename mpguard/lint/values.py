@@ -215,7 +215,7 @@ class Values:
             if dominating and scope.name != "__init__":
                 return _last(local, order, guard)
             owner = scope.owner
-            return self.facts.attributes(owner).get(key[5:], []) if owner is not None else []
+            return self.facts.graph.attributes(owner).get(key[5:], []) if owner is not None else []
         for place in scope.chain():
             if key.split(".", 1)[0] in place.globals:
                 continue
@@ -278,9 +278,8 @@ class Values:
 
     def _param(self, binding: Binding) -> Alternatives:
         scope = binding.scope
-        if scope.is_method and scope.params and scope.params[0].name == binding.key and scope.parent is not None:
-            if not any(dotted(decorator) == "staticmethod" for decorator in scope.decorators):
-                return (self._instance(scope.parent),)
+        if scope.is_bound and scope.params and scope.params[0].name == binding.key and scope.parent is not None:
+            return (self._instance(scope.parent),)
         found: list[Alternative] = []
         callers = self.facts.callers(scope)
         for call in callers:
@@ -301,7 +300,7 @@ class Values:
         if name in call.keywords:
             return call.keywords[name]
         params = [p for p in scope.params if p.kind == "plain"]
-        if scope.is_method and not any(dotted(d) == "staticmethod" for d in scope.decorators):
+        if scope.is_bound:
             params = params[1:]
         place = next((i for i, p in enumerate(params) if p.name == name), None)
         if place is not None and place < len(call.positional):
@@ -337,7 +336,7 @@ class Values:
         if isinstance(atom, (Class, Object)):
             scope = atom.scope if isinstance(atom, Class) else atom.cls
             if scope is not None and atom.facts is not None:
-                bindings = atom.facts.attributes(scope).get(name)
+                bindings = atom.facts.graph.attributes(scope).get(name)
                 if bindings:
                     return tuple(each for binding in bindings for each in atom.facts.values.bound(binding))
             if isinstance(atom, Object):
@@ -384,7 +383,9 @@ class Values:
             return found
         if path == "copy.deepcopy":
             return tuple(
-                Alternative(each.guard, dataclasses.replace(each.atom, call=call)) if isinstance(each.atom, Object) else each
+                Alternative(each.guard, dataclasses.replace(each.atom, call=call))
+                if isinstance(each.atom, Object)
+                else each
                 for each in self.evaluate(call.argument(0), call.scope, call.order)
             )
         if path == "torch.device":
@@ -441,7 +442,9 @@ class Values:
 
 def _prepared(alternatives: Alternatives) -> Alternatives:
     return tuple(
-        Alternative(each.guard, dataclasses.replace(each.atom, prepared=True)) if isinstance(each.atom, Object) else each
+        Alternative(each.guard, dataclasses.replace(each.atom, prepared=True))
+        if isinstance(each.atom, Object)
+        else each
         for each in alternatives
     )
 

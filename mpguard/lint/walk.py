@@ -18,7 +18,22 @@ from libcst._nodes.internal import CodegenState
 from mpguard.lint.guard import ALWAYS, All, Any, Condition, Fixed, Flag, Guard, negated
 from mpguard.lint.source import Chunk
 
-BindingKind = Literal["assign", "element", "for", "with", "import", "from", "param", "augmented", "item", "def", "class", "stub", "del", "except"]
+BindingKind = Literal[
+    "assign",
+    "element",
+    "for",
+    "with",
+    "import",
+    "from",
+    "param",
+    "augmented",
+    "item",
+    "def",
+    "class",
+    "stub",
+    "del",
+    "except",
+]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -39,7 +54,7 @@ class Record:
         return self.chunk.span(self.node)
 
     def __repr__(self) -> str:
-        line = self.chunk.source.position(self.span[0])[0] 
+        line = self.chunk.source.position(self.span[0])[0]
         return f"<{type(self).__name__.lower()} at {self.chunk.source.path}:{line}>"
 
 
@@ -146,7 +161,12 @@ class Scope:
     """A module, class or function, with what happens in it."""
 
     def __init__(
-        self, kind: Literal["module", "class", "function"], name: str, node: cst.CSTNode, parent: Scope | None, chunk: Chunk
+        self,
+        kind: Literal["module", "class", "function"],
+        name: str,
+        node: cst.CSTNode,
+        parent: Scope | None,
+        chunk: Chunk,
     ) -> None:
         self.kind, self.name, self.node, self.parent, self.chunk = kind, name, node, parent, chunk
         self.params: list[Param] = []
@@ -182,6 +202,11 @@ class Scope:
     @property
     def is_method(self) -> bool:
         return self.kind == "function" and self.parent is not None and self.parent.kind == "class"
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether its first parameter is the object, or the class."""
+        return self.is_method and not any(dotted(each) == "staticmethod" for each in self.decorators)
 
     def chain(self) -> Iterator[Scope]:
         """This scope and those around it, as names are looked up (classes only as the innermost)."""
@@ -246,7 +271,8 @@ def constant(node: cst.CSTNode | None) -> tuple[object] | None:
 
 
 _SKIPPED = (
-    "whitespace", "lpar", "rpar", "comma", "equal", "semicolon", "operator", "lbrace", "rbrace", "lbracket", "rbracket",
+    "whitespace", "lpar", "rpar", "comma", "equal", "semicolon", "operator", "lbrace", "rbrace", "lbracket",
+    "rbracket",
     "leading_lines", "trailing_whitespace", "header", "footer", "colon", "dot", "star", "annotation",
 )  # fmt: skip
 
@@ -398,7 +424,9 @@ class Walker:
                 if key.rsplit(".", 1)[-1] not in Guard([condition]).flags():
                     holder.conditions[key] = condition
 
-    def _target(self, target: cst.CSTNode, value: cst.BaseExpression | None, node: cst.CSTNode, index: tuple[int, ...] = ()) -> None:
+    def _target(
+        self, target: cst.CSTNode, value: cst.BaseExpression | None, node: cst.CSTNode, index: tuple[int, ...] = ()
+    ) -> None:
         if isinstance(target, (cst.Tuple, cst.List)):
             for place, element in enumerate(target.elements):
                 self._target(element.value, value, node, (*index, place))
@@ -509,7 +537,8 @@ class Walker:
         if node.orelse is not None:
             ends = self._suite(node.orelse.body) or ends
         handled: list[bool] = []
-        for place, handler in enumerate(node.handlers):
+        handlers: Sequence[cst.ExceptHandler | cst.ExceptStarHandler] = node.handlers
+        for place, handler in enumerate(handlers):
             self.guard = before.given(negated(worked), Flag(worked.name + ".arm", place + 1))
             if handler.name is not None and (key := dotted(handler.name.name)):
                 self._bind(key, "except", handler)
@@ -570,7 +599,10 @@ class Walker:
         scope.order = self.order
         self.scope.children.append(scope)
         self.scopes.append(scope)
-        self._outside = (*getattr(self, "_outside", ()), (self.scope, self.withs, self.loops, self.line, self.statement))
+        self._outside = (
+            *getattr(self, "_outside", ()),
+            (self.scope, self.withs, self.loops, self.line, self.statement),
+        )
         self.scope = scope
         if kind == "function":
             self.withs, self.loops = (), ()
@@ -616,7 +648,9 @@ class Walker:
             if kind is cst.Yield:
                 value = node.value  # type: ignore[attr-defined]
                 self.scope.returns.append(
-                    Return(*self._place(node), value=value if isinstance(value, cst.BaseExpression) else None, yields=True)
+                    Return(
+                        *self._place(node), value=value if isinstance(value, cst.BaseExpression) else None, yields=True
+                    )
                 )
 
     def _use(self, node: cst.CSTNode, path: str) -> None:
@@ -633,7 +667,14 @@ class Walker:
             name, receiver = func.attr.value, func.value
         else:
             name, receiver = func.value if isinstance(func, cst.Name) else "", None
-        call = Call(*self._place(node), name=name, path=dotted(func), receiver=receiver, statement=self.statement, line=self.line)
+        call = Call(
+            *self._place(node),
+            name=name,
+            path=dotted(func),
+            receiver=receiver,
+            statement=self.statement,
+            line=self.line,
+        )
         self.scope.calls.append(call)
         self.call_of[node] = call
         if name == "enter_context" and call.positional:
@@ -795,9 +836,14 @@ def _assigned(node: cst.CSTNode) -> set[str]:
                 if isinstance(statement, cst.AnnAssign):
                     targets = [statement.target]
                 for target in targets:
-                    elements = [e.value for e in target.elements] if isinstance(target, (cst.Tuple, cst.List)) else [target]
+                    elements = (
+                        [e.value for e in target.elements] if isinstance(target, (cst.Tuple, cst.List)) else [target]
+                    )
                     found.update(dotted(each).rsplit(".", 1)[-1] for each in elements)
-        elif isinstance(current, (cst.If, cst.For, cst.While, cst.With, cst.Try, cst.TryStar, cst.Else, cst.Finally, cst.ExceptHandler)):
+        elif isinstance(
+            current,
+            (cst.If, cst.For, cst.While, cst.With, cst.Try, cst.TryStar, cst.Else, cst.Finally, cst.ExceptHandler),
+        ):
             stack.append(current.body)
             for field in ("orelse", "finalbody"):
                 other = getattr(current, field, None)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
@@ -20,7 +20,9 @@ _NAMES = {
     "custom_bwd": ("bwd",),
 }
 #: A condition that asks for the version of torch, or for what it has.
-_ASKS = re.compile(r"(?i)version|hasattr|torch_?\w*\d|is_torch_\w*than|torch_(?:ge|gt|min)|has_\w*(?:amp|autocast|scaler)")
+_ASKS = re.compile(
+    r"(?i)version|hasattr|torch_?\w*\d|is_torch_\w*than|torch_(?:ge|gt|min)|has_\w*(?:amp|autocast|scaler)"
+)
 #: An arm for torch 1.x and newer is no fallback: it is what runs today.
 _SINCE_1 = re.compile(r">=?\D*1\.\d")
 
@@ -223,14 +225,14 @@ def check(scaler: torch.cuda.amp.GradScaler):
         for scope in facts.walker.scopes:
             for bindings in scope.bindings.values():
                 for binding in bindings:
-                    if binding.kind in ("from", "import") and (said := self._import(binding, facts)):
+                    if binding.kind in ("from", "import") and (said := self._import(binding)):
                         imported.setdefault(said, []).append(binding)
         yield from self._imports([b for found in imported.values() for b in found], facts)
         yield from self._calls(facts)
 
     # -- imports ------------------------------------------------------------------------------------
 
-    def _import(self, binding: Binding, facts: Facts) -> str:
+    def _import(self, binding: Binding) -> str:
         """The deprecated module that an import takes a name from, or takes as a whole; empty otherwise."""
         if binding.kind == "from" and binding.target in _MODULES and binding.name in _NAMES:
             module = binding.target
@@ -240,12 +242,14 @@ def check(scaler: torch.cuda.amp.GradScaler):
             module = binding.target
         else:
             return ""
-        return "" if self._guarded(binding) or self._has_other_arm(binding, facts) else module
+        return "" if self._guarded(binding) or self._has_other_arm(binding) else module
 
-    def _has_other_arm(self, binding: Binding, facts: Facts) -> bool:
+    def _has_other_arm(self, binding: Binding) -> bool:
         """Whether the same name may also come from elsewhere: an arm for another version of torch."""
         return any(
-            other is not binding and other.kind in ("from", "import", "assign", "def", "class") and other.guard != binding.guard
+            other is not binding
+            and other.kind in ("from", "import", "assign", "def", "class")
+            and other.guard != binding.guard
             and (other.target.startswith("torch.amp") or other.target == "torch" or "torch.amp" in dotted(other.value))
             for other in binding.scope.bindings.get(binding.key, ())
         )
@@ -280,7 +284,7 @@ def check(scaler: torch.cuda.amp.GradScaler):
         return [use for use in found if use.path[len(binding.key) + 1 :] in _NAMES]
 
     def _fix_import(self, statement: cst.CSTNode, found: list[Binding], module: str, facts: Facts) -> Fix | None:
-        names = getattr(statement, "names", ())
+        names: Sequence[cst.ImportAlias] = getattr(statement, "names", ())
         if len(names) != len(found) or any(len(self._all(b, facts)) != len(self._uses(b, facts)) for b in found):
             return None  # other names come by the same import
         at = found[0]
@@ -333,7 +337,11 @@ def check(scaler: torch.cuda.amp.GradScaler):
                     device = _MODULES[path.rsplit(".", 1)[0]]
                     edits = (self._modern(decorator, at, facts), self._bare(decorator, at, device, facts))
                     fixable = path.rsplit(".", 1)[1].startswith("custom_") and None not in edits
-                    fix = Fix("Use torch.amp, and name the device", "safe", tuple(e for e in edits if e)) if fixable else None
+                    fix = (
+                        Fix("Use torch.amp, and name the device", "safe", tuple(e for e in edits if e))
+                        if fixable
+                        else None
+                    )
                     yield from self._report(facts.span(decorator, at), path, fix)
 
     def _legacy(self, path: str, scope: Scope, order: int, facts: Facts) -> str:
@@ -380,14 +388,16 @@ def check(scaler: torch.cuda.amp.GradScaler):
         for keyword, value in zip(_NAMES[name], call.positional, strict=False):
             start = call.chunk.outer_span(value)[0]
             edits.append(Edit(start, start, f"{keyword}="))
-        if call.node.args and len(edits) > 1 and edits[1].start == place:
-            edits[:2] = [Edit(place, place, edits[0].text + edits[1].text)]
         return edits
 
     def _guarded(self, record: Record) -> bool:
         """Whether it stands in an `except` arm, or under a condition on the version of torch."""
         for condition in record.guard:
-            if isinstance(condition, Not) and isinstance(condition.inner, Flag) and condition.inner.name.startswith("try#"):
+            if (
+                isinstance(condition, Not)
+                and isinstance(condition.inner, Flag)
+                and condition.inner.name.startswith("try#")
+            ):
                 return True
             if isinstance(condition, Flag) and _SINCE_1.search(condition.name):
                 continue

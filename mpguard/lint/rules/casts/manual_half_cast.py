@@ -7,6 +7,7 @@ import libcst as cst
 from mpguard.lint import mend
 from mpguard.lint.facts import Event, Facts
 from mpguard.lint.flow import Reach, Sink
+from mpguard.lint.guard import Guard
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.walk import constant, dotted
 
@@ -47,8 +48,16 @@ class ManualHalfCast(Rule):
     triggers = (
         any_of(b".half", b" half", b"(half", b".float16", b" float16", b"(float16", b"HalfTensor"),
         any_of(
-            b"backward(", b".prepare", b"deepspeed", b"Trainer", b"ptimizer", b"optim.", b"import optim",
-            b"DistributedDataParallel", b"FullyShardedDataParallel", b"fully_shard",
+            b"backward(",
+            b".prepare",
+            b"deepspeed",
+            b"Trainer",
+            b"ptimizer",
+            b"optim.",
+            b"import optim",
+            b"DistributedDataParallel",
+            b"FullyShardedDataParallel",
+            b"fully_shard",
         ),
     )
     yields_to = ("MPG107", "MPG109", "MPG110", "MPG511", "MPG603", "MPG606")
@@ -299,7 +308,7 @@ def train(args, loader, dtype):
         guards = [guard for guard in cast.may_be("float16") if "mixed_precision" not in guard.flags()]
         if not guards or cast.subject is None or self._passing(cast, facts) or facts.infers(cast.call):
             return None
-        if cast.key and facts.flow.frozen(cast.key, cast.call):
+        if cast.key and facts.flow.frozen(cast.key):
             return None
         if facts.kinds(cast.subject, cast.call) & {"engine", "pipeline"}:
             return None
@@ -308,7 +317,7 @@ def train(args, loader, dtype):
             return None
         return next((sink for sink in reach.training_sinks if not self._by_engine(sink, facts)), None)
 
-    def _reach(self, cast: Event, facts: Facts, guards: list) -> Reach:
+    def _reach(self, cast: Event, facts: Facts, guards: list[Guard]) -> Reach:
         if mend.is_statement(cast.call) and cast.key:
             return facts.flow.forward_key(cast.key, cast.call, guards[0])
         return facts.flow.forward(cast.call.node, cast.call, guards[0])
@@ -325,7 +334,9 @@ def train(args, loader, dtype):
         if isinstance(cast.subject, cst.Call) and dotted(cast.subject.func).endswith("deepcopy"):
             return True
         records = facts.flow.backward(cast.subject, cast.call, depth=1) if cast.subject is not None else []
-        return any(getattr(record, "name", "") in ("state_dict", "load", "load_file", "safe_open") for record in records)
+        return any(
+            getattr(record, "name", "") in ("state_dict", "load", "load_file", "safe_open") for record in records
+        )
 
     def _by_engine(self, sink: Sink, facts: Facts) -> bool:
         """Whether an engine of DeepSpeed or the like runs the backward: its parameters may be FP16."""
@@ -343,12 +354,12 @@ def train(args, loader, dtype):
             dtype = call.keywords.get("dtype")
             if dtype is None:
                 dtype = call.positional[1]
-            edit = mend.without_argument(facts, call, dtype)
+            edit = mend.without_argument(call, dtype)
             return Fix("Remove the cast, keep the move", "unsafe", (edit,))
         if call.name == "type":
             text = constant(call.argument(0, "dtype"))
             if text == ("torch.cuda.HalfTensor",):
-                return Fix("Remove the cast, keep the move", "unsafe", (mend.without_method(facts, call, ".cuda()"),))
+                return Fix("Remove the cast, keep the move", "unsafe", (mend.without_method(call, ".cuda()"),))
         statement = call.statement
         useless = isinstance(statement, cst.Assign) and (
             statement.value is call.node
@@ -358,4 +369,4 @@ def train(args, loader, dtype):
         plain = isinstance(cast.subject, (cst.Name, cst.Attribute)) and cast.key
         if useless or (mend.is_statement(call) and plain):
             return Fix(title, "unsafe", (mend.without_statement(facts, call),))
-        return Fix(title, "unsafe", (mend.without_method(facts, call),))
+        return Fix(title, "unsafe", (mend.without_method(call),))

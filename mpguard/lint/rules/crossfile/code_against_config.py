@@ -149,9 +149,9 @@ accelerator = Accelerator(mixed_precision="fp16")
         if not any(dtype == "float16" for _, dtype in regions):
             yield from self._scalers(facts, configs)
         for event in facts.events("load"):
-            dtype = self._certain([name for _, name in event.dtypes])
-            if dtype is not None and self._contradicts(dtype, configs) and self._trained(event, facts):
-                yield self._against(event, "the dtype of the trained weights", _SHORT[dtype], configs)
+            loaded = self._certain([name for _, name in event.dtypes])
+            if loaded is not None and self._contradicts(loaded, configs) and self._trained(event, facts):
+                yield self._against(event, "the dtype of the trained weights", _SHORT[loaded], configs)
 
     def _literal(self, event: Event, facts: Facts) -> str | None:
         given = event.call.argument(2, "mixed_precision")
@@ -214,6 +214,8 @@ accelerator = Accelerator(mixed_precision="fp16")
         for config in configs:
             entry = next((e for key in _KEYS if (e := config.entry(key)) is not None), None)
             text = f"{'the config' if entry is not None else config.path} says `{config.mixed_precision}`"
-            notes.append(Note(text, entry.span if entry is not None else None, config.path if entry is not None else None))
+            notes.append(
+                Note(text, entry.span if entry is not None else None, config.path if entry is not None else None)
+            )
         wanted = "` or `".join(dict.fromkeys(str(config.mixed_precision) for config in configs))
         return self.at(place, what=what, found=found, wanted=wanted, notes=tuple(notes))

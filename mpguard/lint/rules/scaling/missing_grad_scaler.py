@@ -309,7 +309,7 @@ def train(args, loader, dtype):
         """Whether the cast, or the load, makes the weights FP16 that this backward gives gradients."""
         if facts.infers(cast.call) or facts.kinds(cast.subject, cast.call) != {"model"}:
             return False
-        if "mixed_precision" in guard.flags() or (cast.key and facts.flow.frozen(cast.key, cast.call)):
+        if "mixed_precision" in guard.flags() or (cast.key and facts.flow.frozen(cast.key)):
             return False
         if mend.is_statement(cast.call) and cast.key:
             reach = facts.flow.forward_key(cast.key, cast.call, guard)
@@ -326,14 +326,20 @@ def train(args, loader, dtype):
         for step in facts.events("step"):
             if step.scope not in program or not compatible(step.guard, guard) or facts.infers(step.call):
                 continue
-            if step.scope is backward.scope and step.order < backward.order and not set(step.call.loops) & set(backward.call.loops):
+            if (
+                step.scope is backward.scope
+                and step.order < backward.order
+                and not set(step.call.loops) & set(backward.call.loops)
+            ):
                 continue
             alternatives = [
                 each.atom
                 for each in facts.evaluate(step.subject, step.call)
                 if compatible(each.guard, guard, step.guard)
             ]
-            if alternatives and all(isinstance(a, Object) and a.kind == "optimizer" and not a.prepared for a in alternatives):
+            if alternatives and all(
+                isinstance(a, Object) and a.kind == "optimizer" and not a.prepared for a in alternatives
+            ):
                 return step
         return None
 
@@ -349,7 +355,11 @@ def train(args, loader, dtype):
                     return True
             for uses in scope.uses.values():
                 for use in uses:
-                    if _MAYBE.search(use.path) and compatible(use.guard, guard) and not self._data_scaler(use.path, facts):
+                    if (
+                        _MAYBE.search(use.path)
+                        and compatible(use.guard, guard)
+                        and not self._data_scaler(use.path, facts)
+                    ):
                         return True
             for call in scope.calls:
                 if not compatible(facts.guard_of(call), guard):
@@ -372,7 +382,9 @@ def train(args, loader, dtype):
         if _DATA.search(path):
             return True
         last = path.split(".", 1)[0]
-        made = [b for scope in facts.walker.scopes for b in scope.bindings.get(last, ()) if isinstance(b.value, cst.Call)]
+        made = [
+            b for scope in facts.walker.scopes for b in scope.bindings.get(last, ()) if isinstance(b.value, cst.Call)
+        ]
         return bool(made) and all(
             isinstance(b.value, cst.Call) and bool(_DATA.search(dotted(b.value.func))) for b in made
         )
@@ -396,7 +408,7 @@ def train(args, loader, dtype):
         edits = [
             mend.line_before(facts, loops[0], backward.call, f'{scaler} = {torch}.amp.GradScaler("cuda")'),
             Edit(first, last, f"{scaler}.scale({inner})"),
-            mend.replaced(facts, step.call.node, step.call, f"{scaler}.step({optimizer})"),
+            mend.replaced(step.call.node, step.call, f"{scaler}.step({optimizer})"),
             mend.line_after(facts, step.call.line, step.call, f"{scaler}.update()"),
         ]
         for clip in facts.events("clip"):

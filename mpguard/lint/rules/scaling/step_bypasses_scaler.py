@@ -180,7 +180,11 @@ def flagged(args, loader, model, optimizer):
             records = facts.flow.backward(backward.subject, backward.call, depth=1)
             scale = next((scales[record] for record in records if isinstance(record, Call) and record in scales), None)
             # Each way that the loss comes by must be scaled: an arm that is not may be the one of this step.
-            if scale is not None and compatible(scale.guard, backward.guard) and not (scale.call.guard - backward.call.guard):
+            if (
+                scale is not None
+                and compatible(scale.guard, backward.guard)
+                and not (scale.call.guard - backward.call.guard)
+            ):
                 found[backward.call] = scale
         return found
 
@@ -236,7 +240,7 @@ def flagged(args, loader, model, optimizer):
         module = scaler in facts.module.bindings and scaler not in step.scope.bindings
         if step.call.node.args or not (here or module) or step.subject is None:
             return None
-        edits = [mend.replaced(facts, step.call.node, step.call, f"{scaler}.step({facts.text(step.subject, step.call)})")]
+        edits = [mend.replaced(step.call.node, step.call, f"{scaler}.step({facts.text(step.subject, step.call)})")]
         updated = any(
             event.scope is step.scope and event.order > step.order and compatible(event.guard, step.guard)
             for event in facts.events("update")

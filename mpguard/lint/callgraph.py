@@ -1,0 +1,259 @@
+"""The call graph of one file: classes and their ancestors, callers, callees, what conditions they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint import names
+from mpguard.lint.guard import ALWAYS, Guard
+from mpguard.lint.values import NOTHING_KNOWN, UNKNOWN, Class, Function, Object, Ref
+from mpguard.lint.walk import Binding, Call, Record, Scope, dotted
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts import Facts
+
+_HARMLESS = (
+    "torch.utils.",
+    "abc.",
+    "typing.",
+    "enum.",
+    "dataclasses.",
+    "collections.",
+    "torch.autograd.",
+    "object",
+    "builtins.",
+)
+#: Method names that many classes have: a receiver that is unknown may be any of them.
+_COMMON = frozenset({
+    "step", "update", "forward", "to", "train", "eval", "run", "get", "add", "append", "items", "load", "save",
+    "backward", "scale",
+    "half", "type", "init", "build", "state_dict", "load_state_dict", "parameters", "prepare", "compile", "__call__",
+    "__init__",
+})  # fmt: skip
+
+
+class CallGraph:
+    """Who calls whom in one file, and what its classes are."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._attributes: dict[Scope, dict[str, list[Binding]]] = {}
+        self._callers: dict[Scope, list[Call]] = {}
+        self._contexts: dict[Scope, Guard] = {}
+        self._active: set[object] = set()
+
+    def attributes(self, cls: Scope) -> dict[str, list[Binding]]:
+        """What the methods and the body of a class set: attribute -> bindings; of bases in sight too."""
+        if cls not in self._attributes:
+            found: dict[str, list[Binding]] = {}
+            self._attributes[cls] = found
+            for scope in cls.descendants():
+                for key, bindings in scope.bindings.items():
+                    if key.startswith("self.") and key.count(".") == 1:
+                        found.setdefault(key[5:], []).extend(b for b in bindings if b.kind not in ("item", "del"))
+            for key, bindings in cls.bindings.items():
+                found.setdefault(key, []).extend(bindings)
+            for base in self.bases(cls):
+                if isinstance(base, Class):
+                    for key, bindings in base.facts.graph.attributes(base.scope).items():
+                        if base.facts is self.facts and key not in found:
+                            found[key] = bindings
+        return self._attributes[cls]
+
+    def bases(self, cls: Scope) -> list[Class | str]:
+        """The base classes: those of the tree, and the full names of the others ("" if unknown)."""
+        found: list[Class | str] = []
+        for name in cls.base_names:
+            for each in (
+                self.facts.values.lookup(name, cls.parent or self.facts.module, 1 << 60) if name else NOTHING_KNOWN
+            ):
+                if isinstance(each.atom, Class) and each.atom.scope is not cls:
+                    found.append(each.atom)
+                else:
+                    found.append(each.atom.path if isinstance(each.atom, Ref) else "")
+        return found
+
+    def ancestry(self, cls: Scope) -> Iterator[str]:
+        """The full names of all library classes that a class descends from; "" for what is out of sight."""
+        seen: set[Scope] = set()
+        pending: list[tuple[Facts, Scope]] = [(self.facts, cls)]
+        while pending:
+            facts, scope = pending.pop()
+            if scope in seen:
+                continue
+            seen.add(scope)
+            for base in facts.graph.bases(scope):
+                if isinstance(base, Class):
+                    pending.append((base.facts, base.scope))
+                else:
+                    yield base
+
+    def class_kind(self, cls: Scope) -> str:
+        """What an instance is: `model`, `own_optimizer`, `trainer` ..., `own` for a class of the user's; "" unknown."""
+        if cls in self._active:
+            return ""
+        self._active.add(cls)
+        try:
+            bases = list(self.ancestry(cls))
+        finally:
+            self._active.discard(cls)
+        for base in bases:
+            last = base.rsplit(".", 1)[-1]
+            if base.split(".", 1)[0] in names.FRAMEWORK_ROOTS or last in ("LightningModule", "LightningDataModule"):
+                return "framework"
+            if base.startswith("torch.nn.") or last in ("PreTrainedModel", "ModelMixin", "Module"):
+                return "model"
+            if base.startswith("torch.optim.") or last == "Optimizer":
+                return "own_optimizer"
+            if "Scaler" in last:
+                return "scaler"
+            if last.endswith(("Trainer", "Callback", "Mixin")):
+                return "trainer"
+            if "." in base and base.startswith(("torch.utils", "abc", "typing", "enum", "dataclasses")):
+                continue
+        if "" in bases or any("." in base and not base.startswith(_HARMLESS) for base in bases):
+            return ""
+        return "own"
+
+    def base_unknown(self, cls: Scope | None) -> bool:
+        """Whether a class has ancestors that may bring what the file does not show."""
+        return cls is not None and self.class_kind(cls) in ("", "framework", "trainer")
+
+    def callers(self, scope: Scope) -> list[Call]:
+        """The calls of a function in its file."""
+        if scope in self._callers:
+            return self._callers[scope]
+        self._callers[scope] = []
+        if scope.kind != "function":
+            return []
+        found = []
+        wanted = scope.name
+        candidates = self.facts.calls.get(wanted, [])
+        if scope.is_method and wanted in ("__init__", "forward", "__call__"):
+            candidates = [call for calls in self.facts.calls.values() for call in calls if _could_be_instance(call)]
+        for call in candidates:
+            if self._resolves(call, scope):
+                found.append(call)
+        self._callers[scope] = found
+        return found
+
+    def _resolves(self, call: Call, scope: Scope) -> bool:
+        for each in self.facts.values.evaluate(call.func, call.scope, call.order):
+            atom = each.atom
+            if isinstance(atom, Function) and atom.scope is scope:
+                return True
+            if scope.name == "__init__" and isinstance(atom, Class) and atom.scope is scope.parent:
+                return True
+            if (
+                scope.name in ("forward", "__call__")
+                and isinstance(atom, Object)
+                and atom.cls is scope.parent
+                and atom.cls is not None
+            ):
+                return True
+        if (
+            scope.is_method
+            and call.name == scope.name
+            and call.receiver is not None
+            and not scope.name.startswith("__")
+        ):
+            unknown = all(
+                each.atom is UNKNOWN for each in self.facts.values.evaluate(call.receiver, call.scope, call.order)
+            )
+            same = [s for s in self.facts.walker.scopes if s.kind == "function" and s.name == scope.name]
+            return (
+                unknown
+                and len(same) == 1
+                and scope.name not in _COMMON
+                and dotted(call.receiver).split(".")[0] != "super"
+            )
+        return False
+
+    def functions(self, call: Call) -> list[Function]:
+        """The functions of the tree that a call may run; the `forward` of a module, the `__init__` of a class."""
+        found = []
+        for each in self.facts.evaluate(call.func, call):
+            atom = each.atom
+            if isinstance(atom, Function):
+                found.append(atom)
+            elif isinstance(atom, Class) and (init := atom.scope.method("__init__")):
+                found.append(Function(init, atom.facts))
+            elif isinstance(atom, Object) and atom.cls is not None and atom.facts is not None:
+                method = atom.cls.method("forward") or atom.cls.method("__call__")
+                if method is not None:
+                    found.append(Function(method, atom.facts))
+        if not found and call.receiver is not None and call.name not in _COMMON:
+            found = [
+                Function(s, self.facts)
+                for s in self.facts.walker.scopes
+                if s.is_method and s.name == call.name and call in self.callers(s)
+            ]
+        return found
+
+    def escapes(self, scope: Scope) -> bool:
+        """Whether a function is handed on as a value, so that others may call it."""
+        if scope.parent is None:
+            return False
+        for place in self.facts.walker.scopes:
+            roots = place.uses.get(scope.name, ()) if not scope.is_method else place.uses.get("self", ())
+            for use in roots:
+                if use.path in (scope.name, f"self.{scope.name}"):
+                    parent = self.facts.walker.parents.get(use.node)
+                    if isinstance(parent, (cst.Arg, cst.Element)):
+                        return True
+        return False
+
+    # -- guards ---
+
+    def guard_of(self, record: Record) -> Guard:
+        """A record's guard, with the conditions under which its function is always called."""
+        joined = record.guard.joined(self.context(record.scope))
+        return joined if joined.possible else record.guard
+
+    def context(self, scope: Scope) -> Guard:
+        """The conditions that all calls of a function have in common."""
+        if scope.kind != "function":
+            return ALWAYS
+        if scope not in self._contexts:
+            self._contexts[scope] = ALWAYS
+            callers = self.callers(scope)
+            if callers and not self.escapes(scope):
+                guards = [self.guard_of(call) for call in callers]
+                self._contexts[scope] = Guard(frozenset.intersection(*map(frozenset, guards)))
+            elif scope.parent is not None and scope.parent.kind == "function":
+                self._contexts[scope] = self.context(scope.parent)
+        return self._contexts[scope]
+
+    def reachable(self, scope: Scope) -> set[Scope]:
+        """The functions of the file that are connected with this one by calls, and its class and module."""
+        seen: set[Scope] = set()
+        pending = [scope]
+        while pending:
+            current = pending.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            if current.kind == "class":
+                pending += current.children
+                pending += [
+                    base.scope for base in self.bases(current) if isinstance(base, Class) and base.facts is self.facts
+                ]
+            elif current.kind == "function":
+                pending += [call.scope for call in self.callers(current)]
+                pending += current.children
+                if current.parent is not None:
+                    pending.append(current.parent)
+            if current.kind != "module":
+                for call in current.calls:
+                    pending += [function.scope for function in self.functions(call) if function.facts is self.facts]
+            else:
+                for call in current.calls:
+                    pending += [function.scope for function in self.functions(call) if function.facts is self.facts]
+        return seen
+
+
+def _could_be_instance(call: Call) -> bool:
+    return not isinstance(call.func, (cst.Call, cst.Subscript, cst.Lambda))

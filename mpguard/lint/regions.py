@@ -1,0 +1,137 @@
+"""Regions: the contexts that code stands in (`with` items, decorators), with dtype, device and guard."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint import names
+from mpguard.lint.guard import ALWAYS, Guard
+from mpguard.lint.values import UNKNOWN, Alternative, Constant, Method, Object, Ref
+from mpguard.lint.walk import Call, Record, Scope, With, constant
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts import Facts
+
+_REGIONS = frozenset({"autocast", "no_grad", "fp8_autocast", "accelerator_autocast"})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Region:
+    """A context that is entered: what kind, under which guard, where.
+
+    kind: `autocast`, `no_grad`, `fp8_autocast`, `accelerator_autocast`, or empty where it is unknown.
+    dtypes: of an autocast; UNKNOWN alternatives are left in. device: "cuda", "cpu" or None if unknown.
+    """
+
+    kind: str
+    guard: Guard
+    call: Call | None
+    facts: Facts
+    dtypes: tuple[tuple[Guard, str | None], ...] = ()
+    device: str | None = None
+
+    def may_be(self, dtype: str) -> list[Guard]:
+        """The guards under which the region has that dtype for certain."""
+        return [both for guard, name in self.dtypes if name == dtype and (both := self.guard.joined(guard)).possible]
+
+
+class Regions:
+    """The regions of one file."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._regions: dict[With, tuple[Region, ...]] = {}
+
+    def around(self, record: Record) -> tuple[Region, ...]:
+        """The contexts around a record, outermost first: `with` items, and decorators of its functions."""
+        found: list[Region] = []
+        for scope in reversed(list(record.scope.within())):
+            for decorator in scope.decorators:
+                found += self._decorated(decorator, scope)
+        for item in record.withs:
+            found += self.entered(item)
+        return tuple(found)
+
+    def _decorated(self, decorator: cst.BaseExpression, scope: Scope) -> Iterable[Region]:
+        outer = scope.parent or self.facts.module
+        for each in self.facts.values.evaluate(decorator, outer, scope.order):
+            if isinstance(each.atom, Object) and each.atom.kind in _REGIONS:
+                yield self._region(each)
+            elif isinstance(each.atom, Ref) and each.atom.path in names.NO_GRAD:
+                yield Region("no_grad", each.guard, None, self.facts)
+
+    def entered(self, item: With) -> tuple[Region, ...]:
+        """What a `with` item enters."""
+        if item not in self._regions:
+            self._regions[item] = ()
+            found: list[Region] = []
+            for each in self.facts.values.evaluate(item.expr, item.scope, item.order):
+                atom = each.atom
+                if (
+                    isinstance(atom, Object)
+                    and atom.kind == "context"
+                    and atom.cls is not None
+                    and atom.facts is not None
+                ):
+                    for given in atom.cls.returns:
+                        for region in atom.facts.regions(given):
+                            found.append(dataclasses.replace(region, guard=region.guard.joined(item.guard, each.guard)))
+                elif isinstance(atom, Object) and atom.kind in _REGIONS:
+                    region = self._region(each)
+                    found.append(dataclasses.replace(region, guard=region.guard.joined(item.guard)))
+                elif atom is UNKNOWN or isinstance(atom, (Ref, Method)):
+                    found.append(Region("", each.guard.joined(item.guard), None, self.facts))
+            self._regions[item] = tuple(found)
+        return self._regions[item]
+
+    def _region(self, each: Alternative) -> Region:
+        assert isinstance(each.atom, Object)
+        atom, guard = each.atom, each.guard
+        call = atom.call
+        if call is None:
+            return Region(atom.kind, guard, None, self.facts)
+        facts = self.facts.of(call)
+        if atom.kind != "autocast":
+            return Region(atom.kind, guard, call, facts)
+        return dataclasses.replace(facts.autocast(call, atom.path), guard=guard.joined(facts.enabled(call, atom.path)))
+
+    def enabled(self, call: Call, path: str) -> Guard:
+        """The guard that an autocast's or a scaler's `enabled=` is; an impossible one for `False`."""
+        legacy = path.startswith(("torch.cuda.amp.", "torch.cpu.amp."))
+        place = (0 if legacy else 2) if path in names.AUTOCASTS else (4 if legacy else 5)
+        given = call.argument(place, "enabled")
+        if given is None:
+            return ALWAYS
+        known = {
+            each.atom.value if isinstance(each.atom, Constant) else None for each in self.facts.evaluate(given, call)
+        }
+        if known == {True}:
+            return ALWAYS
+        if known == {False}:
+            return ALWAYS.given(self.facts.condition(cst.Name("False"), call.scope))
+        return ALWAYS.given(self.facts.condition(given, call.scope))
+
+    def autocast(self, call: Call, path: str) -> Region:
+        """The region that a call of an autocast makes: its device and dtype, with torch's defaults."""
+        legacy = path.startswith(("torch.cuda.amp.", "torch.cpu.amp."))
+        if legacy:
+            device: str | None = path.split(".")[1]
+            devices = [(ALWAYS, device)]
+        else:
+            devices = [
+                (each.guard, str(each.atom.value).split(":", 1)[0] if isinstance(each.atom, Constant) else None)
+                for each in self.facts.evaluate(call.argument(0, "device_type"), call)
+            ]
+            device = devices[0][1] if len({name for _, name in devices}) == 1 else None
+        given = call.argument(1, "dtype")
+        if given is not None and constant(given) != (None,):
+            dtypes = self.facts.dtypes(given, call)
+        elif call.starred or "set_autocast_gpu_dtype" in self.facts.calls or "set_autocast_dtype" in self.facts.calls:
+            dtypes = ((ALWAYS, None),)
+        else:
+            dtypes = tuple((guard, {"cuda": "float16", "cpu": "bfloat16"}.get(name or "")) for guard, name in devices)
+        return Region("autocast", ALWAYS, call, self.facts, dtypes, device)
