@@ -10,10 +10,14 @@ Exit status: the script's; 1 not in force, 2 could not start (both say so on a `
 from __future__ import annotations
 
 import argparse
+import builtins
 import contextlib
+import importlib
+import json
 import os
 import runpy
 import sys
+import time
 import traceback
 import types
 from collections.abc import Sequence
@@ -50,12 +54,16 @@ def _parsed(argv: list[str]) -> argparse.Namespace | int:
     parser.add_argument("--enforce", choices=("error", "warn", "off"), help="what a mismatch does")
     parser.add_argument("--proof-json", metavar="FILE", help="where the proof is written")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module")
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the deepspeed launcher's, for SCRIPT
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
     try:
-        return parser.parse_args(argv)
+        options = parser.parse_args(argv)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 2
+    if options.local_rank is not None:
+        options.arguments.insert(0, f"--local_rank={options.local_rank}")
+    return options
 
 
 def refuse_config_after_script(script: str, arguments: Sequence[str]) -> None:
@@ -107,14 +115,23 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _run_file(path: Path) -> None:
-    """Runs a file as `python FILE` does: as `__main__`, its folder first on the path."""
+    """Runs a file as `python FILE` does: as `__main__`, its folder first on the path.
+
+    Under `python -m mpguard.run` in the interpreter's own `__main__`, so that what the script leaves
+    behind is torn down when Python tears down a script: torch's gloo threads mind the difference.
+    """
     try:
         code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be run: {error.strerror}") from None
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=str(path), __builtins__=__builtins__, __cached__=None)
-    sys.modules["__main__"] = main
+    main = sys.modules["__main__"]
+    if getattr(getattr(main, "__spec__", None), "name", None) != __name__:
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__.clear()
+    main.__dict__.update(
+        __name__="__main__", __file__=str(path), __builtins__=builtins, __spec__=None, __loader__=None,
+        __package__=None, __doc__=None, __cached__=None,
+    )  # fmt: skip
     sys.path[0] = str(path.resolve().parent)
     exec(code, main.__dict__)
 
@@ -126,15 +143,28 @@ def _refused(message: str, status: int) -> int:
 
 
 def _record(error: BaseException) -> None:
-    """Writes torchelastic's error file, by which it tells the first rank that failed."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        with contextlib.suppress(Exception):
-            from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+    """Writes torchelastic's error file, by whose time it tells the first rank that failed.
 
-            ErrorHandler().record_exception(error)
+    In the form of its `ErrorHandler`, which would add a traceback to what is the user's to mend.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    text = f"mpguard: {error}" if isinstance(error, MpguardError) else "".join(traceback.format_exception(error))
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(
+            json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}})
+        )
 
 
-if __name__ == "__main__":
+def whole_process() -> None:
+    """`main`, and its status."""
     status = main()
     sys.stdout.flush()
     sys.exit(status)
+
+
+if __name__ == "__main__":
+    # From the importable module: the script takes over this one.
+    importlib.import_module("mpguard.run").whole_process()

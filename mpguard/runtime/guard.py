@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from types import ModuleType, TracebackType
@@ -63,7 +64,7 @@ class Guard:
         self._crashed = False
         self._said: set[str] = set()
         self._store: Any = None
-        self._reloaded: set[int] = set()
+        self._again = False
 
     # -- beginning ---------------------------------------------------------------------------
 
@@ -71,7 +72,9 @@ class Guard:
         """Says the header, where the launcher half has not, and waits for the libraries to come in."""
         from mpguard.runtime import patches
 
-        whole_lines()
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            whole_lines()
+            atexit.register(let_gloo_finish)
         if not self.plan.announced and rank() == 0:
             proof.say(header(self.plan))
         self.check_start()
@@ -156,7 +159,6 @@ class Guard:
             )  # fmt: skip
             rows = proof.compare(seen, self.plan)
             self._conclude(rows, seen, proof.failures(rows, self.plan, seen))
-        self._again_after_loading(optimizer)
 
     def check_patience(self) -> None:
         """Raises `NotInForce` where the proof has been put off for too long."""
@@ -170,21 +172,12 @@ class Guard:
         if waited is not None:
             self._conclude((), None, [f"not proven: {waited}"])
 
-    def _again_after_loading(self, optimizer: Any) -> None:
-        """A loaded checkpoint can bring other dtypes: the next step is proven again."""
-        import torch
-
-        if not isinstance(optimizer, torch.optim.Optimizer) or id(optimizer) in self._reloaded:
-            return
-        self._reloaded.add(id(optimizer))
-        optimizer.register_load_state_dict_post_hook(lambda _optimizer: self.rearm())
-
     def rearm(self) -> None:
-        """Proves again at the next applied step."""
+        """Proves again at the next applied step: a loaded checkpoint can bring other dtypes."""
         if self.proof is None or self.failure is not None:
             return
         self.recorder.stop()
-        self.recorder, self.proof = Recorder(), None
+        self.recorder, self.proof, self._again = Recorder(), None, True
         if self._listening:
             self.recorder.start()
 
@@ -196,13 +189,16 @@ class Guard:
         verdict = "in force" if not everywhere else "not proven" if seen is None else "not in force"
         self.proof = Proof(verdict, self.plan, rows, tuple(everywhere), seen)
         self.recorder.stop()
+        self._store = None
         if rank() == 0:
             self._report(self.proof)
         if everywhere:
             self._fail("; ".join(everywhere))
 
     def _report(self, made: Proof) -> None:
-        if made.observed is not None:
+        if self._again and made.in_force:
+            proof.say(f"proven in force again, after a checkpoint was loaded · recipe {self.plan.policy.name}")
+        elif made.observed is not None:
             proof.say(made.table())
         if self.plan.proof_json:
             made.write(self.plan.proof_json)
@@ -211,10 +207,12 @@ class Guard:
         if self.plan.enforce == "error":
             self.failure = message
             raise NotInForce(f"{message}  (--enforce warn to go on anyway)")
-        if rank() == 0:
-            warnings.warn(
-                NotProven(message) if "not proven" in message else UserWarning(f"not in force: {message}"), stacklevel=2
-            )
+        if rank() != 0:
+            return
+        if message.startswith("not proven"):
+            warnings.warn(NotProven(message), stacklevel=2)
+        else:
+            proof.say(f"mpguard: not in force (going on: enforce {self.plan.enforce}): {message}")
 
     def _agree(self, failures: list[str]) -> list[str]:
         """The failures of all ranks, on all ranks. Rank 0 collects; the others wait for it.
@@ -283,6 +281,7 @@ class Guard:
         )
         self.proof = Proof("not proven", self.plan, failures=(message,))
         self._tell_the_others(message)
+        self.recorder.stop()
         if rank() == 0:
             self._report(self.proof)
         if self.plan.enforce == "warn":
@@ -343,12 +342,19 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 def whole_lines() -> None:
     """torchrun starts workers unbuffered, so that lines of several ranks mix in one pipe; here each is one write."""
-    if (
-        int(os.environ.get("WORLD_SIZE") or 1) > 1
-        and isinstance(sys.stdout, io.TextIOWrapper)
-        and sys.stdout.write_through
-    ):
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.write_through:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
+
+
+def let_gloo_finish() -> None:
+    """Gives gloo's threads the interpreter once more before it ends.
+
+    Such a thread takes the GIL to drop what belongs to a collective. If Python ends meanwhile, it ends
+    the thread, and C++ the process: "terminate called without an active exception", SIGABRT, in up to
+    one of five runs whose last act is a collective (torch 2.13, CPU, stock accelerate too).
+    """
+    if "torch.distributed" in sys.modules:
+        time.sleep(0.05)
 
 
 def rank() -> int:
@@ -419,32 +425,36 @@ def start(plan: Plan) -> Guard:
     return _current
 
 
-def activate(policy: Policy | str, *, enforce: str | None = None, proof_json: str | None = None) -> None:
-    """Puts a policy in force for everything that is built from here on, and proves it.
+def activate(
+    policy: Policy | str | None = None, *, enforce: str | None = None, proof_json: str | None = None
+) -> Policy:
+    """Puts a policy in force for everything that is built from here on, and proves it. Returns the policy.
 
-    policy: a `Policy`, or the name of a recipe. enforce: "error" (default), "warn", "off".
-    proof_json: where the proof is written. Precision that the frameworks are given from here on
-    (`Accelerator`, `deepspeed.initialize`, FSDP, GradScaler, TF32) becomes the policy's, and each
-    override is logged; after the first applied optimizer step `NotInForce` is raised where what
-    runs is something else. Call it before models and optimizers are built.
+    policy: a `Policy`, or the name of a recipe; by default the one that the launcher handed over,
+    else `[tool.mpguard] recipe` (`ConfigError` where there is none). enforce: "error" (default),
+    "warn", "off". proof_json: where the proof is written. Precision that the frameworks are given
+    from here on (`Accelerator`, `deepspeed.initialize`, FSDP, GradScaler, TF32) becomes the
+    policy's, and each override is logged; after the first applied optimizer step `NotInForce` is
+    raised where what runs is something else. Call it before models and optimizers are built.
     """
-    if isinstance(policy, str):
-        policy = recipe(policy)
     from pathlib import Path
 
-    handed = Plan.from_environment()
-    plan = Plan(policy, enforce=enforcement(enforce, Path.cwd()), proof_json=proof_json)
-    if handed is not None:
+    if policy is None:
+        plan = Plan.found(None, enforce=enforce, proof_json=proof_json) if _current is None else _current.plan
+    else:
+        policy = recipe(policy) if isinstance(policy, str) else policy
+        handed = Plan.from_environment() or Plan(policy, enforce=enforcement(None, Path.cwd()))
         plan = dataclasses.replace(
             handed,
             policy=policy,
-            proof_json=proof_json or handed.proof_json,
             enforce=enforcement(enforce or handed.enforce, Path.cwd()),
+            proof_json=proof_json or handed.proof_json,
         )
     fresh = _current is None
     guard = start(plan)
     if fresh:
         guard.take_over_exit()
+    return guard.plan.policy
 
 
 def prove(model: nn.Module, optimizer: Any, policy: Policy | str) -> Proof:

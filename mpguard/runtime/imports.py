@@ -78,5 +78,6 @@ class _Loader(importlib.abc.Loader):
         return code
 
     def _call(self, module: ModuleType) -> None:
-        for callback in _waiting.pop(self._name, []):
-            callback(module)
+        while self._name in _waiting:  # a callback may bring another for the same module
+            for callback in _waiting.pop(self._name):
+                callback(module)

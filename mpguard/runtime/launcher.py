@@ -89,10 +89,10 @@ def prepare(argv: Sequence[str], parser_factory: ParserFactory) -> Prepared | No
         proof_json=absolute(options.proof_json),
         announced=True,
     )
-    guard.check_carried(policy, plan.strategy)
     changes = differences(config, policy, "accelerate", plan.strategy)
     launch = checks.Launch(plan, document, kind, tuple(changes), accelerator_here())
     _refuse(plan, list(checks.refusals(launch)))
+    guard.check_carried(policy, plan.strategy)
     flags = argv[: len(argv) - len(arguments) - 1]
     flags, header = _flags(flags, options, launch)
     environment = dict(plan.environment())

@@ -127,13 +127,14 @@ class Recorder:
         self._listen_to_collectives()
 
     def stop(self) -> None:
-        """Removes every hook."""
+        """Removes every hook, and lets go of models: what holds a process group must not outlive the script."""
         for handle in self._handles:
             handle.remove()
         for restore in self._restore:
             restore()
         self._handles.clear()
         self._restore.clear()
+        self.roots, self.engines, self.scaler = [], [], None
 
     def _entered(self, module: nn.Module, _inputs: Any) -> None:
         import torch

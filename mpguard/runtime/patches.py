@@ -329,6 +329,18 @@ def _scaler_step(original: Function) -> Function:
     return step
 
 
+def _load_state_dict(original: Function) -> Function:
+    @functools.wraps(original)
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        guard = guards.current()
+        if guard is not None:
+            guard.rearm()
+        return result
+
+    return load_state_dict
+
+
 PATCHES = (
     Patch(
         "accelerate.accelerator",
@@ -388,6 +400,14 @@ PATCHES = (
         "whether a step was applied, and which scaler scaled it",
         "torch 2.13.0",
         _scaler_step,
+    ),
+    Patch(
+        "torch.optim.optimizer",
+        "Optimizer.load_state_dict",
+        ("state_dict",),
+        "a checkpoint can bring other dtypes: the next step is proven again",
+        "torch 2.13.0",
+        _load_state_dict,
     ),
 )  # fmt: skip
 

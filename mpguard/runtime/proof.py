@@ -116,6 +116,11 @@ def _why(row: Row, plan: Plan, seen: Observed) -> str:
         and (plan.strategy or "").startswith(("fsdp", "deepspeed"))
     ):
         return ". accelerate applies FSDP and DeepSpeed only on a GPU and goes on without a word elsewhere"
+    if row.name == "engine" and seen.engine == "none":
+        return (
+            f". {seen.launched} processes each train a model of their own; accelerate spreads it without a GPU only "
+            "where ACCELERATE_USE_CPU=true (`mpguard launch` sets it)"
+        )
     if row.name == "scaler" and policy.fp16:
         return ". FP16 gradients below 6e-8 are lost without loss scaling; accelerate makes no GradScaler on the CPU"
     if row.name == "optimizer" and policy.master_dtype is Dtype.FP32:

@@ -1,0 +1,187 @@
+"""Each framework with real processes on the CPU: the policy arrives, and what is not in force is refused.
+
+Own loops in every engine run under torchrun with gloo and two ranks. accelerate applies its own FSDP
+and DeepSpeed with several processes on a GPU only (S23): here only what it is handed is checked.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from processes import PROGRAMS, command, in_fork, mp_yaml, proof, results, told, torchrun
+
+import mpguard
+from mpguard.runtime import guard as guards
+from mpguard.runtime.plan import Plan
+
+LOOP = PROGRAMS / "loop.py"
+
+#: Of the gradients 1 and 2**-10 of two ranks. BF16 holds 0.5 only.
+MEAN = 0.5 + 2.0**-11
+
+ENGINES = {
+    "fsdp1": ("FSDP", {"fsdp_config": "{fsdp_version: 1}"}),
+    "fsdp2": ("FSDP", {"fsdp_config": "{fsdp_version: 2}"}),
+    "zero1": ("DEEPSPEED", {"deepspeed_config": "{zero_stage: 1}"}),
+    "zero2": ("DEEPSPEED", {"deepspeed_config": "{zero_stage: 2}"}),
+    "zero3": ("DEEPSPEED", {"deepspeed_config": "{zero_stage: 3}"}),
+}
+
+
+def engine_config(folder: Path, engine: str) -> Path:
+    kind, keys = ENGINES[engine]
+    return mp_yaml(folder, distributed_type=kind, num_processes=2, **keys)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_own_loops_are_proven_and_reduce_in_fp32(tmp_path: Path, engine: str) -> None:
+    """The script asks its engine to reduce in BF16, or leaves it to its default; the policy says FP32."""
+    config = engine_config(tmp_path, engine)
+    words = ("-m", "mpguard.run", "--config", config, "--proof-json", tmp_path / "proof.json", LOOP, engine)
+    run = torchrun(*words, cwd=tmp_path)
+    assert run.returncode == 0, told(run)
+    assert [(found["world"], found["gradient"]) for found in results(run)] == [(2, MEAN)] * 2, "shown by the values"
+    made = proof(tmp_path / "proof.json")
+    seen = made["observed"]
+    assert made["verdict"] == "in force" and seen["engine"].endswith(engine)
+    assert seen["reductions"].keys() == {"fp32"} and seen["reduced_by"] == "the collective"
+    assert seen["compute"].keys() == {"bf16"}
+    assert (seen["masters"].keys(), seen["gradients"].keys(), seen["states"].keys()) == ({"fp32"},) * 3
+    assert seen["parameters"].keys() == {"bf16" if engine.startswith("zero") else "fp32"}
+
+
+def test_the_values_tell_a_reduction_in_bf16(tmp_path: Path) -> None:
+    """The control: without the policy the same script reduces in BF16."""
+    run = torchrun(LOOP, "fsdp2", cwd=tmp_path)
+    assert [found["gradient"] for found in results(run)] == [0.5, 0.5], told(run)
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype", "says"),
+    [
+        ("fsdp2", "float16", "compute: fp16; asked: bf16"),
+        ("fsdp2", "bfloat16", "reduction: bf16 (the collective); asked: fp32"),
+        (
+            "zero2",
+            "bfloat16",
+            "reduction: bf16 50 %, fp32 50 % (the collective); asked: fp32",
+        ),  # the script reads a gradient
+    ],
+)
+def test_an_engine_built_before_the_policy_came_is_not_in_force(
+    tmp_path: Path, engine: str, dtype: str, says: str
+) -> None:
+    """FSDP's own policy against the run's (S12), on all ranks: nobody goes on and nobody hangs."""
+    run = torchrun(LOOP, engine, "--dtype", dtype, "--activate", "bf16_mixed", cwd=tmp_path)
+    assert run.returncode == 1 and results(run) == [], told(run)
+    assert "mpguard: not in force: " in run.stderr and says in run.stderr
+    assert ["NotInForce" in (tmp_path / f"told.{rank}").read_text() for rank in (0, 1)] == [True, True]
+
+
+def test_a_mismatch_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    """Rank 1 ends before its first step; rank 0 is told, and does not wait."""
+    config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
+    words = ("-m", "mpguard.run", "--config", config, LOOP, "ddp", "--slow-rank", 1)
+    run = torchrun(*words, cwd=tmp_path)
+    assert run.returncode == 1 and results(run) == [], told(run)
+    assert "rank 1: not proven: the run computed gradients and ended" in (tmp_path / "told.0").read_text()
+
+
+def test_the_trainer_of_transformers(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path)
+    run = command("mpguard", "launch", "--config", config, PROGRAMS / "trainer.py", cwd=tmp_path)
+    assert run.returncode == 0, told(run)
+    assert results(run) == [{"rank": 0, "compute": ["torch.bfloat16"], "steps": 2}]
+    assert "proven in force on 1 process" in run.stderr
+    resumed = in_fork(["--config", config, PROGRAMS / "trainer.py", "--resume"], cwd=tmp_path)
+    assert resumed.returncode == 0 and results(resumed)[0]["steps"] == 4, told(resumed)
+    assert "proven in force on 1 process" in resumed.stderr, "a resumed run is proven at its first step"
+
+
+def test_deepspeed_with_one_process_is_really_in_force(tmp_path: Path) -> None:
+    """The one case in which accelerate applies DeepSpeed without a GPU (S23)."""
+    config = mp_yaml(tmp_path, distributed_type="DEEPSPEED", deepspeed_config="{zero_stage: 2}")
+    words = ("--config", config, "--proof-json", "proof.json", PROGRAMS / "accelerated.py")
+    run = command("mpguard", "launch", *words, cwd=tmp_path)
+    assert run.returncode == 0 and results(run)[0]["type"] == "DistributedType.DEEPSPEED", told(run)
+    assert proof(tmp_path / "proof.json")["observed"]["engine"] == "deepspeed-zero2"
+
+
+def test_a_deepspeed_file_without_a_precision_gets_the_policys(tmp_path: Path) -> None:
+    """S24: accelerate exports nothing of `fp8_config` beside a DeepSpeed file; the recipe arrives all the same."""
+    content = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 8}
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    keys = {"deepspeed_config": "{deepspeed_config_file: ds.json}", "mixed_precision": None}
+    config = mp_yaml(tmp_path, distributed_type="DEEPSPEED", **keys)
+    run = command("mpguard", "launch", "--config", config, PROGRAMS / "accelerated.py", cwd=tmp_path)
+    assert run.returncode == 0 and results(run)[0]["compute"] == "torch.bfloat16", told(run)
+    assert "deepspeed-zero1" in run.stderr and "proven in force" in run.stderr
+    assert json.loads((tmp_path / "ds.json").read_text()) == content
+
+
+@pytest.fixture
+def activated(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """A guard of this process that injects and does not prove; the patches stay and are idle after it."""
+
+    def activate(recipe: str, **plan: object) -> None:
+        monkeypatch.setattr(guards, "_current", None)
+        guards.start(Plan(mpguard.recipe(recipe), enforce="off", announced=True, **plan))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(guards, "_current", None)
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "ACCELERATE_USE_DEEPSPEED"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return activate
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_accelerate_is_handed_the_fsdp_policy(activated, monkeypatch: pytest.MonkeyPatch, caplog, version: int) -> None:  # type: ignore[no-untyped-def]
+    """Only what accelerate is handed: it applies FSDP on a GPU only."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    given = FullyShardedDataParallelPlugin(fsdp_version=version, mixed_precision_policy="fp16")
+    activated("bf16_mixed")
+    AcceleratorState._reset_state(True)
+    seen = {}
+    real = AcceleratorState.__init__
+    monkeypatch.setattr(AcceleratorState, "__init__", lambda self, *a, **k: (seen.update(k), real(self, *a, **k))[1])
+    try:
+        Accelerator(cpu=True, fsdp_plugin=given)
+    finally:
+        AcceleratorState._reset_state(True)
+    policy = seen["fsdp_plugin"].mixed_precision_policy
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert seen["mixed_precision"] == "bf16"
+    assert "fsdp_plugin.mixed_precision_policy" in caplog.text, "the override is said"
+
+
+def test_a_target_that_has_changed_is_left_alone_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    from types import ModuleType
+
+    from mpguard.runtime import patches
+
+    def initialize(model: object, settings: object) -> None: ...
+
+    module = ModuleType("deepspeed")
+    module.initialize = initialize  # type: ignore[attr-defined]
+    patches._make(next(patch for patch in patches.PATCHES if patch.target == "initialize"), module)
+    assert module.initialize is initialize
+    assert "deepspeed.initialize has no parameter args, config" in caplog.text and "the proof decides" in caplog.text
+
+
+def test_every_patch_fits_the_installed_libraries() -> None:
+    import importlib
+    import inspect
+
+    from mpguard.runtime import patches
+
+    for patch in patches.PATCHES:
+        owner = importlib.import_module(patch.module)
+        for part in patch.target.split("."):
+            owner = getattr(owner, part)
+        assert set(patch.needs) <= set(inspect.signature(owner).parameters), patch.target

@@ -1,0 +1,258 @@
+"""The proof in one process: what is observed, what fails, when it is made. Each script really trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from processes import PROGRAMS, command, in_fork, mp_yaml, proof, told
+
+import mpguard
+from mpguard.runtime.observe import Fp8Found, Observed
+from mpguard.runtime.plan import Plan
+from mpguard.runtime.proof import Proof, compare, failures
+
+SCRIPT = PROGRAMS / "scripted.py"
+
+#: What a BF16 run under FSDP2 with two ranks looks like when all is well.
+GOOD = Observed(
+    engine="fsdp2", world_size=2, launched=2, step=1,
+    parameters={"fp32": 1000}, compute={"bf16": 900}, computed_in={"bf16": ["layers.0"]},
+    optimizer="AdamW", masters={"fp32": 1000}, gradients={"fp32": 1000}, states={"fp32": 2000},
+    reductions={"fp32": 1000}, reduced_by="the collective",
+)  # fmt: skip
+PLAN = Plan(mpguard.recipe("bf16_mixed"), strategy="fsdp2", processes=2)
+FP8 = Plan(
+    mpguard.recipe("bf16_with_fp8_current_scaling_mixed").replace(backend="torchao"), strategy="fsdp2", processes=2
+)
+FP16 = Plan(mpguard.recipe("fp16_mixed"), strategy="fsdp2", processes=2)
+
+
+def wrong(plan: Plan, **seen: object) -> list[str]:
+    """The names of the rows that do not hold."""
+    return [row.name for row in compare(dataclasses.replace(GOOD, **seen), plan) if row.ok is False]  # type: ignore[arg-type]
+
+
+def test_what_is_as_asked_has_no_failures() -> None:
+    assert wrong(PLAN) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "seen"),
+    [
+        ("engine", {"engine": "ddp"}),
+        ("engine", {"engine": "none"}),
+        ("engine", {"engine": "fsdp1"}),
+        ("processes", {"world_size": 1}),
+        ("parameters", {"parameters": {"bf16": 1000}}),
+        ("compute", {"compute": {"fp32": 900}, "computed_in": {"fp32": ["layers.0"]}}),
+        ("compute", {"compute": {"bf16": 800, "fp16": 100}}),
+        ("gradients", {"gradients": {"bf16": 1000}}),
+        ("reduction", {"reductions": {"bf16": 1000}}),
+        ("reduction", {"reductions": {"fp32": 500, "bf16": 500}}),
+        ("optimizer", {"masters": {"bf16": 1000}}),
+        ("optimizer", {"states": {"bf16": 2000}}),
+        ("fp8", {"fp8": Fp8Found("torchao", 3, 5, [], "tensorwise")}),
+    ],
+)
+def test_each_fact_is_compared(row: str, seen: dict[str, object]) -> None:
+    assert wrong(PLAN, **seen) == [row]
+
+
+def test_islands_in_a_wider_dtype_are_named_and_allowed() -> None:
+    seen = dataclasses.replace(GOOD, compute={"bf16": 900, "fp32": 50}, computed_in={"bf16": ["a"], "fp32": ["router"]})
+    row = next(row for row in compare(seen, PLAN) if row.name == "compute")
+    assert row.ok and "router" in row.found
+
+
+def test_a_wider_reduction_than_asked_loses_nothing() -> None:
+    assert "reduction" not in wrong(dataclasses.replace(PLAN, policy=PLAN.policy.replace(grad_reduce_in_fp32=False)))
+
+
+@pytest.mark.parametrize(
+    ("fp8", "holds"),
+    [
+        (None, False),
+        (Fp8Found("torchao", 5, 7, ["head"], "tensorwise"), True),
+        (Fp8Found("torchao", 5, 7, ["head"], "rowwise"), False),
+        (Fp8Found("torchao", 5, 7, ["head"], "tensorwise", emulated=True), False),
+        (Fp8Found("te", 5, 7, ["head"], None, entered=True), False),
+    ],
+)
+def test_fp8_needs_modules_of_the_backend_and_recipe(fp8: Fp8Found | None, holds: bool) -> None:
+    assert ("fp8" not in wrong(FP8, fp8=fp8)) is holds
+
+
+def test_transformer_engine_modules_outside_autocast_are_not_fp8() -> None:
+    plan = dataclasses.replace(FP8, policy=FP8.policy.replace(backend="te"))
+    assert wrong(plan, fp8=Fp8Found("te", 5, 5, [], entered=False)) == ["fp8"]
+    assert wrong(plan, fp8=Fp8Found("te", 5, 5, [], entered=True)) == []
+
+
+def test_fp16_needs_a_scaler_that_is_enabled() -> None:
+    fp16 = {"compute": {"fp16": 900}, "computed_in": {}}
+    scaler = {"kind": "GradScaler", "enabled": True, "scale": 2.0**16, "window": 1000}
+    assert wrong(FP16, **fp16) == ["scaler"]
+    assert wrong(FP16, **fp16, scaler={**scaler, "enabled": False}) == ["scaler"]
+    assert wrong(FP16, **fp16, scaler={**scaler, "window": 2000}) == ["scaler"]
+    assert wrong(FP16, **fp16, scaler=scaler) == []
+
+
+def test_a_failure_says_what_is_what_was_asked_and_what_to_do() -> None:
+    seen = dataclasses.replace(GOOD, engine="none", world_size=1)
+    text = "; ".join(failures(compare(seen, PLAN), PLAN, seen))
+    assert "asked: fsdp2" in text and "asked: 2" in text and "ACCELERATE_USE_CPU" in text
+
+
+def test_the_table_and_the_file_say_the_same(tmp_path: Path) -> None:
+    made = Proof("in force", PLAN, compare(GOOD, PLAN), (), GOOD)
+    made.write(tmp_path / "proof.json")
+    rows = json.loads((tmp_path / "proof.json").read_text())["rows"]
+    assert "step 1 proven in force on all 2 ranks" in made.table()
+    assert all(row["name"] in made.table() and row["found"] in made.table() for row in rows)
+
+
+# -- real runs -----------------------------------------------------------------------------------
+
+
+def trained(
+    folder: Path, *arguments: object, recipe: str = "bf16_mixed", options: tuple[object, ...] = (), **keys: object
+):  # type: ignore[no-untyped-def]
+    """scripted.py under `mpguard.run`; its proof is in proof.json."""
+    config = mp_yaml(folder, recipe=recipe, **keys)
+    return in_fork(
+        ["--config", config, "--proof-json", folder / "proof.json", *options, SCRIPT, *arguments], cwd=folder
+    )
+
+
+def test_a_loop_of_ones_own_is_proven_after_its_first_step(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    made = proof(tmp_path / "proof.json")
+    assert run.returncode == 0 and "finished" in run.stdout, told(run)
+    assert "step 1 proven in force on 1 process" in run.stderr and "bf16_mixed" in run.stderr
+    assert made["verdict"] == "in force"
+    assert made["observed"]["compute"].keys() == {"bf16"} and made["observed"]["states"].keys() == {"fp32"}
+
+
+@pytest.mark.parametrize(
+    ("what", "arguments"),
+    [
+        ("compute", ("--autocast", "none")),
+        ("compute", ("--autocast", "float16")),
+        ("optimizer", ("--parameters", "bfloat16", "--autocast", "none")),
+    ],
+)
+def test_another_precision_than_the_policys_ends_the_run(tmp_path: Path, what: str, arguments: tuple[str, ...]) -> None:
+    run = trained(tmp_path, *arguments)
+    assert run.returncode == 1 and "finished" not in run.stdout, told(run)
+    assert "mpguard: not in force" in run.stderr and "Traceback" not in run.stderr
+    assert proof(tmp_path / "proof.json")["rows"][what]["ok"] is False
+
+
+def test_enforce_warn_says_it_and_goes_on(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--autocast", "none", options=("--enforce", "warn"))
+    assert run.returncode == 0 and "finished" in run.stdout, told(run)
+    assert "mpguard: not in force (going on: enforce warn): compute: fp32; asked: bf16" in run.stderr
+
+
+def test_enforce_off_proves_nothing(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--autocast", "none", options=("--enforce", "off"))
+    assert run.returncode == 0 and "proven" not in run.stderr and not (tmp_path / "proof.json").exists(), told(run)
+
+
+def test_a_script_that_swallows_the_exception_still_fails(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--autocast", "none", "--swallow")
+    assert run.returncode == 1 and "finished" in run.stdout, told(run)
+
+
+def test_fp16_is_proven_after_the_steps_that_overflow(tmp_path: Path) -> None:
+    run = trained(
+        tmp_path, "--autocast", "float16", "--scaler", 2.0, "--steps", 30, recipe="fp16_mixed", mixed_precision="fp16"
+    )
+    made = proof(tmp_path / "proof.json")
+    assert run.returncode == 0, told(run)
+    assert made["observed"]["skipped"] > 0, "2**32, the policy's first scale, overflows FP16"
+    assert made["rows"]["scaler"]["ok"] and made["observed"]["scaler"]["window"] == 1000
+    assert "GradScaler: init_scale: 2.0 -> 4294967296.0" in run.stderr, told(run)
+
+
+def test_fp16_without_a_scaler_is_not_in_force(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--autocast", "float16", recipe="fp16_mixed", mixed_precision="fp16")
+    assert run.returncode == 1 and "scaler: none" in run.stderr, told(run)
+
+
+def test_steps_that_are_always_skipped_end_the_run(tmp_path: Path) -> None:
+    arguments = ("--autocast", "float16", "--scaler", 2.0, "--always-inf", "--steps", 400)
+    run = trained(tmp_path, *arguments, recipe="fp16_mixed", mixed_precision="fp16")
+    assert run.returncode == 1 and "skipped" in run.stderr and "finished" not in run.stdout, told(run)
+
+
+def test_gradient_accumulation_only_delays_the_proof(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--accumulate", 8)
+    assert run.returncode == 0 and "step 1 proven in force" in run.stderr, told(run)
+
+
+def test_a_run_that_ends_before_its_first_step_is_not_proven(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--backward-only")
+    assert run.returncode == 1 and "mpguard: not proven" in run.stderr, told(run)
+    assert proof(tmp_path / "proof.json")["verdict"] == "not proven"
+
+
+def test_not_proven_is_a_warning_under_enforce_warn(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path)
+    words = ("-m", "mpguard.run", "--config", config, "--enforce", "warn", SCRIPT, "--backward-only")
+    run = command("python", *words, cwd=tmp_path)
+    assert run.returncode == 0 and "NotProven" in run.stderr, told(run)
+
+
+def test_a_script_that_never_trains_is_no_failure(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--evaluate")
+    assert run.returncode == 0 and "evaluated" in run.stdout and "not proven" not in run.stderr, told(run)
+
+
+def test_a_run_is_proven_again_after_a_checkpoint_was_loaded(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--resume", "fp32")
+    assert run.returncode == 0 and "proven in force again" in run.stderr, told(run)
+
+
+def test_a_resumed_run_in_another_precision_is_not_in_force(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--resume", "bf16", "--autocast", "bfloat16", options=())
+    assert run.returncode == 1 and "optimizer: AdamW, weights bf16" in run.stderr, told(run)
+
+
+FLOAT8 = "{mpguard_recipe: bf16_with_fp8_current_scaling_mixed, mpguard_overrides: {backend: torchao, fp8_emulate: true, master_dtype: bf16, first_last_layers_bf16: false, num_layers_at_start_in_bf16: 0, num_layers_at_end_in_bf16: 0}}"  # noqa: E501
+
+
+def test_emulated_float8_with_bf16_parameters_is_proven(tmp_path: Path) -> None:
+    arguments = ("--float8", "--parameters", "bfloat16", "--autocast", "none")
+    run = trained(tmp_path, *arguments, fp8_config=FLOAT8, mixed_precision="fp8")
+    assert run.returncode == 0, told(run)
+    assert "1 of 2 Linear (torchao tensorwise, emulated)" in run.stderr
+    assert proof(tmp_path / "proof.json")["observed"]["fp8"]["left"] == ["0"]
+
+
+def test_fp8_asked_and_none_there_is_not_in_force(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--parameters", "bfloat16", "--autocast", "none", fp8_config=FLOAT8, mixed_precision="fp8")
+    assert run.returncode == 1 and "no FP8 module in the model" in run.stderr, told(run)
+
+
+def test_tf32_is_switched_and_shown(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--autocast", "none", recipe="tf32", mixed_precision="'no'")
+    made = proof(tmp_path / "proof.json")
+    assert run.returncode == 0 and made["rows"]["tf32"] == {"name": "tf32", "found": "on", "asked": "on", "ok": True}, (
+        told(run)
+    )
+
+
+def test_prove_compares_a_model_and_an_optimizer_by_hand() -> None:
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 16)).sum().backward()
+    optimizer.step()
+    made = mpguard.prove(model, optimizer, "fp32")
+    assert made.in_force and {row.name for row in made.rows} >= {"parameters", "gradients", "optimizer", "engine"}
+    with pytest.raises(mpguard.NotInForce, match="weights and states bf16"):
+        mpguard.prove(model, optimizer, "bf16_full")
