@@ -90,7 +90,8 @@ class Chunk:
     @cached_property
     def _spans(self) -> dict[cst.CSTNode, tuple[int, int, int, int]]:
         state = _Positions(self.module.default_indent, self.module.default_newline)
-        self.module._codegen(state)
+        with Frames():
+            self.module._codegen(state)
         return state.spans
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
