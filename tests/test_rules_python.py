@@ -1,4 +1,4 @@
-"""Shapes of real code that the Python rules must tell apart: `# !CODE` marks each reported line, all others are silent."""
+"""Shapes of real code that the Python rules must tell apart; `# !CODE` marks each reported line."""
 
 from __future__ import annotations
 
@@ -104,6 +104,95 @@ SHAPES = {
                 loss = model(y, x.to(Config.dtype)).mean()  # !MPG101
                 loss.backward()
                 optimizer.step()
+    """,
+    "an optimizer that nothing steps": """
+        import torch
+        model = load(path).to(device).half()
+        model.eval()
+        optimizer = torch.optim.Adam(model.parameters())
+        learner = Learner(model, optimizer)
+        with torch.inference_mode():
+            for x, y in loader:
+                print(model(x.half().to(device)))
+    """,
+    "phases of one loop": """
+        import torch
+        def fit(model, loaders, criterion, optimizer, device, half=False):
+            for phase in ["train", "val"]:
+                for x, y in loaders[phase]:
+                    if half:
+                        if phase == "train":
+                            x = x.half().to(device)  # !MPG101
+                        else:
+                            x = [crop.half().to(device) for crop in x]
+                    optimizer.zero_grad()
+                    with torch.set_grad_enabled(phase == "train"):
+                        loss = criterion(model(x), y)
+                        if phase == "train":
+                            loss.backward()
+                            optimizer.step()
+    """,
+    "inputs for an engine that runs FP16": """
+        import deepspeed
+        engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+        if engine.fp16_enabled():
+            x = x.half()
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+    """,
+    "parameters of a caller out of sight": """
+        import torch
+        def train_step(model_engine, batch):
+            loss = model_engine(batch.half())
+            model_engine.backward(loss)
+            model_engine.step()
+    """,
+    "a scaler from a tuple, a class and a dict": """
+        import torch
+        def setup(model):
+            return torch.optim.SGD(model.parameters(), lr=1.0), torch.amp.GradScaler("cuda")
+        class Holder:
+            def __init__(self, model):
+                self.optimizer, self.gs = setup(model)
+            def run(self, model, loader):
+                for x in loader:
+                    with torch.autocast("cuda", dtype=torch.float16):
+                        loss = model(x).sum()
+                    self.gs.scale(loss).backward()
+                    self.gs.step(self.optimizer)
+                    self.gs.update()
+    """,
+    "BF16 in the arm that runs, FP16 in the other": """
+        import torch
+        def main(args, model, loader):
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            dtype = torch.bfloat16 if args.bf16 else torch.float16
+            scaler = torch.amp.GradScaler("cuda", enabled=not args.bf16)
+            for x in loader:
+                with torch.autocast("cuda", dtype=dtype):
+                    loss = model(x).sum()
+                if args.bf16:
+                    loss.backward()
+                    optimizer.step()
+                else:
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+    """,
+    "nanoGPT's way": """
+        import torch
+        from contextlib import nullcontext
+        dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+        device_type = "cuda" if "cuda" in device else "cpu"
+        ptdtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+        ctx = nullcontext() if device_type == "cpu" else torch.amp.autocast(device_type=device_type, dtype=ptdtype)
+        optimizer = model.configure_optimizers(0.1)
+        while True:
+            with ctx:
+                logits, loss = model(X, Y)
+            loss.backward()
+            optimizer.step()
     """,
     "a library's module": """
         import torch

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from mpguard.lint.regions import Region
 
 _OPTIMIZER = re.compile(r"optim(?!.*sched)|^opt(?:_|$)|_opt$")
+#: Functions that may compile, by their names: `maybe_compile(model)`, torchtitan's `parallelize_llama(model)`.
+_COMPILES = re.compile(r"compile|parallelize")
 _COMPILE_OPTIONS = frozenset(
     {"dynamo_backend", "dynamo_plugin", "torch_compile", "torch_compile_backend", "torch_compile_mode"}
 )
@@ -350,7 +352,7 @@ def compiled(facts: Facts, guard: Guard = ALWAYS) -> bool:
     if any(compatible(event.guard, guard) for event in facts.events("compile")):
         return True
     for name, calls in facts.calls.items():
-        if "compile" in name and name != "compile" and any(compatible(facts.guard_of(c), guard) for c in calls):
+        if _COMPILES.search(name) and name != "compile" and any(compatible(facts.guard_of(c), guard) for c in calls):
             return True
     return any(
         use.path.endswith("compile") and compatible(use.guard, guard) and not use.path.startswith(("re.", "regex."))

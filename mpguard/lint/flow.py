@@ -321,7 +321,8 @@ class _Forward:
                 self.sink("saved", call)
             return False
         if kind == "optimizer":
-            self.sink("optimizer", call)
+            if self.facts.any_training:  # an optimizer that nothing steps trains nothing
+                self.sink("optimizer", call)
             return False
         if kind == "trainer":
             if arg.keyword is None or arg.keyword.value in ("model", "args"):

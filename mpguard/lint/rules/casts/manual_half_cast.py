@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
@@ -11,6 +12,8 @@ from mpguard.lint.guard import Guard
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.walk import constant, dotted
 
+#: A dtype under such a flag follows the launcher's policy.
+_POLICY = re.compile(r"mixed_precision|fp16_enabled")
 _UPCASTS = frozenset({"float", "double"})
 
 
@@ -38,6 +41,7 @@ class ManualHalfCast(Rule):
     `generate`, `export` and the like, for frozen models and what is fed to them, for copies made for
     a checkpoint, for `.half().float()` rounding, and for the inputs of a DeepSpeed engine, whose
     parameters may be FP16. A dtype that follows `accelerator.mixed_precision` follows the policy.
+    An optimizer alone is no training, where nothing in the file steps it.
     A library's module whose training is elsewhere is not judged.
     """
 
@@ -305,7 +309,7 @@ def train(args, loader, dtype):
                 yield self.at(cast, expr=facts.short(cast.call.node), notes=(note,), fix=self._fix(cast, facts))
 
     def _trained(self, cast: Event, facts: Facts) -> Sink | None:
-        guards = [guard for guard in cast.may_be("float16") if "mixed_precision" not in guard.flags()]
+        guards = [guard for guard in cast.may_be("float16") if not any(_POLICY.search(flag) for flag in guard.flags())]
         if not guards or cast.subject is None or self._passing(cast, facts) or facts.infers(cast.call):
             return None
         if cast.key and facts.flow.frozen(cast.key):

@@ -9,7 +9,7 @@ from mpguard.lint import mend
 from mpguard.lint.facts import Event, Facts
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.values import Function
-from mpguard.lint.walk import Call, dotted
+from mpguard.lint.walk import Call, constant, dotted
 
 
 class Fp8WithoutCompile(Rule):
@@ -32,6 +32,7 @@ class Fp8WithoutCompile(Rule):
     ## Known limits
     A compile that an option switches counts. A helper that converts a model of its caller's, where
     no caller is in sight, is not judged. Transformer Engine needs no compile and is never reported.
+    FP8 that is only emulated (`emulate=True`) is not judged.
     A launch flag (`accelerate launch --dynamo_backend inductor`) is out of sight.
     """
 
@@ -116,10 +117,14 @@ accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs
 import torch
 import transformer_engine.pytorch as te
 from accelerate import Accelerator
-from torchao.float8 import convert_to_float8_training
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 def helper(model):
     convert_to_float8_training(model)
+
+def on_cpu():
+    config = Float8LinearConfig(emulate=True)
+    convert_to_float8_training(torch.nn.Linear(16, 16), config=config)
 
 def train(args, loader):
     model = torch.nn.Linear(1024, 1024).cuda()
@@ -185,7 +190,11 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.declared == "inference":
             return
-        found = [event.call for event in facts.events("convert") if not self._outside(event, facts)]
+        found = [
+            event.call
+            for event in facts.events("convert")
+            if not self._outside(event, facts) and not self._emulated(event, facts)
+        ]
         found += [
             call
             for call in facts.calls.get("AORecipeKwargs", ())
@@ -203,6 +212,14 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
     def _outside(self, event: Event, facts: Facts) -> bool:
         """Whether the model is the caller's, and no caller is in sight: it may be compiled there."""
         return event.subject is None or facts.from_outside(event.subject, event.call)
+
+    def _emulated(self, event: Event, facts: Facts) -> bool:
+        """Whether FP8 is only emulated, as on a CPU: then speed is not what the run is for."""
+        config = event.call.argument(1, "config")
+        records = facts.flow.backward(config, event.call, depth=2) if config is not None else []
+        return any(
+            isinstance(record, Call) and constant(record.argument(None, "emulate")) == (True,) for record in records
+        )
 
     def _compiled(self, call: Call, facts: Facts) -> bool:
         if facts.compiles(facts.guard_of(call)):
