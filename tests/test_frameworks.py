@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import PROGRAMS, command, in_fork, mp_yaml, proof, results, told, torchrun
+from processes import PROGRAMS, command, free_port, in_fork, mp_yaml, proof, results, told, torchrun
 
 import mpguard
 from mpguard.runtime import guard as guards
@@ -120,6 +120,13 @@ def test_a_deepspeed_file_without_a_precision_gets_the_policys(tmp_path: Path) -
     assert run.returncode == 0 and results(run)[0]["compute"] == "torch.bfloat16", told(run)
     assert "deepspeed-zero1" in run.stderr and "proven in force" in run.stderr
     assert json.loads((tmp_path / "ds.json").read_text()) == content
+
+
+def test_the_deepspeed_launcher(tmp_path: Path) -> None:
+    config = engine_config(tmp_path, "zero2")
+    flags = ("--num_gpus", 2, "--master_port", free_port(), "--module")
+    run = command("deepspeed", *flags, "mpguard.run", "--config", config, LOOP, "zero2", cwd=tmp_path)
+    assert run.returncode == 0 and "proven in force on all 2 ranks" in run.stderr, told(run)
 
 
 @pytest.fixture

@@ -213,7 +213,7 @@ def test_a_deepspeed_file_that_means_fp32_is_refused(
 
 
 def overriding(fields: str) -> dict[str, object]:
-    return overriding("" + fields + "")
+    return {"fp8_config": f"{{mpguard_recipe: bf16_mixed, mpguard_overrides: {{{fields}}}}}"}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ parser.add_argument("--activate", metavar="RECIPE", help="mpguard.activate after
 parser.add_argument("--auto", action="store_true", help="import mpguard.auto")
 parser.add_argument("--dtype", default="bfloat16", help="what the script itself asks its engine for")
 parser.add_argument("--slow-rank", type=int, default=-1, help="a rank that ends before its first step")
+parser.add_argument("--local_rank", help="the deepspeed launcher's")
 options = parser.parse_args()
 
 if options.auto:
