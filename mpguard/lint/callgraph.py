@@ -246,13 +246,16 @@ class CallGraph:
                 pending += current.children
                 if current.parent is not None:
                     pending.append(current.parent)
-            if current.kind != "module":
-                for call in current.calls:
-                    pending += [function.scope for function in self.functions(call) if function.facts is self.facts]
-            else:
-                for call in current.calls:
+            for call in current.calls:
+                if not self._elsewhere(call):
                     pending += [function.scope for function in self.functions(call) if function.facts is self.facts]
         return seen
+
+    def _elsewhere(self, call: Call) -> bool:
+        """Whether what is called comes by an import: it is none of this file's functions."""
+        root = call.path.split(".", 1)[0]
+        bindings = self.facts.module.bindings.get(root, ()) if root not in call.scope.bindings else ()
+        return bool(bindings) and all(binding.kind in ("import", "from") for binding in bindings)
 
 
 def _could_be_instance(call: Call) -> bool:

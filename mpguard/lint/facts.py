@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -48,6 +48,7 @@ _MATTERS = re.compile(
     r"half|float16|bf16|fp16|autocast|[sS]caler|backward|\.step\(|\bamp\b|float8|fp8|\.prepare\(|deepspeed|accelerat|"
     r"compile|no_grad|inference_mode|Trainer|Optimizer|optim\b|HalfTensor|requires_grad"
 )
+_NAME = re.compile(r"[^\W\d]\w*")
 _HEADER = re.compile(r"^(async[ \t]+def|def|class)[ \t]+(\w+)[ \t]*(?:\(([^()]*)\))?", re.MULTILINE)
 
 
@@ -83,9 +84,9 @@ class Facts:
     Raises `source.Unparsable` for a file that Python accepts and libcst does not."""
 
     def __init__(self, source: Source, project: Project | None = None, imported: bool = False) -> None:
-        """imported: a module that another file asks about: only what matters to precision is parsed."""
+        """imported: a module that another file asks about; each statement is parsed when a name of it is needed."""
         self.source = source
-        self._whole = 0 if imported else WHOLE
+        self.imported_module = imported
         self.project: Project = project if project is not None else NoProject()
         self.path = source.path
         self.parsed_bytes = 0
@@ -96,35 +97,54 @@ class Facts:
         self.graph = CallGraph(self)
         self.contexts = Regions(self)
         self.flow = Flow(self)
-        with Frames(), _without_gc():
-            self._walk(chunks)
         self.calls: dict[str, list[Call]] = {}
-        for scope in self.walker.scopes:
-            for call in scope.calls:
-                self.calls.setdefault(call.name, []).append(call)
+        self._indexed: dict[Scope, int] = {}
+        self._waiting: list[Chunk] = list(chunks) if imported else []
+        self._mentions: dict[str, list[Chunk]] = _mentions(chunks) if imported else {}
+        if not imported:
+            self._walk(self._wanted(chunks))
+            for chunk in self._waiting:
+                self._stub(chunk)
+            self._waiting = []
         self._events: dict[str, list[Event]] = {}
         self._imported: dict[str, Facts | None] = {}
         self._active: set[object] = set()
 
-    def _walk(self, chunks: tuple[Chunk, ...]) -> None:
-        wanted = self._wanted(chunks)
-        for chunk in chunks:
-            if chunk in wanted:
+    def need(self, name: str) -> None:
+        """Parses what may bind a top-level name; at once for the file that is linted, on demand for an imported one."""
+        if self._waiting and name in self._mentions:
+            self._walk([chunk for chunk in self._mentions.pop(name) if chunk in self._waiting])
+
+    def need_all(self) -> None:
+        """Parses what matters of an imported module: its events are asked for."""
+        if self._waiting:
+            self._walk([chunk for chunk in self._waiting if chunk.defines is None or _MATTERS.search(chunk.text)])
+            self._waiting = []
+
+    def _walk(self, chunks: Sequence[Chunk]) -> None:
+        with Frames(), _without_gc():
+            for chunk in chunks:
+                if chunk in self._waiting:
+                    self._waiting.remove(chunk)
                 self.parsed_bytes += chunk.end - chunk.start
                 self.walker.chunk(chunk)
-            else:
-                self._stub(chunk)
+        for scope in self.walker.scopes:
+            done = self._indexed.get(scope, 0)
+            for call in scope.calls[done:]:
+                self.calls.setdefault(call.name, []).append(call)
+            self._indexed[scope] = len(scope.calls)
 
-    def _wanted(self, chunks: tuple[Chunk, ...]) -> set[Chunk]:
-        """Imports, small statements, those with a token that matters, and those that call them."""
-        if len(self.source.normal) <= self._whole:
-            return set(chunks)
+    def _wanted(self, chunks: tuple[Chunk, ...]) -> Sequence[Chunk]:
+        """Imports, small statements, those with a token that matters, and those that call them; the others wait."""
+        if len(self.source.normal) <= WHOLE:
+            return chunks
         wanted = {chunk for chunk in chunks if chunk.defines is None or _MATTERS.search(chunk.text)}
         named = {chunk.defines for chunk in wanted} - {None}
         if named:
             mentions = re.compile(r"\b(?:" + "|".join(sorted(map(re.escape, filter(None, named)))) + r")\(")
             wanted |= {chunk for chunk in chunks if chunk not in wanted and mentions.search(chunk.text)}
-        return wanted
+        self._waiting = [chunk for chunk in chunks if chunk not in wanted]
+        return [chunk for chunk in chunks if chunk in wanted]
 
     def _stub(self, chunk: Chunk) -> None:
         """A definition that is not parsed: its name, and the bases of a class."""
@@ -276,6 +296,7 @@ class Facts:
 
     def events(self, kind: str) -> list[Event]:
         """All events of a kind in the file, in order."""
+        self.need_all()
         if kind not in self._events:
             with Frames():
                 self._events[kind] = sorted(FINDERS[kind](self), key=lambda event: event.order)
@@ -338,6 +359,18 @@ class Facts:
         """A node's code on one line, cut to what a message can hold."""
         text = " ".join(cst.Module([]).code_for_node(node).split()) if node is not None else ""
         return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _mentions(chunks: tuple[Chunk, ...]) -> dict[str, list[Chunk]]:
+    """Name -> the top-level statements that may bind it: a definition, or any other that mentions it."""
+    found: dict[str, list[Chunk]] = {}
+    for chunk in chunks:
+        name = chunk.defines
+        for each in {name} if name is not None else set(_NAME.findall(chunk.text)):
+            found.setdefault(each, []).append(chunk)
+        if name is None and "import *" in chunk.text:
+            found.setdefault("*", []).append(chunk)
+    return found
 
 
 @contextlib.contextmanager

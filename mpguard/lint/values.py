@@ -194,6 +194,7 @@ class Values:
             for name in parts[length:]:
                 found = self._attribute(found, name)
             return found
+        self.facts.need("*")
         if self.facts.module.bindings.get("*"):
             return self._starred(path)
         return (Alternative(ALWAYS, Ref(path)),) if parts[0] in _BUILTINS else NOTHING_KNOWN
@@ -217,6 +218,8 @@ class Values:
             owner = scope.owner
             return self.facts.graph.attributes(owner).get(key[5:], []) if owner is not None else []
         for place in scope.chain():
+            if place.kind == "module":
+                self.facts.need(key.split(".", 1)[0])
             if key.split(".", 1)[0] in place.globals:
                 continue
             found = [b for b in place.bindings.get(key, ()) if b.kind not in ("item", "del")]
@@ -268,6 +271,7 @@ class Values:
     def _from(self, module: str, name: str) -> Alternatives:
         other = self.facts.imported(module)
         if other is not None:
+            other.need(name)
             if name in other.module.bindings:
                 return other.values.lookup(name, other.module, 1 << 60)
             return NOTHING_KNOWN
@@ -291,7 +295,7 @@ class Values:
             else:
                 facts = self.facts.of(call)
                 found += _under(facts.values.evaluate(given, call.scope, call.order), call.guard)
-        if not callers or self.facts.escapes(scope):
+        if not callers or self.facts.imported_module or self.facts.escapes(scope):
             return (*found, *NOTHING_KNOWN)
         return tuple(found)
 
@@ -330,6 +334,7 @@ class Values:
         if isinstance(atom, Constant) and isinstance(atom.value, str) and name == "type":
             return (Alternative(ALWAYS, Constant(atom.value.split(":", 1)[0])),)  # of a torch.device
         if isinstance(atom, Module):
+            atom.facts.need(name)
             if name in atom.facts.module.bindings:
                 return atom.facts.values.lookup(name, atom.facts.module, 1 << 60)
             return NOTHING_KNOWN
