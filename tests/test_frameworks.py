@@ -81,6 +81,12 @@ def test_an_engine_built_before_the_policy_came_is_not_in_force(
     assert ["NotInForce" in (tmp_path / f"told.{rank}").read_text() for rank in (0, 1)] == [True, True]
 
 
+def test_a_communication_hook_is_heard_at_the_collective(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
+    run = torchrun("-m", "mpguard.run", "--config", config, LOOP, "ddp", "--compress", cwd=tmp_path)
+    assert run.returncode == 1 and "reduction: bf16 (the collective); asked: fp32" in run.stderr, told(run)
+
+
 def test_a_mismatch_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     """Rank 1 ends before its first step; rank 0 is told, and does not wait."""
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)

@@ -15,7 +15,7 @@ import pytest
 from processes import PROGRAMS, environment, mp_yaml, results, told
 
 from mpguard.cli import hook
-from mpguard.runtime.hooked import launch_arguments
+from mpguard.runtime.hooked import launch_arguments, program
 
 SCRIPT = PROGRAMS / "accelerated.py"
 ROOT = Path(__file__).parents[1]
@@ -198,3 +198,10 @@ def test_the_user_site_of_a_virtual_environment_is_refused(bare: Environment, tm
 )
 def test_only_accelerates_launcher_is_taken_for_it(argv: list[str], begin: int | None) -> None:
     assert launch_arguments(argv) == begin
+
+
+def test_the_program_is_found_behind_the_interpreters_options() -> None:
+    assert program(["python", "-u", "-W", "error", "/bin/torchrun", "-m", "x"]) == ("torchrun", 5)
+    assert program(["python", "-Im", "x"])[0] == "x"
+    assert program(["python", "-um", "torch.distributed.run"])[0] == "torch.distributed.run"
+    assert program(["python", "-"])[0] == "" and program(["python", "-c", "1", "accelerate"])[0] == ""

@@ -247,6 +247,14 @@ def test_tf32_is_switched_and_shown(tmp_path: Path) -> None:
     )
 
 
+def test_a_compiled_model_is_proven_and_left_in_one_piece(tmp_path: Path) -> None:
+    """What happens inside a compiled region is not looked at: no hook breaks the graph."""
+    run = trained(tmp_path, "--compile")
+    made = proof(tmp_path / "proof.json")
+    assert run.returncode == 0 and "finished" in run.stdout and "Warning" not in run.stderr, told(run)
+    assert made["observed"]["compiled"] and made["rows"]["compute"]["found"] == "bf16 (by autocast)"
+
+
 def test_prove_compares_a_model_and_an_optimizer_by_hand() -> None:
     model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import datetime
 import io
+import itertools
 import json
 import logging
 import os
@@ -59,7 +60,6 @@ class Guard:
         self.failure: str | None = None
         self.steps = 0
         self.engine_depth = 0
-        self._round = 0
         self._listening = False
         self._crashed = False
         self._said: set[str] = set()
@@ -223,8 +223,7 @@ class Guard:
         size, _launched = world_size()
         if size == 1:
             return failures
-        store, me, turn = self._the_store(), rank(), self._round
-        self._round += 1
+        store, me, turn = self._the_store(), rank(), next(_verdicts)
         if store is None:
             return _gathered(failures, size)
         store.set(f"mpguard/{turn}/{me}", json.dumps(failures))
@@ -297,9 +296,10 @@ class Guard:
         with contextlib.suppress(Exception):
             store = self._the_store()
             if store is not None and world_size()[0] > 1:
-                store.set(f"mpguard/{self._round}/{rank()}", json.dumps([message]))
+                turn = next(_verdicts)
+                store.set(f"mpguard/{turn}/{rank()}", json.dumps([message]))
                 if rank() == 0:
-                    store.set(f"mpguard/{self._round}/verdict", json.dumps([f"rank 0: {message}"]))
+                    store.set(f"mpguard/{turn}/verdict", json.dumps([f"rank 0: {message}"]))
 
     def take_over_exit(self) -> None:
         """For processes that mpguard did not start: exceptions without a traceback, and the last word."""
@@ -402,6 +402,9 @@ def check_carried(policy: Policy, strategy: str | None) -> None:
 
 _current: Guard | None = None
 
+#: Verdicts are numbered, and come in the same order on every rank.
+_verdicts = itertools.count()
+
 
 def current() -> Guard | None:
     """The guard of this process; None where nothing was activated."""
@@ -461,16 +464,17 @@ def prove(model: nn.Module, optimizer: Any, policy: Policy | str) -> Proof:
     """Proves here and now, after an optimizer step; returns the proof.
 
     Activations and reductions are known where `activate` came before the step, and "not observed"
-    otherwise. Raises `NotInForce`.
+    otherwise. With several processes all of them must call it: the verdict is one for all. Raises
+    `NotInForce`.
     """
     if isinstance(policy, str):
         policy = recipe(policy)
-    guard = _current if _current is not None and _current.waiting else None
     plan = Plan(policy)
-    recorder = guard.recorder if guard is not None else Recorder()
-    seen = observe(recorder, model, optimizer, exclude=policy.fp8_exclude)
-    rows = proof.compare(seen, plan)
-    wrong = proof.failures(rows, plan, seen)
+    guard = _current if _current is not None and _current.waiting else Guard(plan)
+    with unheard(guard.recorder):
+        seen = observe(guard.recorder, model, optimizer, exclude=policy.fp8_exclude)
+        rows = proof.compare(seen, plan)
+        wrong = guard._agree(proof.failures(rows, plan, seen))
     made = Proof("not in force" if wrong else "in force", plan, rows, tuple(wrong), seen)
     if wrong:
         raise NotInForce("; ".join(wrong))

@@ -16,31 +16,41 @@ from mpguard.runtime import imports
 
 LAUNCHER = "accelerate.commands.launch"
 
+#: They import torch and train nothing; their workers do.
+OTHER_LAUNCHERS = (
+    "torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed", "deepspeed.launcher.launch",
+    "mpguard", "mpguard.__main__",
+)  # fmt: skip
 
-def launch_arguments(argv: list[str]) -> int | None:
-    """Where the arguments of an `accelerate launch` begin in `sys.orig_argv`; None for another program.
 
-    Known are `accelerate launch`, `accelerate-launch`, `python -m accelerate.commands.launch` and
-    `python -m accelerate.commands.accelerate_cli launch`, after any options of the interpreter.
+def program(argv: list[str]) -> tuple[str, int]:
+    """The program that an interpreter runs (a script's file name, or a module), and where its arguments begin.
+
+    argv: `sys.orig_argv`. The name is empty for `-c`, standard input and an interactive interpreter.
     """
     position = 1
     while position < len(argv) and argv[position].startswith("-"):
-        if argv[position] in ("-c", "-"):
-            return None
-        if argv[position] == "-m":
-            break
+        alone = argv[position].startswith("--") or argv[position][1:2] in ("X", "W")
+        last = "" if alone else argv[position][-1]  # `-um MODULE` is `-u -m MODULE`
+        if last == "c" or argv[position] == "-":
+            return "", len(argv)
+        if last == "m":
+            return "".join(argv[position + 1 : position + 2]), position + 2
         position += 2 if argv[position] in ("-X", "-W", "--check-hash-based-pycs") else 1
-    module = argv[position : position + 1] == ["-m"]
-    position += module
-    if position >= len(argv):
-        return None
-    program = argv[position] if module else Path(argv[position]).name
-    if program in (LAUNCHER, "accelerate-launch"):
-        return position + 1
-    if program in ("accelerate", "accelerate.commands.accelerate_cli") and argv[position + 1 : position + 2] == [
-        "launch"
-    ]:
-        return position + 2
+    return Path("".join(argv[position : position + 1])).name, position + 1
+
+
+def launch_arguments(argv: list[str]) -> int | None:
+    """Where the arguments of an `accelerate launch` begin; None for another program.
+
+    Known are `accelerate launch`, `accelerate-launch`, `python -m accelerate.commands.launch` and
+    `python -m accelerate.commands.accelerate_cli launch`.
+    """
+    name, begin = program(argv)
+    if name in (LAUNCHER, "accelerate-launch"):
+        return begin
+    if name in ("accelerate", "accelerate.commands.accelerate_cli") and argv[begin : begin + 1] == ["launch"]:
+        return begin + 1
     return None
 
 
@@ -50,7 +60,7 @@ def install() -> None:
     if begin is not None:
         count = len(sys.orig_argv) - begin
         imports.after(LAUNCHER, lambda module: _launcher(module, count))
-    elif os.environ.get("MPGUARD_POLICY"):
+    elif os.environ.get("MPGUARD_POLICY") and program(sys.orig_argv)[0] not in OTHER_LAUNCHERS:
         # Before torch, so that it is in place for whatever comes in first.
         imports.after("torch", _worker)
 

@@ -13,6 +13,7 @@ import functools
 import os
 import sys
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
@@ -123,6 +124,8 @@ class Recorder:
         """Listens to modules and collectives. Needs torch."""
         from torch.nn.modules.module import register_module_forward_pre_hook
 
+        # Of no concern to anybody else: ours fires twice and minds only the first.
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
         self._handles.append(register_module_forward_pre_hook(self._entered))
         self._listen_to_collectives()
 
@@ -144,6 +147,7 @@ class Recorder:
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return
         self.add_root(module)
+        self._root_called(module, None, None)  # its hooks are heard from the next call on
 
     def add_root(self, module: nn.Module) -> None:
         """Watches a model: what its modules put out, and whether backward runs."""

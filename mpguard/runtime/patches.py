@@ -36,7 +36,7 @@ class Patch:
     """One wrapped function.
 
     module, target: where it is defined (`Class.method` or `function`). needs: the parameters that
-    the wrapper relies on, its fingerprint. why: with the numbers of the findings (docs/facts).
+    the wrapper relies on, its fingerprint. why: with the numbers of the findings behind it (S1 to S25).
     tested: the versions that it was tried with.
     """
 

@@ -23,6 +23,7 @@ parser.add_argument("--activate", metavar="RECIPE", help="mpguard.activate after
 parser.add_argument("--auto", action="store_true", help="import mpguard.auto")
 parser.add_argument("--dtype", default="bfloat16", help="what the script itself asks its engine for")
 parser.add_argument("--slow-rank", type=int, default=-1, help="a rank that ends before its first step")
+parser.add_argument("--compress", action="store_true", help="a communication hook of DDP that reduces in BF16")
 parser.add_argument("--local_rank", help="the deepspeed launcher's")
 options = parser.parse_args()
 
@@ -37,6 +38,14 @@ if options.engine != "plain" and not options.engine.startswith("zero"):
     dist.init_process_group("gloo")
 if options.engine == "ddp":
     model = torch.nn.parallel.DistributedDataParallel(model)
+    if options.compress:
+
+        def compress(_state, bucket):  # DDP refuses annotations that are text
+            half = bucket.buffer().to(torch.bfloat16) / dist.get_world_size()
+            future = dist.all_reduce(half, async_op=True).get_future()
+            return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+        model.register_comm_hook(None, compress)
 elif options.engine == "fsdp1":
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 

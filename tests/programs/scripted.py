@@ -20,6 +20,7 @@ parser.add_argument("--float8", action="store_true", help="torchao's emulated FP
 parser.add_argument(
     "--resume", choices=("fp32", "bf16"), help="load a checkpoint with such states before the last step"
 )
+parser.add_argument("--compile", action="store_true", help="the whole model, without graph breaks")
 parser.add_argument("--swallow", action="store_true", help="catch every exception of the step")
 options = parser.parse_args()
 
@@ -32,6 +33,8 @@ if options.float8:
     convert_to_float8_training(
         model, config=Float8LinearConfig(emulate=True), module_filter_fn=lambda _, name: name == "2"
     )
+if options.compile:
+    model = torch.compile(model, backend="aot_eager", fullgraph=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scaler = torch.amp.GradScaler("cpu", init_scale=options.scaler) if options.scaler else None
 
