@@ -289,7 +289,7 @@ class _Forward:
             if "accelerator" in kinds or "accelerator" in dotted(call.receiver).lower():
                 self.sink("prepare", call)
                 return True
-        if call.receiver is not None and facts.flow.frozen(dotted(call.receiver)):
+        if facts.flow.frozen(dotted(call.receiver)) or facts.flow.frozen(call.path):
             self.sink("frozen", call)
             return False
         carries, known = False, False
@@ -345,9 +345,6 @@ class _Forward:
             self.sink("engine", call)
             return False
         if kind == "pipeline":
-            return False
-        if call.path and self.facts.flow.frozen(call.path):
-            self.sink("frozen", call)
             return False
         if kind == "optimizer":
             return False

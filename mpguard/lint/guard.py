@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-#: What a flag may be known to be: (flag, None) -> whether it is truthy; (flag, constant) -> whether it equals that.
-Known = Mapping[tuple[str, object], bool]
+#: What a flag may be known to be, by its name: None -> whether it is truthy; a constant -> whether it equals that.
+Known = Mapping[str, Mapping[object, bool]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,20 +23,18 @@ class Flag:
     equals: object = None
 
     def value(self, known: Known) -> bool | None:
-        found = known.get((self.name, self.equals))
-        if found is not None:
-            return found
+        said = known.get(self.name)
+        if said is None:
+            return None
+        if self.equals in said:
+            return said[self.equals]
         if self.equals is None:
             # equal to a constant: as truthy as that
-            for (name, constant), holds in known.items():
-                if name == self.name and holds and constant is not None:
-                    return bool(constant)
-            return None
-        if known.get((self.name, None)) is False and bool(self.equals):
+            return next((bool(constant) for constant, holds in said.items() if holds and constant is not None), None)
+        if said.get(None) is False and bool(self.equals):
             return False
-        for (name, constant), holds in known.items():
-            if name == self.name and holds and constant is not None and constant != self.equals:
-                return False
+        if any(holds and constant is not None and constant != self.equals for constant, holds in said.items()):
+            return False
         return None
 
 
@@ -126,7 +124,7 @@ ALWAYS = Guard()
 def compatible(*guards: Guard) -> bool:
     """Whether the guards can hold in one and the same run."""
     joined = guards[0].joined(*guards[1:])
-    return len(joined) < 2 or joined.possible
+    return not joined or joined.possible
 
 
 def implies(guard: Guard, other: Guard) -> bool:
@@ -146,7 +144,7 @@ def _flags(condition: Condition) -> Iterable[Flag]:
 
 def _consistent(conditions: tuple[Condition, ...]) -> bool:
     """Unit propagation: what each condition forces is assumed, until nothing new is or one fails."""
-    known: dict[tuple[str, object], bool] = {}
+    known: dict[str, dict[object, bool]] = {}
     pending = list(conditions)
     while True:
         forced = False
@@ -165,7 +163,7 @@ def _consistent(conditions: tuple[Condition, ...]) -> bool:
                 forced = True
             else:
                 flag, holds = literal
-                known[flag.name, flag.equals] = holds
+                known.setdefault(flag.name, {})[flag.equals] = holds
                 forced = True
         pending = left
         if not forced:

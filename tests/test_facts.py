@@ -1,0 +1,303 @@
+"""The facts that rules ask about: guards, values, regions, callers, flow, events, imports in the tree."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from mpguard.lint.facts import Facts
+from mpguard.lint.guard import ALWAYS, All, Any, Condition, Fixed, Flag, Guard, Not, compatible, implies, negated
+from mpguard.lint.project import Project
+from mpguard.lint.source import Source
+
+A, B = Flag("amp"), Flag("fp16")
+
+
+def facts_of(code: str) -> Facts:
+    return Facts(Source.parse(textwrap.dedent(code).encode(), "example.py"))
+
+
+def dtypes(code: str) -> set[tuple[str | None, frozenset[Condition]]]:
+    """The dtypes of the argument of `use(...)`, with their guards."""
+    facts = facts_of(code)
+    (call,) = facts.calls["use"]
+    return {(name, frozenset(guard)) for guard, name in facts.dtypes(call.positional[0], call)}
+
+
+# -- guards --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "together"),
+    [
+        ([A], [A], True),
+        ([A], [Not(A)], False),
+        ([A], [B], True),
+        ([A], [negated(All((A, B)))], True),
+        ([A, B], [negated(All((A, B)))], False),
+        ([Not(A), Not(B)], [Any((A, B))], False),
+        ([Not(A)], [Any((A, B))], True),
+        ([Flag("precision", "fp16")], [Flag("precision", "bf16")], False),
+        ([Flag("precision", "fp16")], [Not(Flag("precision", "bf16"))], True),
+        ([Flag("precision", "fp16")], [Not(Flag("precision"))], False),
+        ([Fixed(False)], [], False),
+    ],
+)
+def test_exclusive_arms(one: list[Condition], other: list[Condition], together: bool) -> None:
+    assert compatible(ALWAYS.given(*one), ALWAYS.given(*other)) is together
+
+
+def test_implication() -> None:
+    assert implies(ALWAYS.given(A, B), ALWAYS.given(A))
+    assert not implies(ALWAYS.given(A), ALWAYS.given(A, B))
+    assert implies(ALWAYS.given(Flag("x", "fp16")), ALWAYS.given(Flag("x")))
+
+
+@pytest.mark.parametrize(
+    ("code", "guard"),
+    [
+        ("if args.amp:\n    f()", [A]),
+        ("if amp:\n    pass\nelse:\n    f()", [Not(A)]),
+        ("if self.args.amp is not None:\n    f()", [A]),
+        ("if not cfg.amp or fp16:\n    pass\nelse:\n    f()", [A, Not(B)]),
+        ("if args.precision == 'fp16':\n    f()", [Flag("precision", "fp16")]),
+        ("def g():\n    if amp:\n        return\n    f()", [Not(A)]),
+        ("for x in y:\n    if not amp:\n        continue\n    f()", [A]),
+        ("use = args.amp and fp16\nif use:\n    f()", [A, B]),
+        ("x = f() if amp else None", [A]),
+        ("amp and f()", [A]),
+        ("if getattr(args, 'amp', False):\n    f()", [A]),
+        ("if cfg['amp']:\n    f()", [A]),
+        ("f()", []),
+    ],
+)
+def test_the_guard_of_a_call(code: str, guard: list[Condition]) -> None:
+    facts = facts_of(code)
+    assert facts.calls["f"][0].guard == Guard(guard)
+
+
+def test_an_arm_that_sets_its_own_flag_says_nothing_about_it_later() -> None:
+    facts = facts_of("if scaler is None:\n    scaler = f()\nif scaler is not None:\n    g()\n")
+    assert compatible(facts.calls["f"][0].guard, facts.calls["g"][0].guard)
+
+
+def test_except_is_another_arm() -> None:
+    facts = facts_of("try:\n    f()\nexcept ImportError:\n    g()\nh()\n")
+    f, g, h = (facts.calls[name][0].guard for name in "fgh")
+    assert not compatible(f, g)
+    assert compatible(f, h) and compatible(g, h)
+
+
+def test_a_function_has_the_conditions_that_its_callers_share() -> None:
+    facts = facts_of("""
+        def inner():
+            f()
+        def outer():
+            if args.amp:
+                inner()
+            elif other:
+                pass
+        if args.amp and debug:
+            inner()
+    """)
+    assert facts.guard_of(facts.calls["f"][0]) == Guard([A])
+
+
+# -- values --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import torch\nuse(torch.half)", {"float16"}),
+        ("import torch as th\nD = th.float16\nuse(D)", {"float16"}),
+        ("from torch import float16 as f16\nuse(f16)", {"float16"}),
+        ("import torch\nclass C:\n    dtype = torch.bfloat16\nuse(C.dtype)", {"bfloat16"}),
+        (
+            "import torch\nclass C:\n    def __init__(self):\n        self.d = torch.half\n"
+            "    def f(self):\n        use(self.d)",
+            {"float16"},
+        ),
+        ("import torch\ndef f(d=torch.half):\n    use(d)", {None}),
+        ("import torch\ndef f(d=torch.half):\n    use(d)\nf()", {"float16"}),
+        ("import torch\ndef f(d):\n    use(d)\nf(torch.half)\nf(d=torch.bfloat16)", {"float16", "bfloat16"}),
+        ("import torch\ndef d():\n    return torch.half\nuse(d())", {"float16"}),
+        ("import torch\na, b = torch.half, torch.float32\nuse(b)", {"float32"}),
+        ("import torch\nuse({'fp16': torch.half}[x])", {None}),
+        ("import torch\nuse(getattr(torch, x))", {None}),
+        ("import torch\nd = torch.half\nd = torch.float32\nuse(d)", {"float32"}),
+        ("import numpy as torch\nuse(torch.float16)", {None}),
+        ("import jax.numpy as jnp\nuse(jnp.float16)", {None}),
+        ("use(torch.float16)", {None}),
+        ("import torch\nfor d in (torch.half, torch.bfloat16):\n    use(d)", {"float16", "bfloat16"}),
+        ("import torch\ndef f(d):\n    use(d)\nrun(f)\nf(torch.half)", {"float16", None}),
+    ],
+)
+def test_dtypes_are_followed(code: str, expected: set[str | None]) -> None:
+    assert {name for name, _ in dtypes(code)} == expected
+
+
+def test_sometimes_is_a_dtype_under_a_guard() -> None:
+    assert dtypes("import torch\nd = torch.half if args.fp16 else torch.float32\nuse(d)") == {
+        ("float16", frozenset([B])),
+        ("float32", frozenset([Not(B)])),
+    }
+    assert dtypes("import torch\nd = torch.float32\nif fp16:\n    d = torch.half\nuse(d)") == {
+        ("float16", frozenset([B])),
+        ("float32", frozenset()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("import torch\nx = torch.nn.Linear(1, 1).cuda().half()\nuse(x)", "model"),
+        ("from torch import nn\nclass N(nn.Module): pass\nclass M(N): pass\nuse(M())", "model"),
+        ("from torch.optim import AdamW\nuse(AdamW(p))", "optimizer"),
+        ("from torch.cuda import amp\nuse(amp.GradScaler())", "scaler"),
+        ("from accelerate import Accelerator\nimport torch\na = Accelerator()\n"
+         "m, o = a.prepare(m, torch.optim.SGD(p))\nuse(o)", "optimizer"),
+        ("import deepspeed\ne, *_ = x\ne, o, _, _ = deepspeed.initialize(model=m)\nuse(e)", "engine"),
+        ("import torch\nm = torch.compile(torch.nn.Linear(1, 1))\nuse(m)", "model"),
+        ("class Own: pass\nuse(Own())", "own"),
+        ("from elsewhere import Base\nclass Own(Base): pass\nuse(Own())", ""),
+        ("use(x)", ""),
+    ],
+)  # fmt: skip
+def test_kinds_of_objects(code: str, kind: str) -> None:
+    facts = facts_of(code)
+    (call,) = facts.calls["use"]
+    assert facts.kinds(call.positional[0], call) == {kind}
+
+
+# -- regions -------------------------------------------------------------------------------------------
+
+
+def region(code: str) -> list[tuple[str, str | None, bool]]:
+    facts = facts_of("import torch\nfrom contextlib import *\n" + textwrap.dedent(code))
+    (call,) = facts.calls["use"]
+    return [
+        (each.kind, each.dtypes[0][1] if each.dtypes else None, each.guard.possible) for each in facts.regions(call)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("with torch.autocast('cuda'):\n    use()", [("autocast", "float16", True)]),
+        ("with torch.autocast('cpu'):\n    use()", [("autocast", "bfloat16", True)]),
+        ("with torch.autocast(device):\n    use()", [("autocast", None, True)]),
+        ("with torch.autocast(torch.device('cuda').type):\n    use()", [("autocast", "float16", True)]),
+        ("with torch.cuda.amp.autocast(True, torch.bfloat16):\n    use()", [("autocast", "bfloat16", True)]),
+        ("with torch.cuda.amp.autocast(False):\n    use()", [("autocast", "float16", False)]),
+        ("with torch.autocast('cuda', torch.half, True):\n    use()", [("autocast", "float16", True)]),
+        ("with torch.no_grad(), torch.autocast('cuda'):\n    use()",
+         [("no_grad", None, True), ("autocast", "float16", True)]),
+        ("@torch.no_grad()\ndef f():\n    use()", [("no_grad", None, True)]),
+        ("@torch.inference_mode\ndef f():\n    use()", [("no_grad", None, True)]),
+        ("c = torch.autocast('cuda')\nwith c:\n    use()", [("autocast", "float16", True)]),
+        ("with unknown():\n    use()", [("", None, True)]),
+        ("with torch.autocast('cuda'):\n    pass\nuse()", []),
+    ],
+)  # fmt: skip
+def test_regions(code: str, expected: list[tuple[str, str | None, bool]]) -> None:
+    assert region(code) == expected
+
+
+def test_enabled_is_a_guard() -> None:
+    facts = facts_of("import torch\nwith torch.autocast('cuda', enabled=args.amp):\n    use()\n")
+    (found,) = facts.regions(facts.calls["use"][0])
+    assert found.guard == Guard([A])
+
+
+# -- flow ----------------------------------------------------------------------------------------------
+
+
+def sinks(code: str) -> list[str]:
+    """What the result of `start()` reaches."""
+    facts = facts_of("import torch\n" + textwrap.dedent(code))
+    (call,) = facts.calls["start"]
+    return [sink.kind for sink in facts.flow.forward(call.node, call).sinks]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("x = start()\n(model(x) - 1).sum().backward()", ["backward"]),
+        ("def f(x):\n    return g(x)\nloss = f(start())\nloss.backward()", ["backward"]),
+        ("class C:\n    def a(self):\n        self.x = start()\n    def b(self):\n        self.x.sum().backward()",
+         ["backward"]),
+        ("losses = []\nlosses.append(start())\nsum(losses).backward()", ["backward"]),
+        ("x = start().detach()\nx.sum().backward()", []),
+        ("x = start()\nx = other()\nx.backward()", []),
+        ("x = start()\nprint(x.shape, x > 0)\ny.backward()", []),
+        ("with torch.no_grad():\n    y = f(start())\ny.backward()", []),
+        ("if amp:\n    x = start()\nelse:\n    x.backward()", []),
+        ("t = T().eval()\ny = t(start())\ny.backward()", ["frozen"]),
+        ("accelerator.backward(start())", ["backward"]),
+        ("torch.save(start(), 'x')", ["saved"]),
+    ],
+)  # fmt: skip
+def test_flow(code: str, expected: list[str]) -> None:
+    assert sinks(code) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "infers"),
+    [
+        ("def evaluate():\n    use()", True),
+        ("def test_it():\n    use()", True),
+        ("def train_and_eval():\n    use()", False),
+        ("def helper():\n    use()\ndef predict():\n    helper()", True),
+        ("def helper():\n    use()\ndef predict():\n    helper()\ndef train():\n    helper()", False),
+        ("def main():\n    use()", False),
+    ],
+)
+def test_inference_by_names_and_callers(code: str, infers: bool) -> None:
+    facts = facts_of(code)
+    assert facts.infers(facts.calls["use"][0]) is infers
+
+
+# -- statements that are not parsed, and modules of the tree ---------------------------------------------
+
+
+def test_of_a_large_file_only_what_matters_is_parsed() -> None:
+    filler = "".join(f"def filler_{n}(x):\n    return x + {n}\n\n" for n in range(400))
+    code = f"import torch\n{filler}class Net(torch.nn.Module):\n    pass\n\n"
+    code += "def train(x):\n    Net()(x.half()).backward()\n"
+    facts = facts_of(code)
+    assert facts.parsed_bytes < 200
+    (cast,) = facts.events("cast")
+    assert [sink.kind for sink in facts.flow.forward(cast.call.node, cast.call).sinks] == ["backward"]
+
+
+def test_names_of_the_tree_are_followed_into_their_modules(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "precision.py").write_text("import torch\nHALF = torch.float16\ndef unused():\n    return 1\n")
+    (tmp_path / "again.py").write_text("from precision import HALF as F16\nimport precision\n")
+    path = tmp_path / "train.py"
+    path.write_text("import again\nfrom again import F16\nuse(F16, again.precision.HALF, again.missing)\n")
+    facts = Facts(Source.parse(path.read_bytes(), str(path)), Project())
+    (call,) = facts.calls["use"]
+    assert [[name for _, name in facts.dtypes(given, call)] for given in call.positional] == [
+        ["float16"],
+        ["float16"],
+        [None],
+    ]
+
+
+def test_modules_that_import_each_other_end(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "a.py").write_text("from b import x\nuse(x)\n")
+    (tmp_path / "b.py").write_text("from a import x\n")
+    path = tmp_path / "a.py"
+    facts = Facts(Source.parse(path.read_bytes(), str(path)), Project())
+    (call,) = facts.calls["use"]
+    assert facts.dtypes(call.positional[0], call)[0][1] is None
+
+
+def test_an_unknown_kind_of_event_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        facts_of("x = 1").events("cats")
