@@ -23,11 +23,17 @@ SYNTAX, CONFIG = "MPG000", "MPG003"
 
 #: A YAML or JSON that is found and longer than this is data; no config comes near it.
 LARGEST_FOUND_CONFIG = 256 << 10
-#: What a file must hold to be a config of accelerate, DeepSpeed or axolotl, or one that was broken.
+#: What a file must hold to be a config of accelerate, DeepSpeed or axolotl: one of their keys.
 _CONFIG_LIKE = re.compile(
-    rb"^[ \t{]*[\"']?(?:compute_environment|distributed_type|mixed_precision|(?:fp8|fsdp|deepspeed|dynamo)_config"
-    rb"|zero_optimization|train_(?:micro_)?batch_size\w*|torch_autocast|bf16|fp16|bfloat16|float16|fp8|base_model"
+    rb"(?:^|[{,])[ \t]*[\"']?(?:compute_environment|distributed_type|mixed_precision"
+    rb"|(?:fp8|fsdp|deepspeed|dynamo)_config|zero_optimization|train_(?:micro_)?batch_size\w*|torch_autocast|bf16|fp16|bfloat16|float16|fp8|base_model"
     rb"|data_types)[\"']?[ \t]*:",
+    re.M,
+)
+#: What one that does not parse must hold: a key that nothing else has, at the beginning of a line.
+_BROKEN_CONFIG = re.compile(
+    rb"^[ \t{]*[\"']?(?:compute_environment|distributed_type|(?:fp8|fsdp|deepspeed)_config|zero_optimization)"
+    rb"[\"']?[ \t]*:",
     re.M,
 )
 
@@ -191,15 +197,12 @@ class Engine:
         defects: list[Defect] = []
         ran = set(chosen.codes)
         try:
-            source = Source(data, target.path)
-            if speaking or target.named or SYNTAX in chosen.asked:
-                source = Source.parse(data, target.path)
+            parse = bool(speaking) or target.named or SYNTAX in chosen.asked
+            source = Source.parse(data, target.path) if parse else Source(data, target.path)
             if speaking:
                 from mpguard.lint.facts import Facts
 
-                diagnostics, defects = self._ask(
-                    speaking, Facts(source, self.project), target.path, (Unparsable, RecursionError)
-                )
+                diagnostics, defects = self._ask(speaking, Facts(source, self.project), target.path, (Unparsable,))
                 ran -= {defect.code for defect in defects}
         except (Unparsable, RecursionError) as error:
             return self._unparsable(data, target, chosen, error)
@@ -234,7 +237,8 @@ class Engine:
         defects: list[Defect] = []
         ran = set(chosen.codes)
         # Found, with problems, and no config: somebody else's YAML, with tags or templates of its own.
-        if read.problems and (target.named or kind is not None or (read.root is None and _CONFIG_LIKE.search(data))):
+        broken = read.root is None and _BROKEN_CONFIG.search(data) is not None
+        if read.problems and (target.named or kind is not None or broken):
             diagnostics = [
                 Diagnostic(CONFIG, each.span, each.message) for each in read.problems if CONFIG in chosen.codes
             ]
