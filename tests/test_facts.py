@@ -288,6 +288,17 @@ def test_names_of_the_tree_are_followed_into_their_modules(tmp_path: Path) -> No
     ]
 
 
+def test_a_folder_called_as_a_library_is_not_that_library(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("float16 = 1\n")
+    path = tmp_path / "train.py"
+    path.write_text("import torch\nuse(torch.float16)\n")
+    facts = Facts(Source.parse(path.read_bytes(), str(path)), Project())
+    (call,) = facts.calls["use"]
+    assert facts.dtypes(call.positional[0], call)[0][1] == "float16"
+
+
 def test_modules_that_import_each_other_end(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "a.py").write_text("from b import x\nuse(x)\n")

@@ -245,6 +245,8 @@ class Facts:
 
     def imported(self, module: str) -> Facts | None:
         """The facts of a module of the linted tree."""
+        if module.split(".", 1)[0] in names.LIBRARIES:
+            return None
         if module not in self._imported:
             self._imported[module] = None  # an import cycle finds nothing
             self._imported[module] = self.project.source_of(module, self.path)
