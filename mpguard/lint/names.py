@@ -83,8 +83,9 @@ FRAMEWORK_ROOTS = frozenset({
 })  # fmt: skip
 #: What the facts know by name: never looked for in the linted tree, even where it has a folder called alike.
 LIBRARIES = frozenset({
-    "torch", "torchvision", "torchao", "transformer_engine", "accelerate", "deepspeed", "transformers", "peft", "apex",
-    "numpy", "jax", "lightning", "pytorch_lightning", "bitsandbytes", "timm", "sklearn", "contextlib", "functools", "copy",
+    "torch", "torchvision", "torchao", "transformer_engine", "accelerate", "deepspeed", "transformers", "peft",
+    "apex", "numpy", "jax", "lightning", "pytorch_lightning", "bitsandbytes", "timm", "sklearn", "contextlib",
+    "functools", "copy",
 })  # fmt: skip
 TENSOR_MAKERS = frozenset({
     "tensor", "randn", "rand", "zeros", "ones", "full", "empty", "arange", "linspace", "randint", "from_numpy",
