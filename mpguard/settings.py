@@ -16,11 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.errors import SettingsError, did_you_mean
 
-if TYPE_CHECKING or sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 ENFORCE = ("error", "warn", "off")
 
 
@@ -89,6 +84,10 @@ def _read(path: Path) -> Settings | None:
     own = path.name == "mpguard.toml"
     if not own and "mpguard" not in text:
         return None
+    if TYPE_CHECKING or sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
     try:
         table: Any = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
-from mpguard import document, settings
+from mpguard import settings
 from mpguard.lint import gate, suppress, workers
 from mpguard.lint.files import Target
 from mpguard.lint.finding import Finding, Lines, placed
@@ -205,6 +205,10 @@ class Engine:
                 diagnostics, defects = self._ask(speaking, Facts(source, self.project), target.path, (Unparsable,))
                 ran -= {defect.code for defect in defects}
         except (Unparsable, RecursionError) as error:
+            imported = getattr(error, "path", "")
+            if imported and imported != target.path:
+                self.project.forget(imported)
+                return self._python(data, target, chosen)
             return self._unparsable(data, target, chosen, error)
         lines = Lines(source.text)
         comments = suppress.in_python(lines) if judged or diagnostics else suppress.NONE
@@ -230,6 +234,8 @@ class Engine:
     def _config(self, data: bytes, target: Target, chosen: Selection) -> Checked:
         if not target.named and not _CONFIG_LIKE.search(data):
             return Checked(Lines(""), [], [], [], ours=False)
+        from mpguard import document
+
         read = document.decode(data, target.path)
         lines = Lines(read.text)
         kind = None if read.root is None else read.kind

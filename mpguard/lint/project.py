@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mpguard import document, settings
-from mpguard.document import Document, Entry
+from mpguard import settings
 from mpguard.errors import ConfigError
 from mpguard.lint.files import CONFIG, NEVER, matches
 
 if TYPE_CHECKING:
+    from mpguard.document import Document, Entry
     from mpguard.lint.facts import Facts
 
 #: Modules, and bytes of them, that are read on behalf of one linted file. Counted per file and not
@@ -47,6 +47,8 @@ class LaunchConfig:
 
 def launch_config(path: Path, shown: str | None = None) -> LaunchConfig:
     """Reads a config that code is launched with. Raises `ConfigError` for a file that is none."""
+    from mpguard import document  # and PyYAML, which most runs over Python do not need
+
     read = document.read(path)
     data = read.require()
     shown = shown or str(path)
@@ -71,12 +73,14 @@ def _accelerate_precision(data: dict[str, object], path: Path) -> str | None:
     ):
         if said is not None:
             return said.lower() if isinstance(said, str) else None
+    from mpguard.document import read
+
     name = section.get("deepspeed_config_file")
     if not isinstance(name, str):
         return None
     for candidate in (Path(name), path.parent / name):
         try:
-            return _deepspeed_precision(document.read(candidate).require())
+            return _deepspeed_precision(read(candidate).require())
         except ConfigError:
             continue
     return None
@@ -106,6 +110,12 @@ class Project:
         self._budget_bytes = MOST_BYTES
         self._counted: set[str] = set()
         self._exhausted = False
+        self._broken: set[str] = set()
+
+    def forget(self, path: str) -> None:
+        """An imported module turned out not to parse: it is unknown from here on, and what was made of it."""
+        self._broken.add(os.path.realpath(path))
+        self._modules.clear()
 
     def begin(self, path: str) -> None:
         """The engine turns to another file."""
@@ -150,6 +160,8 @@ class Project:
         if path is None:
             return None
         key = os.path.realpath(path)
+        if key in self._broken:
+            return None
         if key not in self._counted and path not in self._counted:
             size = Path(path).stat().st_size
             if self._budget_modules < 1 or size > self._budget_bytes:

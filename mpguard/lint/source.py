@@ -50,11 +50,14 @@ _NAMED = re.compile(r"^(?:async[ \t]+)?(def|class)[ \t]+(\w+)", re.MULTILINE)
 
 
 class Unparsable(Exception):
-    """A file that cannot be read as Python; line and column (code points) start at 1."""
+    """A file that cannot be read as Python; line and column (code points) start at 1.
 
-    def __init__(self, message: str, line: int = 1, column: int = 1) -> None:
+    path: the file, where it may be another than the one asked about: statements are parsed late.
+    """
+
+    def __init__(self, message: str, line: int = 1, column: int = 1, path: str = "") -> None:
         super().__init__(message)
-        self.message, self.line, self.column = message, line, column
+        self.message, self.line, self.column, self.path = message, line, column, path
 
 
 class Chunk:
@@ -83,9 +86,8 @@ class Chunk:
         except cst.ParserSyntaxError as error:
             line, column = error.editor_line, error.editor_column
             first = self.source.position(self.source.offset(self.start))[0]
-            raise Unparsable(
-                "parse limit: Python accepts this, the linter's parser (libcst) does not", first + line - 1, column
-            ) from None
+            message = "parse limit: Python accepts this, the linter's parser (libcst) does not"
+            raise Unparsable(message, first + line - 1, column, self.source.path) from None
 
     @cached_property
     def _spans(self) -> dict[cst.CSTNode, tuple[int, int, int, int]]:

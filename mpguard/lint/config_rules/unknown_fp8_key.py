@@ -8,14 +8,9 @@ from mpguard.edits import Edit
 from mpguard.errors import did_you_mean
 from mpguard.lint.accelerate_keys import ARGUMENTS, SECTIONS, VERSION, Section
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Fix, Good, any_of
-from mpguard.mpyaml import OVERRIDES, RECIPE
-from mpguard.policy import FIELD_NAMES
 
 if TYPE_CHECKING:
     from mpguard.document import Document, Entry
-
-#: The keys that `mpguard.mpyaml` reads, in `fp8_config`.
-_OWN = frozenset(key.split(".")[1] for key in (RECIPE, OVERRIDES))
 
 
 class UnknownFp8Key(ConfigRule):
@@ -148,6 +143,9 @@ model:
     def check(self, document: Document) -> Iterator[Diagnostic]:
         if document.data.get("compute_environment") == "AMAZON_SAGEMAKER":
             return
+        from mpguard.mpyaml import OVERRIDES
+        from mpguard.policy import FIELD_NAMES
+
         for entry in document.entries():
             if len(entry.path) == 2 and entry.path[0] in SECTIONS:
                 yield from self._key(document, entry, SECTIONS[entry.path[0]])
@@ -162,8 +160,9 @@ model:
         if bare in section.keys or (not section.prefix and entry.key in ARGUMENTS):
             return
         if name == "fp8_config" and entry.key.startswith("mpguard_"):
-            if entry.key not in _OWN:
-                yield self.at(entry, section=name, key=entry.key, hint=did_you_mean(entry.key, _OWN), help="")
+            own = _own_keys()
+            if entry.key not in own:
+                yield self.at(entry, section=name, key=entry.key, hint=did_you_mean(entry.key, own), help="")
             return
         there = {section.bare(e.key) for e in document.entries() if len(e.path) == 2 and e.path[0] == name}
         meant = section.renamed.get(bare) or _typo(bare, section.keys)
@@ -174,6 +173,13 @@ model:
         else:
             hint = f"; the one that is read is `{meant}`"
         yield self.at(entry, section=name, key=entry.key, hint=hint, fix=_rename(document, entry, meant, there))
+
+
+def _own_keys() -> set[str]:
+    """The keys of `fp8_config` that mpguard itself reads."""
+    from mpguard.mpyaml import OVERRIDES, RECIPE
+
+    return {key.split(".")[1] for key in (RECIPE, OVERRIDES)}
 
 
 def _typo(key: str, known: frozenset[str]) -> str | None:

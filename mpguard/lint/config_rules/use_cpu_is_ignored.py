@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, Note, any_of
-from mpguard.mpyaml import RECIPE
 
 if TYPE_CHECKING:
     from mpguard.document import Document
@@ -134,6 +133,8 @@ num_processes: 1
             yield from self._one_process(document, asked)
 
     def _one_process(self, document: Document, asked: Note) -> Iterator[Diagnostic]:
+        from mpguard.mpyaml import RECIPE
+
         processes, machines, host_file = map(
             document.entry, ("num_processes", "num_machines", "mpirun_config.mpirun_hostfile")
         )
