@@ -360,6 +360,11 @@ class Policy:
             return ("torchao",) if "torchao" in BACKENDS[recipe] and self.backend != "te" else ()
         return BACKENDS[recipe] if self.backend == "auto" else (self.backend,)
 
+    @property
+    def kept_out_of_fp8(self) -> tuple[str, ...]:
+        """The name patterns of modules that stay out of FP8; `fp8_head` takes the output head's back."""
+        return tuple(each for each in self.fp8_exclude if not (self.fp8_head and each.endswith("lm_head")))
+
     def explicit(self, name: str) -> bool:
         """Whether a field differs from its default. A field that only follows another one does not."""
         value = getattr(self, name)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from processes import PROGRAMS, command, in_fork, mp_yaml, proof, told
 
 import mpguard
-from mpguard.runtime.observe import Fp8Found, Observed
+from mpguard.plugin import get
+from mpguard.policy import Policy
+from mpguard.runtime.fp8 import Fp8Found
+from mpguard.runtime.observe import Observed
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof import Proof, compare, failures
 
@@ -55,7 +59,7 @@ def test_what_is_as_asked_has_no_failures() -> None:
         ("reduction", {"reductions": {"fp32": 500, "bf16": 500}}),
         ("optimizer", {"masters": {"bf16": 1000}}),
         ("optimizer", {"states": {"bf16": 2000}}),
-        ("fp8", {"fp8": Fp8Found("torchao", 3, 5, [], "tensorwise")}),
+        ("fp8", {"fp8": Fp8Found("torchao", ["a"], recipe={"recipe": "tensorwise"})}),
     ],
 )
 def test_each_fact_is_compared(row: str, seen: dict[str, object]) -> None:
@@ -72,24 +76,46 @@ def test_a_wider_reduction_than_asked_loses_nothing() -> None:
     assert "reduction" not in wrong(dataclasses.replace(PLAN, policy=PLAN.policy.replace(grad_reduce_in_fp32=False)))
 
 
+AO = Fp8Found("torchao", ["layers.0", "layers.1"], {"lm_head": "fp8_exclude"}, recipe={"recipe": "tensorwise"})
+DELAYED = Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=16, fp8_amax_compute_algo="max")
+TE = Fp8Found("te", ["layers.0"], entered=True, recipe={**get("te").arguments(DELAYED), "override": None})
+
+
 @pytest.mark.parametrize(
-    ("fp8", "holds"),
+    ("changed", "row"),
     [
-        (None, False),
-        (Fp8Found("torchao", 5, 7, ["head"], "tensorwise"), True),
-        (Fp8Found("torchao", 5, 7, ["head"], "rowwise"), False),
-        (Fp8Found("torchao", 5, 7, ["head"], "tensorwise", emulated=True), False),
-        (Fp8Found("te", 5, 7, ["head"], None, entered=True), False),
+        ({}, None),
+        ({"recipe": {"recipe": "rowwise"}}, "fp8"),
+        ({"emulated": True}, "fp8"),
+        ({"left": {"layers.2": ""}}, "not in fp8"),
+        ({"left": {"layers.2": "13 is no multiple of 16"}}, None),
+        ({"against": ["lm_head"]}, "fp8_exclude"),
+        ({"unmatched": ["*typo*"]}, "fp8_exclude"),
+        ({"backend": "te"}, "fp8"),
     ],
 )
-def test_fp8_needs_modules_of_the_backend_and_recipe(fp8: Fp8Found | None, holds: bool) -> None:
-    assert ("fp8" not in wrong(FP8, fp8=fp8)) is holds
+def test_fp8_is_compared_layer_by_layer(changed: dict[str, Any], row: str | None) -> None:
+    assert wrong(FP8, fp8=dataclasses.replace(AO, **changed)) == ([row] if row else [])
 
 
-def test_transformer_engine_modules_outside_autocast_are_not_fp8() -> None:
-    plan = dataclasses.replace(FP8, policy=FP8.policy.replace(backend="te"))
-    assert wrong(plan, fp8=Fp8Found("te", 5, 5, [], entered=False)) == ["fp8"]
-    assert wrong(plan, fp8=Fp8Found("te", 5, 5, [], entered=True)) == []
+def test_fp8_asked_and_none_there() -> None:
+    assert wrong(FP8, fp8=None) == ["fp8"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"entered": False}, "autocast not entered"),
+        ({"recipe": {**TE.recipe, "amax_history_len": 1024}}, "amax_history_len is 1024, not 16"),
+        ({"recipe": {**TE.recipe, "amax_compute_algo": "most_recent"}}, "amax_compute_algo is most_recent, not max"),
+        ({"recipe": {**TE.recipe, "recipe": "Float8CurrentScaling"}}, "recipe is Float8CurrentScaling"),
+    ],
+)
+def test_the_recipe_of_transformer_engine_is_compared_field_by_field(changed: dict[str, Any], said: str) -> None:
+    plan = dataclasses.replace(FP8, policy=DELAYED)
+    assert wrong(plan, fp8=TE) == []
+    seen = dataclasses.replace(GOOD, fp8=dataclasses.replace(TE, **changed))
+    assert said in "; ".join(failures(compare(seen, plan), plan, seen))
 
 
 def test_fp16_needs_a_scaler_that_is_enabled() -> None:
@@ -223,19 +249,30 @@ def test_a_resumed_run_in_another_precision_is_not_in_force(tmp_path: Path) -> N
     assert run.returncode == 1 and "optimizer: AdamW, weights bf16" in run.stderr, told(run)
 
 
-FLOAT8 = "{mpguard_recipe: bf16_with_fp8_current_scaling_mixed, mpguard_overrides: {backend: torchao, fp8_emulate: true, master_dtype: bf16, first_last_layers_bf16: false, num_layers_at_start_in_bf16: 0, num_layers_at_end_in_bf16: 0}}"  # noqa: E501
+def float8(**more: str) -> dict[str, str]:
+    """An mp.yaml for torchao in software, with BF16 parameters."""
+    overrides = {"backend": "torchao", "fp8_emulate": "true", "master_dtype": "bf16", **more}
+    said = ", ".join(f"{field}: {value}" for field, value in overrides.items())
+    section = f"{{mpguard_recipe: hopper_bf16_with_fp8_mixed, mpguard_overrides: {{{said}}}}}"
+    return {"fp8_config": section, "mixed_precision": "fp8"}
 
 
 def test_emulated_float8_with_bf16_parameters_is_proven(tmp_path: Path) -> None:
     arguments = ("--float8", "--parameters", "bfloat16", "--autocast", "none")
-    run = trained(tmp_path, *arguments, fp8_config=FLOAT8, mixed_precision="fp8")
+    run = trained(tmp_path, *arguments, **float8(fp8_exclude="['0']"))
     assert run.returncode == 0, told(run)
     assert "1 of 2 Linear (torchao tensorwise, emulated)" in run.stderr
-    assert proof(tmp_path / "proof.json")["observed"]["fp8"]["left"] == ["0"]
+    assert proof(tmp_path / "proof.json")["observed"]["fp8"]["left"] == {"0": "fp8_exclude"}
+
+
+def test_a_layer_that_stayed_out_of_float8_for_no_reason_is_not_in_force(tmp_path: Path) -> None:
+    arguments = ("--float8", "--parameters", "bfloat16", "--autocast", "none")
+    run = trained(tmp_path, *arguments, **float8())
+    assert run.returncode == 1 and "not in fp8: 0" in run.stderr, told(run)
 
 
 def test_fp8_asked_and_none_there_is_not_in_force(tmp_path: Path) -> None:
-    run = trained(tmp_path, "--parameters", "bfloat16", "--autocast", "none", fp8_config=FLOAT8, mixed_precision="fp8")
+    run = trained(tmp_path, "--parameters", "bfloat16", "--autocast", "none", **float8())
     assert run.returncode == 1 and "no FP8 module in the model" in run.stderr, told(run)
 
 
@@ -248,11 +285,12 @@ def test_tf32_is_switched_and_shown(tmp_path: Path) -> None:
 
 
 def test_a_compiled_model_is_proven_and_left_in_one_piece(tmp_path: Path) -> None:
-    """What happens inside a compiled region is not looked at: no hook breaks the graph."""
+    """What happens inside a compiled region is not looked at: no hook breaks the graph, or has it made twice."""
     run = trained(tmp_path, "--compile")
     made = proof(tmp_path / "proof.json")
     assert run.returncode == 0 and "finished" in run.stdout and "Warning" not in run.stderr, told(run)
     assert made["observed"]["compiled"] and made["rows"]["compute"]["found"] == "bf16 (by autocast)"
+    assert "graphs 1" in run.stdout, told(run)
 
 
 def test_prove_compares_a_model_and_an_optimizer_by_hand() -> None:

@@ -155,7 +155,7 @@ class Guard:
         with unheard(self.recorder):
             seen = observe(
                 self.recorder, model, optimizer,
-                step=self.steps + self.recorder.skipped, exclude=self.plan.policy.fp8_exclude,
+                policy=self.plan.policy, step=self.steps + self.recorder.skipped,
             )  # fmt: skip
             rows = proof.compare(seen, self.plan)
             self._conclude(rows, seen, proof.failures(rows, self.plan, seen))
@@ -472,7 +472,7 @@ def prove(model: nn.Module, optimizer: Any, policy: Policy | str) -> Proof:
     plan = Plan(policy)
     guard = _current if _current is not None and _current.waiting else Guard(plan)
     with unheard(guard.recorder):
-        seen = observe(guard.recorder, model, optimizer, exclude=policy.fp8_exclude)
+        seen = observe(guard.recorder, model, optimizer, policy=policy)
         rows = proof.compare(seen, plan)
         wrong = guard._agree(proof.failures(rows, plan, seen))
     made = Proof("not in force" if wrong else "in force", plan, rows, tuple(wrong), seen)

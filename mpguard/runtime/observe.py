@@ -16,10 +16,10 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
-from mpguard.policy import DEFAULT_FP8_EXCLUDE, Dtype
+from mpguard.policy import Dtype, Policy
+from mpguard.runtime import fp8
 
 if TYPE_CHECKING:
     import torch
@@ -63,28 +63,9 @@ class Observed:
     reductions: dict[str, int] = dataclasses.field(default_factory=dict)
     reduced_by: str | None = None
     scaler: dict[str, Any] | None = None
-    fp8: Fp8Found | None = None
+    fp8: fp8.Fp8Found | None = None
     tf32: bool | None = None
     compiled: bool = False
-
-
-@dataclasses.dataclass
-class Fp8Found:
-    """FP8 modules of a model: which library's, how many of how many Linear, which were left out.
-
-    recipe, emulated: as the modules are configured. entered: whether they ran inside FP8 autocast
-    (Transformer Engine; None where there is no such thing). unmatched: patterns to keep modules out
-    of FP8 that match no module.
-    """
-
-    backend: str
-    modules: int
-    linears: int
-    left: list[str]
-    recipe: str | None = None
-    emulated: bool = False
-    entered: bool | None = None
-    unmatched: list[str] = dataclasses.field(default_factory=list)
 
 
 def short(dtype: torch.dtype) -> str:
@@ -113,10 +94,11 @@ class Recorder:
         self.masters: Counter[str] = Counter()
         self.scaler: Any = None
         self.scaler_record: dict[str, Any] | None = None
-        self.te_calls: Counter[bool] = Counter()
+        self.te_recipes: list[dict[str, Any]] = []
         self.skipped = 0
         self._known: set[int] = set()
         self._handles: list[Any] = []
+        self._finding: Any = None
         self._restore: list[Callable[[], None]] = []
         self._inside = threading.local()
 
@@ -126,7 +108,8 @@ class Recorder:
 
         # Of no concern to anybody else: ours fires twice and minds only the first.
         warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
-        self._handles.append(register_module_forward_pre_hook(self._entered))
+        self._finding = register_module_forward_pre_hook(self._entered)
+        self._handles.append(self._finding)
         self._listen_to_collectives()
 
     def stop(self) -> None:
@@ -159,8 +142,11 @@ class Recorder:
         self._known |= known
         self._handles.append(module.register_forward_pre_hook(self._root_called, with_kwargs=True))
         self._handles.append(module.register_forward_hook(self._root_returned))
+        compiled = {id(part) for inner in module.modules() if _compiled(inner) for part in inner.modules()}
+        if compiled and self._finding is not None:
+            self._finding.remove()  # a hook that is gone later would have it all compiled again
         for name, inner in module.named_modules():
-            if next(inner.children(), None) is None:
+            if next(inner.children(), None) is None and id(inner) not in compiled:
                 self._handles.append(inner.register_forward_hook(functools.partial(self._put_out, plain_name(name))))
 
     def _root_called(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
@@ -193,9 +179,11 @@ class Recorder:
 
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        if type(module).__module__.startswith("transformer_engine"):
-            self.te_calls[te_is_on()] += 1
+        if fp8.is_te(module):
+            self.te_recipes.append(fp8.te_recipe_in_force())
         weight = getattr(module, "weight", None)
+        if hasattr(module, "_original_forward"):
+            return  # accelerate has wrapped it, and casts what it puts out back to FP32
         if isinstance(module, torch.nn.Embedding) or not isinstance(weight, torch.Tensor) or weight.ndim < 2:
             return
         if isinstance(output, torch.Tensor) and output.is_floating_point():
@@ -270,21 +258,10 @@ def device_of(module: nn.Module) -> str:
     return "cpu" if parameter is None else str(parameter.device.type)
 
 
-def te_is_on() -> bool:
-    """Whether Transformer Engine's FP8 autocast is entered here and now."""
-    for name in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):
-        manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
-        if manager is not None:
-            return bool(manager.is_fp8_enabled())
-    return False
-
-
-def observe(
-    recorder: Recorder, model: nn.Module | None, optimizer: Any, *, step: int = 1, exclude: tuple[str, ...] = ()
-) -> Observed:
+def observe(recorder: Recorder, model: nn.Module | None, optimizer: Any, *, policy: Policy, step: int = 1) -> Observed:
     """Everything about a process after a step, as plain data.
 
-    model: None for those that the recorder has found. exclude: the policy's patterns kept out of FP8.
+    model: None for those that the recorder has found. policy: says why a layer is not FP8.
     """
     roots = [model] if model is not None else owners(recorder.roots, optimizer)
     world, launched = world_size()
@@ -296,12 +273,12 @@ def observe(
         _count(seen.parameters, (parameter for parameter in root.parameters() if parameter.requires_grad))
         _count(seen.buffers, root.buffers())
     seen.compiled = any(_compiled(module) for _, module in modules)
-    _computed(seen, recorder)
+    _computed(seen, recorder, cast_back=any(hasattr(module, "_original_forward") for _, module in modules))
     seen.output = recorder.output
     _optimized(seen, recorder, optimizer)
     _reduced(seen, recorder, roots)
     seen.scaler = recorder.scaler_record
-    seen.fp8 = fp8_of(modules, recorder, exclude)
+    seen.fp8 = fp8.find([(plain_name(name), module) for name, module in modules], policy, recorder.te_recipes)
     if "torch" in sys.modules:
         import torch
 
@@ -344,45 +321,8 @@ def engine_of(roots: list[nn.Module], recorder: Recorder, world: int) -> str:
     return "single" if world == 1 else "none"
 
 
-def fp8_of(modules: list[tuple[str, nn.Module]], recorder: Recorder, exclude: tuple[str, ...] = ()) -> Fp8Found | None:
-    """The FP8 modules of a model; None where there is none."""
-    import torch
-
-    ours: dict[str, list[tuple[str, Any]]] = {"torchao": [], "te": []}
-    left = []
-    for name, module in modules:
-        kind = type(module)
-        if kind.__module__.startswith("torchao.float8") and kind.__name__ == "Float8Linear":
-            ours["torchao"].append((name, module))
-        elif (
-            kind.__module__.startswith("transformer_engine")
-            and next(module.parameters(recurse=False), None) is not None
-        ):
-            ours["te"].append((name, module))
-        elif isinstance(module, torch.nn.Linear):
-            left.append(plain_name(name))
-    backend = "torchao" if ours["torchao"] else "te"
-    if not ours[backend]:
-        return None
-    found = Fp8Found(backend, len(ours[backend]), len(ours[backend]) + len(left), left)
-    if backend == "torchao":
-        config = ours["torchao"][0][1].config
-        found.emulated = bool(config.emulate)
-        axiswise = "axis" in str(config.cast_config_input.scaling_granularity).lower()
-        high = str(config.cast_config_grad_output_for_grad_weight.scaling_type).lower().endswith("disabled")
-        found.recipe = "rowwise_with_gw_hp" if axiswise and high else "rowwise" if axiswise else "tensorwise"
-    else:
-        found.entered = recorder.te_calls[True] > 0
-    names = [plain_name(name) for name, _ in modules]
-    found.unmatched = [
-        pattern  # the default ones may match nothing: not every model has a router
-        for pattern in exclude
-        if pattern not in DEFAULT_FP8_EXCLUDE and not any(fnmatch(name, pattern) for name in names)
-    ]
-    return found
-
-
-def _computed(seen: Observed, recorder: Recorder) -> None:
+def _computed(seen: Observed, recorder: Recorder, cast_back: bool) -> None:
+    """cast_back: what the model puts out tells nothing, since accelerate casts it to FP32."""
     counted: Counter[str] = Counter()
     for name, (dtype, size) in recorder.outputs.items():
         counted[dtype] += size
@@ -390,7 +330,7 @@ def _computed(seen: Observed, recorder: Recorder) -> None:
     seen.compute = dict(counted)
     if not counted and recorder.autocast:
         seen.compute, seen.compute_from = {recorder.autocast: 1}, "autocast"
-    elif not counted and recorder.output:
+    elif not counted and recorder.output and not cast_back:
         seen.compute, seen.compute_from = {recorder.output: 1}, "the model's output"
 
 

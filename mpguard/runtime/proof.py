@@ -7,8 +7,11 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from mpguard.plugin import get
 from mpguard.policy import Dtype
+from mpguard.runtime.fp8 import Fp8Found
 from mpguard.runtime.observe import Observed
 from mpguard.runtime.plan import Plan
 
@@ -54,6 +57,9 @@ class Proof:
         ranks = f"all {seen.world_size} ranks" if seen.world_size > 1 else "1 process"
         head = f"step {seen.step} proven in force on {ranks}" if self.in_force else f"step {seen.step}: not in force"
         skipped = f", after {seen.skipped} skipped" if seen.skipped else ""
+        unseen = [row.name for row in self.rows if row.found == "not observed"]
+        if unseen and self.in_force:
+            skipped += f", but for what could not be observed: {', '.join(unseen)}"
         lines = [f"{head}{skipped} · recipe {self.plan.policy.name}"]
         wide = max((len(row.found) for row in self.rows), default=0)
         lines += [f"  {row.name:14} {row.found:{wide}}  {row.verdict}".rstrip() for row in self.rows]
@@ -176,28 +182,49 @@ def _compute(seen: Observed, plan: Plan) -> Row:
 def _fp8(seen: Observed, plan: Plan) -> list[Row]:
     policy, fp8 = plan.policy, seen.fp8
     if policy.low_bit_recipe is None:
-        return (
-            []
-            if fp8 is None or fp8.entered is False
-            else [Row("fp8", f"{fp8.modules} FP8 modules ({fp8.backend})", "none", False)]
-        )
+        if fp8 is None or fp8.entered is False:
+            return []
+        return [Row("fp8", f"{len(fp8.converted)} FP8 layers ({fp8.backend})", "none", False)]
     asked = f"{'fp4' if policy.fp4 else 'fp8'} {policy.low_bit_recipe} ({' or '.join(policy.backends)})"
     if fp8 is None:
         return [Row("fp8", "no FP8 module in the model", asked, False)]
-    found = f"{fp8.modules} of {fp8.linears} Linear ({fp8.backend}{f' {fp8.recipe}' if fp8.recipe else ''}"
-    found += f"{', emulated' if fp8.emulated else ''})"
-    ok = fp8.backend in policy.backends and fp8.recipe in (None, policy.low_bit_recipe)
-    ok = ok and fp8.emulated == policy.fp8_emulate and fp8.entered is not False
+    asked += ", emulated" if policy.fp8_emulate else ""
+    wrong = [] if fp8.emulated == policy.fp8_emulate else ["emulation"]
     if fp8.entered is False:
-        found += ", FP8 autocast never entered"
-    rows = [Row("fp8", found, asked + (", emulated" if policy.fp8_emulate else ""), ok)]
-    if fp8.left:
-        rows.append(Row(f"left in {policy.compute_dtype.short}", _names(fp8.left), "", None))
+        wrong.append("FP8 autocast not entered around each of them")
+    elif fp8.backend in policy.backends:
+        wrong += _other_recipe(fp8, plan)
+    found = f"{len(fp8.converted)} of {len(fp8.converted) + len(fp8.left)} Linear ({fp8.backend}"
+    found += f" {fp8.recipe['recipe']}" if fp8.recipe else ""
+    found += ", emulated)" if fp8.emulated else ")"
+    ok = fp8.backend in policy.backends and not wrong
+    rows = [Row("fp8", "; ".join([found, *wrong]), asked, ok)]
+    compute = policy.compute_dtype.short
+    explained = [name for name, reason in fp8.left.items() if reason]
+    reasons = dict.fromkeys(fp8.left[name] for name in explained)
+    if explained:
+        rows.append(Row(f"left in {compute}", f"{_names(explained)} ({'; '.join(reasons)})", "", None))
+    if unexplained := [name for name, reason in fp8.left.items() if not reason]:
+        rows.append(Row("not in fp8", _names(unexplained), "in fp8, or named in fp8_exclude", False))
+    if fp8.against:
+        rows.append(Row("fp8_exclude", f"{_names(fp8.against)} in fp8", f"left in {compute}", False))
     if fp8.unmatched:
-        rows.append(
-            Row("fp8_exclude", f"{', '.join(fp8.unmatched)} matches no module", "a pattern that matches", False)
-        )
+        unmatched = f"{', '.join(fp8.unmatched)} matches no module"
+        rows.append(Row("fp8_exclude", unmatched, "a pattern that matches", False))
     return rows
+
+
+def _other_recipe(fp8: Fp8Found, plan: Plan) -> list[str]:
+    """Where the recipe in force differs from the policy's: field, found and asked."""
+    if fp8.backend == "torchao":
+        asked: dict[str, Any] = {"recipe": plan.policy.fp8_recipe}
+    else:
+        asked = get("te").arguments(plan.policy)
+    return [
+        f"{field} is {fp8.recipe.get(field)}, not {value}"
+        for field, value in asked.items()
+        if fp8.recipe.get(field) != value
+    ]
 
 
 def _gradients(seen: Observed, plan: Plan) -> Row:

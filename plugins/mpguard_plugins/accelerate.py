@@ -237,7 +237,7 @@ def arguments(policy: Policy, strategy: str | None) -> dict[str, Any]:
         handlers["GradScalerKwargs"] = scaling
     if policy.fp8 and _backend(policy) == "torchao":
         config = plugins.get("torchao").arguments(policy, strategy)
-        handlers["AORecipeKwargs"] = {"config": config, "exclude": torchao.excluded(policy)}
+        handlers["AORecipeKwargs"] = {"config": config, "exclude": list(policy.kept_out_of_fp8)}
     elif policy.fp8:
         handlers["TERecipeKwargs"] = _te(policy, strategy)
     if handlers:

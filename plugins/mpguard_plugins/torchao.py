@@ -94,7 +94,7 @@ class Float8Filter:
 
     @classmethod
     def of(cls, policy: Policy) -> Float8Filter:
-        return cls(tuple(excluded(policy)))
+        return cls(policy.kept_out_of_fp8)
 
     def __call__(self, module: torch.nn.Module, name: str) -> bool:
         from torch import nn
@@ -105,8 +105,3 @@ class Float8Filter:
             and module.out_features % self.MULTIPLE == 0
             and not any(fnmatch(name, pattern) for pattern in self.exclude)
         )
-
-
-def excluded(policy: Policy) -> list[str]:
-    """The name patterns that a policy keeps out of FP8; `fp8_head` takes the output head's back."""
-    return [pattern for pattern in policy.fp8_exclude if not (policy.fp8_head and pattern.endswith("lm_head"))]

@@ -1,0 +1,126 @@
+"""FP8 modules as they are: which library's, which layers, which were left out and why, and the recipe in force."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
+
+from mpguard.policy import DEFAULT_FP8_EXCLUDE, Policy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: FP8 products take sizes that are multiples of this (torch._scaled_mm; TE's assert_dim_for_fp8_exec).
+MULTIPLE = 16
+
+
+@dataclasses.dataclass
+class Fp8Found:
+    """The FP8 layers of a model. Plain data.
+
+    backend: "te" or "torchao". converted: names of the FP8 layers with a weight matrix.
+    left: every other Linear, and why it is not FP8; "" where nothing explains it.
+    against: FP8 layers that the policy keeps out.
+    recipe: what scales them: for torchao its recipe's name under `recipe`; for Transformer Engine the
+    class and fields of the recipe that was in force during forward, empty where none was.
+    emulated: computed in software. entered: whether they ran inside FP8 autocast (None for torchao,
+    which has none). unmatched: the user's patterns that match no module.
+    """
+
+    backend: str
+    converted: list[str]
+    left: dict[str, str] = dataclasses.field(default_factory=dict)
+    against: list[str] = dataclasses.field(default_factory=list)
+    recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
+    emulated: bool = False
+    entered: bool | None = None
+    unmatched: list[str] = dataclasses.field(default_factory=list)
+
+
+def find(modules: list[tuple[str, nn.Module]], policy: Policy, te_recipes: list[dict[str, Any]]) -> Fp8Found | None:
+    """The FP8 layers among named modules; None where there is none.
+
+    te_recipes: what Transformer Engine's layers were called under, one entry per call; empty
+    entries are calls outside FP8 autocast.
+    """
+    import torch
+
+    layers: dict[str, list[tuple[str, Any]]] = {"torchao": [], "te": []}
+    plain: list[tuple[str, torch.nn.Linear]] = []
+    for name, module in modules:
+        kind = type(module)
+        if kind.__module__.startswith("torchao.float8") and kind.__name__ == "Float8Linear":
+            layers["torchao"].append((name, module))
+        elif is_te(module):
+            if any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
+                layers["te"].append((name, module))
+        elif isinstance(module, torch.nn.Linear):
+            plain.append((name, module))
+    backend = "torchao" if layers["torchao"] else "te"
+    if not layers[backend]:
+        return None
+    kept_out = policy.kept_out_of_fp8
+    found = Fp8Found(backend, [name for name, _ in layers[backend]])
+    found.left = {name: _reason(name, module, kept_out) for name, module in plain}
+    found.against = [name for name in found.converted if matches(name, kept_out)]
+    if backend == "torchao":
+        config = layers["torchao"][0][1].config
+        found.emulated = bool(config.emulate)
+        found.recipe = {"recipe": _torchao_recipe(config)}
+    else:
+        inside = [recipe for recipe in te_recipes if recipe]
+        found.entered = bool(te_recipes) and len(inside) == len(te_recipes)
+        found.recipe = inside[0] if inside else {}
+    names = [name for name, _ in modules]
+    # The default patterns may match nothing: not every model has a router.
+    users = [pattern for pattern in policy.fp8_exclude if pattern not in DEFAULT_FP8_EXCLUDE]
+    found.unmatched = [pattern for pattern in users if not any(fnmatch(name, pattern) for name in names)]
+    return found
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def is_te(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("transformer_engine")
+
+
+def te_recipe_in_force() -> dict[str, Any]:
+    """Class and fields of Transformer Engine's recipe here and now; empty outside its FP8 autocast."""
+    for name in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):
+        manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
+        if manager is None:
+            continue
+        if not manager.is_fp8_enabled():
+            return {}
+        recipe = manager.get_fp8_recipe()
+        fields = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+        return {"recipe": type(recipe).__name__, **{name: _plain(value) for name, value in fields.items()}}
+    return {}
+
+
+def _plain(value: Any) -> Any:
+    """Plain data: enums by their name, arguments of products as their fields."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "use_split_accumulator"):
+        return {"use_split_accumulator": value.use_split_accumulator}
+    return getattr(value, "name", None) or repr(value)
+
+
+def _reason(name: str, module: nn.Linear, kept_out: tuple[str, ...]) -> str:
+    if matches(name, kept_out):
+        return "fp8_exclude"
+    sizes = [size for size in (module.out_features, module.in_features) if size % MULTIPLE]
+    if sizes:
+        return f"{' and '.join(map(str, sizes))} {'is' if len(sizes) == 1 else 'are'} no multiple of {MULTIPLE}"
+    return "" if module.weight.requires_grad else "frozen"
+
+
+def _torchao_recipe(config: Any) -> str:
+    axiswise = "axis" in str(config.cast_config_input.scaling_granularity).lower()
+    high = str(config.cast_config_grad_output_for_grad_weight.scaling_type).lower().endswith("disabled")
+    return "rowwise_with_gw_hp" if axiswise and high else "rowwise" if axiswise else "tensorwise"
