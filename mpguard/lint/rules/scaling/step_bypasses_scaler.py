@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
@@ -11,13 +12,15 @@ from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.values import Object
 from mpguard.lint.walk import Call
 
+#: A condition on overflow: what the scaler would do is done by hand.
+_CHECKS = re.compile(r"(?i)finite|inf|nan|overflow")
+
 
 class StepBypassesScaler(Rule):
     """`optimizer.step()` on gradients that a GradScaler has scaled.
 
     ## What it does
-    Reports an optimizer's `step()` where the `backward` before it ran on `scaler.scale(loss)`, and
-    nothing has unscaled the gradients in between.
+    Reports an optimizer's `step()` where the `backward` before it ran on `scaler.scale(loss)`.
 
     ## Why is this bad
     The gradients are larger than the true ones by the scale, 65536 at first. Adam hides the factor
@@ -30,14 +33,15 @@ class StepBypassesScaler(Rule):
     has no fix: GradScaler takes none.
 
     ## Known limits
-    Gradients that are unscaled by hand (divided by `scaler.get_scale()`) are taken as scaled by
-    `scaler.scale` only if nothing asks for the scale in between.
+    Silent where something between `backward` and `step` asks for the scale (`get_scale`: the
+    gradients may be unscaled by hand), and where the step happens under a check of finiteness.
+    `unscale_` alone is not enough: nothing then skips a step that overflowed.
     """
 
     code, name = "MPG203", "step-bypasses-scaler"
     severity = "error"
-    message = "`{expr}` steps on gradients that are still scaled"
-    help = "step through the scaler, which unscales them and skips overflows"
+    message = "`{expr}` bypasses the GradScaler that scaled its gradients"
+    help = "step through the scaler, which unscales the gradients and skips the step where they overflowed"
     triggers = (any_of(b"scaler", b"Scaler"), any_of(b".scale("), any_of(b".step("))
     examples = (
         Bad(
@@ -137,7 +141,9 @@ def by_hand(loader, model, optimizer):
     for x in loader:
         scaler.scale(model(x)).backward()
         scaler.unscale_(optimizer)
-        optimizer.step()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if torch.isfinite(norm):
+            optimizer.step()
         scaler.update()
 
 def flagged(args, loader, model, optimizer):
@@ -161,7 +167,7 @@ def flagged(args, loader, model, optimizer):
         backwards = {event.call: event for event in facts.events("backward")}
         for step in facts.events("step"):
             found = self._before(step, backwards, facts, step.guard)
-            if found is None or found not in scaled or self._unscaled(found, step, facts):
+            if found is None or found not in scaled or self._by_hand(found, step, facts):
                 continue
             scale = scaled[found]
             guard = step.guard.joined(facts.guard_of(found), self._enabled(scale, facts))
@@ -213,12 +219,14 @@ def flagged(args, loader, model, optimizer):
                     return inner[-1]
         return None
 
-    def _unscaled(self, backward: Call, step: Event, facts: Facts) -> bool:
-        """Whether the gradients may have been unscaled, or stepped through the scaler, in between."""
+    def _by_hand(self, backward: Call, step: Event, facts: Facts) -> bool:
+        """Whether the gradients may be unscaled and checked by hand, or were stepped through the scaler in between."""
+        if any(_CHECKS.search(flag) for flag in step.guard.flags()):
+            return True
         for call in step.scope.calls:
             between = call.order < step.order and (call.scope is not backward.scope or backward.order < call.order)
             if between and compatible(call.guard, step.guard):
-                if call.name in ("unscale_", "unscale", "get_scale", "_unscale_grads_"):
+                if call.name in ("get_scale", "_unscale_grads_"):
                     return True
                 if call.name == "step" and call in {event.call for event in facts.events("scaler_step")}:
                     given = call.positional[0]
