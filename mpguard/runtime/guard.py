@@ -24,8 +24,8 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpguard import hardware
-from mpguard.errors import NotCarried, NotInForce, NotProven, PolicyError
-from mpguard.plugin import Change, carriers, fields_that_matter, get
+from mpguard.errors import NotCarried, NotInForce, NotProven
+from mpguard.plugin import Change, require_carried
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
 from mpguard.runtime import imports, proof
@@ -364,7 +364,7 @@ def rank() -> int:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """What one target cannot carry another one does; `check_carried` speaks where none does."""
+    """What one target cannot carry another one does; `require_carried` speaks where none does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotCarried)
         yield
@@ -380,24 +380,6 @@ def header(plan: Plan) -> str:
     if plan.processes:
         parts.append(f"{plan.processes} process{'es' if plan.processes > 1 else ''}")
     return " · ".join([*parts, str(hardware.detect())])
-
-
-def check_carried(policy: Policy, strategy: str | None) -> None:
-    """Raises `PolicyError` for a field that matters and that no target of the run carries."""
-    targets = ["torch", "accelerate", *policy.backends]
-    if strategy and strategy.startswith("deepspeed"):
-        targets.append("deepspeed")
-    elif strategy in ("fsdp1", "fsdp2"):
-        targets.append(strategy)
-    carried = {field for target in targets for field in get(target).carries} | {"backend"}
-    for field in fields_that_matter(policy, strategy):
-        if field not in carried:
-            others = carriers(field)
-            by = f"; carried by {', '.join(others)}" if others else ""
-            raise PolicyError(
-                f"`{field}={policy.text_of(field)}` of the policy `{policy.name}`: nothing in this run "
-                f"({', '.join(targets)}) has a place for it{by}. Remove it, or change the strategy"
-            )
 
 
 _current: Guard | None = None
@@ -422,7 +404,7 @@ def start(plan: Plan) -> Guard:
             _current.plan = dataclasses.replace(plan, announced=_current.plan.announced)
             _current.rearm()
         return _current
-    check_carried(plan.policy, plan.strategy)
+    require_carried("accelerate", plan.policy, plan.strategy)
     _current = Guard(plan)
     _current.begin()
     return _current

@@ -25,7 +25,7 @@ from typing import Any
 from mpguard import mpyaml, settings
 from mpguard.document import read
 from mpguard.errors import ConfigError, MpguardError, NotInForce
-from mpguard.plugin import Change, Setting, differences, merged, show
+from mpguard.plugin import Change, Setting, differences, merged, require_carried, show
 from mpguard.runtime import checks, guard
 from mpguard.runtime.plan import Plan, absolute, enforcement, strategy_of
 from mpguard.runtime.proof import Proof, say
@@ -92,7 +92,7 @@ def prepare(argv: Sequence[str], parser_factory: ParserFactory) -> Prepared | No
     changes = differences(config, policy, "accelerate", plan.strategy)
     launch = checks.Launch(plan, document, kind, tuple(changes), accelerator_here())
     _refuse(plan, list(checks.refusals(launch)))
-    guard.check_carried(policy, plan.strategy)
+    require_carried("accelerate", policy, plan.strategy)
     flags = argv[: len(argv) - len(arguments) - 1]
     flags, header = _flags(flags, options, launch)
     environment = dict(plan.environment())

@@ -18,6 +18,7 @@ parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--mixed-precision", help="what the script itself asks for")
 parser.add_argument("--scaler", action="store_true", help="the script brings a handler")
 parser.add_argument("--exit", type=int, nargs=2, metavar=("RANK", "STATUS"), help="after the first step")
+parser.add_argument("--one-layer", action="store_true", help="the model is a single Linear")
 parser.add_argument("--sleep", type=float, default=0, help="seconds, after the first step")
 options = parser.parse_args()
 
@@ -25,10 +26,14 @@ handlers = [GradScalerKwargs(init_scale=8.0)] if options.scaler else None
 accelerator = Accelerator(mixed_precision=options.mixed_precision, kwargs_handlers=handlers)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+if options.one_layer:
+    model = torch.nn.Linear(16, 4)
 optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
 data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randint(0, 4, (64,)))
 seen = []
-model[0].register_forward_hook(lambda _module, _inputs, output: seen.append(str(output.dtype)))
+(model if options.one_layer else model[0]).register_forward_hook(
+    lambda _module, _inputs, output: seen.append(str(output.dtype))
+)
 model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, 8))
 for inputs, targets in loader:
     # A DeepSpeed engine takes inputs of its own dtype only.

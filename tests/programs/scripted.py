@@ -69,4 +69,8 @@ for step in range(options.steps):
         if not options.swallow:
             raise
     optimizer.zero_grad()
+if options.compile:
+    from torch._dynamo.utils import counters
+
+    print("graphs", counters["stats"]["unique_graphs"])
 print("finished")
