@@ -328,6 +328,18 @@ def uncarried(policy: Policy, targets: Iterable[str], strategy: str | None = Non
     return [field for field in fields_that_matter(policy, strategy) if all(field in each for each in lacking)]
 
 
+def require_carried(target: str, policy: Policy, strategy: str | None = None) -> None:
+    """Raises `PolicyError` for a field that matters and that nothing in a run of this target carries."""
+    targets = targets_of_run(target, policy, strategy)
+    for field in uncarried(policy, targets, strategy):
+        others = carriers(field)
+        by = f"only {', '.join(others)} can" if others else "no target can"
+        raise PolicyError(
+            f"`{policy.name}` has {field}={policy.text_of(field)}, which a run of {', '.join(targets)} cannot put into "
+            f"force; {by}. Take a recipe without it (`mpguard recipes`), or override the field"
+        )
+
+
 def build(policy: Policy, target: str, strategy: str | None = None) -> Any:
     """`policy.to(target, strategy)`."""
     found = get(target)

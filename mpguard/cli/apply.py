@@ -135,7 +135,7 @@ def _job(document: Document, recipe: str, policy: Policy, documents: list[Docume
         if kind == "accelerate":
             changes = [*mpyaml.changes(document.data, recipe, _kept(document, recipe)), *changes]
         strategy = target.strategy(document.data)
-        _check_carried(kind, policy, strategy)
+        plugin.require_carried(kind, policy, strategy)
         text = applied(document.text, document.edits(changes))
     except PolicyError as error:
         raise PolicyError(f"{document.path}: {error}") from None
@@ -146,18 +146,6 @@ def _job(document: Document, recipe: str, policy: Policy, documents: list[Docume
     if other is not None and not any(_names(document, each) for each in documents):
         notes.append(f"the precision is said in {other}; give that file to `mpguard apply` too")
     return Job(document, kind, policy, strategy, tuple(changes), text, tuple(notes))
-
-
-def _check_carried(kind: str, policy: Policy, strategy: str | None) -> None:
-    """Refuses what no part of the run that the file is for can put into force."""
-    targets = plugin.targets_of_run(kind, policy, strategy)
-    for field in plugin.uncarried(policy, targets, strategy):
-        carriers = plugin.carriers(field)
-        by = f"only {', '.join(carriers)} can" if carriers else "no target can"
-        raise PolicyError(
-            f"`{policy.name}` has {field}={policy.text_of(field)}, which a run of {', '.join(targets)} cannot put into "
-            f"force; {by}. Take a recipe without it (`mpguard recipes`)"
-        )
 
 
 def _kept(document: Document, recipe: str) -> dict[str, Any] | None:
