@@ -238,7 +238,7 @@ def overriding(fields: str) -> dict[str, object]:
         ({}, "a: [", "mp.yaml:"),
         ({}, "a: !!python/object/apply:os.system ['touch hacked']\n", "mp.yaml:"),
         ({}, "colour: red\n", "colour"),
-        (overriding("pipeline_dtype: fp32"), "", "nothing in this run"),
+        (overriding("pipeline_dtype: fp32"), "", "cannot put into force"),
     ],
 )  # fmt: skip
 def test_what_cannot_start_says_why(
