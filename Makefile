@@ -27,7 +27,7 @@ check: install
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 clean:
 	rm -rf $(VENV) demo-run .mypy_cache .ruff_cache .pytest_cache .hypothesis
