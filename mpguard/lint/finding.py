@@ -6,8 +6,8 @@ import bisect
 import dataclasses
 from typing import Any
 
+from mpguard.document.nodes import line_starts
 from mpguard.lint.rule import Applicability, BaseRule, Diagnostic, Note, Severity
-from mpguard.nodes import line_starts
 
 Position = tuple[int, int]
 Span = tuple[int, int]

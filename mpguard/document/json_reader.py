@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from mpguard.nodes import MAX_DEPTH, MAX_VALUES, Node, Pair, Problem, Tree, Unreadable
+from mpguard.document.nodes import MAX_DEPTH, MAX_VALUES, Node, Pair, Problem, Tree, Unreadable
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"')

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from mpguard.nodes import MAX_DEPTH, MAX_VALUES, Node, Pair, Problem, Tree, Unreadable
+from mpguard.document.nodes import MAX_DEPTH, MAX_VALUES, Node, Pair, Problem, Tree, Unreadable
 
 _PREFIX = "tag:yaml.org,2002:"
 _SCALARS = tuple(_PREFIX + name for name in ("null", "bool", "int", "float", "str", "timestamp", "binary"))

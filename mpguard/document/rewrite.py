@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 
 from mpguard.document import Document, parse
+from mpguard.document.nodes import Node, Pair
 from mpguard.edits import Edit
 from mpguard.errors import ConfigError
-from mpguard.nodes import Node, Pair
 from mpguard.plugin import ABSENT, Change, Setting, merged, show
 
 

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mpguard.document.json_reader import read_json
+from mpguard.document.nodes import MAX_LENGTH, Node, Pair, Problem, Span, Tree, line_starts
+from mpguard.document.yaml_reader import read_yaml
 from mpguard.errors import ConfigError
-from mpguard.json_reader import read_json
-from mpguard.nodes import MAX_LENGTH, Node, Pair, Problem, Span, Tree, line_starts
-from mpguard.yaml_reader import read_yaml
 
 if TYPE_CHECKING:
     from mpguard.edits import Edit
@@ -107,7 +107,7 @@ class Document:
         Raises `ConfigError` where a change would reach further than its key (through an anchor),
         and where the document has problems; `PolicyError` where a section is needed and a value is.
         """
-        from mpguard.rewrite import edits
+        from mpguard.document.rewrite import edits
 
         return edits(self, changes)
 
