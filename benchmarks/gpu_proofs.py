@@ -50,9 +50,18 @@ CELLS = (
     Cell("accelerate, torchao tensorwise", "hopper_bf16_with_fp8_mixed", "train_accelerate.py"),
     Cell("accelerate, torchao rowwise", "bf16_with_fp8_rowwise_mixed", "train_accelerate.py"),
     Cell(
-        "accelerate, TE delayed", "bf16_with_fp8_delayed_scaling_mixed", "train_accelerate.py",
-        overrides="{fp8_param_gather: false}",
+        "accelerate, TE delayed, lm_head in FP8 too", "bf16_with_fp8_delayed_scaling_mixed", "train_accelerate.py",
+        overrides="{fp8_param_gather: false, fp8_exclude: []}",
     ),
+    Cell(
+        "accelerate, TE delayed, lm_head kept out", "bf16_with_fp8_delayed_scaling_mixed", "train_accelerate.py",
+        overrides="{fp8_param_gather: false}", expected="refused",
+    ),
+    Cell(
+        "accelerate, torchao tensorwise, compiled", "hopper_bf16_with_fp8_mixed", "train_accelerate.py",
+        overrides="{compile: true}",
+    ),
+    Cell("accelerate, bf16, compiled", "bf16_mixed", "train_accelerate.py", overrides="{compile: true}"),
     Cell("accelerate, first and last blocks in bf16", "bf16_with_fp8_current_scaling_mixed", "train_accelerate.py",
          expected="refused"),
     Cell("accelerate, MXFP8", "bf16_with_mxfp8_mixed", "train_accelerate.py", expected="refused"),
