@@ -312,3 +312,24 @@ def test_modules_that_import_each_other_end(tmp_path: Path) -> None:
 def test_an_unknown_kind_of_event_is_an_error() -> None:
     with pytest.raises(KeyError):
         facts_of("x = 1").events("cats")
+
+
+@pytest.mark.parametrize(
+    ("other", "taken"),
+    [
+        ("from compat import autocast\n", True),
+        ("from pkg.compat import (\n    ctx,  # kept\n    autocast as cast,\n)\n", True),
+        ("from .compat import *\n", True),
+        ("from . import compat\ncompat.autocast()\n", True),
+        ("import compat\n", True),
+        ("from torch.cuda.amp import autocast\nfrom compat import ctx\n", False),
+        ("", False),
+    ],
+)
+def test_a_name_that_another_file_imports(tmp_path: Path, other: str, taken: bool) -> None:
+    code = "from torch.cuda.amp import autocast\n\ndef ctx():\n    return autocast()\n"
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "compat.py").write_text(code)
+    (tmp_path / "train.py").write_text(other)
+    facts = Facts(Source.parse(code.encode(), str(tmp_path / "compat.py")), Project())
+    assert facts.exported("autocast") is taken

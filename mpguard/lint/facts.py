@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import libcst as cst
 
-from mpguard.lint import names
+from mpguard.lint import names, walk
 from mpguard.lint.callgraph import CallGraph
 from mpguard.lint.events import FINDERS, Event, compiled
 from mpguard.lint.flow import Flow
@@ -64,6 +64,9 @@ class Project(Protocol):
     def source_of(self, module: str, from_path: str) -> Facts | None:
         """The facts of an imported module of the linted tree; leading dots for relative imports."""
 
+    def imported_elsewhere(self, path: str, name: str) -> bool:
+        """Whether another file of the tree may take a name from a module."""
+
 
 class NoProject:
     """A file linted by itself."""
@@ -76,6 +79,9 @@ class NoProject:
 
     def source_of(self, module: str, from_path: str) -> Facts | None:  # noqa: ARG002
         return None
+
+    def imported_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
+        return False
 
 
 class Facts:
@@ -251,6 +257,14 @@ class Facts:
             self._imported[module] = None  # an import cycle finds nothing
             self._imported[module] = self.project.source_of(module, self.path)
         return self._imported[module]
+
+    def exported(self, name: str) -> bool:
+        """Whether another module may take a top-level name from this one: by `__all__`, or by an import in the tree."""
+        self.need("__all__")
+        listed = (binding.value for binding in self.module.bindings.get("__all__", ()) if binding.value is not None)
+        return any(f"'{name}'" in walk.text_of(each).replace('"', "'") for each in listed) or (
+            self.project.imported_elsewhere(self.path, name)
+        )
 
     def class_kind(self, cls: Scope) -> str:
         """What an instance is: `model`, `own_optimizer`, `trainer` ..., `own` for a class of the user's; "" unknown."""

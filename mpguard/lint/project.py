@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 #: per run: what is found in a file does not depend on what else was linted.
 MOST_MODULES = 40
 MOST_BYTES = 2 << 20
+#: Files of a tree that are searched for imports of a name.
+MOST_IMPORTERS = 4000
+_COMMENT = re.compile(r"#.*|\\")
+_IMPORTS = re.compile(
+    r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^#;(\r\n]*)|import[ \t]+([^#;\r\n]*))", re.MULTILINE
+)
 #: A launch config is some hundred bytes; files beside the code that are larger are data.
 LARGEST_CONFIG = 64 << 10
 
@@ -175,6 +182,18 @@ class Project:
             self._modules[key] = self._read(path)
         return self._modules[key]
 
+    def imported_elsewhere(self, path: str, name: str) -> bool:
+        """Whether another file of the tree may take a name from a module; so it is where the tree is too large.
+
+        By the last name of the module alone (`from x.compat import autocast`): what it says no to, no
+        import reaches. A package hands on what its `__init__` imports.
+        """
+        file = Path(path).absolute()
+        taken = _taken(_top(file.parent))
+        if taken is None or file.name == "__init__.py":
+            return True
+        return bool({name, "*"} & taken.get(file.stem, set())) or file.stem in taken[""]
+
     def _read(self, path: str) -> Facts | None:
         from mpguard.lint.facts import Facts
         from mpguard.lint.source import Source, Unparsable
@@ -231,6 +250,32 @@ def _resolve(module: str, from_path: str) -> str | None:
             if candidate.is_file() and (parts or candidate.name == "__init__.py"):
                 return str(candidate) if Path(from_path).is_absolute() else os.path.relpath(candidate)
     return None
+
+
+@functools.cache
+def _taken(top: Path) -> dict[str, set[str]] | None:
+    """Last name of a module -> the names that `from` imports of the tree take from it; under "" what is imported as
+    a module, or may be one. None where the tree has more than `MOST_IMPORTERS` files."""
+    found: dict[str, set[str]] = {"": set()}
+    left = MOST_IMPORTERS
+    for folder, folders, files in os.walk(top):
+        folders[:] = [each for each in folders if each not in NEVER and not each.startswith(".")]
+        for file in files:
+            if not file.endswith(".py"):
+                continue
+            left -= 1
+            if left < 0:
+                return None
+            try:
+                text = Path(folder, file).read_bytes().decode("utf-8", "replace")
+            except OSError:
+                continue
+            for module, names, modules in _IMPORTS.findall(text):
+                listed = _COMMENT.sub("", names).strip("()").split(",") + modules.split(",")
+                taken = {each.split()[0].rsplit(".", 1)[-1] for each in listed if each.strip()}
+                found.setdefault(module.rsplit(".", 1)[-1], set()).update(taken)
+                found[""] |= taken
+    return found
 
 
 @functools.cache

@@ -42,8 +42,10 @@ class DeprecatedCudaAmp(Rule):
 
     ## Fix safety
     Safe: the same classes with the device as first argument, and positional arguments written as
-    keywords. There is no fix where the arguments come from `*args`, or where `autocast` is passed
-    on as a value. `torch.amp.GradScaler` needs torch 2.3, `torch.amp.custom_fwd` 2.4.
+    keywords. There is no fix where the arguments come from `*args`, where a name is passed on as a
+    value, or where `GradScaler` is a base class, whose own call of `__init__` would need the device.
+    Unsafe where another file of the tree may take the name from the module that is mended: its
+    calls would need the device too. `torch.amp.GradScaler` needs torch 2.3, `torch.amp.custom_fwd` 2.4.
 
     ## Known limits
     A fallback for old versions of torch is fine: in an `except` arm, beside an import from
@@ -64,7 +66,13 @@ class DeprecatedCudaAmp(Rule):
 import torch
 
 scaler = torch.cuda.amp.GradScaler(1024.0)  # !
+scaler = torch.cuda.amp.GradScaler(  )  # !
 with torch.cuda.amp.autocast():  # !
+    pass
+with torch.cuda.amp.autocast(  # !
+    # here
+    enabled=True,
+):
     pass
 with torch.cuda.amp.autocast(args.amp, torch.bfloat16):  # !
     pass
@@ -87,7 +95,13 @@ class Mul(torch.autograd.Function):
 import torch
 
 scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+scaler = torch.amp.GradScaler("cuda")
 with torch.amp.autocast("cuda"):
+    pass
+with torch.amp.autocast("cuda",
+    # here
+    enabled=True,
+):
     pass
 with torch.amp.autocast("cuda", enabled=args.amp, dtype=torch.bfloat16):
     pass
@@ -169,6 +183,17 @@ else:
 
 scaler = GradScaler()
 context = autocast()
+"""
+        ),
+        Bad(
+            """\
+from torch.cuda.amp import GradScaler  # !
+
+class Mine(GradScaler):
+    def __init__(self, scale):
+        super().__init__(scale)
+
+scaler = GradScaler()
 """
         ),
         Bad(
@@ -302,7 +327,8 @@ def check(scaler: torch.cuda.amp.GradScaler):
                 if made is None:
                     return None
                 edits += made
-        return Fix("Import from torch.amp, and name the device", "safe", tuple(edits))
+        elsewhere = at.scope.kind == "module" and any(facts.exported(b.key) for b in found)
+        return Fix("Import from torch.amp, and name the device", "unsafe" if elsewhere else "safe", tuple(edits))
 
     def _all(self, binding: Binding, facts: Facts) -> list[Use]:
         return [
@@ -315,11 +341,14 @@ def check(scaler: torch.cuda.amp.GradScaler):
     def _use(self, use: Use, name: str, device: str, facts: Facts) -> list[Edit] | None:
         """The edits that one use of a name needs; None where it cannot be mended."""
         parent = facts.walker.parents.get(use.node)
+        if name not in _NAMES:
+            return None
         if isinstance(parent, cst.Call) and parent.func is use.node:
             return self._arguments(facts.walker.call_of[parent], name, device, facts)
         if isinstance(parent, cst.Decorator):
             return [self._bare(use.node, use, device, facts)] if name.startswith("custom_") else None
-        return [] if name == "GradScaler" else None
+        call = facts.walker.parents.get(parent) if isinstance(parent, cst.Arg) else None
+        return [] if isinstance(call, cst.Call) and dotted(call.func) in ("isinstance", "issubclass") else None
 
     # -- calls --------------------------------------------------------------------------------------
 
@@ -384,11 +413,18 @@ def check(scaler: torch.cuda.amp.GradScaler):
         text = facts.source.text
         place = text.index("(", call.chunk.outer_span(call.func)[1]) + 1
         first = f'device_type="{device}"' if name.startswith("custom_") else f'"{device}"'
-        edits = [Edit(place, place, first + (", " if call.node.args else ""))]
+        end = place
+        while text[end] in " \t":
+            end += 1
+        edits = [Edit(place, place if text[end] in "\r\n#\\" else end, first + self._after(text[end]))]
         for keyword, value in zip(_NAMES[name], call.positional, strict=False):
             start = call.chunk.outer_span(value)[0]
             edits.append(Edit(start, start, f"{keyword}="))
         return edits
+
+    def _after(self, following: str) -> str:
+        """What parts the first argument from what follows it."""
+        return "" if following == ")" else "," if following in "\r\n#\\" else ", "
 
     def _guarded(self, record: Record) -> bool:
         """Whether it stands in an `except` arm, or under a condition on the version of torch."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 
@@ -7,13 +8,26 @@ import libcst as cst
 
 from mpguard.lint import mend
 from mpguard.lint.facts import Event, Facts
-from mpguard.lint.guard import Guard, compatible
+from mpguard.lint.guard import Guard, compatible, implies
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.values import Object
+from mpguard.lint.values import Function, Object
 from mpguard.lint.walk import Call
 
 #: A condition on overflow: what the scaler would do is done by hand.
 _CHECKS = re.compile(r"(?i)finite|inf|nan|overflow")
+
+
+_NO_BACKWARD = frozenset({"step", "scale", "zero_grad", "update"})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bypass:
+    """A step on scaled gradients; `before`: the backward passes that it may follow, one per arm."""
+
+    step: Event
+    scale: Event
+    before: list[Call | None]
+    all_scaled: bool
 
 
 class StepBypassesScaler(Rule):
@@ -29,10 +43,13 @@ class StepBypassesScaler(Rule):
 
     ## Fix safety
     Safe: `scaler.step(optimizer)` unscales and does what was meant. Where no `scaler.update()`
-    follows it is added, since the scaler refuses a second step without one. A step with a closure
-    has no fix: GradScaler takes none.
+    follows it is added, after the last of several steps, since the scaler refuses a second step
+    without one. There is no fix for a step with a closure (GradScaler takes none), for one that is
+    no statement of its own, where an update may happen elsewhere, and where one arm of a flag does
+    not scale the loss: a scaler that is enabled there would unscale what was never scaled.
 
     ## Known limits
+    A step that one arm of a flag scales for is judged where it surely follows that arm.
     Silent where something between `backward` and `step` asks for the scale (`get_scale`: the
     gradients may be unscaled by hand), and where the step happens under a check of finiteness.
     `unscale_` alone is not enough: nothing then skips a step that overflowed.
@@ -109,6 +126,110 @@ class Run:
             self.scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def train(model, other, loader):
+    one = torch.optim.SGD(model.parameters(), 0.1)
+    two = torch.optim.SGD(other.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(other(x)).sum()).backward()
+        one.step()  # !
+        two.step()  # !
+""",
+            fixed="""\
+import torch
+
+def train(model, other, loader):
+    one = torch.optim.SGD(model.parameters(), 0.1)
+    two = torch.optim.SGD(other.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(other(x)).sum()).backward()
+        scaler.step(one)
+        scaler.step(two)
+        scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def train(args, model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+    for x in loader:
+        loss = model(x).sum()
+        if args.amp:
+            scaler.scale(loss).backward()
+        else:
+            loss.backward()
+        optimizer.step()  # !
+""",
+            fixed="""\
+import torch
+
+def train(args, model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+    for x in loader:
+        loss = model(x).sum()
+        if args.amp:
+            scaler.scale(loss).backward()
+        else:
+            loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def always_on(args, model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        loss = model(x).sum()
+        if args.amp:
+            scaler.scale(loss).backward()
+        else:
+            loss.backward()
+        if i % args.accumulate == 0:
+            optimizer.step()  # !
+
+class Run:
+    def __init__(self, model):
+        self.scaler = torch.amp.GradScaler("cuda")
+        self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def run(self, loss):
+        self.scaler.scale(loss).backward()
+        return self.optimizer.step()  # !
+
+def closed(model, loader):
+    optimizer = torch.optim.LBFGS(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        def closure():
+            loss = model(x).sum()
+            scaler.scale(loss).backward()
+            return loss
+        optimizer.step(closure)  # !
+
+def updated_before(model, other, loader):
+    one = torch.optim.SGD(model.parameters(), 0.1)
+    two = torch.optim.SGD(other.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(other(x)).sum()).backward()
+        scaler.step(one)
+        scaler.update()
+        two.step()  # !
+"""
+        ),
         Good(
             """\
 import torch
@@ -146,6 +267,20 @@ def by_hand(loader, model, optimizer):
             optimizer.step()
         scaler.update()
 
+def two_flags(args, loader, model, scaler=None):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        loss = model(x).sum()
+        if scaler is not None:
+            scaler.scale(loss).backward()
+        else:
+            loss.backward()
+        if args.amp:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+
 def flagged(args, loader, model, optimizer):
     use_amp = args.fp16 and torch.cuda.is_available()
     scaler = torch.amp.GradScaler("cuda", enabled=use_amp)
@@ -165,16 +300,34 @@ def flagged(args, loader, model, optimizer):
         if not scaled:
             return
         backwards = {event.call: event for event in facts.events("backward")}
-        for step in facts.events("step"):
-            found = self._before(step, backwards, facts, step.guard)
-            if found is None or found not in scaled or self._by_hand(found, step, facts):
+        found = [
+            bypass
+            for step in facts.events("step")
+            if (bypass := self._bypass(step, self._before(step, backwards, facts), scaled, facts)) is not None
+        ]
+        for bypass in found:
+            notes = (Note("the loss is scaled here", bypass.scale.span),)
+            fix = self._fix(bypass, found, facts)
+            yield self.at(bypass.step, expr=facts.short(bypass.step.call.node), notes=notes, fix=fix)
+
+    def _bypass(
+        self, step: Event, before: list[Call | None], scaled: dict[Call, Event], facts: Facts
+    ) -> _Bypass | None:
+        """The step with what was scaled before it, if that is what it applies."""
+        for place, backward in enumerate(before):
+            if backward not in scaled or backward is None or self._by_hand(backward, step, facts):
                 continue
-            scale = scaled[found]
-            guard = step.guard.joined(facts.guard_of(found), self._enabled(scale, facts))
-            if not guard.possible:
+            if place and not self._surely_after(backward, step):
                 continue
-            notes = (Note("the loss is scaled here", scale.span),)
-            yield self.at(step, expr=facts.short(step.call.node), notes=notes, fix=self._fix(step, scale, facts))
+            scale = scaled[backward]
+            if compatible(step.guard, facts.guard_of(backward), self._enabled(scale, facts)):
+                return _Bypass(step, scale, before, all(each in scaled for each in before))
+        return None
+
+    def _surely_after(self, backward: Call, step: Event) -> bool:
+        """Whether the step happens wherever the backward does, but for the rhythm of gradient accumulation."""
+        more = (Guard([condition]).flags() for condition in step.call.guard - backward.guard)
+        return all(any("%" in flag for flag in flags) for flags in more)
 
     def _scaled_backwards(self, facts: Facts) -> dict[Call, Event]:
         """The backward passes that run on a scaled loss, with the call that scales it."""
@@ -194,21 +347,25 @@ def flagged(args, loader, model, optimizer):
                 found[backward.call] = scale
         return found
 
-    def _before(self, step: Event, backwards: dict[Call, Event], facts: Facts, guard: Guard) -> Call | None:
-        """The last backward pass before the step, in its function or in one that it calls."""
-        found: Call | None = None
-        for call in step.scope.calls:
-            if call.order >= step.order:
-                break
-            if not compatible(call.guard, guard):
+    def _before(self, step: Event, backwards: dict[Call, Event], facts: Facts) -> list[Call | None]:
+        """The backward passes whose gradients the step may apply: the last before it, in its function, in one that
+        it calls or in its closure, and those in arms that exclude the last one; None for one out of sight."""
+        found: list[Call | None] = []
+        for each in facts.evaluate(step.call.argument(0, "closure"), step.call) if step.call.node.args else ():
+            if isinstance(each.atom, Function):
+                found += [call for call in each.atom.scope.calls if call in backwards][-1:]
+                return found
+        arms: list[Guard] = []
+        for call in reversed(step.scope.calls):
+            if call.order >= step.order or call.name in _NO_BACKWARD or not compatible(call.guard, step.guard):
                 continue
-            if call in backwards:
-                found = call
-            elif call.name == "backward":
-                inner = self._inside(call, backwards, facts)
-                found = inner
-            elif call.name not in ("step", "scale", "zero_grad", "update"):
-                found = self._inside(call, backwards, facts) or found
+            inner = call if call in backwards else self._inside(call, backwards, facts)
+            if (inner is None and call.name != "backward") or any(compatible(call.guard, arm) for arm in arms):
+                continue
+            found.append(inner)
+            arms.append(call.guard)
+            if not (call.guard - step.call.guard):
+                break
         return found
 
     def _inside(self, call: Call, backwards: dict[Call, Event], facts: Facts) -> Call | None:
@@ -242,19 +399,48 @@ def flagged(args, loader, model, optimizer):
                 guard = guard.joined(facts.of(each.atom.call).enabled(each.atom.call, each.atom.path))
         return guard
 
-    def _fix(self, step: Event, scale: Event, facts: Facts) -> Fix | None:
+    def _fix(self, bypass: _Bypass, found: list[_Bypass], facts: Facts) -> Fix | None:
+        step, scale = bypass.step, bypass.scale
         scaler = facts.short(scale.subject)
         here = scale.scope is step.scope or (scaler.startswith("self.") and scale.scope.owner is step.scope.owner)
         module = scaler in facts.module.bindings and scaler not in step.scope.bindings
-        if step.call.node.args or not (here or module) or step.subject is None:
+        if not (here or module) or step.subject is None or not self._right_in_all_arms(bypass, facts):
             return None
-        edits = [mend.replaced(step.call.node, step.call, f"{scaler}.step({facts.text(step.subject, step.call)})")]
-        updated = any(
-            event.scope is step.scope and event.order > step.order and compatible(event.guard, step.guard)
-            for event in facts.events("update")
-        )
-        if not updated:
-            if not isinstance(step.call.line, cst.SimpleStatementLine):
+        together = [each.step for each in found if each.scale is scale and each.step.scope is step.scope]
+        block = facts.walker.parents.get(step.call.line)
+        for each in together:
+            line = each.call.line
+            if each.call.node.args or not mend.is_statement(each.call) or facts.walker.parents.get(line) is not block:
                 return None
+            if not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
+                return None
+        edits = [mend.replaced(step.call.node, step.call, f"{scaler}.step({facts.text(step.subject, step.call)})")]
+        updates = [
+            event
+            for event in facts.events("update")
+            if event.scope is step.scope or (step.scope.owner is not None and event.scope.owner is step.scope.owner)
+        ]
+        after = [u for u in updates if u.scope is step.scope and u.order > together[-1].order]
+        if len(after) != len(updates):
+            return None  # one that comes before, or in another method: who knows when
+        if after:
+            if not any(u.call.loops == step.call.loops and implies(step.guard, u.guard) for u in after):
+                return None
+        elif step is together[-1]:
             edits.append(mend.line_after(facts, step.call.line, step.call, f"{scaler}.update()"))
         return Fix("Step through the scaler", "safe", tuple(edits))
+
+    def _right_in_all_arms(self, bypass: _Bypass, facts: Facts) -> bool:
+        """Whether the scaler is there wherever the step is, and switched off where the loss is not scaled."""
+        step, scale = bypass.step, bypass.scale
+        if bypass.all_scaled and all(call is not None and not (call.guard - step.guard) for call in bypass.before):
+            return True
+        made = facts.evaluate(scale.subject, scale.call)
+        if not all(isinstance(each.atom, Object) and implies(step.guard, each.guard) for each in made):
+            return False
+        enabled = self._enabled(scale, facts)
+        return all(
+            call is not None and not compatible(call.guard, step.guard, enabled)
+            for call in bypass.before
+            if call is None or not (call is scale.call or compatible(call.guard, scale.call.guard))
+        )
