@@ -216,8 +216,8 @@ def test_enabled_is_a_guard() -> None:
 
 
 def sinks(code: str) -> list[str]:
-    """What the result of `start()` reaches."""
-    facts = facts_of("import torch\n" + textwrap.dedent(code))
+    """What the result of `start()` reaches, in a program that steps an optimizer."""
+    facts = facts_of("import torch\n" + textwrap.dedent(code) + "\noptimizer.step()\n")
     (call,) = facts.calls["start"]
     return [sink.kind for sink in facts.flow.forward(call.node, call).sinks]
 
@@ -227,7 +227,7 @@ def sinks(code: str) -> list[str]:
     [
         ("x = start()\n(model(x) - 1).sum().backward()", ["backward"]),
         ("def f(x):\n    return g(x)\nloss = f(start())\nloss.backward()", ["backward"]),
-        ("class C:\n    def a(self):\n        self.x = start()\n    def b(self):\n        self.x.sum().backward()",
+        ("class C:\n    def a(self):\n        self.x = start()\n    def b(self):\n        self.x.sum().backward()\n        self.opt.step()",
          ["backward"]),
         ("losses = []\nlosses.append(start())\nsum(losses).backward()", ["backward"]),
         ("x = start().detach()\nx.sum().backward()", []),
@@ -242,6 +242,23 @@ def sinks(code: str) -> list[str]:
 )  # fmt: skip
 def test_flow(code: str, expected: list[str]) -> None:
     assert sinks(code) == expected
+
+
+@pytest.mark.parametrize(
+    ("rest", "steps"),
+    [
+        ("", False),
+        ("    scheduler.step()", False),
+        ("    scaler.step(opt)", True),
+        ("    apply()\ndef apply():\n    self.opt.step()", True),
+        ("def other():\n    opt.step()", False),
+    ],
+)
+def test_what_no_optimizer_steps_is_only_a_gradient(rest: str, steps: bool) -> None:
+    facts = facts_of(f"def f(x):\n    x.half().backward()\n{rest}\n")
+    (cast,) = facts.events("cast")
+    expected = "backward" if steps else "gradient"
+    assert [sink.kind for sink in facts.flow.forward(cast.call.node, cast.call).sinks] == [expected]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +283,7 @@ def test_inference_by_names_and_callers(code: str, infers: bool) -> None:
 def test_of_a_large_file_only_what_matters_is_parsed() -> None:
     filler = "".join(f"def filler_{n}(x):\n    return x + {n}\n\n" for n in range(400))
     code = f"import torch\n{filler}class Net(torch.nn.Module):\n    pass\n\n"
-    code += "def train(x):\n    Net()(x.half()).backward()\n"
+    code += "def train(x):\n    Net()(x.half()).backward()\n    optimizer.step()\n"
     facts = facts_of(code)
     assert facts.parsed_bytes < 200
     (cast,) = facts.events("cast")

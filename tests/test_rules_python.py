@@ -44,7 +44,7 @@ SHAPES = {
         optimizer = torch.optim.Adam(model.parameters())
         for x in loader:
             loss = model(x).mean()
-            loss.backward()  # !MPG201
+            loss.backward()
             optimizer.step()
     """,
     "a batch in a dict, cast value by value": """

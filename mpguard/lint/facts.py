@@ -30,8 +30,9 @@ import libcst as cst
 
 from mpguard.lint import names, walk
 from mpguard.lint.callgraph import CallGraph
-from mpguard.lint.events import FINDERS, Event, compiled
+from mpguard.lint.events import FINDERS, Event, compiled, is_optimizer
 from mpguard.lint.flow import Flow
+from mpguard.lint.frozen import Frozen
 from mpguard.lint.guard import ALWAYS, Condition, Guard, compatible
 from mpguard.lint.regions import Region, Regions
 from mpguard.lint.source import Chunk, Frames, Source
@@ -48,6 +49,9 @@ _MATTERS = re.compile(
     r"half|float16|bf16|fp16|autocast|[sS]caler|backward|\.step\(|\bamp\b|float8|fp8|\.prepare\(|deepspeed|accelerat|"
     r"compile|no_grad|inference_mode|Trainer|Optimizer|optim\b|HalfTensor|requires_grad"
 )
+#: What has a `step` and applies no gradients.
+_NO_OPTIMIZER = re.compile(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\b|\bema\b")
+_GRAD = re.compile(r"\.grad\b")
 _NAME = re.compile(r"[^\W\d]\w*")
 _HEADER = re.compile(r"^(async[ \t]+def|def|class)[ \t]+(\w+)[ \t]*(?:\(([^()]*)\))?", re.MULTILINE)
 
@@ -103,6 +107,7 @@ class Facts:
         self.graph = CallGraph(self)
         self.contexts = Regions(self)
         self.flow = Flow(self)
+        self.frozen = Frozen(self)
         self.calls: dict[str, list[Call]] = {}
         self._indexed: dict[Scope, int] = {}
         self._waiting: list[Chunk] = list(chunks) if imported else []
@@ -115,6 +120,7 @@ class Facts:
         self._events: dict[str, list[Event]] = {}
         self._imported: dict[str, Facts | None] = {}
         self._active: set[object] = set()
+        self._steps: dict[Scope, bool] = {}
 
     def need(self, name: str) -> None:
         """Parses what may bind a top-level name; at once for the file that is linted, on demand for an imported one."""
@@ -360,6 +366,40 @@ class Facts:
         return bool(self.calls.get("backward") or self.calls.get("manual_backward")) or any(
             self.events(kind) for kind in ("prepare", "initialize", "trainer")
         )
+
+    def steps(self, scope: Scope) -> bool:
+        """Whether something applies gradients in the program of a scope: the `step` of anything but a schedule."""
+        if scope not in self._steps:
+            self._steps[scope] = any(
+                call.name == "step"
+                and call.receiver is not None
+                and not _NO_OPTIMIZER.search(self.short(call.receiver).lower())
+                and "scheduler" not in self.kinds(call.receiver, call)
+                for place in self.reachable(scope)
+                for call in place.calls
+            )
+        return self._steps[scope]
+
+    @cached_property
+    def masters(self) -> bool:
+        """Whether FP32 masters of FP16 weights may be kept, and the loss scaled, by other means than torch.amp's: apex,
+        a framework's own FP16 optimizer or module, gradients that are copied from one set of parameters to another."""
+        self.need_all()
+        for call in self.calls.get("backward", ()):
+            if call.receiver is not None and call.positional and is_optimizer(self, call.receiver, call):
+                return True
+        for scope in self.walker.scopes:
+            if any(names.MASTERS.search(base) for base in scope.base_names):
+                return True
+            if any(names.MASTERS.search(use.path) for uses in scope.uses.values() for use in uses):
+                return True
+            for key, bindings in scope.bindings.items():
+                for binding in bindings:
+                    if binding.kind in ("from", "import") and names.FP16_MODULE.search(f"{binding.target}."):
+                        return True
+                    if key.endswith(".grad") and binding.value is not None and _GRAD.search(self.short(binding.value)):
+                        return True
+        return False
 
     # -- text -------------------------------------------------------------------------------------
 

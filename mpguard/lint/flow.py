@@ -16,7 +16,7 @@ import libcst as cst
 
 from mpguard.lint import names
 from mpguard.lint.guard import Guard, compatible
-from mpguard.lint.walk import Call, Record, Scope, children, constant, dotted
+from mpguard.lint.walk import Call, Record, Scope, children, dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts import Facts
@@ -48,7 +48,7 @@ _TRAIN_SINKS = frozenset({"backward", "optimizer", "prepare", "initialize", "tra
 @dataclasses.dataclass(eq=False)
 class Sink:
     """Where a value ends: `backward`, `optimizer`, `prepare`, `initialize`, `trainer`, `parallel`,
-    `saved`, `engine`, `frozen`, `peft`."""
+    `gradient` (a backward whose gradients nothing in sight applies), `saved`, `engine`, `frozen`, `peft`."""
 
     kind: str
     call: Call
@@ -73,7 +73,6 @@ class Reach:
 class Flow:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self._frozen: dict[str, bool] = {}
 
     def forward(self, node: cst.CSTNode, at: Record, guard: Guard | None = None) -> Reach:
         """What the value of an expression reaches."""
@@ -91,13 +90,6 @@ class Flow:
         walk.expression(node, at.scope, at.order, at.guard, depth)
         return walk.found
 
-    def frozen(self, key: str) -> bool:
-        """Whether a model of this name is never trained: `requires_grad_(False)`, `eval()` and never `train()`."""
-        name = key.rsplit(".", 1)[-1]
-        if name not in self._frozen:
-            self._frozen[name] = _frozen(self.facts, name)
-        return self._frozen[name]
-
 
 class _Forward:
     def __init__(self, facts: Facts, guard: Guard) -> None:
@@ -111,6 +103,8 @@ class _Forward:
         return self.reach
 
     def sink(self, kind: str, call: Call) -> None:
+        if kind == "backward" and not self.facts.steps(call.scope):
+            kind = "gradient"
         self.reach.sinks.append(Sink(kind, call))
 
     def climb(self, node: cst.CSTNode, at: Record) -> None:
@@ -289,7 +283,7 @@ class _Forward:
             if "accelerator" in kinds or "accelerator" in dotted(call.receiver).lower():
                 self.sink("prepare", call)
                 return True
-        if facts.flow.frozen(dotted(call.receiver)) or facts.flow.frozen(call.path):
+        if facts.frozen.named(dotted(call.receiver)) or facts.frozen.named(call.path):
             self.sink("frozen", call)
             return False
         carries, known = False, False
@@ -447,83 +441,3 @@ class _Backward:
             for each in scope.returns:
                 if each.value is not None and compatible(each.guard, guard):
                     self.expression(each.value, scope, each.order, guard, depth - 1)
-
-
-def _frozen(facts: Facts, name: str) -> bool:
-    """Whether the file freezes, or only evaluates, what goes by this (last) name."""
-    if not name or name == "self":
-        return False
-    frozen = evaluated = trained = False
-    for scope in facts.walker.scopes:
-        for uses in scope.uses.values():
-            for use in uses:
-                parts = use.path.split(".")
-                if len(parts) < 2 or parts[-2] != name:
-                    continue
-                parent = facts.walker.parents.get(use.node)
-                if not isinstance(parent, cst.Call):
-                    continue
-                given = constant(parent.args[0].value) if parent.args else None
-                if parts[-1] == "requires_grad_":
-                    if given == (False,):
-                        frozen = True
-                elif parts[-1] == "eval":
-                    evaluated = True
-                elif parts[-1] == "train":
-                    trained = trained or given != (False,)
-                    evaluated = evaluated or given == (False,)
-                elif parts[-1] in ("parameters", "named_parameters") and use.loops:
-                    loop = use.loops[-1] if isinstance(use.loops[-1], cst.For) else None
-                    frozen = frozen or (loop is not None and _clears_grad(scope, loop))
-                elif parts[-1] in ("parameters", "named_parameters"):
-                    above = facts.walker.parents.get(parent)
-                    if isinstance(above, cst.For) and _clears_grad(scope, above):
-                        frozen = True
-                    elif isinstance(above, cst.Arg):
-                        outer = facts.walker.call_of.get(facts.walker.parents[above])
-                        if outer is not None and any(
-                            names.kind_of(path) == "optimizer" for _, path in facts.paths(outer)
-                        ):
-                            trained = True
-        for bindings in scope.bindings.items():
-            key, made = bindings
-            if key.rsplit(".", 1)[-1] != name:
-                continue
-            for binding in made:
-                chained = _chained(binding.value)
-                if "requires_grad_" in chained and chained["requires_grad_"] == (False,):
-                    frozen = True
-                evaluated = evaluated or "eval" in chained
-    for call in (
-        *facts.calls.get("freeze", ()),
-        *facts.calls.get("freeze_model", ()),
-        *facts.calls.get("freeze_params", ()),
-        *facts.calls.get("freeze_module", ()),
-    ):
-        if any(dotted(each).rsplit(".", 1)[-1] == name for each in call.positional):
-            frozen = True
-    return frozen or (evaluated and not trained)
-
-
-def _clears_grad(scope: Scope, loop: cst.For) -> bool:
-    target = loop.target
-    keys = [dotted(e.value) for e in target.elements] if isinstance(target, cst.Tuple) else [dotted(target)]
-    for key in keys:
-        for binding in scope.bindings.get(f"{key}.requires_grad", ()):
-            if loop in binding.loops and constant(binding.value) == (False,) and not (binding.guard - scope.guard):
-                return True
-        for use in scope.uses.get(key, ()):
-            if use.path == f"{key}.requires_grad_" and loop in use.loops:
-                return True
-    return False
-
-
-def _chained(node: cst.CSTNode | None) -> dict[str, tuple[object] | None]:
-    """The methods of a chain such as `Net().half().eval()`, with their first literal argument."""
-    found: dict[str, tuple[object] | None] = {}
-    while isinstance(node, cst.Call):
-        if not isinstance(node.func, cst.Attribute):
-            break
-        found[node.func.attr.value] = constant(node.args[0].value) if node.args else None
-        node = node.func.value
-    return found

@@ -87,6 +87,13 @@ LIBRARIES = frozenset({
     "apex", "numpy", "jax", "lightning", "pytorch_lightning", "bitsandbytes", "timm", "sklearn", "contextlib",
     "functools", "copy",
 })  # fmt: skip
+#: What keeps FP32 masters of FP16 weights, in apex and in frameworks of one's own.
+MASTERS = re.compile(
+    r"(?i)fp16_?(?:\w*optim|module)|mixed_?precision_?(?:\w*optim|trainer|plugin)|ampoptim|ampmodel"
+    r"|master_?(?:param|weight|cop)|float16_?optim|bf16_?optim"
+)
+#: A module for FP16 in a path: `apex.fp16_utils`, `fairseq.optim.fp16_optimizer`, `parlai.utils.fp16`.
+FP16_MODULE = re.compile(r"\bfp16(?:_\w+)?\.")
 TENSOR_MAKERS = frozenset({
     "tensor", "randn", "rand", "zeros", "ones", "full", "empty", "arange", "linspace", "randint", "from_numpy",
     "as_tensor", "stack",

@@ -41,7 +41,9 @@ class ManualHalfCast(Rule):
     `generate`, `export` and the like, for frozen models and what is fed to them, for copies made for
     a checkpoint, for `.half().float()` rounding, and for the inputs of a DeepSpeed engine, whose
     parameters may be FP16. A dtype that follows `accelerator.mixed_precision` follows the policy.
-    An optimizer alone is no training, where nothing in the file steps it.
+    An optimizer alone, or a `backward`, is no training where nothing in sight steps.
+    Where something may keep FP32 masters (`FP16_Optimizer`, `optimizer.backward(loss)`, a framework's
+    own FP16 module), all casts of the file are silent: FP16 parameters are its way.
     A library's module whose training is elsewhere is not judged.
     """
 
@@ -243,6 +245,78 @@ def evaluate(model, loader):
         ),
         Good(
             """\
+import torch
+from apex.optimizers import FP16_Optimizer, FusedAdam
+
+def main(args, loader, model):
+    if args.fp16:
+        model.half()
+    optimizer = FusedAdam(model.parameters())
+    if args.fp16:
+        optimizer = FP16_Optimizer(optimizer, dynamic_loss_scale=True)
+    for x in loader:
+        loss = model(x)
+        if args.fp16:
+            optimizer.backward(loss)
+        else:
+            loss.backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def main(loader):
+    model = torch.nn.Linear(8, 8).cuda().half()
+    masters = [p.detach().clone().float() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, 0.1)
+    for x in loader:
+        (model(x.half()).float().sum() * 128).backward()
+        for m, p in zip(masters, model.parameters()):
+            m.grad = p.grad.float() / 128
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+from transformers import AutoModel, CLIPModel
+
+def freeze(m):
+    for p in m.parameters():
+        p.requires_grad_(False)
+    return m
+
+class Guide:
+    def __init__(self):
+        self.clip = CLIPModel.from_pretrained("x").half().cuda()
+        self.clip.eval()
+        self.backbone = AutoModel.from_pretrained("b").half()
+        for p in self.backbone.parameters():
+            p.requires_grad = False
+
+    def encode(self, x):
+        return self.clip(x.half()) + self.backbone(x.half())
+
+def train(loader, head):
+    guide = Guide()
+    one = freeze(AutoModel.from_pretrained("b").half().cuda())
+    two = AutoModel.from_pretrained("b").half()
+    freeze(two)
+    optimizer = torch.optim.SGD(head.parameters(), 0.1)
+    for x in loader:
+        h = one(x.half()) + two(x.half()) + guide.encode(x)
+        head(h.float()).sum().backward()
+        optimizer.step()
+
+def gradients():
+    model = torch.nn.Linear(8, 8).half()
+    model(torch.randn(8, 8).half()).sum().backward()
+"""
+        ),
+        Good(
+            """\
 import datetime
 
 import deepspeed
@@ -300,7 +374,7 @@ def train(args, loader, dtype):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference":
+        if facts.declared == "inference" or facts.masters:
             return
         for cast in facts.events("cast"):
             sink = self._trained(cast, facts)
@@ -312,7 +386,7 @@ def train(args, loader, dtype):
         guards = [guard for guard in cast.may_be("float16") if not any(_POLICY.search(flag) for flag in guard.flags())]
         if not guards or cast.subject is None or self._passing(cast, facts) or facts.infers(cast.call):
             return None
-        if cast.key and facts.flow.frozen(cast.key):
+        if facts.frozen.value(cast.subject):
             return None
         if facts.kinds(cast.subject, cast.call) & {"engine", "pipeline"}:
             return None

@@ -19,6 +19,8 @@ _MAYBE = re.compile(r"(?i)scaler|scale_loss|loss_scale|grad_scale|init_scale|los
 _DATA = re.compile(r"(?:Standard|MinMax|Robust|MaxAbs|Data|Feature|Target|Image)Scaler")
 #: What brings a loss scaler of its own.
 _BRINGS = frozenset({"accelerator", "engine", "trainer", "fabric", "apex", "scaler"})
+#: GradScaler refuses gradients of FP16 parameters: no fix.
+_WEIGHTS = "FP16 weights"
 
 
 class MissingGradScaler(Rule):
@@ -26,7 +28,7 @@ class MissingGradScaler(Rule):
 
     ## What it does
     Looks at each `loss.backward()` that an optimizer's `step()` follows. If the loss is computed in
-    an FP16 autocast region, or with FP16 weights, and no GradScaler, apex, DeepSpeed, Accelerate,
+    an FP16 autocast region, or with weights that are loaded in FP16, and no GradScaler, apex, DeepSpeed, Accelerate,
     Lightning or Trainer is in sight of the loop in the same arm of the flags, it reports the
     `backward`. `torch.cuda.amp.autocast()` and `torch.autocast("cuda")` without a dtype are FP16.
 
@@ -40,12 +42,13 @@ class MissingGradScaler(Rule):
     The fix creates a scaler before the loop, scales the loss, and steps and updates through it. It
     is unsafe: the run computes something else (what was meant), checkpoints should hold the
     scaler's state from now on, and code between `backward` and `step` that reads gradients must
-    unscale them first. Where the loop is not in one function there is no fix.
+    unscale them first. Where the loop is not in one function there is no fix, nor for FP16 weights:
+    GradScaler raises "Attempting to unscale FP16 gradients" for those; load them in FP32.
 
     ## Known limits
     A scaler, optimizer or loss that comes from outside the linted tree makes absence unknown, and
     the rule silent: a parameter that nobody in sight fills, an attribute that nobody sets, a base
-    class out of sight. BF16 needs no scaler.
+    class out of sight. BF16 needs no scaler. A model that is cast to FP16 by hand is MPG101's.
     """
 
     code, name = "MPG201", "missing-grad-scaler"
@@ -151,7 +154,9 @@ def train(args, loader):
             """\
 import torch
 
-model = torch.nn.Linear(8, 8).cuda().half()
+from transformers import AutoModel
+
+model = AutoModel.from_pretrained("gpt2", dtype=torch.float16).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for x in loader:
     loss = model(x).sum()
@@ -261,7 +266,7 @@ def train(args, loader, dtype):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference":
+        if facts.declared == "inference" or facts.masters:
             return
         reported: set[Scope] = set()
         for backward in facts.events("backward"):
@@ -274,7 +279,8 @@ def train(args, loader, dtype):
                     continue
                 reported |= {scope for scope in program if scope.kind != "module"}
                 notes = (Note("FP16 from here", where), Note("this step applies the gradients", step.span))
-                yield self.at(backward, what=what, notes=notes, fix=self._fix(backward, step, facts))
+                fix = self._fix(backward, step, facts) if what != _WEIGHTS else None
+                yield self.at(backward, what=what, notes=notes, fix=fix)
                 break
 
     # -- what makes the gradients FP16 --------------------------------------------------------------
@@ -291,11 +297,11 @@ def train(args, loader, dtype):
                     if both.possible and "mixed_precision" not in both.flags() and region.facts is facts:
                         assert region.call is not None
                         yield "FP16 autocast", region.call.span, both
-        for cast in (*facts.events("cast"), *facts.events("load")):
-            for guard in cast.may_be("float16"):
+        for load in facts.events("load"):
+            for guard in load.may_be("float16"):
                 both = guard.joined(backward.guard)
-                if both.possible and self._weights(cast, backward, both, facts):
-                    yield "FP16 weights", cast.span, both
+                if both.possible and self._weights(load, backward, both, facts):
+                    yield _WEIGHTS, load.span, both
 
     def _half(self, region: Region, inner: tuple[Region, ...], around: tuple[Region, ...]) -> list[Guard]:
         """The guards under which an FP16 region is in force: nothing inside it says otherwise, gradients are made."""
@@ -305,17 +311,14 @@ def train(args, loader, dtype):
             return []
         return region.may_be("float16")
 
-    def _weights(self, cast: Event, backward: Event, guard: Guard, facts: Facts) -> bool:
-        """Whether the cast, or the load, makes the weights FP16 that this backward gives gradients."""
-        if facts.infers(cast.call) or facts.kinds(cast.subject, cast.call) != {"model"}:
+    def _weights(self, load: Event, backward: Event, guard: Guard, facts: Facts) -> bool:
+        """Whether the load makes the weights FP16 that this backward gives gradients."""
+        if facts.infers(load.call) or facts.kinds(load.subject, load.call) != {"model"}:
             return False
-        if "mixed_precision" in guard.flags() or (cast.key and facts.flow.frozen(cast.key)):
+        if "mixed_precision" in guard.flags() or facts.frozen.value(load.call.node):
             return False
-        if mend.is_statement(cast.call) and cast.key:
-            reach = facts.flow.forward_key(cast.key, cast.call, guard)
-        else:
-            reach = facts.flow.forward(cast.call.node, cast.call, guard)
-        if reach.meets("peft") or not (reach.meets("optimizer") or cast.kind == "cast"):
+        reach = facts.flow.forward(load.call.node, load.call, guard)
+        if reach.meets("peft") or not reach.meets("optimizer"):
             return False
         return any(sink.kind == "backward" and sink.call is backward.call for sink in reach.sinks)
 
