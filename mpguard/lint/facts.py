@@ -288,6 +288,11 @@ class Facts:
         """The functions of the tree that a call may run; the `forward` of a module, the `__init__` of a class."""
         return self.graph.functions(call)
 
+    def repeated(self, scope: Scope, depth: int = 4) -> bool:
+        """Whether a function is called in a loop, or by one that is: once per epoch, for instance."""
+        callers = self.callers(scope) if depth else []
+        return any(call.loops or self.repeated(call.scope, depth - 1) for call in callers)
+
     def escapes(self, scope: Scope) -> bool:
         """Whether a function is handed on as a value, so that others may call it."""
         return self.graph.escapes(scope)

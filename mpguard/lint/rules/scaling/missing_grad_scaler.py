@@ -19,8 +19,6 @@ _MAYBE = re.compile(r"(?i)scaler|scale_loss|loss_scale|grad_scale|init_scale|los
 _DATA = re.compile(r"(?:Standard|MinMax|Robust|MaxAbs|Data|Feature|Target|Image)Scaler")
 #: What brings a loss scaler of its own.
 _BRINGS = frozenset({"accelerator", "engine", "trainer", "fabric", "apex", "scaler"})
-#: GradScaler refuses gradients of FP16 parameters: no fix.
-_WEIGHTS = "FP16 weights"
 
 
 class MissingGradScaler(Rule):
@@ -42,7 +40,9 @@ class MissingGradScaler(Rule):
     The fix creates a scaler before the loop, scales the loss, and steps and updates through it. It
     is unsafe: the run computes something else (what was meant), checkpoints should hold the
     scaler's state from now on, and code between `backward` and `step` that reads gradients must
-    unscale them first. Where the loop is not in one function there is no fix, nor for FP16 weights:
+    unscale them first. The scaler is enabled where the region is FP16. Where the loop is not in one
+    function there is no fix, nor where it is run once per epoch (the scaler must outlive it), where
+    several optimizers step, where a flag around the region decides, nor for FP16 weights:
     GradScaler raises "Attempting to unscale FP16 gradients" for those; load them in FP32.
 
     ## Known limits
@@ -88,6 +88,62 @@ for x, y in loader:
     scaler.step(optimizer)
     scaler.update()
 """,
+        ),
+        Bad(
+            """\
+import torch
+
+def main(args, loader):
+    dtype = torch.float16 if args.fp16 else torch.bfloat16
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for i, (x, y) in enumerate(loader):
+        with torch.autocast("cuda", dtype=dtype, enabled=args.amp):
+            loss = model(x).sum()
+            aux = model(y).sum()
+        loss.backward(retain_graph=True)  # !
+        aux.backward()
+        if i % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+            fixed="""\
+import torch
+
+def main(args, loader):
+    dtype = torch.float16 if args.fp16 else torch.bfloat16
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda", enabled=args.amp and dtype == torch.float16)
+    for i, (x, y) in enumerate(loader):
+        with torch.autocast("cuda", dtype=dtype, enabled=args.amp):
+            loss = model(x).sum()
+            aux = model(y).sum()
+        scaler.scale(loss).backward(retain_graph=True)
+        scaler.scale(aux).backward()
+        if i % 4 == 3:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def train_one_epoch(model, optimizer, loader):
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+
+def main(loader):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        train_one_epoch(model, optimizer, loader)
+"""
         ),
         Bad(
             """\
@@ -273,20 +329,22 @@ def train(args, loader, dtype):
             if backward.scope in reported or facts.infers(backward.call) or facts.base_unknown(backward.scope.owner):
                 continue
             program = facts.reachable(backward.scope)
-            for what, where, guard in self._low_precision(backward, facts):
+            for region, where, guard in self._low_precision(backward, facts):
                 step = self._step(backward, guard, program, facts)
                 if step is None or self._scaled(guard.joined(step.guard), program, facts):
                     continue
                 reported |= {scope for scope in program if scope.kind != "module"}
                 notes = (Note("FP16 from here", where), Note("this step applies the gradients", step.span))
-                fix = self._fix(backward, step, facts) if what != _WEIGHTS else None
+                # GradScaler refuses gradients of FP16 parameters: no fix for those.
+                fix = self._fix(backward, step, region, guard, facts) if region is not None else None
+                what = "FP16 autocast" if region is not None else "FP16 weights"
                 yield self.at(backward, what=what, notes=notes, fix=fix)
                 break
 
     # -- what makes the gradients FP16 --------------------------------------------------------------
 
-    def _low_precision(self, backward: Event, facts: Facts) -> Iterator[tuple[str, Span, Guard]]:
-        """What computes this loss in FP16: in words, its place, and the guard under which both happen."""
+    def _low_precision(self, backward: Event, facts: Facts) -> Iterator[tuple[Region | None, Span, Guard]]:
+        """What computes this loss in FP16: a region (none: weights), its place, the guard under which both happen."""
         assert backward.subject is not None
         records: list[Record] = [backward.call, *facts.flow.backward(backward.subject, backward.call)]
         for record in records:
@@ -296,12 +354,12 @@ def train(args, loader, dtype):
                     both = guard.joined(record.guard, backward.guard)
                     if both.possible and "mixed_precision" not in both.flags() and region.facts is facts:
                         assert region.call is not None
-                        yield "FP16 autocast", region.call.span, both
+                        yield region, region.call.span, both
         for load in facts.events("load"):
             for guard in load.may_be("float16"):
                 both = guard.joined(backward.guard)
                 if both.possible and self._weights(load, backward, both, facts):
-                    yield _WEIGHTS, load.span, both
+                    yield None, load.span, both
 
     def _half(self, region: Region, inner: tuple[Region, ...], around: tuple[Region, ...]) -> list[Guard]:
         """The guards under which an FP16 region is in force: nothing inside it says otherwise, gradients are made."""
@@ -396,28 +454,63 @@ def train(args, loader, dtype):
 
     # -- the fix ------------------------------------------------------------------------------------
 
-    def _fix(self, backward: Event, step: Event, facts: Facts) -> Fix | None:
+    def _fix(self, backward: Event, step: Event, region: Region, guard: Guard, facts: Facts) -> Fix | None:
         torch = mend.name_of_torch(facts)
+        scope = backward.scope
         loops = [loop for loop in backward.call.loops if isinstance(loop, (cst.For, cst.While))]
-        together = step.scope is backward.scope and loops and set(loops[:1]) <= set(step.call.loops)
-        if torch is None or not together or backward.subject is None or step.subject is None or step.call.node.args:
+        together = step.scope is scope and loops and set(loops[:1]) <= set(step.call.loops)
+        if torch is None or not together or step.subject is None or step.call.node.args or facts.repeated(scope):
             return None
         if not mend.is_statement(step.call) or not isinstance(step.call.line, cst.SimpleStatementLine):
             return None
-        taken = {key for scope in backward.scope.within() for key in scope.bindings}
+        if [event for event in facts.events("step") if event.scope is scope] != [step]:
+            return None
+        enabled = self._enabled(
+            region, Guard(guard - backward.guard), facts.span(loops[0], backward.call)[0], torch, facts
+        )
+        if enabled is None:
+            return None
+        taken = {key for place in scope.within() for key in place.bindings}
         scaler = next(name for name in ("scaler", "grad_scaler", "amp_scaler") if name not in taken)
         optimizer = facts.text(step.subject, step.call)
-        loss = facts.text(backward.subject, backward.call)
-        inner = loss[1:-1] if loss.startswith("(") and loss.endswith(")") and ")" not in loss[1:-1] else loss
-        first, last = backward.call.chunk.outer_span(backward.subject)
+        created = f'{scaler} = {torch}.amp.GradScaler("cuda"{enabled})'
         edits = [
-            mend.line_before(facts, loops[0], backward.call, f'{scaler} = {torch}.amp.GradScaler("cuda")'),
-            Edit(first, last, f"{scaler}.scale({inner})"),
+            mend.line_before(facts, loops[0], backward.call, created),
             mend.replaced(step.call.node, step.call, f"{scaler}.step({optimizer})"),
             mend.line_after(facts, step.call.line, step.call, f"{scaler}.update()"),
         ]
+        for each in facts.events("backward"):
+            if each.scope is not scope:
+                continue
+            if each.subject is None or not set(loops[:1]) <= set(each.call.loops) or facts.infers(each.call):
+                return None
+            loss = facts.text(each.subject, each.call)
+            inner = loss[1:-1] if loss.startswith("(") and loss.endswith(")") and ")" not in loss[1:-1] else loss
+            edits.append(Edit(*each.call.chunk.outer_span(each.subject), f"{scaler}.scale({inner})"))
         for clip in facts.events("clip"):
-            if clip.scope is backward.scope and backward.order < clip.order < step.order:
+            if clip.scope is scope and backward.order < clip.order < step.order:
                 edits.append(mend.line_before(facts, clip.call.line, clip.call, f"{scaler}.unscale_({optimizer})"))
                 break
         return Fix("Create a GradScaler, scale the loss, step and update through it", "unsafe", tuple(edits))
+
+    def _enabled(self, region: Region, guard: Guard, before: int, torch: str, facts: Facts) -> str | None:
+        """The scaler's `enabled=` argument: it scales where the region is FP16; None where no expression says so."""
+        call = region.call
+        assert call is not None
+        legacy = facts.called_path(call).startswith("torch.cuda.amp.")
+        enabled, dtype = call.argument(0 if legacy else 2, "enabled"), call.argument(1, "dtype")
+        conditions = []
+        if enabled is not None and facts.enabled(call, facts.called_path(call)):
+            guard = Guard(guard - facts.enabled(call, facts.called_path(call)))
+            conditions.append((enabled, dotted(enabled)))
+        if dtype is not None and len(region.dtypes) > 1:
+            for conditional, _ in region.dtypes:
+                guard = Guard(guard - conditional)
+            conditions.append((dtype, f"{dotted(dtype)} == {torch}.float16"))
+        for node, _ in conditions:
+            made = call.scope.bindings.get(dotted(node).split(".", 1)[0], ())
+            if not dotted(node) or call.span[0] < before or any(binding.span[0] >= before for binding in made):
+                return None
+        if guard:
+            return None
+        return f", enabled={' and '.join(text for _, text in conditions)}" if conditions else ""
