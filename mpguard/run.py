@@ -13,6 +13,7 @@ import argparse
 import builtins
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -25,8 +26,9 @@ from pathlib import Path
 
 from mpguard.errors import ConfigError, MpguardError, NotInForce
 from mpguard.runtime import guard
-from mpguard.runtime.plan import Plan, looks_like_accelerate
+from mpguard.runtime.plan import CONFIG, Plan, looks_like_accelerate
 from mpguard.runtime.proof import say
+from mpguard.runtime.verdict import rank, speaks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,16 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(options, int):
         return options
     try:
-        plan = Plan.found(options.config, enforce=options.enforce, proof_json=options.proof_json)
-        if plan.config is None:
+        if options.config is None and not os.environ.get(CONFIG):
             refuse_config_after_script(options.script, options.arguments)
+        plan = Plan.found(options.config, enforce=options.enforce, proof_json=options.proof_json)
         active = guard.start(plan)
     except NotInForce as error:
-        return _refused(f"not in force: {error}", 1)
+        return _refused(guard.not_in_force(str(error)), 1)
     except MpguardError as error:
         return _refused(str(error), 2)
-    status = _run(options)
-    return status or active.finish()
+    return active.finish(_run(options))
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace | int:
@@ -83,13 +84,14 @@ def _run(options: argparse.Namespace) -> int:
     try:
         if options.module:
             sys.path.insert(0, str(Path.cwd()))
+            _require_module(options.script)
             runpy.run_module(options.script, run_name="__main__", alter_sys=True)
         else:
             _run_file(Path(options.script))
     except NotInForce as error:
         _record(error)
-        if guard.rank() == 0:
-            say(f"mpguard: not in force: {error}")
+        if speaks():
+            say(f"mpguard: {guard.not_in_force(str(error))}")
         return 1
     except MpguardError as error:
         _record(error)
@@ -112,6 +114,16 @@ def _run(options: argparse.Namespace) -> int:
         traceback.print_exception(type(error), error, trace)
         return 1
     return 0
+
+
+def _require_module(name: str) -> None:
+    """Raises `ConfigError` for a module that is not there, as `python -m` does."""
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ConfigError(f"-m {name}: there is no such module here")
 
 
 def _run_file(path: Path) -> None:
@@ -137,7 +149,7 @@ def _run_file(path: Path) -> None:
 
 
 def _refused(message: str, status: int) -> int:
-    if guard.rank() == 0:
+    if rank() == 0:
         say(f"mpguard: {message}")
     return status
 

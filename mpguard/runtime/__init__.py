@@ -6,9 +6,12 @@
     hooked    what the hook's .pth line imports
     imports   patches are made as modules come in
     patches   the few things that are wrapped, in one table
+    products  the matrix products behind a backward pass, and their dtypes
+    recorder  what is only visible while it happens
     observe   what a process really does, as plain data
     proof     that data against the policy: rows, table, JSON
-    guard     when to prove, the verdict over all ranks, and what follows
+    verdict   one verdict over all ranks
+    guard     when to prove, and what follows
 
 Importing this package imports nothing else: the hook does it at interpreter start.
 """

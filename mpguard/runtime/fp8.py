@@ -25,8 +25,9 @@ class Fp8Found:
     against: FP8 layers that the policy keeps out.
     recipe: what scales them: for torchao its recipe's name under `recipe`; for Transformer Engine the
     class and fields of the recipe that was in force during forward, empty where none was.
-    emulated: computed in software. entered: whether they ran inside FP8 autocast (None for torchao,
-    which has none). unmatched: the user's patterns that match no module.
+    emulated: computed in software. mixed: whether layers differ in that, or in TE's recipe.
+    entered: whether they ran inside FP8 autocast (None for torchao, which has none).
+    unmatched: the user's patterns that match no module.
     """
 
     backend: str
@@ -35,6 +36,7 @@ class Fp8Found:
     against: list[str] = dataclasses.field(default_factory=list)
     recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
     emulated: bool = False
+    mixed: bool = False
     entered: bool | None = None
     unmatched: list[str] = dataclasses.field(default_factory=list)
 
@@ -66,13 +68,15 @@ def find(modules: list[tuple[str, nn.Module]], policy: Policy, te_recipes: list[
     found.left = {name: _reason(name, module, kept_out) for name, module in plain}
     found.against = [name for name in found.converted if matches(name, kept_out)]
     if backend == "torchao":
-        config = layers["torchao"][0][1].config
-        found.emulated = bool(config.emulate)
-        found.recipe = {"recipe": _torchao_recipe(config)}
+        configs = [module.config for _, module in layers["torchao"]]
+        found.emulated = all(config.emulate for config in configs)
+        found.recipe = {"recipe": " and ".join(dict.fromkeys(map(_torchao_recipe, configs)))}
+        found.mixed = any(config.emulate != found.emulated for config in configs)
     else:
         inside = [recipe for recipe in te_recipes if recipe]
         found.entered = bool(te_recipes) and len(inside) == len(te_recipes)
         found.recipe = inside[0] if inside else {}
+        found.mixed = any(recipe != found.recipe for recipe in inside)
     names = [name for name, _ in modules]
     # The default patterns may match nothing: not every model has a router.
     users = [pattern for pattern in policy.fp8_exclude if pattern not in DEFAULT_FP8_EXCLUDE]

@@ -1,7 +1,7 @@
 """When a process is proven, and what follows: one `Guard` per process.
 
-After the first optimizer step that is applied, each rank observes and compares; the verdict is
-made over all ranks, so that a mismatch on one is raised on all and none waits for ever. Skipped and
+After the first step that is applied of each optimizer, each rank observes and compares; the verdict
+is made over all ranks, so that a mismatch on one is raised on all and none waits for ever. Skipped and
 accumulated steps only delay it, within a limit. After a checkpoint has been loaded it is made anew.
 """
 
@@ -10,28 +10,32 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import datetime
 import io
 import itertools
-import json
 import logging
+import multiprocessing
 import os
+import re
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpguard import hardware
-from mpguard.errors import NotCarried, NotInForce, NotProven
+from mpguard.errors import ConfigError, NotCarried, NotInForce, NotProven
 from mpguard.plugin import Change, require_carried
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
-from mpguard.runtime import imports, proof
-from mpguard.runtime.observe import Observed, Recorder, observe, unheard, world_size
+from mpguard.runtime import imports, proof, verdict
+from mpguard.runtime.observe import Observed, innermost, observe
 from mpguard.runtime.plan import Plan, enforcement
-from mpguard.runtime.proof import Proof
+from mpguard.runtime.proof import Proof, Row
+from mpguard.runtime.recorder import Recorder
+from mpguard.runtime.verdict import number, rank
 
 if TYPE_CHECKING:
     import torch
@@ -43,11 +47,11 @@ log = logging.getLogger("mpguard")
 #: hysteresis 2 needs at most 64 to come down to 1.
 SKIPPED_LIMIT = 128
 
-#: Forward passes with gradients and no optimizer step: far beyond any gradient accumulation.
-FORWARD_LIMIT = 10_000
+#: Backward passes and no optimizer step: far beyond any gradient accumulation.
+BACKWARD_LIMIT = 10_000
 
-#: How long ranks wait for each other's verdict. A rank that ends says so at once.
-PATIENCE = datetime.timedelta(minutes=10)
+#: Of how many further optimizers it is said that they are proven too.
+MENTIONED = 3
 
 
 class Guard:
@@ -59,12 +63,17 @@ class Guard:
         self.proof: Proof | None = None
         self.failure: str | None = None
         self.steps = 0
+        self.stepped = 0
         self.engine_depth = 0
+        self.process = os.getpid()
+        self.exit_status = 0
         self._listening = False
         self._crashed = False
+        self._finished = False
         self._said: set[str] = set()
-        self._store: Any = None
         self._again = False
+        self._proven: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._alone: weakref.WeakKeyDictionary[Any, tuple[tuple[Row, ...], Observed]] = weakref.WeakKeyDictionary()
 
     # -- beginning ---------------------------------------------------------------------------
 
@@ -72,18 +81,22 @@ class Guard:
         """Says the header, where the launcher half has not, and waits for the libraries to come in."""
         from mpguard.runtime import patches
 
-        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        if number("WORLD_SIZE", 1) > 1:
             whole_lines()
             atexit.register(let_gloo_finish)
         if not self.plan.announced and rank() == 0:
             proof.say(header(self.plan))
         self.check_start()
+        self._write(None)
         patches.apply()
         imports.after("torch", self._torch_is_here)
+        imports.after("transformer_engine", lambda _: self.recorder.listen_to_modules())
+        if self.plan.enforce == "error":
+            self._mind_hard_exits()
 
     def check_start(self) -> None:
         """What a worker knows before it trains. Raises `NotInForce`."""
-        launched, asked = int(os.environ.get("WORLD_SIZE") or 1), self.plan.processes
+        launched, asked = number("WORLD_SIZE", 1), self.plan.processes
         if asked is not None and launched != asked and self.plan.enforce == "error":
             raise NotInForce(
                 f"{self.plan.config or 'the plan'} asks for {asked} process{'es' if asked > 1 else ''}, "
@@ -101,7 +114,7 @@ class Guard:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         register_optimizer_step_post_hook(self._optimizer_stepped)
-        self.recorder.start()
+        self.recorder.start(self.plan.policy)
         self._listening = True
 
     def say_change(self, where: str, change: Change) -> None:
@@ -116,11 +129,22 @@ class Guard:
 
     @property
     def waiting(self) -> bool:
-        """Whether the proof is still to come."""
-        return self.proof is None and self.plan.enforce != "off" and self._listening
+        """Whether a proof is still to come."""
+        return self._listening and self.recorder.active
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not self.waiting:
+        if self.failure is not None:
+            self.exit_status = 0
+            raise NotInForce(self.failure)  # also to a script that has swallowed it once
+        self.stepped += 1
+        if optimizer in self._proven:
+            self.recorder.stop()  # one whole round: every optimizer of the loop has been seen
+            return
+        if self.plan.enforce == "off":
+            return
+        if not self.recorder.active:  # one that came later: proven at its next step
+            self.recorder = Recorder()
+            self.recorder.start(self.plan.policy)
             return
         self.recorder.optimizer_stepped(optimizer)
         if self.engine_depth:
@@ -148,29 +172,41 @@ class Guard:
         self.check_patience()
 
     def step_applied(self, optimizer: Any, model: nn.Module | None = None) -> None:
-        """Proves, at the first step that was applied. Raises `NotInForce`."""
+        """Proves an optimizer at its first step that was applied. Raises `NotInForce`."""
         if not self.waiting:
             return
-        self.steps += 1
-        with unheard(self.recorder):
-            seen = observe(
-                self.recorder, model, optimizer,
-                policy=self.plan.policy, step=self.steps + self.recorder.skipped,
-            )  # fmt: skip
-            rows = proof.compare(seen, self.plan)
-            self._conclude(rows, seen, proof.failures(rows, self.plan, seen))
+        optimizer = innermost(optimizer)
+        if optimizer in self._proven:
+            self.recorder.stop()
+            return
+        with self.recorder.unheard():
+            if optimizer in self._alone:
+                rows, seen = self._alone[optimizer]
+            else:
+                self.steps += not self._proven and not self._alone
+                seen = observe(
+                    self.recorder, model, optimizer,
+                    policy=self.plan.policy, step=self.steps + self.recorder.skipped,
+                )  # fmt: skip
+                rows = proof.compare(seen, self.plan)
+            if proof.spread_by_nothing(seen) and not verdict.everybody("alone"):
+                # One rank may train something of its own while the others wait elsewhere.
+                self._alone[optimizer] = rows, seen
+                return
+            self._proven.add(optimizer)
+            self._conclude(rows, seen)
 
     def check_patience(self) -> None:
         """Raises `NotInForce` where the proof has been put off for too long."""
-        if not self.waiting:
+        if not self.waiting or self._proven or self._alone:
             return
         waited = None
         if self.recorder.skipped > SKIPPED_LIMIT:
             waited = f"{self.recorder.skipped} optimizer steps in a row were skipped; the loss scale does not settle"
-        elif self.recorder.forwards > FORWARD_LIMIT and self.recorder.backward:
-            waited = f"{self.recorder.forwards} forward passes, and no optimizer step that torch knows of"
+        elif self.recorder.backwards > BACKWARD_LIMIT:
+            waited = f"{self.recorder.backwards} backward passes, and no optimizer step that torch knows of"
         if waited is not None:
-            self._conclude((), None, [f"not proven: {waited}"])
+            self._conclude((), None, f"not proven: {waited}")
 
     def rearm(self) -> None:
         """Proves again at the next applied step: a loaded checkpoint can bring other dtypes."""
@@ -178,166 +214,170 @@ class Guard:
             return
         self.recorder.stop()
         self.recorder, self.proof, self._again = Recorder(), None, True
+        self._proven.clear()
+        self._alone.clear()
         if self._listening:
-            self.recorder.start()
+            self.recorder.start(self.plan.policy)
 
     # -- verdict -----------------------------------------------------------------------------
 
-    def _conclude(self, rows: tuple[proof.Row, ...], seen: Observed | None, failures: list[str]) -> None:
+    def _conclude(self, rows: tuple[Row, ...], seen: Observed | None, message: str = "") -> None:
         """The verdict over all ranks; the table; the file; what `enforce` says."""
-        everywhere = self._agree(failures)
-        verdict = "in force" if not everywhere else "not proven" if seen is None else "not in force"
-        self.proof = Proof(verdict, self.plan, rows, tuple(everywhere), seen)
-        self.recorder.stop()
-        self._store = None
+        failures = proof.failures(rows, self.plan, seen) if seen else [message]
+        everywhere = verdict.agree(next(_verdicts), failures, seen.replicated if seen else None)
+        made = Proof(proof.verdict_of(everywhere), self.plan, rows, tuple(everywhere), seen)
+        first, self.proof = self.proof is None, made if self.proof is None or everywhere else self.proof
+        if everywhere:
+            self.recorder.stop()
         if rank() == 0:
-            self._report(self.proof)
+            self._report(made, first)
         if everywhere:
             self._fail("; ".join(everywhere))
 
-    def _report(self, made: Proof) -> None:
+    def _report(self, made: Proof, first: bool) -> None:
+        if made.in_force and made.observed and not first:
+            if len(self._proven) <= MENTIONED:
+                proof.say(f"step {made.observed.step} of {made.observed.optimizer} proven in force too")
+            return
         if self._again and made.in_force:
             proof.say(f"proven in force again, after a checkpoint was loaded · recipe {self.plan.policy.name}")
         elif made.observed is not None:
             proof.say(made.table())
-        if self.plan.proof_json:
-            made.write(self.plan.proof_json)
+        self._write(made)
+
+    def _write(self, made: Proof | None) -> None:
+        """The file for machines; at the beginning its place is tried, and what an earlier run left goes."""
+        if rank() != 0 or not self.plan.proof_json:
+            return
+        try:
+            if made is None:
+                place = Path(self.plan.proof_json)
+                place.touch()
+                place.unlink()
+            else:
+                made.write(self.plan.proof_json)
+        except OSError as error:
+            raise ConfigError(f"{self.plan.proof_json}: the proof cannot be written: {error.strerror}") from None
 
     def _fail(self, message: str) -> None:
         if self.plan.enforce == "error":
-            self.failure = message
-            raise NotInForce(f"{message}  (--enforce warn to go on anyway)")
+            self.failure = f"{message}  (--enforce warn to go on anyway)"
+            raise NotInForce(self.failure)
         if rank() != 0:
             return
         if message.startswith("not proven"):
-            warnings.warn(NotProven(message), stacklevel=2)
+            _warn(message)
         else:
             proof.say(f"mpguard: not in force (going on: enforce {self.plan.enforce}): {message}")
-
-    def _agree(self, failures: list[str]) -> list[str]:
-        """The failures of all ranks, on all ranks. Rank 0 collects; the others wait for it.
-
-        Through the process group's store, not a collective: it needs no device, and a rank that
-        has ended, or sits in another collective, is named after `PATIENCE` instead of waited for.
-        """
-        size, _launched = world_size()
-        if size == 1:
-            return failures
-        store, me, turn = self._the_store(), rank(), next(_verdicts)
-        if store is None:
-            return _gathered(failures, size)
-        store.set(f"mpguard/{turn}/{me}", json.dumps(failures))
-        if me != 0:
-            try:
-                store.wait([f"mpguard/{turn}/verdict"], PATIENCE)
-            except Exception as error:
-                return [*failures, f"rank 0 gave no verdict within {PATIENCE}: {error}"]
-            return list(json.loads(store.get(f"mpguard/{turn}/verdict")))
-        collected: dict[str, list[int]] = {}
-        for other in range(size):
-            try:
-                store.wait([f"mpguard/{turn}/{other}"], PATIENCE)
-                found = json.loads(store.get(f"mpguard/{turn}/{other}"))
-            except Exception as error:
-                found = [f"gave no verdict within {PATIENCE}: {error}"]
-            for failure in found:
-                collected.setdefault(failure, []).append(other)
-        everywhere = [
-            text if len(ranks) == size else f"rank {_ranks(ranks)}: {text}" for text, ranks in collected.items()
-        ]
-        store.set(f"mpguard/{turn}/verdict", json.dumps(everywhere))
-        return everywhere
-
-    def _the_store(self) -> Any:
-        from torch.distributed import distributed_c10d
-
-        if self._store is None:
-            with contextlib.suppress(Exception):
-                self._store = distributed_c10d._get_default_store()
-        return self._store
 
     # -- the end -----------------------------------------------------------------------------
 
     @property
     def trained(self) -> bool:
-        """Whether this process has computed gradients and the proof is still to come."""
-        return self.waiting and (self.recorder.backward or bool(self.recorder.gradients))
+        """Whether this process has computed gradients and its first proof is still to come."""
+        return self.waiting and self.proof is None and bool(self.recorder.backwards or self.recorder.gradients)
 
-    def finish(self) -> int:
-        """At the end of the script: the status that the guard asks for, 0 or 1.
+    def finish(self, status: int = 0) -> int:
+        """At the end of the script, with its status: the status that the process should have.
 
-        1 where the run is not in force though the script swallowed the exception, or where it
-        trained and ended before it could be proven. A script that never trained is no failure.
+        1 instead of 0 where the run is not in force though the script swallowed the exception, or where
+        it trained and ended before it could be proven. A script that never trained is no failure.
         """
+        if os.getpid() != self.process:
+            return status  # a fork of the script's
+        if self._finished:
+            return status or int(self.failure is not None)
+        self._finished = True
         if self.failure is not None:
-            return 1
-        if not self.trained:
-            return 0
-        skipped = f" ({self.recorder.skipped} steps were skipped)" if self.recorder.skipped else ""
-        message = (
-            "not proven: the run computed gradients and ended before an optimizer step was applied"
-            f"{skipped}; what was in force could not be observed"
-        )
-        self.proof = Proof("not proven", self.plan, failures=(message,))
-        self._tell_the_others(message)
-        self.recorder.stop()
-        if rank() == 0:
-            self._report(self.proof)
-        if self.plan.enforce == "warn":
-            warnings.warn(NotProven(message), stacklevel=2)
-            return 0
-        self.failure = message
-        if rank() == 0:
-            proof.say(f"mpguard: {message}")
-        return 1
+            if rank() == 0 and not status:
+                proof.say(f"mpguard: {not_in_force(self.failure)}")
+            return status or 1
+        try:
+            self._conclude_late(status)
+        except NotInForce as error:
+            if rank() == 0:
+                proof.say(f"mpguard: {not_in_force(str(error))}")
+            return status or 1
+        finally:
+            self.recorder.stop()
+        return status
 
-    def _tell_the_others(self, message: str) -> None:
-        """Ranks that wait for this one's verdict must not wait long."""
-        with contextlib.suppress(Exception):
-            store = self._the_store()
-            if store is not None and world_size()[0] > 1:
-                turn = next(_verdicts)
-                store.set(f"mpguard/{turn}/{rank()}", json.dumps([message]))
-                if rank() == 0:
-                    store.set(f"mpguard/{turn}/verdict", json.dumps([f"rank 0: {message}"]))
+    def _conclude_late(self, status: int) -> None:
+        """The verdict on a run that ends without one. Raises `NotInForce`."""
+        if self.proof is not None:
+            return
+        if self._alone and not status:
+            rows, seen = next(iter(self._alone.values()))
+            self._conclude(rows, seen)
+            return
+        trained = self.trained
+        reason = "the run computed gradients and ended before an optimizer step was applied"
+        if self.plan.enforce == "off":
+            reason = "enforce is off"
+        elif not trained:
+            reason = "no training was seen in this process"
+        skipped = f" ({self.recorder.skipped} steps were skipped)" if self.recorder.skipped else ""
+        ended = f"; the script ended with status {status}" if status else ""
+        message = f"not proven: {reason}{skipped}; what was in force could not be observed{ended}"
+        self.proof = Proof("not proven", self.plan, failures=(message,))
+        self._write(self.proof)
+        if trained or status:
+            verdict.tell(next(_verdicts), message)
+        if trained and not status:
+            self._fail(message)
+        elif self._listening and not status and rank() == 0 and multiprocessing.parent_process() is None:
+            proof.say("mpguard: no training was seen in this process; nothing was proven")
+
+    def _mind_hard_exits(self) -> None:
+        """`os._exit` runs no exit handler; a run that is not in force must not end with 0 through it."""
+        really = os._exit
+
+        def _exit(status: int) -> None:
+            really(self.finish(status) if os.getpid() == self.process else status)
+
+        os._exit = _exit  # type: ignore[assignment]
 
     def take_over_exit(self) -> None:
         """For processes that mpguard did not start: exceptions without a traceback, and the last word."""
-        former = sys.excepthook
+        former, leave = sys.excepthook, sys.exit
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self._crashed = True
             if isinstance(error, NotInForce):
-                if rank() == 0:
-                    proof.say(f"mpguard: not in force: {error}")
+                if verdict.speaks():
+                    proof.say(f"mpguard: {not_in_force(str(error))}")
             else:
                 former(kind, error, trace)
 
-        sys.excepthook = hook
+        def exit(status: Any = None) -> NoReturn:
+            self.exit_status = 0 if status is None else status if isinstance(status, int) else 1
+            leave(status)
+
+        sys.excepthook, sys.exit = hook, exit
         atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
-        if self._crashed or not self.finish():
-            return
-        # An exit handler cannot change the status otherwise; those that are left still run.
-        atexit.unregister(self._at_exit)
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        if self._crashed:
+            self.finish(1)
+        elif self.finish(self.exit_status) and not self.exit_status and os.getpid() == self.process:
+            # An exit handler cannot change the status otherwise; those that are left still run.
+            atexit.unregister(self._at_exit)
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
 
-def _gathered(failures: list[str], size: int) -> list[str]:
-    """The same over a collective, for process groups without a store (MPI)."""
-    import torch.distributed as dist
-
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, failures)
-    return list(dict.fromkeys(f"rank {index}: {text}" for index, texts in enumerate(found) for text in texts))
+def not_in_force(message: str) -> str:
+    """A failure as it is said; what was not proven says so itself."""
+    return message if re.match(r"(rank [\d, ]+: )?not proven", message) else f"not in force: {message}"
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))
+def _warn(message: str) -> None:
+    """A script that makes errors of warnings does not mean this one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", NotProven)
+        warnings.warn(NotProven(message), stacklevel=3)
 
 
 def whole_lines() -> None:
@@ -355,11 +395,6 @@ def let_gloo_finish() -> None:
     """
     if "torch.distributed" in sys.modules:
         time.sleep(0.05)
-
-
-def rank() -> int:
-    """This process among all, as its launcher numbers them; 0 alone."""
-    return int(os.environ.get("RANK") or 0)
 
 
 @contextlib.contextmanager
@@ -422,8 +457,6 @@ def activate(
     policy's, and each override is logged; after the first applied optimizer step `NotInForce` is
     raised where what runs is something else. Call it before models and optimizers are built.
     """
-    from pathlib import Path
-
     if policy is None:
         plan = Plan.found(None, enforce=enforce, proof_json=proof_json) if _current is None else _current.plan
     else:
@@ -452,12 +485,12 @@ def prove(model: nn.Module, optimizer: Any, policy: Policy | str) -> Proof:
     if isinstance(policy, str):
         policy = recipe(policy)
     plan = Plan(policy)
-    guard = _current if _current is not None and _current.waiting else Guard(plan)
-    with unheard(guard.recorder):
-        seen = observe(guard.recorder, model, optimizer, policy=policy)
+    recorder = _current.recorder if _current is not None else Recorder()
+    with recorder.unheard():
+        seen = observe(recorder, model, optimizer, policy=policy)
         rows = proof.compare(seen, plan)
-        wrong = guard._agree(proof.failures(rows, plan, seen))
-    made = Proof("not in force" if wrong else "in force", plan, rows, tuple(wrong), seen)
+        wrong = verdict.agree(next(_verdicts), proof.failures(rows, plan, seen), seen.replicated)
+    made = Proof(proof.verdict_of(wrong), plan, rows, tuple(wrong), seen)
     if wrong:
         raise NotInForce("; ".join(wrong))
     return made

@@ -273,8 +273,10 @@ def _status(launch_command: Callable[[argparse.Namespace], None], options: argpa
     except subprocess.CalledProcessError as error:
         return _plain(error.returncode)
     except ChildFailedError as error:
-        _rank, failure = error.get_first_failure()
-        return _plain(failure.exitcode)
+        # Those that torchelastic has ended itself (SIGTERM) are the consequence, whatever their times say.
+        itself = [failure for failure in error.failures.values() if failure.exitcode != -signal.SIGTERM]
+        first = min(itself, key=lambda failure: failure.timestamp, default=error.get_first_failure()[1])
+        return _plain(first.exitcode)
     except SignalException as error:
         return 128 + int(error.sigval)
     except KeyboardInterrupt:

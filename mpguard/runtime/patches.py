@@ -25,6 +25,7 @@ from mpguard.errors import ConfigError
 from mpguard.plugin import ABSENT, Change, Setting, differences, merged
 from mpguard.runtime import guard as guards
 from mpguard.runtime import imports
+from mpguard.runtime.observe import innermost
 
 log = logging.getLogger("mpguard")
 
@@ -188,7 +189,9 @@ def _deepspeed_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str
         return given
     if isinstance(config, (str, os.PathLike)):
         where, config = str(config), _deepspeed_file(str(config))
-    plain = getattr(config, "config", config)
+    plain = getattr(config, "_param_dict", getattr(config, "config", config))  # a DeepSpeedConfig, or HF's
+    if not isinstance(plain, Mapping):
+        raise ConfigError(f"deepspeed.initialize: config is a {type(config).__name__}; a dict or a file is needed")
     with guards.quiet():
         changes = differences(plain, guard.plan.policy, "deepspeed")
     for change in changes:
@@ -225,7 +228,9 @@ def _engine_step(original: Function) -> Function:
         finally:
             guard.engine_depth -= 1
         if self.was_step_applied():
-            guard.recorder.scaler_record = _engine_scaler(self)
+            scaler = _engine_scaler(self)
+            if scaler is not None:
+                guard.recorder.scalers[id(innermost(self.basic_optimizer))] = scaler
             guard.step_applied(self.basic_optimizer, self)
         elif self.skipped_steps > skipped:
             guard.step_skipped()
@@ -313,20 +318,60 @@ def _scaler_step(original: Function) -> Function:
         if guard is None or not guard.waiting:
             return original(self, optimizer, *args, **kwargs)
         enabled = self.is_enabled()
-        guard.recorder.scaler = self if enabled else None
-        guard.recorder.scaler_record = {
+        recorder = guard.recorder
+        recorder.scaler = self if enabled else None
+        recorder.scalers[id(innermost(optimizer))] = {
             "kind": type(self).__name__,
             "enabled": enabled,
             "scale": self.get_scale(),
             "window": self.get_growth_interval() if enabled and self.get_growth_factor() >= 1.5 else None,
         }
-        steps, skipped = guard.steps, guard.recorder.skipped
-        result = original(self, optimizer, *args, **kwargs)
-        if enabled and guard.waiting and (guard.steps, guard.recorder.skipped) == (steps, skipped):
+        before = guard.stepped, recorder.skipped
+        try:
+            result = original(self, optimizer, *args, **kwargs)
+        finally:
+            recorder.scaler = None
+        if enabled and guard.waiting and (guard.stepped, recorder.skipped) == before:
             guard.step_skipped()
         return result
 
     return step
+
+
+def _scaler_scale(original: Function) -> Function:
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        result = original(self, outputs)
+        guard = guards.current()
+        if guard is not None and guard.waiting and self.is_enabled():
+            guard.recorder.scaled(result)
+        return result
+
+    return scale
+
+
+def _backward(original: Function) -> Function:
+    @functools.wraps(original)
+    def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is None or not guard.waiting:
+            return original(t_outputs, *args, **kwargs)
+        guard.check_patience()
+        with guard.recorder.passing(t_outputs, bool(kwargs.get("accumulate_grad"))):
+            return original(t_outputs, *args, **kwargs)
+
+    return run
+
+
+def _compiled_graph(original: Function) -> Function:
+    @functools.wraps(original)
+    def call_user_compiler(self: Any, gm: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is not None and guard.waiting:
+            guard.recorder.graph(gm)
+        return original(self, gm, *args, **kwargs)
+
+    return call_user_compiler
 
 
 def _load_state_dict(original: Function) -> Function:
@@ -402,6 +447,30 @@ PATCHES = (
         _scaler_step,
     ),
     Patch(
+        "torch.amp.grad_scaler",
+        "GradScaler.scale",
+        ("outputs",),
+        "whether what goes backward has been scaled",
+        "torch 2.13.0",
+        _scaler_scale,
+    ),
+    Patch(
+        "torch.autograd.graph",
+        "_engine_run_backward",
+        ("t_outputs",),
+        "the dtypes of the matrix products are in the graph that goes backward, and nowhere else afterwards",
+        "torch 2.13.0",
+        _backward,
+    ),
+    Patch(
+        "torch._dynamo.output_graph",
+        "OutputGraph.call_user_compiler",
+        ("gm",),
+        "a compiled region is one node of autograd's graph: its products are in dynamo's",
+        "torch 2.13.0",
+        _compiled_graph,
+    ),
+    Patch(
         "torch.optim.optimizer",
         "Optimizer.load_state_dict",
         ("state_dict",),
@@ -416,6 +485,7 @@ def apply() -> None:
     """Has every patch made as its module is imported; at once where it has been."""
     for patch in PATCHES:
         imports.after(patch.module, functools.partial(_make, patch))
+    imports.after("torch._dynamo.trace_rules", lambda module: module.add("mpguard"))  # our frames are none of its
 
 
 def _make(patch: Patch, module: ModuleType) -> None:

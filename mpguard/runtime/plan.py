@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from mpguard import settings
 from mpguard.document import Document, read
@@ -64,8 +64,12 @@ class Plan:
         text = environment.get(PLAN) or "{}"
         try:
             rest = json.loads(text)
+            if rest.get("enforce", "error") not in get_args(Enforce):
+                raise ValueError(f"enforce is {rest['enforce']!r}")
+            if not isinstance(rest.get("processes"), (int, type(None))):
+                raise ValueError(f"processes is {rest['processes']!r}")
             plan = cls(Policy.parse(environment[POLICY]), environment.get(CONFIG) or None, **rest)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             if isinstance(error, PolicyError):
                 raise
             raise PolicyError(f"{PLAN} is {text[:80]!r}; what `mpguard launch` writes is needed: {error}") from None
@@ -95,7 +99,7 @@ class Plan:
         handed = cls.from_environment()
         if config is not None:
             plan = cls.of(Path(config), enforce=enforce, proof_json=proof_json)
-            same = handed is not None and handed.config is not None and Path(handed.config).samefile(config)
+            same = handed is not None and handed.config is not None and _same_file(handed.config, config)
             return cast(Plan, handed) if same and enforce is None and proof_json is None else plan
         if handed is None:
             here = settings.nearest(Path.cwd())
@@ -110,6 +114,13 @@ class Plan:
             enforce=cast(Enforce, enforce or handed.enforce),
             proof_json=absolute(proof_json) or handed.proof_json,
         )
+
+
+def _same_file(one: str, other: str) -> bool:
+    try:
+        return Path(one).samefile(other)
+    except OSError:
+        return False  # what was handed over is gone; what is given counts
 
 
 def enforcement(given: str | None, near: Path) -> Enforce:

@@ -15,6 +15,12 @@ from mpguard.runtime.fp8 import Fp8Found
 from mpguard.runtime.observe import Observed
 from mpguard.runtime.plan import Plan
 
+ACCELERATE_ENGINES = ". accelerate applies FSDP and DeepSpeed only on a GPU and goes on without a word elsewhere"
+ACCELERATE_ALONE = "accelerate spreads it without a GPU only where ACCELERATE_USE_CPU=true (`mpguard launch` sets it)"
+
+#: Rows without which a low-precision run is not proven.
+MUST_BE_SEEN = ("compute", "reduction")
+
 #: A dtype that holds less than this share of the elements is an island (a router, a head), not the run.
 ISLAND = 0.5
 
@@ -55,7 +61,7 @@ class Proof:
         if seen is None:
             return "\n".join(self.failures)
         ranks = f"all {seen.world_size} ranks" if seen.world_size > 1 else "1 process"
-        head = f"step {seen.step} proven in force on {ranks}" if self.in_force else f"step {seen.step}: not in force"
+        head = f"step {seen.step} proven in force on {ranks}" if self.in_force else f"step {seen.step}: {self.verdict}"
         skipped = f", after {seen.skipped} skipped" if seen.skipped else ""
         unseen = [row.name for row in self.rows if row.found == "not observed"]
         if unseen and self.in_force:
@@ -101,13 +107,47 @@ def compare(seen: Observed, plan: Plan) -> tuple[Row, ...]:
 
 
 def failures(rows: Iterable[Row], plan: Plan, seen: Observed) -> list[str]:
-    """The mismatches as sentences: what is, what was asked."""
-    return [f"{row.name}: {row.found}; asked: {row.asked}{_why(row, plan, seen)}" for row in rows if row.ok is False]
+    """The mismatches as sentences: what is, what was asked. And what must be observed, and could not be."""
+    rows = list(rows)
+    wrong = [f"{row.name}: {row.found}; asked: {row.asked}{_why(row, plan, seen)}" for row in rows if row.ok is False]
+    if not plan.policy.low_precision:
+        return wrong
+    unseen = [row for row in rows if row.name in MUST_BE_SEEN and row.found == "not observed"]
+    return wrong + [
+        f"not proven: {row.name} could not be observed; asked: {row.asked}{_why(row, plan, seen)}" for row in unseen
+    ]
+
+
+def verdict_of(failures: Iterable[str]) -> str:
+    """`in force`, `not in force`, or `not proven` where nothing is known to be wrong."""
+    failures = list(failures)
+    if not failures:
+        return "in force"
+    return "not proven" if all("not proven: " in failure for failure in failures) else "not in force"
+
+
+def reduced_by_script(seen: Observed) -> bool:
+    """Whether collectives that the script itself calls have reduced as much as there are gradients."""
+    return seen.engine == "none" and sum(seen.reductions.values()) >= sum(seen.gradients.values()) > 0
+
+
+def spread_by_nothing(seen: Observed) -> bool:
+    """Whether this is one of several processes that trains a model of its own."""
+    return seen.world_size > 1 and seen.engine == "none" and not reduced_by_script(seen)
 
 
 def _why(row: Row, plan: Plan, seen: Observed) -> str:
     """What usually lies behind a mismatch, and what to do."""
-    policy = plan.policy
+    policy, accelerate = plan.policy, "accelerate" in sys.modules
+    if row.name == "compute" and not seen.compute:
+        return (
+            ". No matrix product that mpguard knows is behind the gradients of this step; call mpguard before "
+            "the first backward pass"
+        )
+    if row.name == "compute":
+        return _where(seen, policy.compute_dtype.short)
+    if row.name == "reduction" and not seen.reductions:
+        return ". A communication hook, or a call of the process group's own, reduced where mpguard cannot hear it"
     if row.name == "processes" and seen.world_size == 1 and seen.launched > 1:
         return (
             f". {seen.launched} processes were started that do not know of each other, and each trains a model of "
@@ -121,12 +161,12 @@ def _why(row: Row, plan: Plan, seen: Observed) -> str:
         and seen.engine in ("none", "single", "ddp")
         and (plan.strategy or "").startswith(("fsdp", "deepspeed"))
     ):
-        return ". accelerate applies FSDP and DeepSpeed only on a GPU and goes on without a word elsewhere"
+        return ACCELERATE_ENGINES if accelerate else ". Wrap the model, or give the config the engine that is meant"
     if row.name == "engine" and seen.engine == "none":
-        return (
-            f". {seen.launched} processes each train a model of their own; accelerate spreads it without a GPU only "
-            "where ACCELERATE_USE_CPU=true (`mpguard launch` sets it)"
-        )
+        alone = f". {seen.launched} processes each train a model of their own"
+        return f"{alone}; {ACCELERATE_ALONE}" if accelerate else f"{alone}: wrap it in DistributedDataParallel"
+    if row.name == "scaler" and seen.scaler is not None and seen.unscaled:
+        return ". Call backward on what scaler.scale(loss) returns, for each loss"
     if row.name == "scaler" and policy.fp16:
         return ". FP16 gradients below 6e-8 are lost without loss scaling; accelerate makes no GradScaler on the CPU"
     if row.name == "optimizer" and policy.master_dtype is Dtype.FP32:
@@ -134,12 +174,23 @@ def _why(row: Row, plan: Plan, seen: Observed) -> str:
     return ""
 
 
+def _where(seen: Observed, asked: str) -> str:
+    """Whose products ran in another dtype, and what to do about it."""
+    others = [name for dtype, names in seen.computed_in.items() if dtype != asked for name in names]
+    if not others or asked not in seen.compute:
+        return ". Autocast (or the engine) was not in force around the forward pass"
+    return (
+        f". Most of the matrix products are those of {_names(others)}: have autocast enabled there, or leave it so, "
+        "knowingly, with --enforce warn"
+    )
+
+
 def _engine(seen: Observed, plan: Plan) -> Row:
     found = {"none": "no wrapper around the model", "single": "single process"}.get(seen.engine, seen.engine)
     asked = plan.strategy
     if asked is None or (asked == "single" and seen.engine in ("single", "ddp") and seen.world_size == 1):
         return Row("engine", found, asked or "", None if asked is None else True)
-    if seen.engine == "none" and asked == "ddp" and sum(seen.reductions.values()) >= sum(seen.gradients.values()) > 0:
+    if asked == "ddp" and reduced_by_script(seen):
         return Row("engine", "gradients reduced by the script itself", asked, True)
     return Row("engine", found, asked, seen.engine == asked)
 
@@ -169,10 +220,8 @@ def _compute(seen: Observed, plan: Plan) -> Row:
     if not seen.compute:
         return Row("compute", "not observed", asked, None)
     found = said(seen.compute)
-    if seen.compute_from != "modules":
-        found += f" (by {seen.compute_from})"
     other = {"bf16": "fp16", "fp16": "bf16"}.get(asked)
-    islands = [f"{dtype}: {_names(names)}" for dtype, names in seen.computed_in.items() if dtype != asked]
+    islands = [f"{dtype}: {_names(names)}" for dtype, names in seen.computed_in.items() if dtype != asked and names]
     ok = _mostly(seen.compute, asked) and other not in seen.compute
     if asked == "fp32":
         ok = set(seen.compute) <= {"fp32", "fp64"}
@@ -190,6 +239,7 @@ def _fp8(seen: Observed, plan: Plan) -> list[Row]:
         return [Row("fp8", "no FP8 module in the model", asked, False)]
     asked += ", emulated" if policy.fp8_emulate else ""
     wrong = [] if fp8.emulated == policy.fp8_emulate else ["emulation"]
+    wrong += ["not the same in every layer"] if fp8.mixed else []
     if fp8.entered is False:
         wrong.append("FP8 autocast not entered around each of them")
     elif fp8.backend in policy.backends:
@@ -261,10 +311,11 @@ def _optimizer(seen: Observed, plan: Plan) -> Row:
 
 def _scaler(seen: Observed, plan: Plan) -> list[Row]:
     policy, scaler = plan.policy, seen.scaler
+    enabled = scaler is not None and scaler["enabled"]
     if not policy.fp16:
-        return []
+        return [Row("scaler", f"{scaler['kind']}, scale {scaler['scale']:g}", "", None)] if scaler and enabled else []
     asked = "a fixed scale" if policy.loss_scale is not None else "dynamic loss scaling"
-    if scaler is None or not scaler["enabled"]:
+    if scaler is None or not enabled:
         return [Row("scaler", "none" if scaler is None else f"{scaler['kind']}, disabled", asked, False)]
     found = f"{scaler['kind']}, scale {scaler['scale']:g}"
     ok = True
@@ -275,6 +326,8 @@ def _scaler(seen: Observed, plan: Plan) -> list[Row]:
         asked = f"dynamic, window {policy.loss_scale_window}"
         found += f", window {scaler['window']}"
         ok = scaler["window"] == policy.loss_scale_window and scaler["scale"] <= policy.initial_loss_scale
+    if seen.unscaled and not seen.engine.startswith("deepspeed"):
+        found, ok = f"{found}; a loss that it did not scale went backward", False
     return [Row("scaler", found, asked, ok)]
 
 
