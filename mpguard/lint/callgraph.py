@@ -9,7 +9,7 @@ import libcst as cst
 
 from mpguard.lint import names
 from mpguard.lint.guard import ALWAYS, Guard
-from mpguard.lint.values import NOTHING_KNOWN, UNKNOWN, Class, Function, Object, Ref
+from mpguard.lint.values import DEPTH, NOTHING_KNOWN, UNKNOWN, Class, Function, Object, Ref
 from mpguard.lint.walk import Binding, Call, Record, Scope, dotted
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ class CallGraph:
         self._callers: dict[Scope, list[Call]] = {}
         self._contexts: dict[Scope, Guard] = {}
         self._active: set[object] = set()
+        self._escapes: dict[Scope, bool] = {}
+        self._deep = 0
+        self._named: dict[str, list[Scope]] = {}
+        self._named_of = 0
 
     def attributes(self, cls: Scope) -> dict[str, list[Binding]]:
         """What the methods and the body of a class set: attribute -> bindings; of bases in sight too."""
@@ -163,7 +167,7 @@ class CallGraph:
             unknown = all(
                 each.atom is UNKNOWN for each in self.facts.values.evaluate(call.receiver, call.scope, call.order)
             )
-            same = [s for s in self.facts.walker.scopes if s.kind == "function" and s.name == scope.name]
+            same = self.named(scope.name)
             return (
                 unknown
                 and len(same) == 1
@@ -186,17 +190,26 @@ class CallGraph:
                 if method is not None:
                     found.append(Function(method, atom.facts))
         if not found and call.receiver is not None and call.name not in _COMMON:
-            found = [
-                Function(s, self.facts)
-                for s in self.facts.walker.scopes
-                if s.is_method and s.name == call.name and call in self.callers(s)
-            ]
+            found = [Function(s, self.facts) for s in self.named(call.name) if s.is_method and call in self.callers(s)]
         return found
+
+    def named(self, name: str) -> list[Scope]:
+        """The functions and methods of a name."""
+        scopes = self.facts.walker.scopes
+        if self._named_of != len(scopes):
+            self._named_of, self._named = len(scopes), {}
+            for scope in scopes:
+                if scope.kind == "function":
+                    self._named.setdefault(scope.name, []).append(scope)
+        return self._named.get(name, [])
 
     def escapes(self, scope: Scope) -> bool:
         """Whether a function is handed on as a value, so that others may call it."""
-        if scope.parent is None:
-            return False
+        if scope not in self._escapes:
+            self._escapes[scope] = scope.parent is not None and self._handed_on(scope)
+        return self._escapes[scope]
+
+    def _handed_on(self, scope: Scope) -> bool:
         for place in self.facts.walker.scopes:
             roots = place.uses.get(scope.name, ()) if not scope.is_method else place.uses.get("self", ())
             for use in roots:
@@ -219,9 +232,11 @@ class CallGraph:
             return ALWAYS
         if scope not in self._contexts:
             self._contexts[scope] = ALWAYS
-            callers = self.callers(scope)
+            callers = self.callers(scope) if self._deep < DEPTH else []
             if callers and not self.escapes(scope):
+                self._deep += 1
                 guards = [self.guard_of(call) for call in callers]
+                self._deep -= 1
                 self._contexts[scope] = Guard(frozenset.intersection(*map(frozenset, guards)))
             elif scope.parent is not None and scope.parent.kind == "function":
                 self._contexts[scope] = self.context(scope.parent)

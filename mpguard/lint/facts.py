@@ -36,7 +36,7 @@ from mpguard.lint.frozen import Frozen
 from mpguard.lint.guard import ALWAYS, Condition, Guard, compatible
 from mpguard.lint.regions import Region, Regions
 from mpguard.lint.source import Chunk, Frames, Source
-from mpguard.lint.values import Alternatives, Constant, Dtype, Function, Object, Ref, Values
+from mpguard.lint.values import DEPTH, Alternatives, Constant, Dtype, Function, Object, Ref, Values
 from mpguard.lint.walk import Binding, Call, Record, Scope, Walker, dotted
 
 if TYPE_CHECKING:
@@ -346,7 +346,7 @@ class Facts:
 
     def scope_infers(self, scope: Scope) -> bool:
         key = ("infers", scope)
-        if key in self._active:
+        if key in self._active or len(self._active) > DEPTH:
             return False
         self._active.add(key)
         try:

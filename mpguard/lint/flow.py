@@ -21,7 +21,11 @@ from mpguard.lint.walk import Call, Record, Scope, children, dotted
 if TYPE_CHECKING:
     from mpguard.lint.facts import Facts
 
+#: Nodes that one value is followed through, functions deep, and uses of names that are looked at for one file.
+#: Beyond, where it goes is unknown.
 _MOST = 400
+_DEEP = 40
+_MOST_USES = 300_000
 
 #: Methods and functions whose result carries no gradient, or that only look.
 _STOPS = frozenset({
@@ -73,6 +77,7 @@ class Reach:
 class Flow:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
+        self.uses_left = _MOST_USES
 
     def forward(self, node: cst.CSTNode, at: Record, guard: Guard | None = None) -> Reach:
         """What the value of an expression reaches."""
@@ -97,6 +102,7 @@ class _Forward:
         self.reach = Reach()
         self.seen: set[object] = set()
         self.left = _MOST
+        self.deep = 0
 
     def start(self, node: cst.CSTNode, at: Record) -> Reach:
         self.climb(node, at)
@@ -188,7 +194,15 @@ class _Forward:
         """Follows all uses of a name that may have the value."""
         if (key, scope, order) in self.seen or self.left <= 0:
             return
+        if self.deep > _DEEP or self.facts.flow.uses_left <= 0:
+            self.reach.outside = True
+            return
         self.seen.add((key, scope, order))
+        self.deep += 1
+        self.uses(key, scope, order)
+        self.deep -= 1
+
+    def uses(self, key: str, scope: Scope, order: int) -> None:
         places: list[Scope] = list(scope.descendants())
         if key.startswith("self.") and scope.owner is not None:
             places = list(scope.owner.descendants())
@@ -199,14 +213,16 @@ class _Forward:
         root = key.split(".", 1)[0]
         for place in places:
             for use in place.uses.get(root, ()):
+                self.facts.flow.uses_left -= 1
                 if use.path != key and not use.path.startswith(key + "."):
                     continue
-                if place is scope and use.order <= order:
+                if (place is scope and use.order <= order) or (use, key) in self.seen:
                     continue
                 if not compatible(self.guard, use.guard) or self.rebound(
                     key, place if key.startswith("self.") else scope, order, use
                 ):
                     continue
+                self.seen.add((use, key))
                 if self._quiet(use):
                     continue
                 self.used(use.path[len(key) + 1 :], use)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -102,14 +101,6 @@ class Frozen:
 
     # -- helpers ------------------------------------------------------------------------------------
 
-    @cached_property
-    def _by_name(self) -> dict[str, list[Scope]]:
-        found: dict[str, list[Scope]] = {}
-        for scope in self.facts.walker.scopes:
-            if scope.kind == "function":
-                found.setdefault(scope.name, []).append(scope)
-        return found
-
     def _helper(self, scope: Scope) -> set[str]:
         """The parameters that a function freezes."""
         if scope not in self._helpers:
@@ -132,13 +123,13 @@ class Frozen:
             return True
         return any(
             self.facts.values.given(call, scope, name) is value
-            for scope in self._by_name.get(call.name, ())
+            for scope in self.facts.graph.named(call.name)
             for name in self._helper(scope)
         )
 
     def _handed(self, name: str) -> bool:
         """Whether something of this name is handed to a helper that freezes it."""
-        helpers = {name for name, scopes in self._by_name.items() if any(map(self._helper, scopes))} | _HELPERS
+        helpers = {s.name for s in self.facts.walker.scopes if s.kind == "function" and self._helper(s)} | _HELPERS
         return any(
             dotted(value).rsplit(".", 1)[-1] == name and self._freezing(call.node, value)
             for helper in helpers

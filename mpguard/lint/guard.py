@@ -9,10 +9,15 @@ events belong together only if one assignment of the flags meets both guards.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 
-#: What a flag may be known to be, by its name: None -> whether it is truthy; a constant -> whether it equals that.
-Known = Mapping[str, Mapping[object, bool]]
+#: What a flag may be known to be, by its name: None -> whether it is truthy; a constant -> whether it equals that;
+#: `_IS` -> the constant that it equals.
+Known = Mapping[str, Mapping[object, object]]
+_IS = object()
+#: A guard of more conditions than this is not followed further: what it guards is unknown.
+MOST_CONDITIONS = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +32,10 @@ class Flag:
         if said is None:
             return None
         if self.equals in said:
-            return said[self.equals]
-        if self.equals is None:
-            # equal to a constant: as truthy as that
-            return next((bool(constant) for constant, holds in said.items() if holds and constant is not None), None)
-        if said.get(None) is False and bool(self.equals):
-            return False
-        if any(holds and constant is not None and constant != self.equals for constant, holds in said.items()):
-            return False
-        return None
+            return bool(said[self.equals])
+        if _IS in said:  # equal to a constant: as truthy as that, and no other
+            return bool(said[_IS]) if self.equals is None else False
+        return False if said.get(None) is False and bool(self.equals) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Guard(frozenset[Condition]):
     @property
     def possible(self) -> bool:
         """Whether some assignment of the flags meets all conditions (as far as unit propagation sees)."""
-        return _consistent(tuple(self))
+        return _consistent(self)
 
     def flags(self) -> set[str]:
         """The names of all flags in it."""
@@ -142,9 +142,10 @@ def _flags(condition: Condition) -> Iterable[Flag]:
             yield from _flags(part)
 
 
-def _consistent(conditions: tuple[Condition, ...]) -> bool:
+@functools.lru_cache(1 << 14)
+def _consistent(conditions: Guard) -> bool:
     """Unit propagation: what each condition forces is assumed, until nothing new is or one fails."""
-    known: dict[str, dict[object, bool]] = {}
+    known: dict[str, dict[object, object]] = {}
     pending = list(conditions)
     while True:
         forced = False
@@ -164,6 +165,8 @@ def _consistent(conditions: tuple[Condition, ...]) -> bool:
             else:
                 flag, holds = literal
                 known.setdefault(flag.name, {})[flag.equals] = holds
+                if holds and flag.equals is not None:
+                    known[flag.name][_IS] = flag.equals
                 forced = True
         pending = left
         if not forced:

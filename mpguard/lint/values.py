@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint import names
-from mpguard.lint.guard import ALWAYS, Guard, compatible, negated
+from mpguard.lint.guard import ALWAYS, MOST_CONDITIONS, Guard, compatible, negated
 from mpguard.lint.walk import Binding, Call, Param, Scope, constant, dotted
 
 if TYPE_CHECKING:
@@ -190,7 +190,9 @@ class Values:
                 else:
                     continue
             else:
-                found = tuple(alternative for binding in bindings for alternative in self.bound(binding))
+                found = tuple(alternative for binding in bindings[:_MOST] for alternative in self.bound(binding))
+                if len(bindings) > _MOST:
+                    found = (*found, *NOTHING_KNOWN)
             for name in parts[length:]:
                 found = self._attribute(found, name)
             return found
@@ -463,7 +465,9 @@ def _under(alternatives: Alternatives, guard: Guard) -> Alternatives:
     """The alternatives that remain under a further guard."""
     if not guard:
         return alternatives
-    joined = ((each.guard.joined(guard), each.atom) for each in alternatives)
+    joined = [(each.guard.joined(guard), each.atom) for each in alternatives]
+    if any(len(both) > MOST_CONDITIONS for both, _ in joined):
+        return NOTHING_KNOWN
     return tuple(Alternative(both, atom) for both, atom in joined if both.possible)
 
 

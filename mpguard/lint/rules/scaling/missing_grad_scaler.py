@@ -465,9 +465,7 @@ def train(args, loader, dtype):
             return None
         if [event for event in facts.events("step") if event.scope is scope] != [step]:
             return None
-        enabled = self._enabled(
-            region, Guard(guard - backward.guard), facts.span(loops[0], backward.call)[0], torch, facts
-        )
+        enabled = self._enabled(region, guard, backward, torch, facts)
         if enabled is None:
             return None
         taken = {key for place in scope.within() for key in place.bindings}
@@ -493,13 +491,14 @@ def train(args, loader, dtype):
                 break
         return Fix("Create a GradScaler, scale the loss, step and update through it", "unsafe", tuple(edits))
 
-    def _enabled(self, region: Region, guard: Guard, before: int, torch: str, facts: Facts) -> str | None:
+    def _enabled(self, region: Region, guard: Guard, backward: Event, torch: str, facts: Facts) -> str | None:
         """The scaler's `enabled=` argument: it scales where the region is FP16; None where no expression says so."""
         call = region.call
         assert call is not None
         legacy = facts.called_path(call).startswith("torch.cuda.amp.")
         enabled, dtype = call.argument(0 if legacy else 2, "enabled"), call.argument(1, "dtype")
-        conditions = []
+        scope, guard, conditions = backward.scope, Guard(guard - backward.guard), []
+        before = facts.span(backward.call.loops[0], backward.call)[0]
         if enabled is not None and facts.enabled(call, facts.called_path(call)):
             guard = Guard(guard - facts.enabled(call, facts.called_path(call)))
             conditions.append((enabled, dotted(enabled)))
@@ -508,8 +507,8 @@ def train(args, loader, dtype):
                 guard = Guard(guard - conditional)
             conditions.append((dtype, f"{dotted(dtype)} == {torch}.float16"))
         for node, _ in conditions:
-            made = call.scope.bindings.get(dotted(node).split(".", 1)[0], ())
-            if not dotted(node) or call.span[0] < before or any(binding.span[0] >= before for binding in made):
+            made = scope.bindings.get(dotted(node).split(".", 1)[0], ())
+            if not dotted(node) or call.scope is not scope or any(each.span[0] >= before for each in made):
                 return None
         if guard:
             return None
