@@ -70,6 +70,7 @@ class Guard:
         self._listening = False
         self._crashed = False
         self._finished = False
+        self._worker = False
         self._said: set[str] = set()
         self._again = False
         self._proven: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -146,11 +147,8 @@ class Guard:
             self.recorder = Recorder()
             self.recorder.start(self.plan.policy)
             return
-        self.recorder.optimizer_stepped(optimizer)
-        if self.engine_depth:
-            return  # the engine says whether its step was applied
-        if not self.recorder.gradients:
-            return  # nothing was there to apply
+        if not self.recorder.optimizer_stepped(optimizer) or self.engine_depth:
+            return  # nothing was there to apply, or the engine says whether it was applied
         if self._overflowed(optimizer):
             self.step_skipped()
             return
@@ -275,7 +273,7 @@ class Guard:
     @property
     def trained(self) -> bool:
         """Whether this process has computed gradients and its first proof is still to come."""
-        return self.waiting and self.proof is None and bool(self.recorder.backwards or self.recorder.gradients)
+        return self.waiting and self.proof is None and bool(self.recorder.backwards or self.recorder.updated)
 
     def finish(self, status: int = 0) -> int:
         """At the end of the script, with its status: the status that the process should have.
@@ -325,7 +323,7 @@ class Guard:
             verdict.tell(next(_verdicts), message)
         if trained and not status:
             self._fail(message)
-        elif self._listening and not status and rank() == 0 and multiprocessing.parent_process() is None:
+        elif self.plan.enforce != "off" and not status and rank() == 0 and not self._worker:
             proof.say("mpguard: no training was seen in this process; nothing was proven")
 
     def _mind_hard_exits(self) -> None:
@@ -340,6 +338,7 @@ class Guard:
     def take_over_exit(self) -> None:
         """For processes that mpguard did not start: exceptions without a traceback, and the last word."""
         former, leave = sys.excepthook, sys.exit
+        self._worker = multiprocessing.parent_process() is not None
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self._crashed = True

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.policy import Policy
 from mpguard.runtime import fp8
-from mpguard.runtime.products import short
+from mpguard.runtime.products import ATTENTION, short
 from mpguard.runtime.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ class Observed:
     Of one optimizer and what it updates; a process with several has one for each.
     engine: `single`, `none` (several processes, no wrapper), `ddp`, `fsdp1`, `fsdp2`, `deepspeed-zeroN`.
     world_size: of the process group; 1 without one, whatever the launcher's variables say.
-    compute: the matrix products behind the gradients, in multiply-adds; `computed_in` says whose weights.
+    compute: the matrix products with weights that are behind the gradients, in multiply-adds (all, where none
+    has one); `computed_in` says whose weights.
     masters, gradients, states: of what the optimizer updates.
     reductions: of gradients across processes; `reduced_by` says how it was seen.
     replicated: norm and sum of gradients that must be the same on all ranks; None where they are sharded.
@@ -186,11 +187,15 @@ def _computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], update
     """The products behind what the optimizer has updated, and the names of their weights."""
     whole = recorder.behind({id(parameter) for parameter in updated})
     names = {id(parameter): name for root in roots for name, parameter in root.named_parameters()}
+    weighted = any(weight != ATTENTION for _, weight in whole.work)
     for (dtype, weight), work in whole.work.items():
-        seen.compute[dtype] = seen.compute.get(dtype, 0) + work
         found = seen.computed_in.setdefault(dtype, [])
         if weight in names:
             found.append(plain_name(names[weight]).removesuffix(".weight"))
+        if weight == ATTENTION and weighted:
+            found.append("products of activations")
+        else:
+            seen.compute[dtype] = seen.compute.get(dtype, 0) + work
     seen.unscaled = whole.unscaled
 
 
@@ -201,9 +206,9 @@ def _optimized(seen: Observed, recorder: Recorder, optimizer: Any) -> None:
     if optimizer is None:
         return
     seen.optimizer = type(optimizer).__name__
-    if not recorder.masters and isinstance(optimizer, torch.optim.Optimizer):
+    if id(optimizer) not in recorder.updated and isinstance(optimizer, torch.optim.Optimizer):
         recorder.optimizer_stepped(optimizer)
-    seen.masters, seen.gradients = dict(recorder.masters), dict(recorder.gradients)
+    seen.masters, seen.gradients = map(dict, recorder.updated.get(id(optimizer), ({}, {})))
     state = getattr(optimizer, "state", None) or {}
     tensors = [t for t in tree_leaves([dict(entry) for entry in state.values()]) if isinstance(t, torch.Tensor)]
     _count(seen.states, (t for t in tensors if t.numel() > 1))

@@ -22,8 +22,14 @@ FACTORS = {
 
 #: The right factor is a weight of shape (outputs, inputs, ...).
 WEIGHTED = ("Linear", "MkldnnLinear", "Convolution", "MkldnnConvolution", "CudnnConvolution", "SlowConvDilated2D")
-ATTENTION = "ScaledDotProduct"
 RECURRENT = ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "Lstm")
+
+#: Products of activations with each other. Autocast leaves some in FP32 that are none of the model's own choice:
+#: on the CPU, the attention of torch itself.
+BATCHED = ("Bmm", "Baddbmm", "ScaledDotProduct")
+
+#: In place of a weight's id.
+ATTENTION, UNNAMED = 0, -1
 
 #: Calls in dynamo's graphs, by name.
 CALLS = frozenset(
@@ -39,7 +45,7 @@ FUNCTIONS = ("autograd_function_apply", "trampoline_autograd_apply")
 class Pass:
     """Backward passes that reach the same leaves. Holds no tensor.
 
-    work: multiply-adds by dtype and by the id of the weight (0 where there is none).
+    work: multiply-adds by dtype and by the id of the weight (`UNNAMED`, or `ATTENTION` where there is none).
     leaves: ids of the tensors that get gradients. compiled: whether a compiled region is among it,
     whose products are in dynamo's graph. unscaled: whether it ran on a loss that no GradScaler scaled.
     """
@@ -91,7 +97,7 @@ def behind(outputs: Iterable[Any]) -> Pass:
 
 
 def _work(node: Any, shape: tuple[int, ...], function: bool) -> tuple[int, int]:
-    """The weight of a node (its id, or 0), and its multiply-adds; 0 for what is no product."""
+    """The weight of a node (its id, or what stands for it), and its multiply-adds; 0 for what is no product."""
     name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
     operands = node.next_functions
     elements = math.prod(shape)
@@ -100,21 +106,22 @@ def _work(node: Any, shape: tuple[int, ...], function: bool) -> tuple[int, int]:
         found = _shape(*operands[left])
         other = _shape(*operands[right])
         inner = found[-1] if found else other[-2:][0] if other else 1
-        return _leaf(operands[right]) or _leaf(operands[left]), elements * inner
+        weight = _leaf(operands[right]) or _leaf(operands[left])
+        return weight or (ATTENTION if name.startswith(BATCHED) else UNNAMED), elements * inner
     if name in WEIGHTED:
-        weight = _shape(*operands[1])
+        sizes = _shape(*operands[1])
         inputs = _shape(*operands[0])
-        inner = math.prod(weight[1:]) if weight else inputs[-1 if "Linear" in name else 1] if inputs else 1
-        return _leaf(operands[1]), elements * inner
-    if name.startswith(ATTENTION):
+        inner = math.prod(sizes[1:]) if sizes else inputs[-1 if "Linear" in name else 1] if inputs else 1
+        return _leaf(operands[1]) or UNNAMED, elements * inner
+    if name.startswith(BATCHED):
         keys = _shape(*operands[1])
-        return 0, 2 * elements * (keys[-2] if len(keys) > 1 else 1)
+        return ATTENTION, 2 * elements * (keys[-2] if len(keys) > 1 else 1)
     if not shape or not (function or name in RECURRENT):
         return 0, 0
     # A kernel of somebody's own, or a recurrent layer: its weights tell. An embedding has no such one.
     weights = {_leaf(operand): _leaf_shape(operand) for operand in operands}
     fit = {id_: size for id_, size in weights.items() if len(size) == 2 and size[0] % shape[-1] == 0}
-    return next(iter(fit), 0), elements // max(1, shape[-1]) * sum(map(math.prod, fit.values()))
+    return next(iter(fit), UNNAMED), elements // max(1, shape[-1]) * sum(map(math.prod, fit.values()))
 
 
 def _metadata(node: Any, position: int) -> Any:
@@ -155,9 +162,9 @@ def _leaf_shape(operand: tuple[Any, int]) -> tuple[int, ...]:
     return _shape(_followed(operand), 0)
 
 
-def in_graph(module: Any) -> Counter[str]:
-    """The multiply-adds in a graph of dynamo's, by dtype. What autocast did is in its values."""
-    work: Counter[str] = Counter()
+def in_graph(module: Any) -> Counter[tuple[str, int]]:
+    """The multiply-adds in a graph of dynamo's, as in a `Pass`. What autocast did is in its values."""
+    work: Counter[tuple[str, int]] = Counter()
     for node in module.graph.nodes:
         name = getattr(node.target, "__name__", None) or str(node.target)
         if name not in FUNCTIONS:  # checkpoints and the like: a graph within the graph
@@ -169,7 +176,11 @@ def in_graph(module: Any) -> Counter[str]:
         value = _value(node)
         if hasattr(value, "dtype") and value.dtype.is_floating_point:
             size = math.prod(map(int, value.shape)) * _contracted(name, node, tuple(map(int, value.shape)))
-            work += Counter({short(value.dtype): size})
+            weights = any(map(_parameter_shape, node.all_input_nodes))
+            batched = value.ndim > 2 and (
+                "matmul" in name or name in ("bmm", "baddbmm", "scaled_dot_product_attention")
+            )
+            work += Counter({(short(value.dtype), ATTENTION if batched and not weights else UNNAMED): size})
     return work
 
 

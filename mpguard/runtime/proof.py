@@ -107,13 +107,13 @@ def compare(seen: Observed, plan: Plan) -> tuple[Row, ...]:
 
 
 def failures(rows: Iterable[Row], plan: Plan, seen: Observed) -> list[str]:
-    """The mismatches as sentences: what is, what was asked. And what must be observed, and could not be."""
+    """The mismatches as sentences: what is, what was asked. Without any, what must be observed and could not be."""
     rows = list(rows)
     wrong = [f"{row.name}: {row.found}; asked: {row.asked}{_why(row, plan, seen)}" for row in rows if row.ok is False]
-    if not plan.policy.low_precision:
+    if wrong or not plan.policy.low_precision:
         return wrong
     unseen = [row for row in rows if row.name in MUST_BE_SEEN and row.found == "not observed"]
-    return wrong + [
+    return [
         f"not proven: {row.name} could not be observed; asked: {row.asked}{_why(row, plan, seen)}" for row in unseen
     ]
 

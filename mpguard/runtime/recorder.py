@@ -37,13 +37,12 @@ class Recorder:
         self.active = False
         self.engines: list[Any] = []
         self.passes: dict[frozenset[int], Pass] = {}
-        self.compiled: Counter[str] = Counter()
+        self.compiled: Counter[tuple[str, int]] = Counter()
         self.output: str | None = None
         self.backwards = 0
         self.skipped = 0
         self.reductions: Counter[str] = Counter()
-        self.gradients: Counter[str] = Counter()
-        self.masters: Counter[str] = Counter()
+        self.updated: dict[int, tuple[Counter[str], Counter[str]]] = {}
         self.scaler: Any = None
         self.scalers: dict[int, dict[str, Any]] = {}
         self.te_recipes: list[dict[str, Any]] = []
@@ -82,12 +81,13 @@ class Recorder:
             yield
             return
         self.backwards += 1
-        self._open, self._scaled = self.passes.setdefault(frozenset(found.leaves), Pass()), False
-        self._open.add(found)
+        self._open = whole = self.passes.setdefault(frozenset(found.leaves), Pass())
+        self._scaled = False
+        whole.add(found)
         try:
             yield
         finally:
-            self._open.unscaled |= accumulates and not self._scaled
+            whole.unscaled |= accumulates and not self._scaled
             self._open = None
 
     def scaled(self, loss: Any) -> None:
@@ -115,7 +115,7 @@ class Recorder:
         for each in mine or self.passes.values():
             whole.add(each)
         if whole.compiled:
-            whole.work += Counter({(dtype, 0): size for dtype, size in self.compiled.items()})
+            whole.work += self.compiled
         return whole
 
     # -- modules -----------------------------------------------------------------------------
@@ -192,14 +192,18 @@ class Recorder:
 
     # -- optimizers --------------------------------------------------------------------------
 
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """What an optimizer has just updated, and with what."""
-        self.masters, self.gradients = Counter(), Counter()
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """What an optimizer has just updated, and with what: dtypes of weights and gradients. Whether there was any."""
+        masters: Counter[str] = Counter()
+        gradients: Counter[str] = Counter()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.is_floating_point() and parameter.grad is not None:
-                    self.masters[short(parameter.dtype)] += parameter.numel()
-                    self.gradients[short(parameter.grad.dtype)] += parameter.grad.numel()
+                    masters[short(parameter.dtype)] += parameter.numel()
+                    gradients[short(parameter.grad.dtype)] += parameter.grad.numel()
+        if gradients:
+            self.updated[id(optimizer)] = masters, gradients
+        return bool(gradients)
 
 
 def _put_back(module: Any, name: str, ours: Any, real: Any) -> None:
