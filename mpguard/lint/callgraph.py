@@ -45,6 +45,7 @@ class CallGraph:
         self._contexts: dict[Scope, Guard] = {}
         self._active: set[object] = set()
         self._escapes: dict[Scope, bool] = {}
+        self._near: dict[Scope, list[Scope]] = {}
         self._deep = 0
         self._named: dict[str, list[Scope]] = {}
         self._named_of = 0
@@ -251,20 +252,25 @@ class CallGraph:
             if current in seen:
                 continue
             seen.add(current)
-            if current.kind == "class":
-                pending += current.children
-                pending += [
-                    base.scope for base in self.bases(current) if isinstance(base, Class) and base.facts is self.facts
-                ]
-            elif current.kind == "function":
-                pending += [call.scope for call in self.callers(current)]
-                pending += current.children
-                if current.parent is not None:
-                    pending.append(current.parent)
-            for call in current.calls:
-                if not self._elsewhere(call):
-                    pending += [function.scope for function in self.functions(call) if function.facts is self.facts]
+            if current not in self._near:
+                self._near[current] = self._neighbours(current)
+            pending += self._near[current]
         return seen
+
+    def _neighbours(self, scope: Scope) -> list[Scope]:
+        found: list[Scope] = []
+        if scope.kind == "class":
+            found += scope.children
+            found += [base.scope for base in self.bases(scope) if isinstance(base, Class) and base.facts is self.facts]
+        elif scope.kind == "function":
+            found += [call.scope for call in self.callers(scope)]
+            found += scope.children
+            if scope.parent is not None:
+                found.append(scope.parent)
+        for call in scope.calls:
+            if not self._elsewhere(call):
+                found += [function.scope for function in self.functions(call) if function.facts is self.facts]
+        return found
 
     def _elsewhere(self, call: Call) -> bool:
         """Whether what is called comes by an import: it is none of this file's functions."""

@@ -121,6 +121,7 @@ class Facts:
         self._imported: dict[str, Facts | None] = {}
         self._active: set[object] = set()
         self._steps: dict[Scope, bool] = {}
+        self._infers: dict[Scope, bool] = {}
 
     def need(self, name: str) -> None:
         """Parses what may bind a top-level name; at once for the file that is linted, on demand for an imported one."""
@@ -345,6 +346,14 @@ class Facts:
         return self.scope_infers(record.scope)
 
     def scope_infers(self, scope: Scope) -> bool:
+        if scope in self._infers:
+            return self._infers[scope]
+        found, whole = self._scope_infers(scope), not self._active
+        if whole:  # within a cycle of calls it may be half the answer
+            self._infers[scope] = found
+        return found
+
+    def _scope_infers(self, scope: Scope) -> bool:
         key = ("infers", scope)
         if key in self._active or len(self._active) > DEPTH:
             return False

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: Beyond, where it goes is unknown.
 _MOST = 400
 _DEEP = 40
-_MOST_USES = 300_000
+_MOST_USES = 100_000
 
 #: Methods and functions whose result carries no gradient, or that only look.
 _STOPS = frozenset({
