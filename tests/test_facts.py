@@ -227,7 +227,8 @@ def sinks(code: str) -> list[str]:
     [
         ("x = start()\n(model(x) - 1).sum().backward()", ["backward"]),
         ("def f(x):\n    return g(x)\nloss = f(start())\nloss.backward()", ["backward"]),
-        ("class C:\n    def a(self):\n        self.x = start()\n    def b(self):\n        self.x.sum().backward()\n        self.opt.step()",
+        ("class C:\n    def a(self):\n        self.x = start()\n    def b(self):\n        self.x.sum().backward()\n"
+         "        self.opt.step()",
          ["backward"]),
         ("losses = []\nlosses.append(start())\nsum(losses).backward()", ["backward"]),
         ("x = start().detach()\nx.sum().backward()", []),
@@ -350,3 +351,28 @@ def test_a_name_that_another_file_imports(tmp_path: Path, other: str, taken: boo
     (tmp_path / "train.py").write_text(other)
     facts = Facts(Source.parse(code.encode(), str(tmp_path / "compat.py")), Project())
     assert facts.exported("autocast") is taken
+
+
+def test_a_flag_that_is_set_once_to_a_literal() -> None:
+    facts = facts_of("ON = False\nif ON:\n    f()\nelse:\n    g()\nif args.ON2:\n    h()\nON2 = False\n")
+    possible = {name: facts.calls[name][0].guard.possible for name in "fgh"}
+    assert possible == {"f": False, "g": True, "h": True}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "".join(f"def f{n}(x):\n    x = x.half()\n    return f{n + 1}(x) + f{n // 2}(x)\n" for n in range(300)),
+        "".join(f"if a{n} and (b{n} or not c{n}):\n    x = x.half()\n" for n in range(120)),
+        "class A:\n" + "".join(f"    def s{n}(self, x):\n        self.s{n + 1}(x.half())\n" for n in range(400)),
+        "".join(f"x = (x.half() if a{n} else x.to(torch.float16)) if b{n} else x\n" for n in range(60)),
+    ],
+    ids=["functions", "flags", "methods", "conditional expressions"],
+)
+def test_what_grows_without_end_is_unknown(code: str) -> None:
+    facts = facts_of(f"import torch\nx = 1\n{code}\nloss(x).backward()\nopt.step()\n")
+    for cast in facts.events("cast"):
+        facts.guard_of(cast.call)
+        facts.infers(cast.call)
+        facts.flow.forward(cast.call.node, cast.call)
+        assert all(len(guard) < 60 for guard, _ in cast.dtypes)

@@ -351,6 +351,10 @@ def compiled(facts: Facts, guard: Guard = ALWAYS) -> bool:
     """Whether something may be compiled under a guard: a call, an option, or a decorator."""
     if any(compatible(event.guard, guard) for event in facts.events("compile")):
         return True
+    if "HfArgumentParser" in facts.calls or any(
+        call.starred for name, calls in facts.calls.items() if name.endswith("TrainingArguments") for call in calls
+    ):
+        return True  # `torch_compile` may come from outside
     for name, calls in facts.calls.items():
         if _COMPILES.search(name) and name != "compile" and any(compatible(facts.guard_of(c), guard) for c in calls):
             return True

@@ -35,6 +35,7 @@ from mpguard.lint.flow import Flow
 from mpguard.lint.frozen import Frozen
 from mpguard.lint.guard import ALWAYS, Condition, Guard, compatible
 from mpguard.lint.regions import Region, Regions
+from mpguard.lint.settled import settle
 from mpguard.lint.source import Chunk, Frames, Source
 from mpguard.lint.values import DEPTH, Alternatives, Constant, Dtype, Function, Object, Ref, Values
 from mpguard.lint.walk import Binding, Call, Record, Scope, Walker, dotted
@@ -117,6 +118,7 @@ class Facts:
             for chunk in self._waiting:
                 self._stub(chunk)
             self._waiting = []
+            settle(self.walker)
         self._events: dict[str, list[Event]] = {}
         self._imported: dict[str, Facts | None] = {}
         self._active: set[object] = set()

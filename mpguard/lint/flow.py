@@ -16,6 +16,7 @@ import libcst as cst
 
 from mpguard.lint import names
 from mpguard.lint.guard import Guard, compatible
+from mpguard.lint.values import Ref
 from mpguard.lint.walk import Call, Record, Scope, children, dotted
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 #: Beyond, where it goes is unknown.
 _MOST = 400
 _DEEP = 40
+_CASTS = frozenset({"float", "double", "to", "type", "type_as"})
+#: Methods that end what a cast to FP16 began.
+UPCASTS = frozenset({"float", "double"})
 _MOST_USES = 100_000
 
 #: Methods and functions whose result carries no gradient, or that only look.
@@ -86,6 +90,7 @@ class Flow:
     def forward_key(self, key: str, at: Record, guard: Guard | None = None) -> Reach:
         """The same for an object that is changed in place (`model.half()`): the uses of its name from there on."""
         walk = _Forward(self.facts, at.guard if guard is None else guard)
+        walk.cast = (key, at.scope)
         walk.taint(key, at.scope, at.order)
         return walk.reach
 
@@ -103,6 +108,7 @@ class _Forward:
         self.seen: set[object] = set()
         self.left = _MOST
         self.deep = 0
+        self.cast: tuple[str, Scope] | None = None
 
     def start(self, node: cst.CSTNode, at: Record) -> Reach:
         self.climb(node, at)
@@ -138,7 +144,7 @@ class _Forward:
                 node = parent
             elif isinstance(parent, cst.Arg):
                 call = self.facts.walker.call_of.get(parents[parent])
-                if call is None or not self.argument(call, parent):
+                if call is None or not self.argument(call, parent) or self.cast_back(call):
                     return
                 node, at = call.node, call
             elif isinstance(parent, cst.Assign):
@@ -178,6 +184,31 @@ class _Forward:
             else:
                 node = parent
 
+    def cast_back(self, call: Call) -> bool:
+        """Whether a kernel's result is cast at once: `kernel(x.half()).float()`, `out = kernel(q.half())`, `out.to(t)`.
+
+        A kernel: a function of a library other than torch, or of nobody in sight; no model, no parameter.
+        """
+        atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
+        library = bool(atoms) and all(
+            isinstance(atom, Ref)
+            and not atom.path.startswith("torch.")
+            and not names.CAPITAL.match(atom.path.rsplit(".", 1)[-1])
+            for atom in atoms
+        )
+        if not library and (
+            not call.path or self.facts.values.reaching(call.path.split(".", 1)[0], call.scope, call.order)
+        ):
+            return False
+        parents = self.facts.walker.parents
+        above = parents.get(call.node)
+        if isinstance(above, cst.Attribute):
+            return above.attr.value in _CASTS
+        if not isinstance(above, cst.Assign) or not (key := dotted(above.targets[0].target)):
+            return False
+        uses = [u for u in call.scope.uses.get(key.split(".", 1)[0], ()) if u.order > call.order]
+        return any(use.path.startswith(key + ".") and use.path.rsplit(".", 1)[-1] in _CASTS for use in uses)
+
     def bind(self, target: cst.CSTNode, at: Record) -> None:
         if isinstance(target, (cst.Tuple, cst.List)):
             for element in target.elements:
@@ -216,7 +247,7 @@ class _Forward:
                 self.facts.flow.uses_left -= 1
                 if use.path != key and not use.path.startswith(key + "."):
                     continue
-                if (place is scope and use.order <= order) or (use, key) in self.seen:
+                if (place is scope and not order < use.order < self.ends(key, scope, order)) or (use, key) in self.seen:
                     continue
                 if not compatible(self.guard, use.guard) or self.rebound(
                     key, place if key.startswith("self.") else scope, order, use
@@ -226,6 +257,23 @@ class _Forward:
                 if self._quiet(use):
                     continue
                 self.used(use.path[len(key) + 1 :], use)
+
+    def ends(self, key: str, scope: Scope, order: int) -> int:
+        """Where an object that is cast in place (`model.half()`) is cast up again: `model.float()`."""
+        if self.cast is None or (key, scope) != self.cast:
+            return 1 << 60
+        ups = (
+            call.order
+            for name in UPCASTS
+            for call in self.facts.calls.get(name, ())
+            if call.scope is scope
+            and call.order > order
+            and dotted(call.receiver) == key
+            and not call.node.args
+            and not (call.guard - self.guard)
+            and isinstance(self.facts.walker.parents.get(call.node), cst.Expr)
+        )
+        return min(ups, default=1 << 60)
 
     def rebound(self, key: str, scope: Scope, order: int, use: Record) -> bool:
         """Whether the name has another value by then."""

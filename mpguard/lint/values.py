@@ -147,6 +147,9 @@ class Values:
             assert isinstance(node, cst.Attribute)
             return self._attribute(self.evaluate(node.value, scope, order), node.attr.value)
         if isinstance(node, cst.IfExp):
+            known = self._truth(node.test, scope, order)
+            if known is not None:
+                return self.evaluate(node.body if known else node.orelse, scope, order)
             condition = self.facts.condition(node.test, scope)
             return (
                 *_under(self.evaluate(node.body, scope, order), ALWAYS.given(condition)),
@@ -175,6 +178,14 @@ class Values:
             if index is not None and isinstance(index[0], int):
                 return _picked(self.evaluate(node.value, scope, order), (index[0],))
         return NOTHING_KNOWN
+
+    def _truth(self, test: cst.CSTNode, scope: Scope, order: int) -> bool | None:
+        """Whether a name that is tested is true, where all that it may be are constants that agree."""
+        if not dotted(test):
+            return None
+        atoms = [each.atom for each in self.evaluate(test, scope, order)]
+        truths = {bool(atom.value) if isinstance(atom, Constant) else None for atom in atoms}
+        return truths.pop() if len(truths) == 1 else None
 
     # -- names --------------------------------------------------------------------------------------
 

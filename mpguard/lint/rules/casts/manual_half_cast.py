@@ -34,7 +34,8 @@ class ManualHalfCast(Rule):
 
     ## Fix safety
     The fix removes the cast and keeps a device move. It is unsafe: what was FP16 becomes what the
-    policy says, and code that relied on FP16 (a kernel that takes nothing else) stops working.
+    policy says, and code that relied on FP16 (a kernel that takes nothing else) stops working. There
+    is none where nothing but the cast stands in an arm: the flag should go with it.
 
     ## Known limits
     Casts are silent for inference: under `no_grad`, in functions called `evaluate`, `predict`,
@@ -246,6 +247,37 @@ def evaluate(model, loader):
         Good(
             """\
 import torch
+from flash_attn import flash_attn_func
+
+HALF = False
+
+class Attention(torch.nn.Module):
+    def __init__(self, use_fp16=False):
+        super().__init__()
+        self.dtype = torch.float16 if use_fp16 else torch.float32
+        self.net = torch.nn.Linear(8, 8)
+
+    def forward(self, q, k, v):
+        dtype = q.dtype
+        out = flash_attn_func(q.half(), k.half(), v.half())
+        rotated = kernel(q.half(), k).float()
+        return self.net(out.to(dtype)).type(self.dtype) + rotated
+
+def train(loader):
+    model = Attention()
+    model.half()
+    model.float()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for q, k, v in loader:
+        if HALF:
+            q = q.half()
+        model(q, k, v).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
 from apex.optimizers import FP16_Optimizer, FusedAdam
 
 def main(args, loader, model):
@@ -424,7 +456,7 @@ def train(args, loader, dtype):
         kinds = facts.kinds(call.receiver, call)
         return "engine" in kinds or ("accelerator" not in kinds and "accelerator" not in dotted(call.receiver).lower())
 
-    def _fix(self, cast: Event, facts: Facts) -> Fix:
+    def _fix(self, cast: Event, facts: Facts) -> Fix | None:
         call = cast.call
         given = [arg for arg in call.node.args if arg.keyword is None or arg.keyword.value in ("device", "dtype")]
         title = "Remove the cast"
@@ -438,6 +470,9 @@ def train(args, loader, dtype):
             text = constant(call.argument(0, "dtype"))
             if text == ("torch.cuda.HalfTensor",):
                 return Fix("Remove the cast, keep the move", "unsafe", (mend.without_method(call, ".cuda()"),))
+        above = facts.walker.parents.get(call.node)
+        if isinstance(above, (cst.NamedExpr, cst.IfExp)):
+            return None  # `(x := x)`, `x if fp16 else x`
         statement = call.statement
         useless = isinstance(statement, cst.Assign) and (
             statement.value is call.node
@@ -446,5 +481,6 @@ def train(args, loader, dtype):
         )
         plain = isinstance(cast.subject, (cst.Name, cst.Attribute)) and cast.key
         if useless or (mend.is_statement(call) and plain):
-            return Fix(title, "unsafe", (mend.without_statement(facts, call),))
+            edit = mend.without_statement(facts, call)
+            return Fix(title, "unsafe", (edit,)) if edit.text != "pass" else None
         return Fix(title, "unsafe", (mend.without_method(call),))

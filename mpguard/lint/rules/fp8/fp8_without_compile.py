@@ -140,6 +140,29 @@ def engine(loader):
         ),
         Good(
             """\
+import torch
+import yaml
+from torchao.float8 import convert_to_float8_training
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+model = AutoModelForCausalLM.from_pretrained("x")
+convert_to_float8_training(model)
+Trainer(model, TrainingArguments(**yaml.safe_load(open("c.yaml")))).train()
+"""
+        ),
+        Good(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def count_float8_layers():
+    model = torch.nn.Linear(16, 16)
+    convert_to_float8_training(model)
+    return sum(1 for _ in model.modules())
+"""
+        ),
+        Good(
+            """\
 from accelerate.utils import AORecipeKwargs
 from transformers import Trainer
 
@@ -210,8 +233,15 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
             yield self.at(call, notes=notes, fix=self._fix(call, facts))
 
     def _outside(self, event: Event, facts: Facts) -> bool:
-        """Whether the model is the caller's, and no caller is in sight: it may be compiled there."""
-        return event.subject is None or facts.from_outside(event.subject, event.call)
+        """Whether the model is the caller's, and no caller is in sight: it may be compiled there; or nobody's, a local
+        one that a function converts, trains nothing with and keeps to itself."""
+        if event.subject is None or facts.from_outside(event.subject, event.call):
+            return True
+        local = event.scope.kind == "function" and mend.is_statement(event.call) and "." not in event.key
+        if not local or not event.key:
+            return False
+        reach = facts.flow.forward_key(event.key, event.call)
+        return not reach.sinks and not reach.outside
 
     def _emulated(self, event: Event, facts: Facts) -> bool:
         """Whether FP8 is only emulated, as on a CPU: then speed is not what the run is for."""
