@@ -19,7 +19,7 @@ import dataclasses
 import importlib.util
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpguard.errors import ExtensionError, MissingExtra, NotCarried, PolicyError, did_you_mean
@@ -329,15 +329,38 @@ def uncarried(policy: Policy, targets: Iterable[str], strategy: str | None = Non
 
 
 def require_carried(target: str, policy: Policy, strategy: str | None = None) -> None:
-    """Raises `PolicyError` for a field that matters and that nothing in a run of this target carries."""
+    """Raises `PolicyError` where fields matter that nothing in a run of this target carries."""
     targets = targets_of_run(target, policy, strategy)
-    for field in uncarried(policy, targets, strategy):
-        others = carriers(field)
-        by = f"only {', '.join(others)} can" if others else "no target can"
-        raise PolicyError(
-            f"`{policy.name}` has {field}={policy.text_of(field)}, which a run of {', '.join(targets)} cannot put into "
-            f"force; {by}. Take a recipe without it (`mpguard recipes`), or override the field"
-        )
+    if said := not_in_force(policy, uncarried(policy, targets, strategy), targets):
+        raise PolicyError(said)
+
+
+def not_in_force(policy: Policy, fields: Sequence[str], targets: Sequence[str]) -> str | None:
+    """Which fields a run cannot put into force, who could, and how to go without; None where it can all."""
+    if not fields:
+        return None
+    able = sorted({name for field in fields for name in carriers(field)})
+    what = ", ".join(f"{field}={policy.text_of(field)}" for field in fields)
+    by = f"only {', '.join(able)} can" if able else "no target can"
+    without = _without(policy, fields)
+    instead = f"To go without: mpguard_overrides: {{{without}}}" if without else "Take another recipe"
+    return f"`{policy.name}` has {what}, which a run of {', '.join(targets)} cannot put into force; {by}. {instead}"
+
+
+def _without(policy: Policy, fields: Sequence[str]) -> str | None:
+    """The fewest overrides that take the fields back to their defaults, as YAML."""
+    overrides: dict[str, str] = {}
+    left = policy
+    for field in fields:
+        if not left.explicit(field):
+            continue  # it went with another one
+        default = Policy.__dataclass_fields__[field].default
+        try:
+            left = left.replace(**{field: default})
+        except PolicyError:
+            return None
+        overrides[field] = show(default)
+    return ", ".join(f"{field}: {value}" for field, value in overrides.items())
 
 
 def build(policy: Policy, target: str, strategy: str | None = None) -> Any:

@@ -105,6 +105,23 @@ BACKENDS: Mapping[str, tuple[Backend, ...]] = {
 DEFAULT_FP8_EXCLUDE = ("*lm_head", "*router*", "*.gate")
 
 
+#: One setting under two names, both ways.
+_TWINS = {
+    "fp8_param": "fp8_param_gather",
+    "fp8_param_gather": "fp8_param",
+    "fp4_param": "fp4_param_gather",
+    "fp4_param_gather": "fp4_param",
+}
+
+
+class _NoEffect(PolicyError):
+    """A field says something that nothing in the policy would heed."""
+
+    def __init__(self, field: str, message: str) -> None:
+        self.field = field
+        super().__init__(message)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
     """What precision a run has. Frozen; raises `PolicyError` for what cannot be.
@@ -220,7 +237,7 @@ class Policy:
         """Fields whose default is another field's value; Megatron Bridge does this in `finalize()`."""
         if self.params_dtype is None:
             self._fill("params_dtype", self.compute_dtype)
-        for one, other in (("fp8_param", "fp8_param_gather"), ("fp4_param", "fp4_param_gather")):
+        for one, other in _TWINS.items():
             values = {getattr(self, one), getattr(self, other)} - {None}
             if len(values) > 1:
                 raise PolicyError(f"{one} and {other} are one setting, and differ; give one of them")
@@ -282,8 +299,8 @@ class Policy:
         ]
         for name, has_effect, needs in only:
             if not has_effect and self.explicit(name):
-                raise PolicyError(
-                    f"{name}={self.text_of(name)} has no effect here; it needs {needs}. Remove it, or set that"
+                raise _NoEffect(
+                    name, f"{name}={self.text_of(name)} has no effect here; it needs {needs}. Remove it, or set that"
                 )
         if self.first_last_layers_bf16 and not (self.num_layers_at_start_in_bf16 or self.num_layers_at_end_in_bf16):
             raise PolicyError(
@@ -315,9 +332,10 @@ class Policy:
         if not self.fp16:
             for name in names:
                 if self.explicit(name):
-                    raise PolicyError(
+                    raise _NoEffect(
+                        name,
                         f"{name}={self.text_of(name)} without fp16; only FP16's range needs loss scaling. "
-                        "Remove it, or set fp16=True"
+                        "Remove it, or set fp16=True",
                     )
         for name in names:
             value = getattr(self, name)
@@ -365,12 +383,23 @@ class Policy:
         """The name patterns of modules that stay out of FP8; `fp8_head` takes the output head's back."""
         return tuple(each for each in self.fp8_exclude if not (self.fp8_head and each.endswith("lm_head")))
 
+    @property
+    def asks_of_the_script(self) -> str | None:
+        """What no config can do for a run without FP32 master weights; None where the script need do nothing."""
+        if self.master_dtype is Dtype.FP32:
+            return None
+        dtype = self.master_dtype.torch_name
+        return (
+            f"without FP32 master weights the script itself must have the model in {self.master_dtype}: load it with "
+            f"`dtype=torch.{dtype}`, or call `model.to(torch.{dtype})` before the optimizer is made"
+        )
+
     def explicit(self, name: str) -> bool:
         """Whether a field differs from its default. A field that only follows another one does not."""
         value = getattr(self, name)
         if name == "params_dtype":
             return value is not self.compute_dtype
-        if name in ("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather"):
+        if name in _TWINS:
             return bool(value)
         return bool(value != _FIELDS[name].default)
 
@@ -384,18 +413,26 @@ class Policy:
     def replace(self, **changes: Any) -> Policy:
         """A policy with some fields changed, named after both; `PolicyError` for unknown fields.
 
-        Fields that only followed another one (`params_dtype` after bf16, ...) follow again.
+        Fields that only followed another one (`params_dtype` after bf16, ...) follow again; fields of
+        this policy that the change takes the effect from (`num_layers_at_end_in_bf16` after
+        `first_last_layers_bf16=False`) go back to their defaults.
         """
         merged = {**self.settings(), **changes}
         _known(merged)
         if "name" not in changes:
             said = ", ".join(f"{key}={_plain(value)}" for key, value in changes.items())
             merged["name"] = f"{self.name} with {said}" if said else self.name
-        for one, other in (("fp8_param", "fp8_param_gather"), ("fp4_param", "fp4_param_gather")):
-            for name, twin in ((one, other), (other, one)):
-                if name in changes and twin not in changes:
-                    merged[twin] = changes[name]
-        return Policy(**merged)
+        for name, twin in _TWINS.items():
+            if name in changes and twin not in changes:
+                merged[twin] = changes[name]
+        while True:
+            try:
+                return Policy(**merged)
+            except _NoEffect as error:
+                if error.field in changes:
+                    raise
+                for lost in {error.field, _TWINS.get(error.field, error.field)}:
+                    merged.pop(lost, None)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Policy:

@@ -184,12 +184,28 @@ def _written(recipe: str) -> Path:
     return Path("mp.yaml")
 
 
-def test_what_no_part_of_the_run_can_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    policy = mpguard.recipe("bf16_with_mxfp8_mixed")
-    fields = plugin.uncarried(policy, plugin.targets_of_run("accelerate", policy, "single"), "single")
-    init("bf16_with_mxfp8_mixed")
+def test_what_no_part_of_the_run_can_do_is_said_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    init("bf16_with_fp8_current_scaling_mixed")
     out = capsys.readouterr().out
-    assert all(field in out for field in fields) and ("No part of such a run" in out) == bool(fields)
+    assert "`mpguard launch` will refuse it" in out and "only megatron can" in out
+    assert "mpguard_overrides: {first_last_layers_bf16: false}" in out
+    text = Path("mp.yaml").read_text().replace(
+        "  mpguard_recipe: bf16_with_fp8_current_scaling_mixed\n",
+        "  mpguard_recipe: bf16_with_fp8_current_scaling_mixed\n"
+        "  mpguard_overrides: {first_last_layers_bf16: false}\n",
+    )  # fmt: skip
+    Path("mp.yaml").write_text(text)
+    plugin.require_carried("accelerate", mpyaml.load_policy(Path("mp.yaml")), "single")
+
+
+def test_a_run_without_master_weights_is_told_to_load_its_model_so(capsys: pytest.CaptureFixture[str]) -> None:
+    init("bf16_full")
+    assert "model.to(torch.bfloat16)" in capsys.readouterr().out
+
+
+def test_standard_output_is_no_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "bf16_mixed", "-o", "-"]) == 2
+    assert "a file name is needed" in capsys.readouterr().err and not Path("-").exists()
 
 
 def test_json_for_machines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -248,3 +248,22 @@ def test_what_is_no_text_form_is_refused(text: str, reason: str) -> None:
 def test_policies_need_no_torch() -> None:
     code = "import sys; from mpguard.policy import Policy; Policy.parse('{}'); assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_change_takes_along_what_it_takes_the_effect_from() -> None:
+    policy = mpguard.recipe("bf16_with_fp8_current_scaling_mixed")
+    without = policy.replace(first_last_layers_bf16=False)
+    assert (without.num_layers_at_start_in_bf16, without.num_layers_at_end_in_bf16) == (0, 0)
+    assert policy.replace(fp8=None) == mpguard.recipe("bf16_mixed")
+    assert mpguard.recipe("fp16_mixed").replace(fp16=False, bf16=True, grad_reduce_in_fp32=True) == Policy(bf16=True)
+
+
+def test_what_is_asked_for_without_effect_is_still_refused() -> None:
+    with pytest.raises(PolicyError, match="fp8_margin=3 has no effect"):
+        mpguard.recipe("bf16_with_fp8_current_scaling_mixed").replace(fp8=None, fp8_margin=3)
+
+
+def test_a_run_without_masters_asks_something_of_the_script() -> None:
+    asked = mpguard.recipe("bf16_full").asks_of_the_script
+    assert asked is not None and "model.to(torch.bfloat16)" in asked
+    assert mpguard.recipe("bf16_mixed").asks_of_the_script is None

@@ -89,6 +89,8 @@ class Plan:
 
 
 def run(options: argparse.Namespace) -> int:
+    if str(options.output) == "-":
+        raise ConfigError("-o -: init writes files, DeepSpeed strategies two of them; a file name is needed")
     recipe, policy = mpyaml.resolved(options.recipe)
     here = hardware.detect()
     strategy = options.strategy or ("ddp" if here.gpus > 1 and options.device != "cpu" else "single")
@@ -109,6 +111,8 @@ def run(options: argparse.Namespace) -> int:
     if device == "gpu" and 0 < here.gpus < processes:
         notes.append(f"{processes} processes, one per GPU; this machine has {here.gpus}.")
     notes += _not_in_force(plan)
+    if policy.asks_of_the_script and plan.stage is None:
+        notes.append(f"Mind: {policy.asks_of_the_script}.")
     if plan.deepspeed_config is not None:
         notes.append(f"Set batch size and gradient accumulation in {plan.deepspeed_config} to those of your script.")
     _print(plan, files, notes, options.format)
@@ -154,13 +158,8 @@ def _checked(policy: Policy, strategy: str, device: str, here: hardware.Hardware
 
 def _not_in_force(plan: Plan) -> list[str]:
     targets = plugin.targets_of_run("accelerate", plan.policy, plan.strategy)
-    fields = plugin.uncarried(plan.policy, targets, plan.strategy)
-    if not fields:
-        return []
-    carriers = sorted({name for field in fields for name in plugin.carriers(field)})
-    what = ", ".join(f"{field}={plan.policy.text_of(field)}" for field in fields)
-    by = f" Only {', '.join(carriers)} can." if carriers else ""
-    return [f"No part of such a run can put into force: {what}.{by} `mpguard launch` will refuse it."]
+    said = plugin.not_in_force(plan.policy, plugin.uncarried(plan.policy, targets, plan.strategy), targets)
+    return [f"As it is, `mpguard launch` will refuse it: {said}."] if said else []
 
 
 def _processes(strategy: str, device: str, here: hardware.Hardware) -> int:
@@ -274,7 +273,8 @@ def _print(plan: Plan, files: list[Document], notes: list[str], form: str) -> No
             print(f"  {each.path:{width}}  {key}: {show(value)}")
     for note in notes:
         print(note)
-    print(f"Next: {following}")
+    where = "" if plan.device == "cpu" or hardware.detect().gpu else ", where there is a GPU"
+    print(f"Next{where}: {following}")
 
 
 def _precision(document: Document, plan: Plan) -> dict[str, Any]:
