@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mpguard.lint import catalogue
 from mpguard.lint.engine import Engine, FileReport, Options
 from mpguard.lint.files import Target, kind_of
 from mpguard.lint.pages import page, unmarked
@@ -90,6 +91,10 @@ def test_one_rule_is_one_file() -> None:
             v for v in vars(importlib.import_module(module)).values() if isinstance(v, type) and v.__module__ == module
         ]
         assert len([each for each in own if issubclass(each, BaseRule)]) == 1
+
+
+def test_the_catalogue_has_all_codes() -> None:
+    assert set(RULES) <= catalogue.CODES
 
 
 def test_names_are_unique() -> None:

@@ -387,6 +387,8 @@ class Values:
             return (Alternative(ALWAYS, Object(kind, call, atom.scope.name, atom.scope, atom.facts)),)
         if isinstance(atom, Method):
             return self._method_call(atom, call)
+        if isinstance(atom, Object) and atom.kind == "partial" and not call.node.args:
+            return (Alternative(ALWAYS, dataclasses.replace(atom, kind=names.kind_of(atom.path))),)
         return NOTHING_KNOWN
 
     def _library_call(self, path: str, call: Call) -> Alternatives:
@@ -411,6 +413,12 @@ class Values:
         if path == "torch.set_grad_enabled":
             given = constant(call.argument(0, "mode"))
             return (Alternative(ALWAYS, Object("no_grad", call, path)),) if given == (False,) else NOTHING_KNOWN
+        if path == "functools.partial" and len(call.positional) == 1 and "device_type" in call.keywords:
+            made = self.evaluate(call.positional[0], call.scope, call.order)
+            paths = [
+                each.atom.path for each in made if isinstance(each.atom, Ref) and each.atom.path in names.AUTOCASTS
+            ]
+            return (Alternative(ALWAYS, Object("partial", call, paths[0])),) if len(paths) == 1 else NOTHING_KNOWN
         kind = names.kind_of(path)
         if kind in ("engine", "apex"):
             return (Alternative(ALWAYS, Several(self._engine(call, path, kind))),)

@@ -9,6 +9,9 @@ class UnknownSuppressionCode(EngineRule):
     ## Why is this bad
     It looks like a decision that was made and holds. The finding that it was written for is still
     there, or comes back unseen under its right code.
+
+    ## Known limits
+    A code of the published catalogue that this version has no rule for is known.
     """
 
     code, name = "MPG001", "unknown-suppression-code"
@@ -22,6 +25,7 @@ y = y.half()  # mpguard: ingore[MPG101] rounding is meant  # !
 """),
         Good("""\
 x = x + 1  # noqa: E501, F841
+y = x.exp()  # noqa: MPG506
 # mpguard: the policy decides the dtype of y
 """),
     )

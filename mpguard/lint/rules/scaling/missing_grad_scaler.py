@@ -10,7 +10,7 @@ from mpguard.lint import mend, names
 from mpguard.lint.facts import Event, Facts, Region
 from mpguard.lint.guard import Guard, compatible
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, Span, any_of
-from mpguard.lint.values import Class, Object, Ref
+from mpguard.lint.values import Class, Constant, Object, Ref
 from mpguard.lint.walk import Record, Scope, dotted
 
 #: Something that may be, or hold, a loss scaler. Names prove nothing, but they make absence unknown.
@@ -143,6 +143,26 @@ def main(loader):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(3):
         train_one_epoch(model, optimizer, loader)
+"""
+        ),
+        Bad(
+            """\
+import torch
+from functools import partial
+
+def run_epoch(model, loader, optimizer=None):
+    amp = partial(torch.autocast, device_type="cuda", dtype=torch.float16)
+    for x in loader:
+        with torch.set_grad_enabled(optimizer is not None), amp():
+            loss = model(x).sum()
+        if optimizer is not None:
+            loss.backward()  # !
+            optimizer.step()
+
+def main(loader):
+    model = torch.nn.Linear(8, 8)
+    run_epoch(model, loader, torch.optim.SGD(model.parameters(), 0.1))
+    run_epoch(model, loader)
 """
         ),
         Bad(
@@ -396,7 +416,7 @@ def train(args, loader, dtype):
             alternatives = [
                 each.atom
                 for each in facts.evaluate(step.subject, step.call)
-                if compatible(each.guard, guard, step.guard)
+                if compatible(each.guard, guard, step.guard) and not isinstance(each.atom, Constant)  # None has no step
             ]
             if alternatives and all(
                 isinstance(a, Object) and a.kind == "optimizer" and not a.prepared for a in alternatives
