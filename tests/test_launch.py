@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 from processes import PROGRAMS, command, free_port, in_fork, mp_yaml, proof, results, started, told, torchrun
 
 from mpguard.cli import main
+from mpguard.runtime import launcher
 
 SCRIPT = PROGRAMS / "accelerated.py"
 
@@ -57,6 +59,19 @@ def test_the_status_is_that_of_the_first_rank_that_failed(tmp_path: Path) -> Non
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
     run = command("mpguard", "launch", "--config", config, SCRIPT, "--exit", 1, 7, cwd=tmp_path)
     assert run.returncode == 7 and "mpguard:" not in run.stderr, told(run)
+
+
+def test_the_rank_that_was_killed_counts_not_those_that_were_ended_for_it() -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    def launch_command(_options: object) -> None:
+        ended, killed = (
+            ProcessFailure(local_rank=rank, pid=1, exitcode=-number, error_file="")
+            for rank, number in ((0, signal.SIGTERM), (1, signal.SIGKILL))
+        )
+        raise ChildFailedError("t.py", {0: ended, 1: killed})
+
+    assert launcher._status(launch_command, argparse.Namespace()) == 128 + signal.SIGKILL
 
 
 def gone(process: int) -> bool:

@@ -187,7 +187,8 @@ class Guard:
                     policy=self.plan.policy, step=self.steps + self.recorder.skipped,
                 )  # fmt: skip
                 rows = proof.compare(seen, self.plan)
-            if proof.spread_by_nothing(seen) and not verdict.everybody("alone"):
+            wait = 0.0 if optimizer in self._alone else verdict.ALONE
+            if proof.spread_by_nothing(seen) and not verdict.everybody("alone", wait):
                 # One rank may train something of its own while the others wait elsewhere.
                 self._alone[optimizer] = rows, seen
                 return
@@ -477,9 +478,9 @@ def activate(
 def prove(model: nn.Module, optimizer: Any, policy: Policy | str) -> Proof:
     """Proves here and now, after an optimizer step; returns the proof.
 
-    Activations and reductions are known where `activate` came before the step, and "not observed"
-    otherwise. With several processes all of them must call it: the verdict is one for all. Raises
-    `NotInForce`.
+    Compute and reductions are observed from `activate` on; what was not observed is not proven, and in low
+    precision that is a failure. With several processes all of them must call it: the verdict is one for
+    all. Raises `NotInForce`.
     """
     if isinstance(policy, str):
         policy = recipe(policy)

@@ -20,6 +20,9 @@ from mpguard.runtime.proof import say
 #: whose process may hold the store, waits for the others to have read.
 PATIENCE, NOTICE, FAREWELL = 120.0, 10.0, 10.0
 
+#: Seconds for which a rank that trains a model of its own waits, once, to see whether all others do.
+ALONE = 5.0
+
 #: How far apart gradients may be that are the same but for the order of sums.
 SAME = 1e-3
 
@@ -124,13 +127,19 @@ def tell(turn: int, message: str) -> None:
             store.set(f"mpguard/{turn}/verdict", json.dumps([f"rank 0: {message}"]))
 
 
-def everybody(what: str) -> bool:
-    """Says that this rank has come to a point; whether all have. Waits for nobody."""
+def everybody(what: str, wait: float = 0.0) -> bool:
+    """Says that this rank has come to a point; whether all have, within some seconds."""
     store = the_store()
     if store is None:
         return True
     store.set(f"mpguard/{what}/{rank()}", "1")
-    return bool(store.check([f"mpguard/{what}/{other}" for other in range(world_size()[0])]))
+    keys = [f"mpguard/{what}/{other}" for other in range(world_size()[0])]
+    deadline = time.monotonic() + wait
+    while not store.check(keys):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def the_store() -> Any:
