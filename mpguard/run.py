@@ -24,6 +24,7 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpguard.document import read
 from mpguard.errors import ConfigError, MpguardError, NotInForce
 from mpguard.runtime import guard
 from mpguard.runtime.plan import CONFIG, Plan, looks_like_accelerate
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.config is None and not os.environ.get(CONFIG):
             refuse_config_after_script(options.script, options.arguments)
         plan = Plan.found(options.config, enforce=options.enforce, proof_json=options.proof_json)
+        if options.config is not None:
+            use_cpu_as_asked(Path(options.config))
         active = guard.start(plan)
     except NotInForce as error:
         return _refused(guard.not_in_force(str(error)), 1)
@@ -65,6 +68,13 @@ def _parsed(argv: list[str]) -> argparse.Namespace | int:
     if options.local_rank is not None:
         options.arguments.insert(0, f"--local_rank={options.local_rank}")
     return options
+
+
+def use_cpu_as_asked(path: Path) -> None:
+    """`use_cpu: true` for accelerate in this process: its own launcher says it by this variable, torchrun does not."""
+    config = read(path).require()
+    if config.get("use_cpu") is True and str(config.get("distributed_type", "NO")) in ("NO", "MULTI_CPU"):
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 def refuse_config_after_script(script: str, arguments: Sequence[str]) -> None:

@@ -195,9 +195,9 @@ def test_auto_without_a_policy_says_so(tmp_path: Path) -> None:
 # -- refused before anything starts --------------------------------------------------------------
 
 
-def refused(folder: Path, *words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def refused(folder: Path, *words: object, capsys: pytest.CaptureFixture[str], script: Path = SCRIPT) -> tuple[int, str]:
     """Status and stderr of `mpguard launch`, in this process: nothing is started."""
-    status = main(["launch", *map(str, words), str(SCRIPT)])
+    status = main(["launch", *map(str, words), str(script)])
     said = capsys.readouterr()
     assert said.out == "" and "Traceback" not in said.err
     return status, said.err
@@ -310,3 +310,16 @@ def test_torchrun_that_becomes_something_else_is_not_in_force(
     run = torchrun("-m", "mpguard.run", "--config", config, SCRIPT, cwd=tmp_path, **variables)
     assert run.returncode == 1 and says in run.stderr and results(run) == [], told(run)
     assert "mpguard: not in force: " in run.stderr
+
+
+def test_a_script_that_is_not_there_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, said = refused(tmp_path, "--config", mp_yaml(tmp_path), script=tmp_path / "nope.py", capsys=capsys)
+    assert status == 2 and "nope.py: there is no such file" in said and "recipe" not in said, said
+
+
+def test_torchrun_uses_the_cpu_where_the_config_says_so(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
+    run = torchrun("-m", "mpguard.run", "--config", config, PROGRAMS / "accelerated.py", cwd=tmp_path)
+    assert run.returncode == 0 and "proven in force on all 2 ranks" in run.stderr, told(run)

@@ -69,6 +69,8 @@ def prepare(argv: Sequence[str], parser_factory: ParserFactory) -> Prepared | No
 
         refuse_config_after_script(script, arguments)
         return None
+    if not options.module and not Path(script).is_file():
+        raise ConfigError(f"{script}: there is no such file; the script to launch is needed")
     path = Path(options.config_file)
     document = read(path)
     config = document.require()

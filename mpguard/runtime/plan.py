@@ -106,7 +106,8 @@ class Plan:
             if here.recipe is None:
                 raise ConfigError(
                     f"no policy is in force: there is no --config, no {POLICY} and no `recipe` in [tool.mpguard]. "
-                    "Give --config mp.yaml (`mpguard init bf16_mixed` writes one)"
+                    "Give --config mp.yaml (`mpguard init bf16_mixed` writes one), set one of these, "
+                    'or call mpguard.activate("bf16_mixed")'
                 )
             handed = cls(recipe(here.recipe), enforce=enforcement(None, Path.cwd()))
         return dataclasses.replace(

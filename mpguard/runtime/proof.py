@@ -171,6 +171,8 @@ def _why(row: Row, plan: Plan, seen: Observed) -> str:
         return ". FP16 gradients below 6e-8 are lost without loss scaling; accelerate makes no GradScaler on the CPU"
     if row.name == "optimizer" and policy.master_dtype is Dtype.FP32:
         return ". Load the model in fp32: the optimizer's parameters are the master weights"
+    if row.name == "parameters" and policy.asks_of_the_script:
+        return f"; {policy.asks_of_the_script}"
     return ""
 
 
