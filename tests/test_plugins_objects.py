@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import mpguard
 from mpguard.errors import MissingExtra, PolicyError
 from mpguard.plugin import ABSENT, differences, get, inject
 from mpguard.policy import Policy
-
-torch = pytest.importorskip("torch")
 
 BRIDGE = (
     "bf16_mixed", "fp16_mixed", "bf16_with_fp8_delayed_scaling_mixed", "fp16_with_fp8_delayed_scaling_mixed",
