@@ -300,7 +300,7 @@ def test_enforce_warn_starts_what_would_be_refused(tmp_path: Path) -> None:
             {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true"},
             "engine: ddp; asked: fsdp1",
         ),
-        ({"distributed_type": "MULTI_CPU"}, {}, "2 processes each train a model of their own"),
+        ({"distributed_type": "MULTI_GPU"}, {}, "2 processes each train a model of their own"),
     ],
 )
 def test_torchrun_that_becomes_something_else_is_not_in_force(
