@@ -134,7 +134,7 @@ def report(runs: int) -> dict[str, Any]:
         },
         "versions": {
             "python": platform.python_version(),
-            "platform": platform.platform(),
+            "platform": f"{platform.system()} {platform.machine()}",
             **{name: importlib.metadata.version(name) for name in ("mpguard", "libcst", "PyYAML", "rich", "pathspec")},
         },
     }
