@@ -1,0 +1,74 @@
+"""Casts by hand, and weights loaded in a dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint import names
+from mpguard.lint.events.event import Event, called, finds
+from mpguard.lint.guard import ALWAYS
+from mpguard.lint.values import Class, Constant, Function, Object, Ref
+from mpguard.lint.walk import Call, constant
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts import Facts
+
+
+@finds("cast")
+def _casts(facts: Facts) -> Iterator[Event]:
+    for call in called(facts, "half", "bfloat16"):
+        if call.receiver is not None and not call.node.args and _is_torch(facts, call):
+            yield Event(
+                "cast", call, facts, call.receiver, ((ALWAYS, "float16" if call.name == "half" else "bfloat16"),)
+            )
+    for call in called(facts, "to"):
+        if call.receiver is None or not _is_torch(facts, call):
+            continue
+        given = call.keywords.get("dtype")
+        for argument in [given] if given is not None else call.positional[:2]:
+            dtypes = facts.dtypes(argument, call)
+            if any(name is not None for _, name in dtypes):
+                yield Event("cast", call, facts, call.receiver, dtypes)
+                break
+    for call in called(facts, "type"):
+        given = call.argument(0, "dtype")
+        if call.receiver is None or given is None or not _is_torch(facts, call):
+            continue
+        text = constant(given)
+        if text is not None:
+            if text[0] in names.HALF_TENSOR_STRINGS:
+                yield Event("cast", call, facts, call.receiver, ((ALWAYS, "float16"),))
+            continue
+        dtypes = facts.dtypes(given, call)
+        if any(name is not None for _, name in dtypes):
+            yield Event("cast", call, facts, call.receiver, dtypes)
+
+
+def _is_torch(facts: Facts, call: Call) -> bool:
+    """Whether a method's receiver may be a tensor or a module: no class of the user's with that method, no library."""
+    for each in facts.evaluate(call.receiver, call):
+        if isinstance(each.atom, (Ref, Class, Constant)):
+            return False
+        if isinstance(each.atom, Object) and each.atom.kind not in (
+            "model",
+            "tensor",
+            "engine",
+            "criterion",
+            "pipeline",
+            "",
+        ):
+            return False
+    for each in facts.evaluate(call.func, call):
+        if isinstance(each.atom, Function) and each.atom.scope.parent is not None:
+            return facts.class_kind(each.atom.scope.parent) == "model" and False
+    return True
+
+
+@finds("load")
+def _loads(facts: Facts) -> Iterator[Event]:
+    for call in called(facts, *names.LOADERS):
+        given = call.argument(None, "dtype", "torch_dtype")
+        yield Event(
+            "load", call, facts, call.node, facts.dtypes(given, call, strings=True) if given is not None else ()
+        )
