@@ -37,6 +37,7 @@ from mpguard.lint.guard import ALWAYS, Condition, Guard, compatible
 from mpguard.lint.regions import Region, Regions
 from mpguard.lint.settled import settle
 from mpguard.lint.source import Chunk, Frames, Source
+from mpguard.lint.trained import Trained
 from mpguard.lint.values import DEPTH, Alternatives, Constant, Dtype, Function, Object, Ref, Values
 from mpguard.lint.walk import Binding, Call, Record, Scope, Walker, dotted
 
@@ -109,6 +110,7 @@ class Facts:
         self.contexts = Regions(self)
         self.flow = Flow(self)
         self.frozen = Frozen(self)
+        self.trained = Trained(self)
         self.calls: dict[str, list[Call]] = {}
         self._indexed: dict[Scope, int] = {}
         self._waiting: list[Chunk] = list(chunks) if imported else []

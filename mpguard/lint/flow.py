@@ -325,6 +325,8 @@ class _Forward:
             if name.startswith("save"):
                 self.sink("saved", call)
             return False
+        if names.ADAPTERS.search(name):
+            self.sink("peft", call)
         return True
 
     def argument(self, call: Call, arg: cst.Arg) -> bool:
@@ -350,6 +352,8 @@ class _Forward:
         if facts.frozen.named(dotted(call.receiver)) or facts.frozen.named(call.path):
             self.sink("frozen", call)
             return False
+        if names.ADAPTERS.search(name):
+            self.sink("peft", call)
         carries, known = False, False
         for each in facts.evaluate(call.func, call):
             atom = each.atom
@@ -383,14 +387,13 @@ class _Forward:
                 self.sink("optimizer", call)
             return False
         if kind == "trainer":
-            if arg.keyword is None or arg.keyword.value in ("model", "args"):
+            first = bool(call.positional) and arg.value is call.positional[0]  # a second model is the reference
+            if first or (arg.keyword is not None and arg.keyword.value in ("model", "args")):
                 self.sink("trainer", call)
             return False
         if kind == "engine":
             self.sink("initialize", call)
             return True
-        if last in ("get_peft_model", "PeftModel", "PeftMixedModel"):
-            self.sink("peft", call)
         if last in names.PARALLEL:
             self.sink("parallel", call)
             return True

@@ -6,11 +6,15 @@ else stands there; new lines get the indentation of the line that they stand bes
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import libcst as cst
 
 from mpguard.edits import Edit
-from mpguard.lint.facts import Facts
 from mpguard.lint.walk import Call, Record
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts import Facts
 
 
 def replaced(node: cst.CSTNode, at: Record, text: str) -> Edit:

@@ -92,6 +92,11 @@ MASTERS = re.compile(
     r"(?i)fp16_?(?:\w*optim|module)|mixed_?precision_?(?:\w*optim|trainer|plugin)|ampoptim|ampmodel"
     r"|master_?(?:param|weight|cop)|float16_?optim|bf16_?optim"
 )
+#: What puts adapters on a model and leaves its own weights frozen: functions and methods.
+ADAPTERS = re.compile(
+    r"^(?:get_peft_model|PeftModel|PeftMixedModel|mark_only_\w*trainable|(?:add|inject|train|init|apply|inject_trainable)"
+    r"_(?:adapters?|lora\w*)|prepare_model_for_(?:kbit|int8)_training)"
+)
 #: A module for FP16 in a path: `apex.fp16_utils`, `fairseq.optim.fp16_optimizer`, `parlai.utils.fp16`.
 FP16_MODULE = re.compile(r"\bfp16(?:_\w+)?\.")
 TENSOR_MAKERS = frozenset({

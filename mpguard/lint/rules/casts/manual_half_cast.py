@@ -7,14 +7,11 @@ import libcst as cst
 
 from mpguard.lint import mend
 from mpguard.lint.facts import Event, Facts
-from mpguard.lint.flow import Reach, Sink
-from mpguard.lint.guard import Guard
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.walk import constant, dotted
 
 #: A dtype under such a flag follows the launcher's policy.
 _POLICY = re.compile(r"mixed_precision|fp16_enabled")
-_UPCASTS = frozenset({"float", "double"})
 
 
 class ManualHalfCast(Rule):
@@ -409,52 +406,11 @@ def train(args, loader, dtype):
         if facts.declared == "inference" or facts.masters:
             return
         for cast in facts.events("cast"):
-            sink = self._trained(cast, facts)
-            if sink is not None:
-                note = Note("trained with here", sink.call.span)
+            guards = [guard for guard in cast.may_be("float16") if not any(map(_POLICY.search, guard.flags()))]
+            training = facts.trained.cast(cast, "float16", guards)
+            if training is not None:
+                note = Note("trained with here", training.sink.call.span)
                 yield self.at(cast, expr=facts.short(cast.call.node), notes=(note,), fix=self._fix(cast, facts))
-
-    def _trained(self, cast: Event, facts: Facts) -> Sink | None:
-        guards = [guard for guard in cast.may_be("float16") if not any(_POLICY.search(flag) for flag in guard.flags())]
-        if not guards or cast.subject is None or self._passing(cast, facts) or facts.infers(cast.call):
-            return None
-        if facts.frozen.value(cast.subject):
-            return None
-        if facts.kinds(cast.subject, cast.call) & {"engine", "pipeline"}:
-            return None
-        reach = self._reach(cast, facts, guards)
-        if reach.meets("peft") or reach.meets("frozen"):
-            return None
-        return next((sink for sink in reach.training_sinks if not self._by_engine(sink, facts)), None)
-
-    def _reach(self, cast: Event, facts: Facts, guards: list[Guard]) -> Reach:
-        if mend.is_statement(cast.call) and cast.key:
-            return facts.flow.forward_key(cast.key, cast.call, guards[0])
-        return facts.flow.forward(cast.call.node, cast.call, guards[0])
-
-    def _passing(self, cast: Event, facts: Facts) -> bool:
-        """Whether the cast only rounds (`.half().float()`), or makes a copy for a checkpoint."""
-        above = facts.walker.parents.get(cast.call.node)
-        if isinstance(above, cst.Attribute) and above.attr.value in _UPCASTS:
-            return True
-        if isinstance(above, cst.Attribute) and above.attr.value == "to":
-            outer = facts.walker.call_of.get(facts.walker.parents[above])
-            if outer is not None and any(e.call is outer and not e.may_be("float16") for e in facts.events("cast")):
-                return True
-        if isinstance(cast.subject, cst.Call) and dotted(cast.subject.func).endswith("deepcopy"):
-            return True
-        records = facts.flow.backward(cast.subject, cast.call, depth=1) if cast.subject is not None else []
-        return any(
-            getattr(record, "name", "") in ("state_dict", "load", "load_file", "safe_open") for record in records
-        )
-
-    def _by_engine(self, sink: Sink, facts: Facts) -> bool:
-        """Whether an engine of DeepSpeed or the like runs the backward: its parameters may be FP16."""
-        call = sink.call
-        if sink.kind != "backward" or not call.positional or call.receiver is None:
-            return False
-        kinds = facts.kinds(call.receiver, call)
-        return "engine" in kinds or ("accelerator" not in kinds and "accelerator" not in dotted(call.receiver).lower())
 
     def _fix(self, cast: Event, facts: Facts) -> Fix | None:
         call = cast.call

@@ -1,0 +1,270 @@
+"""Which values a file trains with, and in which dtype the weights are that it trains.
+
+`trained.cast(event, dtype)` judges one cast; `trained.weights(dtype, ...)` gives the models whose weights are
+cast, loaded or made in a low dtype and then trained, with what trains them. Frozen towers, LoRA bases,
+inference, rounding and copies for a checkpoint are none of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint import mend, names
+from mpguard.lint.events import Event
+from mpguard.lint.flow import UPCASTS, Reach, Sink
+from mpguard.lint.guard import Guard
+from mpguard.lint.values import Function
+from mpguard.lint.walk import Binding, Call, Scope, constant, dotted
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts import Facts
+
+#: Methods that modules have and tensors have not.
+_OF_MODULES = frozenset({
+    "parameters", "named_parameters", "modules", "named_modules", "children", "named_children", "train", "eval",
+    "load_state_dict", "state_dict", "gradient_checkpointing_enable", "save_pretrained",
+})  # fmt: skip
+#: What a loop over a model's parts goes over: a cast of each is one of the model.
+_PARTS = frozenset({"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"})
+#: Arguments of a load that quantize: adapters are trained, the weights stay.
+_QUANTIZES = ("quantization_config", "load_in_8bit", "load_in_4bit")
+#: Where Trainers come from that build their own optimizer.
+_TRAINER_ROOTS = frozenset({"transformers", "trl", "sentence_transformers", "setfit"})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Training:
+    """What trains a value: `sink` is the first place that shows it, `reach` all that the value meets."""
+
+    reach: Reach
+    sinks: tuple[Sink, ...]
+
+    @property
+    def sink(self) -> Sink:
+        return self.sinks[0]
+
+    def of(self, kind: str) -> list[Call]:
+        """The calls where it ends: `optimizer` (that is handed the parameters), `trainer`, `prepare`, `parallel`."""
+        return [sink.call for sink in self.sinks if sink.kind == kind]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weights:
+    """Weights in a low dtype that are trained: `event` (a `cast` or a `load`) is where they became so."""
+
+    event: Event
+    dtype: str
+    guard: Guard
+    training: Training
+
+
+class Trained:
+    """What one file trains."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._weights: dict[str, list[Weights]] = {}
+        self._modules: set[str] | None = None
+
+    # -- casts --------------------------------------------------------------------------------------
+
+    def cast(self, cast: Event, dtype: str, guards: list[Guard] | None = None) -> Training | None:
+        """What trains with the value that a cast to `dtype` gives, under one of the guards; None where nothing does."""
+        guards = cast.may_be(dtype) if guards is None else guards
+        if not guards or cast.subject is None or self.passing(cast, dtype) or self.facts.infers(cast.call):
+            return None
+        if self.facts.frozen.value(cast.subject) or self.facts.frozen.value(cast.call.node):
+            return None
+        if self.facts.kinds(cast.subject, cast.call) & {"engine", "pipeline"}:
+            return None
+        return self._training(self._reach(cast, guards[0]))
+
+    def _training(self, reach: Reach) -> Training | None:
+        if reach.meets("peft") or reach.meets("frozen"):
+            return None
+        sinks = tuple(sink for sink in reach.training_sinks if not self._by_engine(sink))
+        return Training(reach, sinks) if sinks else None
+
+    def _reach(self, cast: Event, guard: Guard) -> Reach:
+        whole = self._whole(cast)
+        if whole is not None:
+            return self.facts.flow.forward_key(whole, cast.call, guard)
+        if mend.is_statement(cast.call) and cast.key:
+            return self.facts.flow.forward_key(cast.key, cast.call, guard)
+        return self.facts.flow.forward(cast.call.node, cast.call, guard)
+
+    def _whole(self, cast: Event) -> str | None:
+        """The name of the model whose parts are cast: in a loop over them, or by what `apply` is given."""
+        parents = self.facts.walker.parents
+        above = parents.get(cast.call.node)
+        if isinstance(above, cst.Lambda):
+            return self._applied(parents.get(above))
+        part = cast.key.removesuffix(".data")
+        changed = mend.is_statement(cast.call) or (
+            isinstance(above, cst.Assign)
+            and any(dotted(t.target) in (f"{part}.data", f"{part}.grad") for t in above.targets)
+        )
+        if not changed or not part or "." in part or "requires_grad" in cast.call.guard.flags():
+            return None
+        for binding in self.facts.values.reaching(part, cast.scope, cast.order):
+            if binding.kind == "for":
+                return self._looped(binding)
+            if binding.kind == "param" and not binding.index:
+                return self._applied_function(binding.scope)
+        return None
+
+    def _looped(self, binding: Binding) -> str | None:
+        over = binding.value
+        if isinstance(over, cst.Call) and isinstance(over.func, cst.Attribute) and over.func.attr.value in _PARTS:
+            return dotted(over.func.value) or None
+        return None
+
+    def _applied(self, arg: cst.CSTNode | None) -> str | None:
+        call = self.facts.walker.parents.get(arg) if isinstance(arg, cst.Arg) else None
+        if isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute) and call.func.attr.value == "apply":
+            return dotted(call.func.value) or None
+        return None
+
+    def _applied_function(self, scope: Scope) -> str | None:
+        """The model that a function of the file is applied to, if that is one."""
+        for call in self.facts.calls.get("apply", ()):
+            given = call.argument(0, "fn")
+            if given is not None and any(
+                isinstance(each.atom, Function) and each.atom.scope is scope
+                for each in self.facts.evaluate(given, call)
+            ):
+                return dotted(call.receiver) or None
+        return None
+
+    def passing(self, cast: Event, dtype: str) -> bool:
+        """Whether the cast only rounds (`.half().float()`), or makes a copy for a checkpoint."""
+        parents = self.facts.walker.parents
+        above = parents.get(cast.call.node)
+        if isinstance(above, cst.Attribute) and above.attr.value in UPCASTS:
+            return True
+        if isinstance(above, cst.Attribute) and above.attr.value == "to":
+            outer = self.facts.walker.call_of.get(parents[above])
+            if outer is not None and any(e.call is outer and not e.may_be(dtype) for e in self.facts.events("cast")):
+                return True
+        if isinstance(cast.subject, cst.Call) and dotted(cast.subject.func).endswith("deepcopy"):
+            return True
+        records = self.facts.flow.backward(cast.subject, cast.call, depth=1) if cast.subject is not None else []
+        return any(
+            getattr(record, "name", "") in ("state_dict", "load", "load_file", "safe_open") for record in records
+        )
+
+    def _by_engine(self, sink: Sink) -> bool:
+        """Whether an engine of DeepSpeed or the like runs the backward: its parameters may be FP16."""
+        call = sink.call
+        if sink.kind != "backward" or not call.positional or call.receiver is None:
+            return False
+        kinds = self.facts.kinds(call.receiver, call)
+        return "engine" in kinds or ("accelerator" not in kinds and "accelerator" not in dotted(call.receiver).lower())
+
+    # -- weights ------------------------------------------------------------------------------------
+
+    def weights(self, dtype: str) -> list[Weights]:
+        """The models whose weights are in a low dtype when they are trained: cast by hand, or loaded so."""
+        if dtype not in self._weights:
+            self._weights[dtype] = []
+            for event in (*self.facts.events("cast"), *self.facts.events("load")):
+                guards = event.may_be(dtype)
+                if not guards or not self.is_module(event):
+                    continue
+                training = self.cast(event, dtype) if event.kind == "cast" else self._loaded(event, dtype, guards[0])
+                if training is not None:
+                    self._weights[dtype].append(Weights(event, dtype, guards[0], training))
+        return self._weights[dtype]
+
+    def _loaded(self, load: Event, dtype: str, guard: Guard) -> Training | None:
+        call = load.call
+        if any(constant(call.keywords.get(name)) not in (None, (None,), (False,)) for name in _QUANTIZES):
+            return None
+        if any(name in call.keywords and constant(call.keywords[name]) is None for name in _QUANTIZES):
+            return None
+        if call.starred or self.passing(load, dtype) or self.facts.infers(call) or self.facts.frozen.value(call.node):
+            return None
+        if "pipeline" in self.facts.kinds(call.node, call):
+            return None
+        bound = self._bound(call)
+        if bound is not None:
+            return self._training(self.facts.flow.forward_key(bound.key, bound, guard))
+        return self._training(self.facts.flow.forward(call.node, call, guard))
+
+    def _bound(self, call: Call) -> Binding | None:
+        """The binding of a name to what a call gives, at once or through methods that give the object back."""
+        parents = self.facts.walker.parents
+        node: cst.CSTNode = call.node
+        while isinstance(above := parents.get(node), cst.Attribute) and above.attr.value in names.SAME - UPCASTS:
+            node = parents[above]
+        for key, bindings in call.scope.bindings.items():
+            for binding in bindings:
+                if binding.value is node and binding.kind == "assign" and key != "self":
+                    return binding
+        return None
+
+    def is_module(self, event: Event) -> bool:
+        """Whether what is cast or loaded is a model: by what made it, or by what is done with it."""
+        if event.kind == "load":
+            return "weightless" not in self.facts.kinds(event.call.node, event.call)
+        kinds = self.facts.kinds(event.subject, event.call)
+        if kinds & {"model", "parameters"} or mend.is_statement(event.call) or self._whole(event) is not None:
+            return True
+        if "tensor" in kinds:
+            return False
+        bound = self._bound(event.call)
+        keys = {event.key, bound.key if bound is not None else ""} - {""}
+        return bool({key.rsplit(".", 1)[-1] for key in keys} & self.modules)
+
+    @property
+    def modules(self) -> set[str]:
+        """The last names of what the file treats as modules: `x.parameters()`, `x.train()`."""
+        if self._modules is None:
+            self._modules = set()
+            for name in _OF_MODULES:
+                for call in self.facts.calls.get(name, ()):
+                    self._modules.add(dotted(call.receiver).rsplit(".", 1)[-1])
+            self._modules -= {"", "self"}
+        return self._modules
+
+    # -- what trains --------------------------------------------------------------------------------
+
+    def plain_optimizers(self, training: Training) -> list[Call]:
+        """The optimizers that are handed the weights and update them as they are: no FP32 masters, no stochastic or
+        Kahan rounding; empty where one of them is out of sight."""
+        found = training.of("optimizer")
+        return found if found and all(self._is_plain(call) for call in found) else []
+
+    def _is_plain(self, call: Call) -> bool:
+        path = self.facts.called_path(call)
+        if path.startswith(("bitsandbytes.optim.", "torchao.optim.")):
+            return constant(call.keywords.get("bf16_stochastic_round")) in (None, (False,)) and not call.starred
+        return path.startswith(("torch.optim.", "transformers.AdamW", "transformers.optimization.AdamW"))
+
+    def trainers(self, training: Training) -> list[Call]:
+        """The Trainers of transformers and its kin that train all of the weights with an optimizer of their own, by
+        what the file says: no adapters, no DeepSpeed, no optimizer handed in, arguments in sight."""
+        found = []
+        for call in training.of("trainer"):
+            path = self.facts.called_path(call)
+            given = call.argument(1, "args")
+            adapters = any(key in call.keywords for key in ("peft_config", "optimizers", "optimizer_cls_and_kwargs"))
+            if path.split(".", 1)[0] not in _TRAINER_ROOTS or call.starred or adapters or given is None:
+                continue
+            arguments = self.arguments(given, call)
+            if arguments is None or arguments.starred or "deepspeed" in arguments.keywords:
+                continue
+            found.append(call)
+        return found
+
+    def arguments(self, node: cst.BaseExpression, at: Call) -> Call | None:
+        """The one call of `TrainingArguments`, or of a class like it, that an expression comes from."""
+        records = [
+            record
+            for record in self.facts.flow.backward(node, at, depth=2)
+            if isinstance(record, Call) and record.name.endswith(("Arguments", "Config", "Args"))
+        ]
+        return records[0] if len(records) == 1 else None
