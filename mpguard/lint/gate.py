@@ -32,11 +32,23 @@ def speaks(triggers: tuple[tuple[bytes, ...], ...], data: bytes) -> bool:
 
 def relevant(data: bytes, rules: Iterable[R]) -> list[R]:
     """The rules whose triggers the file meets; the others have nothing to say about it."""
-    left = [rule for rule in rules if speaks(rule.triggers, data)]
+    left = _speaking(data, rules)
     if not any(rule.triggers for rule in left):
         return left
-    code = stripped(data)
-    return [rule for rule in left if speaks(rule.triggers, code)]
+    return _speaking(stripped(data), left)
+
+
+def _speaking(data: bytes, rules: Iterable[R]) -> list[R]:
+    """As `speaks`, for many rules: each token is looked for once."""
+    found: dict[bytes, bool] = {}
+
+    def stands(token: bytes) -> bool:
+        known = found.get(token)
+        if known is None:
+            known = found[token] = token in data
+        return known
+
+    return [rule for rule in rules if all(any(map(stands, tokens)) for tokens in rule.triggers)]
 
 
 def stripped(data: bytes) -> bytes:
