@@ -37,6 +37,7 @@ from mpguard.lint.guard import ALWAYS, Condition, Guard, compatible
 from mpguard.lint.regions import Region, Regions
 from mpguard.lint.settled import settle
 from mpguard.lint.source import Chunk, Frames, Source
+from mpguard.lint.trace import Traces
 from mpguard.lint.trained import Trained
 from mpguard.lint.values import DEPTH, Alternatives, Constant, Dtype, Function, Object, Ref, Values
 from mpguard.lint.walk import Binding, Call, Record, Scope, Walker, dotted
@@ -316,6 +317,11 @@ class Facts:
         """The contexts around a record, outermost first: decorators of its functions, and `with` items."""
         return self.contexts.around(record)
 
+    def autocasts(self, record: Record, depth: int = 3) -> list[tuple[Region, Guard]]:
+        """The autocast regions in force where a record stands: its function's, else those of its callers."""
+        with Frames():
+            return self.contexts.autocasts(record, depth)
+
     def autocast(self, call: Call, path: str) -> Region:
         """The region that a call of an autocast makes: its device and dtype, with torch's defaults."""
         return self.contexts.autocast(call, path)
@@ -333,6 +339,12 @@ class Facts:
             with Frames():
                 self._events[kind] = sorted(FINDERS[kind](self), key=lambda event: event.order)
         return self._events[kind]
+
+    @cached_property
+    def traces(self) -> Traces:
+        """What happens to scaled gradients in order of control flow, across the helpers of the file."""
+        self.need_all()
+        return Traces(self)
 
     def compiles(self, guard: Guard = ALWAYS) -> bool:
         """Whether something may be compiled under a guard: a call, an option, or a decorator."""

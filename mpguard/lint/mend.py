@@ -6,12 +6,13 @@ else stands there; new lines get the indentation of the line that they stand bes
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
 from mpguard.edits import Edit
-from mpguard.lint.walk import Call, Record
+from mpguard.lint.walk import Call, Record, With
 
 if TYPE_CHECKING:
     from mpguard.lint.facts import Facts
@@ -94,6 +95,34 @@ def line_after(facts: Facts, node: cst.CSTNode, at: Record, code: str) -> Edit:
     while last < len(text) and text[last] not in "\r\n":
         last += 1
     return Edit(last, last, f"\n{indentation(facts, first)}{code}")
+
+
+def moved_out(facts: Facts, call: Call, item: With) -> list[Edit] | None:
+    """The statement of a call, and all below it in the block of a `with`, are moved out of the block.
+
+    None where the `with` has other items, or nothing would stay in it. Comments, line endings and tabs stay.
+    """
+    node = item.node
+    if not isinstance(node, cst.With) or len(node.items) != 1 or not isinstance(node.body, cst.IndentedBlock):
+        return None
+    spans = [call.chunk.outer_span(statement) for statement in node.body.body]
+    place = next((i for i, (first, last) in enumerate(spans) if first <= call.span[0] < last), 0)
+    if place == 0:
+        return None
+    start, end = line_start(facts, spans[place][0]), spans[-1][1]
+    text = facts.source.text[start:end]
+    outer = indentation(facts, call.chunk.span(node)[0])
+    inner = indentation(facts, call.chunk.span(node.body.body[place])[0])
+    if any(sign in text for sign in ('"""', "'''", "\\\n", "\\\r")) or not inner.startswith(outer) or inner == outer:
+        return None  # a string over several lines would change
+    lines = [
+        match.start() for match in re.finditer(r"^", text.replace("\r\n", " \n").replace("\r", "\n"), re.MULTILINE)
+    ]
+    return [
+        Edit(start + first + len(outer), start + first + len(inner), "")
+        for first in lines
+        if text.startswith(inner, first)
+    ]
 
 
 def name_of_torch(facts: Facts) -> str | None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
 from mpguard.lint import names
-from mpguard.lint.guard import ALWAYS, Guard
+from mpguard.lint.guard import ALWAYS, Guard, compatible
 from mpguard.lint.values import UNKNOWN, Alternative, Constant, Method, Object, Ref
-from mpguard.lint.walk import Call, Record, Scope, With, constant
+from mpguard.lint.walk import Call, Record, Scope, With, constant, text_of
 
 if TYPE_CHECKING:
     from mpguard.lint.facts import Facts
 
 _REGIONS = frozenset({"autocast", "no_grad", "fp8_autocast", "accelerator_autocast"})
+#: A context or decorator out of sight that may switch autocast off.
+_MAY_DISABLE = re.compile(r"(?i)autocast|amp(?!le)|precision|float|fp32|custom_fwd|custom_bwd")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,6 +58,31 @@ class Regions:
         for item in record.withs:
             found += self.entered(item)
         return tuple(found)
+
+    def autocasts(self, record: Record, depth: int = 3) -> list[tuple[Region, Guard]]:
+        """The autocast regions in force where a record stands, with the guard under which they are.
+
+        A region inside another replaces it, a disabled one too; what may be one makes it unknown. Where a function
+        has none of its own, those of its callers are in force.
+        """
+        scopes = [scope for scope in record.scope.within() if scope.kind == "function"]
+        around = [region for region in self.around(record) if region.kind == "autocast"]
+        found: list[tuple[Region, Guard]] = []
+        for place, region in enumerate(around):
+            guard = region.guard.joined(record.guard)
+            inner = (other.guard for other in around[place + 1 :])
+            if guard.possible and not any(not g.possible or compatible(g, guard) for g in inner):
+                found.append((region, guard))
+        unclear = [item for item in record.withs if any(r.kind == "" for r in self.entered(item))]
+        unclear = [item for item in unclear if _MAY_DISABLE.search(text_of(item.expr))]
+        decorated = any(_MAY_DISABLE.search(text_of(each)) for scope in scopes for each in scope.decorators)
+        if unclear or around or decorated or depth <= 0 or record.scope.kind != "function":
+            return found if not unclear else []
+        for call in self.facts.callers(record.scope):
+            for region, guard in self.facts.of(call).contexts.autocasts(call, depth - 1):
+                if (both := guard.joined(record.guard)).possible:
+                    found.append((region, both))
+        return found
 
     def _decorated(self, decorator: cst.BaseExpression, scope: Scope) -> Iterable[Region]:
         outer = scope.parent or self.facts.module

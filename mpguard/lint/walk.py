@@ -100,6 +100,11 @@ class Return(Record):
 
 
 @dataclasses.dataclass(eq=False, repr=False)
+class Exit(Record):
+    """`continue`, `break` or `raise`: the node's type says which."""
+
+
+@dataclasses.dataclass(eq=False, repr=False)
 class Call(Record):
     """A call. `name`: the last name of what is called; `path`: all of it where it is a dotted name;
     `receiver`: what stands before the last dot; `statement`: the small statement it stands in,
@@ -179,6 +184,9 @@ class Scope:
         self.calls: list[Call] = []
         self.withs: list[With] = []
         self.returns: list[Return] = []
+        #: Matrix products that are written `a @ b`.
+        self.products: list[Record] = []
+        self.exits: list[Exit] = []
         self.children: list[Scope] = []
         self.guard: Guard = ALWAYS
         self.order = 0
@@ -395,6 +403,7 @@ class Walker:
             elif isinstance(statement, (cst.Raise, cst.Continue, cst.Break)):
                 for child in children(statement):
                     self._expr(child, statement)
+                self.scope.exits.append(Exit(*self._place(statement)))
                 ends = True
             elif isinstance(statement, cst.Import):
                 self._import(statement)
@@ -645,6 +654,8 @@ class Walker:
         else:
             for child in children(node):
                 self._expr(child, node)
+            if kind is cst.BinaryOperation and isinstance(node.operator, cst.MatrixMultiply):  # type: ignore[attr-defined]
+                self.scope.products.append(Record(*self._place(node)))
             if kind is cst.Yield:
                 value = node.value  # type: ignore[attr-defined]
                 self.scope.returns.append(
