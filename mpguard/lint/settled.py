@@ -15,7 +15,7 @@ def settle(walker: Walker) -> None:
         return
     never: dict[Guard, Guard] = {}
     for scope in walker.scopes:
-        kept: list[Sequence[Record]] = [scope.calls, scope.withs, scope.returns]
+        kept: list[Sequence[Record]] = [scope.calls, scope.withs, scope.returns, scope.exits]
         kept += scope.bindings.values()
         kept += scope.uses.values()
         for records in kept:

@@ -43,6 +43,13 @@ def _scaler_steps(facts: Facts) -> Iterator[Event]:
             yield Event("scaler_step", call, facts, call.positional[0])
 
 
+@finds("get_scale")
+def _scale_reads(facts: Facts) -> Iterator[Event]:
+    """The scale is asked for: gradients may be unscaled by hand, a skipped step be noticed."""
+    for call in called(facts, "get_scale"):
+        yield Event("get_scale", call, facts, call.receiver)
+
+
 @finds("clip")
 def _clips(facts: Facts) -> Iterator[Event]:
     for call in called(facts, "clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"):
