@@ -73,8 +73,11 @@ class Regions:
             inner = (other.guard for other in around[place + 1 :])
             if guard.possible and not any(not g.possible or compatible(g, guard) for g in inner):
                 found.append((region, guard))
-        unclear = [item for item in record.withs if any(r.kind == "" for r in self.entered(item))]
-        unclear = [item for item in unclear if _MAY_DISABLE.search(text_of(item.expr))]
+        unclear = False
+        for item in record.withs:
+            kinds = {region.kind for region in self.entered(item)}
+            if "autocast" in kinds or "" in kinds:
+                unclear = "autocast" not in kinds and (unclear or bool(_MAY_DISABLE.search(text_of(item.expr))))
         decorated = any(_MAY_DISABLE.search(text_of(each)) for scope in scopes for each in scope.decorators)
         if unclear or around or decorated or depth <= 0 or record.scope.kind != "function":
             return found if not unclear else []

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint import mend
+from mpguard.lint.facts import Event, Facts, Region
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.walk import Call
+
+#: What may follow a backward pass and needs no autocast: the fix moves it out too.
+_AFTER = frozenset({
+    "backward", "step", "update", "scale", "unscale_", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "parameters",
+    "item", "detach", "cpu", "mean", "append", "add_scalar", "log", "info", "debug", "print", "write", "format", "len",
+    "int", "float", "str", "range", "set_postfix", "set_description", "get_last_lr", "get_scale", "synchronize", "time",
+})  # fmt: skip
+#: What runs a backward pass of its own inside the region.
+_RUNS = frozenset({"accelerator", "engine", "fabric"})
+
+
+class BackwardInAutocast(Rule):
+    """A backward pass runs inside the autocast region of its forward pass.
+
+    ## What it does
+    Reports `loss.backward()`, `scaler.scale(loss).backward()` and `accelerator.backward(loss)` inside a region of
+    `torch.autocast` that is enabled, or of `accelerator.autocast()`; also in a function whose calls all stand in one.
+
+    ## Why is this bad
+    torch's documentation of autocast advises against it. Backward operations run in the dtype of their forward
+    operations anyway, so that nothing is gained. What is written in Python for the backward pass (an
+    `autograd.Function`, a hook, an optimizer that steps inside it, the forward that activation checkpointing runs
+    again) is cast a second time, and the weights' casts stay in autocast's cache until the region is left: memory of
+    the size of the model in 16 bits, held through the backward pass.
+
+    ## Fix safety
+    Unsafe: `backward` and what follows it in the block are moved out of the region. There is a fix where autocast is the
+    only context of the `with`, and only steps, updates and logging follow.
+
+    ## Known limits
+    A region that is entered in another file is not seen.
+    """
+
+    code, name = "MPG301", "backward-in-autocast"
+    severity = "warning"
+    message = "`{call}` runs inside the autocast region"
+    help = "leave the region before the backward pass"
+    triggers = (any_of(b"autocast"), any_of(b"backward("))
+    examples = (
+        Bad(
+            """\
+import torch
+
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = (model(x) - y).pow(2).mean()
+        # backward pass
+        loss.backward()  # !
+    optimizer.step()
+""",
+            fixed="""\
+import torch
+
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = (model(x) - y).pow(2).mean()
+    # backward pass
+    loss.backward()
+    optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+from torch.cuda.amp import GradScaler, autocast
+
+scaler = GradScaler()
+for i, x in enumerate(loader):
+    with autocast(enabled=args.amp):
+        loss = model(x).sum()
+        if args.amp:
+            scaler.scale(
+                loss,
+            ).backward()  # !
+
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+        print(loss.item())
+    optimizer.zero_grad()
+""".replace("            ).backward()  # !", "            ).backward()").replace(
+                "            scaler.scale(\n", "            scaler.scale(  # !\n"
+            ),
+            fixed="""\
+from torch.cuda.amp import GradScaler, autocast
+
+scaler = GradScaler()
+for i, x in enumerate(loader):
+    with autocast(enabled=args.amp):
+        loss = model(x).sum()
+    if args.amp:
+        scaler.scale(
+            loss,
+        ).backward()
+
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        loss.backward()
+        optimizer.step()
+    print(loss.item())
+    optimizer.zero_grad()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+model, optimizer = accelerator.prepare(model, optimizer)
+
+def apply(loss):
+    loss.backward()  # !
+
+@torch.autocast("cuda")
+def train_step(x):
+    apply(model(x).sum())
+    with record(x):
+        loss = model(x).sum()
+        loss.backward()  # !
+        again = model(x).sum()
+        return again
+
+for x in loader:
+    with accelerator.accumulate(model), accelerator.autocast():
+        loss = model(x).sum()
+        accelerator.backward(loss)  # !
+    amp = torch.autocast("cuda", torch.float16) if args.amp else nullcontext()
+    with amp:
+        model(x).sum().backward()  # !
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def helper(loss):
+    loss.backward()
+
+for x in loader:
+    with torch.autocast("cuda"):
+        loss = model(x).sum()
+        with torch.autocast("cuda", enabled=False):
+            loss.float().backward()
+
+        def closure():
+            loss.backward()
+
+        helper(loss)
+    helper(loss)
+    with torch.autocast("cuda", enabled=False):
+        model(x).sum().backward()
+    if args.amp:
+        region = torch.autocast("cuda")
+    else:
+        region = nullcontext()
+    with region:
+        loss = model(x).sum()
+        if not args.amp:
+            loss.backward()
+    with context():
+        loss.backward()
+    class Mul(torch.autograd.Function):
+        def backward(ctx, g):
+            with torch.autocast("cuda"):
+                return Base.backward(ctx, g)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        events = [*facts.events("backward"), *(e for e in facts.events("framework") if self._runs(e, facts))]
+        for event in events:
+            region = self._region(event.call, facts)
+            if region is not None:
+                notes = (Note("the region", region.call.span),) if region.call is not None else ()
+                fix = self._fix(event.call, facts)
+                yield self.at(event, call=facts.short(event.call.node), notes=notes, fix=fix)
+
+    def _runs(self, event: Event, facts: Facts) -> bool:
+        return bool(facts.kinds(event.subject, event.call) & _RUNS)
+
+    def _region(self, call: Call, facts: Facts, depth: int = 3) -> Region | None:
+        """The region around a call; where its function has none, one that is around all calls of the function."""
+        for region in reversed(facts.regions(call)):
+            if region.kind == "accelerator_autocast" and region.guard.joined(call.guard).possible:
+                return region
+        found = facts.autocasts(call, depth=0)
+        if found:
+            return found[-1][0]
+        callers = facts.callers(call.scope) if depth else []
+        if facts.regions(call) or facts.escapes(call.scope) or not callers:
+            return None
+        regions = [self._region(each, facts.of(each), depth - 1) for each in callers]
+        return regions[0] if None not in regions else None
+
+    def _fix(self, call: Call, facts: Facts) -> Fix | None:
+        item = call.withs[-1] if call.withs else None
+        regions = [region for region in facts.regions(call) if region.kind == "autocast"]
+        if item is None or len(facts.autocasts(call, depth=0)) != 1 or len(regions) != 1:
+            return None
+        if not any(region.kind == "autocast" for region in facts.contexts.entered(item)):
+            return None
+        edits = mend.moved_out(facts, call, item)
+        if not edits:
+            return None
+        rest = (each for each in call.scope.calls if item in each.withs and each.span[0] >= edits[0].start)
+        if any(each.name not in _AFTER for each in rest):
+            return None
+        return Fix("Leave the region before the backward pass", "unsafe", tuple(edits))
