@@ -8,6 +8,8 @@ inference, rounding and copies for a checkpoint are none of it.
 from __future__ import annotations
 
 import dataclasses
+import re
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -31,6 +33,8 @@ _OF_MODULES = frozenset({
 _PARTS = frozenset({"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"})
 #: Arguments of a load that quantize: adapters are trained, the weights stay.
 _QUANTIZES = ("quantization_config", "load_in_8bit", "load_in_4bit")
+#: Frameworks that keep FP32 masters of low weights, or cast them up.
+_SHARDS = re.compile(r"(?i)deepspeed|fsdp|megatron|colossal|zero_?(?:stage|optimizer|redundancy)")
 #: Where Trainers come from that build their own optimizer.
 _TRAINER_ROOTS = frozenset({"transformers", "trl", "sentence_transformers", "setfit"})
 
@@ -229,6 +233,25 @@ class Trained:
                     self._modules.add(dotted(call.receiver).rsplit(".", 1)[-1])
             self._modules -= {"", "self"}
         return self._modules
+
+    @cached_property
+    def masters(self) -> bool:
+        """Whether something may keep FP32 copies of low weights: an FP16 optimizer of a project, a sharding framework
+        that the file mentions, or one that a config launches it with (accelerate's FSDP casts weights up)."""
+        launched = {config.distributed_type for config in self.facts.project.configs_for(self.facts.path)}
+        if self.facts.masters or launched & {"DEEPSPEED", "FSDP", "MEGATRON_LM"}:
+            return True
+        return any(
+            _SHARDS.search(f"{binding.target}.{binding.name}.{key}")
+            for scope in self.facts.walker.scopes
+            for key, bindings in scope.bindings.items()
+            for binding in bindings
+        ) or any(
+            _SHARDS.search(use.path)
+            for scope in self.facts.walker.scopes
+            for uses in scope.uses.values()
+            for use in uses
+        )
 
     # -- what trains --------------------------------------------------------------------------------
 

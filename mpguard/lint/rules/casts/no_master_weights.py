@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+
+
+class NoMasterWeights(Rule):
+    """All parameters are BF16 and a plain optimizer updates them.
+
+    ## What it does
+    Reports a model that is cast to BF16, or loaded in BF16, and whose parameters go to an optimizer of torch,
+    bitsandbytes or torchao that updates them where they are.
+
+    ## Why is this bad
+    BF16 has 8 bits of precision: an update below 2^-9 of a weight (0.2 %) rounds away. Adam moves a weight
+    by about the learning rate; with 1e-5 every weight above 0.005 stands still. Mixed precision keeps FP32
+    master weights: load in FP32 and use BF16 autocast, or FSDP's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.
+
+    ## Known limits
+    Silent for adapters, quantized loads and frozen models; for optimizers with stochastic rounding
+    (`bf16_stochastic_round=True`), Kahan summation or FP32 masters, which are none of those that it knows; and
+    in a file that mentions DeepSpeed, FSDP or Megatron, whose optimizers may keep masters. A Trainer is judged
+    where its `TrainingArguments` are in the file.
+    """
+
+    code, name = "MPG107", "no-master-weights"
+    severity = "warning"
+    message = "`{expr}` makes the weights BF16, and a plain optimizer updates them"
+    help = "keep the weights in FP32 and compute in BF16 by autocast, or use an optimizer with stochastic rounding"
+    triggers = (
+        any_of(b"bfloat16", b"bf16"),
+        any_of(b".bfloat16()", b".to(", b"dtype="),
+        any_of(b"optim", b"Trainer("),
+        any_of(b".step(", b".train("),
+        any_of(b"arameters()", b"Trainer("),
+    )
+    yields_to = ("MPG511",)
+    examples = (
+        Bad(
+            """\
+import torch
+
+model = torch.nn.Linear(8, 8).to("cuda", torch.bfloat16)  # !
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+for x in loader:
+    loss = model(x).sum()
+    loss.backward()
+    optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import bitsandbytes as bnb
+import torch
+from torchao.optim import AdamW8bit
+from transformers import AutoModel, Trainer, TrainingArguments
+
+class Run:
+    def __init__(self):
+        self.model = AutoModel.from_pretrained("x", torch_dtype="bfloat16")  # !
+        self.optimizer = bnb.optim.AdamW8bit(self.model.parameters())
+
+    def step(self, x):
+        self.model(x).sum().backward()
+        self.optimizer.step()
+
+def in_place(model, loader):
+    model.bfloat16()  # !
+    optimizer = AdamW8bit(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+def in_parts(model, loader):
+    for p in model.parameters():
+        p.data = p.data.to(torch.bfloat16)  # !
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+def trainer(data):
+    model = AutoModel.from_pretrained("x", dtype=torch.bfloat16)  # !
+    Trainer(model, TrainingArguments("out", bf16=True), train_dataset=data).train()
+"""
+        ),
+        Good(
+            """\
+import torch
+from optimi import AdamW as Kahan
+from torchao.optim import AdamW8bit
+from transformers import AutoModel, Trainer, TrainingArguments
+
+def mixed(loader):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x.to(torch.bfloat16)).sum()
+        loss.backward()
+        optimizer.step()
+
+def kahan(loader):
+    model = torch.nn.Linear(8, 8).bfloat16()
+    optimizer = Kahan(model.parameters(), 1e-5)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+def stochastic(loader):
+    model = torch.nn.Linear(8, 8).bfloat16()
+    optimizer = AdamW8bit(model.parameters(), bf16_stochastic_round=True)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+def masters(loader):
+    model = torch.nn.Linear(8, 8).bfloat16()
+    masters = [p.detach().clone().float() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        for m, p in zip(masters, model.parameters()):
+            m.grad = p.grad.float()
+        optimizer.step()
+
+def parsed(parser, data):
+    args = parser.parse_args_into_dataclasses()
+    model = AutoModel.from_pretrained("x", dtype=torch.bfloat16)
+    Trainer(model, args, train_dataset=data).train()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def frozen_parts(model, head, loader):
+    for p in model.parameters():
+        if not p.requires_grad:
+            p.data = p.data.to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+def rounded(loader, tower):
+    tower = tower.to(torch.bfloat16)
+    tower.eval()
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(tower(x)).sum().backward()
+        optimizer.step()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.declared == "inference" or facts.trained.masters:
+            return
+        for weights in facts.trained.weights("bfloat16"):
+            optimizers = facts.trained.plain_optimizers(weights.training) or facts.trained.trainers(weights.training)
+            if optimizers:
+                call = weights.event.call
+                expr = facts.short(call.func if weights.event.kind == "load" else call.node)
+                yield self.at(weights.event, expr=expr, notes=(Note("trained with here", optimizers[0].span),))
