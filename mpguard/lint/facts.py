@@ -15,6 +15,8 @@ Events, each in order of evaluation within its function:
     prepare     `accelerator.prepare`            initialize  `deepspeed.initialize`
     convert     torchao's float8 conversion      trainer     a framework's trainer is built
     load        `from_pretrained`                accelerator an Accelerator is built
+    shard       FSDP around a model              policy      FSDP's `MixedPrecision`, `MixedPrecisionPolicy`
+    arguments   a `TrainingArguments` is built
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from mpguard.lint.events import FINDERS, Event, compiled, is_optimizer
 from mpguard.lint.flow import Flow
 from mpguard.lint.frozen import Frozen
 from mpguard.lint.guard import ALWAYS, Condition, Guard, compatible
+from mpguard.lint.prepared import Prepared
 from mpguard.lint.regions import Region, Regions
 from mpguard.lint.settled import settle
 from mpguard.lint.source import Chunk, Frames, Source
@@ -111,6 +114,7 @@ class Facts:
         self.contexts = Regions(self)
         self.flow = Flow(self)
         self.frozen = Frozen(self)
+        self.prepared = Prepared(self)
         self.trained = Trained(self)
         self.calls: dict[str, list[Call]] = {}
         self._indexed: dict[Scope, int] = {}

@@ -125,6 +125,13 @@ _TRAINS = frozenset({"train", "training", "trainer", "fit", "finetune", "pretrai
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
+#: FSDP's wrappers and policies.
+_FSDP = {
+    "FullyShardedDataParallel": "fsdp1", "fully_shard": "fsdp2", "MixedPrecision": "fsdp1_policy",
+    "MixedPrecisionPolicy": "fsdp2_policy",
+}  # fmt: skip
+
+
 def infers(name: str) -> bool:
     """Whether a function of this name is for inference: `evaluate`, `validation_step`, `test_*`, `export_onnx`."""
     if name.startswith("test_"):
@@ -172,6 +179,8 @@ def kind_of(path: str) -> str:
         return "accelerator"
     if path == "deepspeed.initialize":
         return "engine"
+    if path.startswith("torch.distributed.") and last in _FSDP:
+        return _FSDP[last]
     if "." in path and last in OPTIMIZERS:
         return "optimizer"
     if path.startswith("torch.optim.") and ".lr_scheduler." not in path and CAPITAL.match(last):

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from mpguard.lint.events.event import Event, called, created, finds, is_optimizer, is_scaler, last_name
+from mpguard.lint import names
+from mpguard.lint.events.event import Event, aliases, called, created, finds, is_optimizer, is_scaler, last_name
 from mpguard.lint.walk import Call, constant, dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts import Facts
+
+#: Packages whose `...TrainingArguments` are those of transformers.
+_TRAINING_ARGUMENTS = frozenset({"transformers", "sentence_transformers", "optimum", "trl", "adapters"})
 
 
 @finds("backward")
@@ -87,9 +91,43 @@ def _initializes(facts: Facts) -> Iterator[Event]:
 
 @finds("prepare")
 def _prepares(facts: Facts) -> Iterator[Event]:
-    for call in called(facts, "prepare"):
+    for call in called(facts, "prepare", "prepare_model", "prepare_optimizer"):
         if call.receiver is None:
             continue
         kinds = facts.kinds(call.receiver, call)
         if "accelerator" in kinds or (kinds <= {""} and "accelerator" in last_name(call.receiver).lower()):
             yield Event("prepare", call, facts, call.receiver)
+
+
+@finds("shard")
+def _shards(facts: Facts) -> Iterator[Event]:
+    """FSDP around a model: `FullyShardedDataParallel(model)`, `fully_shard(model)`."""
+    wanted = ("FullyShardedDataParallel", "fully_shard")
+    for call in called(facts, *wanted, *(other for name in wanted for other in aliases(facts, name))):
+        if names.kind_of(facts.called_path(call)) in ("fsdp1", "fsdp2"):
+            yield Event("shard", call, facts, call.argument(0, "module"))
+
+
+@finds("policy")
+def _policies(facts: Facts) -> Iterator[Event]:
+    """FSDP's policy objects: `MixedPrecision(...)` of FSDP1, `MixedPrecisionPolicy(...)` of FSDP2."""
+    wanted = ("MixedPrecision", "MixedPrecisionPolicy")
+    for call in called(facts, *wanted, *(other for name in wanted for other in aliases(facts, name))):
+        if names.kind_of(facts.called_path(call)) in ("fsdp1_policy", "fsdp2_policy"):
+            given = call.argument(0, "param_dtype")
+            yield Event("policy", call, facts, call.node, facts.dtypes(given, call) if given is not None else ())
+
+
+@finds("arguments")
+def _arguments(facts: Facts) -> Iterator[Event]:
+    """`TrainingArguments(...)` of transformers, and the classes of it that trl and others derive."""
+    for name, calls in facts.calls.items():
+        if not name.endswith(("TrainingArguments", "Config")):
+            continue
+        for call in calls:
+            if any(
+                (path.split(".", 1)[0] in _TRAINING_ARGUMENTS and name.endswith("TrainingArguments"))
+                or path.startswith("trl.")
+                for _, path in facts.paths(call)
+            ):
+                yield Event("arguments", call, facts, call.node)
