@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Document", "Entry", "Problem", "decode", "parse", "read"]
 
-Format = Literal["yaml", "json"]
+Format = Literal["yaml", "json", "python"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Document:
     path: as it was given, for messages. text: decoded, line endings as they are, without byte-order
     mark (`bom` says whether there was one). problems: why it is no usable config; empty when it is.
     root: the nodes; None for an empty file, and where the text cannot be read at all.
+    given_to: of a dict in Python code (format `python`): the calls that take it, "" where others may.
     """
 
     path: str
@@ -62,6 +63,7 @@ class Document:
     root: Node | None
     problems: list[Problem]
     bom: bool = False
+    given_to: tuple[str, ...] = ()
 
     @functools.cached_property
     def data(self) -> Any:

@@ -9,7 +9,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mpguard import settings
 from mpguard.lint import gate, suppress, workers
@@ -18,6 +18,10 @@ from mpguard.lint.finding import Finding, Lines, placed
 from mpguard.lint.project import LaunchConfig, Project
 from mpguard.lint.rule import BaseRule, ConfigRule, Diagnostic, Rule
 from mpguard.lint.selection import Rules, Selection, Selectors, ignored_in, selection
+
+if TYPE_CHECKING:
+    from mpguard.document import Document
+    from mpguard.lint.facts import Facts
 
 SYNTAX, CONFIG = "MPG000", "MPG003"
 
@@ -187,8 +191,9 @@ class Engine:
     def _python(self, data: bytes, target: Target, chosen: Selection) -> Checked:
         on = [rule for code, rule in self.rules.items() if code in chosen.codes and issubclass(rule, Rule)]
         speaking = gate.relevant(data, on)
+        about_dicts = self._about_dicts(data, chosen)
         judged = suppress.may_be_judged(data)
-        if not speaking and not judged and not target.named and SYNTAX not in chosen.asked:
+        if not speaking and not about_dicts and not judged and not target.named and SYNTAX not in chosen.asked:
             return Checked(Lines(""), [], [], [])
 
         from mpguard.lint.source import Source, Unparsable
@@ -197,12 +202,17 @@ class Engine:
         defects: list[Defect] = []
         ran = set(chosen.codes)
         try:
-            parse = bool(speaking) or target.named or SYNTAX in chosen.asked
+            parse = bool(speaking or about_dicts) or target.named or SYNTAX in chosen.asked
             source = Source.parse(data, target.path) if parse else Source(data, target.path)
-            if speaking:
+            if speaking or about_dicts:
                 from mpguard.lint.facts import Facts
 
-                diagnostics, defects = self._ask(speaking, Facts(source, self.project), target.path, (Unparsable,))
+                facts = Facts(source, self.project)
+                diagnostics, defects = self._ask(speaking, facts, target.path, (Unparsable,))
+                for document in self._dicts(facts) if about_dicts else ():
+                    found, failed = self._ask(about_dicts, document, target.path)
+                    diagnostics += found
+                    defects += failed
                 ran -= {defect.code for defect in defects}
         except (Unparsable, RecursionError) as error:
             imported = getattr(error, "path", "")
@@ -214,6 +224,23 @@ class Engine:
         comments = suppress.in_python(lines) if judged or diagnostics else suppress.NONE
         encode = functools.partial(_encoded, encoding=source.encoding, bom=source.bom)
         return self._finish(target, chosen, _Said(lines, diagnostics, ran, comments, defects, encode))
+
+    def _about_dicts(self, data: bytes, chosen: Selection) -> list[type[BaseRule]]:
+        """The config rules that could speak about a DeepSpeed config in Python code."""
+        if not gate.speaks(gate.DEEPSPEED_DICT, data) or not gate.speaks(gate.DEEPSPEED_DICT, gate.stripped(data)):
+            return []
+        on = [
+            rule
+            for code, rule in self.rules.items()
+            if code in chosen.codes and issubclass(rule, ConfigRule) and "deepspeed" in rule.kinds
+        ]
+        return gate.relevant(data, on)
+
+    @staticmethod
+    def _dicts(facts: Facts) -> list[Document]:
+        from mpguard.lint.inline import configs  # and PyYAML, which most runs over Python do not need
+
+        return configs(facts)
 
     def _unparsable(self, data: bytes, target: Target, chosen: Selection, error: Exception) -> Checked:
         from mpguard.lint.source import Unparsable
@@ -284,7 +311,8 @@ class Engine:
         defects: list[Defect] = []
         for rule in rules:
             try:
-                said = list(rule().check(about))  # type: ignore[attr-defined]
+                made = rule(self.project) if issubclass(rule, ConfigRule) else rule()
+                said = list(made.check(about))  # type: ignore[attr-defined]
             except fatal:
                 raise
             except Exception as error:

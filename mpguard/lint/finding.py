@@ -95,7 +95,7 @@ def placed(diagnostic: Diagnostic, rule: type[BaseRule], path: str, lines: Lines
     return Finding(
         rule.code,
         rule.name,
-        rule.severity,
+        diagnostic.severity or rule.severity,
         path,
         *start,
         *end,

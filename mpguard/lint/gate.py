@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import TypeVar
 
-from mpguard.lint.rule import BaseRule
+from mpguard.lint.rule import BaseRule, any_of
 
 R = TypeVar("R", bound="BaseRule | type[BaseRule]")
 
@@ -22,6 +22,11 @@ _NOISE = re.compile(
     rb'|(?P<drop>"""(?:[^\\"]|\\.|"(?!""))*"""|\'\'\'(?:[^\\\']|\\.|\'(?!\'\'))*\'\'\'|#[^\r\n]*)'
     rb'|"(?:[^\\"\r\n]|\\.)*"|\'(?:[^\\\'\r\n]|\\.)*\'',
     re.DOTALL,
+)
+
+#: What a Python file with a DeepSpeed config in a dict holds: a key that such a config must have, or alone has.
+DEEPSPEED_DICT = (
+    any_of(b"zero_optimization", b"train_micro_batch_size_per_gpu", b"train_batch_size", b"torch_autocast"),
 )
 
 

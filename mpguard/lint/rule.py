@@ -18,6 +18,7 @@ from mpguard.errors import ExtensionError
 if TYPE_CHECKING:
     from mpguard.document import Document
     from mpguard.lint.facts import Facts
+    from mpguard.lint.project import Project
 
 Severity = Literal["error", "warning", "info"]
 Applicability = Literal["safe", "unsafe"]
@@ -49,7 +50,7 @@ class Note:
 class Diagnostic:
     """What a rule yields: offsets in one file's text (code points), no syntax-tree node.
 
-    The engine turns it into a `Finding` with path, lines and columns.
+    The engine turns it into a `Finding` with path, lines and columns. severity: where it is not the rule's.
     """
 
     code: str
@@ -58,6 +59,7 @@ class Diagnostic:
     help: str = ""
     notes: tuple[Note, ...] = ()
     fix: Fix | None = None
+    severity: Severity | None = None
 
 
 class Placed(Protocol):
@@ -121,12 +123,13 @@ class BaseRule:
         fix: Fix | None = None,
         help: str | None = None,
         message: str | None = None,
+        severity: Severity | None = None,
         **values: Any,
     ) -> Diagnostic:
         """A diagnostic at a place; `message` with `{values}` filled in."""
         span = place if isinstance(place, tuple) else place.span
         text = (message or self.message).format(**values) if values else (message or self.message)
-        return Diagnostic(self.code, span, text, self.help if help is None else help, notes, fix)
+        return Diagnostic(self.code, span, text, self.help if help is None else help, notes, fix, severity)
 
     @classmethod
     def page(cls) -> str:
@@ -151,9 +154,15 @@ class Rule(BaseRule):
 
 
 class ConfigRule(BaseRule):
-    """A rule about a config file. `kinds`: which ones it reads (`accelerate`, `deepspeed`, `axolotl`)."""
+    """A rule about a config: a file, or a DeepSpeed config that is a dict in Python code.
+
+    kinds: which ones it reads (`accelerate`, `deepspeed`, `axolotl`). project: what lies around the file.
+    """
 
     kinds: ClassVar[tuple[str, ...]]
+
+    def __init__(self, project: Project | None = None) -> None:
+        self.project = project
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         raise NotImplementedError

@@ -445,7 +445,10 @@ class Walker:
             self._bind(key, "element" if index else "assign", target, value=value, index=index)
         elif isinstance(target, cst.Subscript):
             self._read(target)
-            base = dotted(target.value)
+            inner: cst.BaseExpression = target
+            while isinstance(inner, cst.Subscript):
+                inner = inner.value
+            base = dotted(inner)
             if base:
                 self._bind(base, "item", target, value=value, index=index)
         elif isinstance(target, cst.Attribute):
