@@ -17,7 +17,7 @@ import libcst as cst
 from mpguard.lint import mend, names
 from mpguard.lint.events import Event
 from mpguard.lint.flow import UPCASTS, Reach, Sink
-from mpguard.lint.guard import Guard
+from mpguard.lint.guard import Guard, compatible
 from mpguard.lint.values import Function
 from mpguard.lint.walk import Binding, Call, Scope, constant, dotted
 
@@ -254,6 +254,16 @@ class Trained:
         )
 
     # -- what trains --------------------------------------------------------------------------------
+
+    def trainer_of(self, call: Call) -> Call | None:
+        """What trains in the program that a call belongs to: a backward pass beside a step, `prepare`, a Trainer."""
+        near = self.facts.reachable(call.scope)
+        for kind in ("backward", "framework", "trainer"):
+            for event in self.facts.events(kind):
+                together = event.scope in near and compatible(event.guard, self.facts.guard_of(call))
+                if together and (kind == "trainer" or self.facts.steps(event.scope)):
+                    return event.call
+        return None
 
     def plain_optimizers(self, training: Training) -> list[Call]:
         """The optimizers that are handed the weights and update them as they are: no FP32 masters, no stochastic or

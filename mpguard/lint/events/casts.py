@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint import names
-from mpguard.lint.events.event import Event, called, finds
+from mpguard.lint.events.event import Event, aliases, called, finds
 from mpguard.lint.guard import ALWAYS
 from mpguard.lint.values import Class, Constant, Function, Object, Ref
 from mpguard.lint.walk import Call, constant
@@ -72,3 +72,18 @@ def _loads(facts: Facts) -> Iterator[Event]:
         yield Event(
             "load", call, facts, call.node, facts.dtypes(given, call, strings=True) if given is not None else ()
         )
+
+
+@finds("default_dtype")
+def _default_dtypes(facts: Facts) -> Iterator[Event]:
+    """`torch.set_default_dtype(...)` and `set_default_tensor_type(...)`; the dtype of a tensor type."""
+    for call in called(facts, "set_default_dtype", *aliases(facts, "set_default_dtype")):
+        if "torch.set_default_dtype" in {path for _, path in facts.paths(call)}:
+            yield Event("default_dtype", call, facts, call.node, facts.dtypes(call.argument(0, "d"), call))
+    for call in called(facts, "set_default_tensor_type", *aliases(facts, "set_default_tensor_type")):
+        if "torch.set_default_tensor_type" in {path for _, path in facts.paths(call)}:
+            given = call.argument(0, "t")
+            text = constant(given)
+            name = names.DTYPES.get(text[0]) if text is not None and isinstance(text[0], str) else None
+            dtypes = ((ALWAYS, name),) if text is not None else facts.dtypes(given, call)
+            yield Event("default_dtype", call, facts, call.node, dtypes)

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.facts import Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+
+
+class DefaultDtypeHalf(Rule):
+    """The default dtype is FP16 or BF16 in code that trains.
+
+    ## What it does
+    Reports `torch.set_default_dtype(torch.float16)`, `torch.set_default_tensor_type(torch.HalfTensor)` and the
+    same with BF16 where the program runs a backward pass and steps, and nothing sets the default back.
+
+    ## Why is this bad
+    Every parameter, buffer and constant that is created from then on is in that dtype: positions
+    (`torch.arange(..., dtype=None)` of floats, `linspace`), running statistics, losses, the optimizer's state. The
+    weights have no FP32 masters, and `GradScaler` refuses FP16 gradients. Mixed precision leaves the default alone
+    and lets autocast, or the framework's policy, choose.
+
+    ## Known limits
+    Silent where the file sets the default again, to anything but FP16 or BF16 (after model creation, in a
+    `finally`, on leaving a context manager), and where DeepSpeed runs the training, which keeps FP32 masters
+    of what was created so. Silent for an unknown dtype.
+    """
+
+    code, name = "MPG104", "default-dtype-half"
+    severity = "error"
+    message = "`{expr}` makes all that is created from here on {dtype}, in code that trains"
+    help = "leave the default at FP32 and compute in {dtype} by autocast, or set it back after the model is created"
+    triggers = (
+        any_of(b"set_default_dtype", b"set_default_tensor_type"),
+        any_of(b"half", b"Half", b"float16", b"BFloat16"),
+        any_of(b".backward(", b"Trainer", b".prepare("),
+    )
+    examples = (
+        Bad(
+            """\
+import torch
+
+torch.set_default_dtype(torch.bfloat16)  # !
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+from torch import half, set_default_dtype
+import torch as th
+
+def setup(args):
+    if args.fp16:
+        set_default_dtype(half)  # !
+    if args.tensors:
+        th.set_default_tensor_type("torch.cuda.HalfTensor")  # !
+    else:
+        th.set_default_tensor_type(th.cuda.HalfTensor)  # !
+
+def main(args, loader):
+    setup(args)
+    model = th.nn.Linear(8, 8)
+    optimizer = th.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import contextlib
+
+import torch
+
+@contextlib.contextmanager
+def default(dtype=torch.bfloat16):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+def main(loader):
+    with default():
+        model = torch.nn.Linear(8, 8)
+    model.float()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+torch.set_default_dtype(torch.float64)
+
+def train(dtype, loader):
+    torch.set_default_dtype(dtype)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+def generate(prompt):
+    torch.set_default_dtype(torch.float16)
+    return torch.nn.Linear(8, 8)(prompt)
+"""
+        ),
+        Good(
+            """\
+import torch
+
+if __name__ == "__main__":
+    torch.set_default_dtype(torch.bfloat16)
+    net = torch.nn.Linear(8, 8)
+    net(torch.randn(2, 8)).sum().backward()
+"""
+        ),
+        Good(
+            """\
+import deepspeed
+import torch
+
+torch.set_default_dtype(torch.float16)
+model = torch.nn.Linear(8, 8)
+engine, _, _, _ = deepspeed.initialize(model=model)
+for x in loader:
+    engine.backward(engine(x).sum())
+    engine.step()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.declared == "inference" or facts.events("initialize"):
+            return
+        settings = facts.events("default_dtype")
+        for event in settings:
+            low = next((dtype for dtype in ("float16", "bfloat16") if event.may_be(dtype)), None)
+            if low is None or facts.infers(event.call):
+                continue
+            back = [other for other in settings if not (other.may_be("float16") or other.may_be("bfloat16"))]
+            if any(compatible(event.guard, other.guard) for other in back):
+                continue
+            trainer = facts.trained.trainer_of(event.call)
+            if trainer is not None:
+                short = {"float16": "FP16", "bfloat16": "BF16"}[low]
+                yield self.at(
+                    event,
+                    expr=facts.short(event.call.node),
+                    dtype=short,
+                    help=self.help.format(dtype=short),
+                    notes=(Note("trained here", trainer.span),),
+                )
