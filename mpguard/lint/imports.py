@@ -1,0 +1,60 @@
+"""Imports of one file: what it takes from a library, where it uses that, and whether it only stands in for another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.guard import Flag, Guard, Not
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts import Facts
+    from mpguard.lint.walk import Binding, Record, Use
+
+#: A condition that asks for the version of torch, or for what it has.
+_ASKS = re.compile(
+    r"(?i)version|hasattr|torch_?\w*\d|is_torch_\w*than|torch_(?:ge|gt|min)|has_\w*(?:amp|autocast|scaler)"
+)
+#: An arm for torch 1.x and newer is no fallback: it is what runs today.
+_SINCE_1 = re.compile(r">=?\D*1\.\d")
+
+
+def imports(facts: Facts) -> Iterator[Binding]:
+    """Every name that an import binds."""
+    for scope in facts.walker.scopes:
+        for bindings in scope.bindings.values():
+            yield from (binding for binding in bindings if binding.kind in ("from", "import"))
+
+
+def by_statement(bindings: list[Binding]) -> dict[cst.CSTNode, list[Binding]]:
+    """Import statement -> what it binds, of the bindings given."""
+    found: dict[cst.CSTNode, list[Binding]] = {}
+    for binding in bindings:
+        found.setdefault(binding.statement or binding.node, []).append(binding)
+    return found
+
+
+def uses(facts: Facts, binding: Binding) -> list[Use]:
+    """The reads of what an import binds, in the scopes that see it."""
+    scopes = facts.walker.scopes if binding.scope.kind == "module" else list(binding.scope.descendants())
+    return [
+        use
+        for scope in scopes
+        if scope is binding.scope or binding.key not in scope.bindings
+        for use in scope.uses.get(binding.key, ())
+    ]
+
+
+def stands_in(record: Record) -> bool:
+    """Whether it is for an older torch only: in an `except` arm, or under a condition on the version."""
+    for condition in record.guard:
+        if isinstance(condition, Not) and isinstance(condition.inner, Flag) and condition.inner.name.startswith("try#"):
+            return True
+        if isinstance(condition, Flag) and _SINCE_1.search(condition.name):
+            continue
+        if any(_ASKS.search(flag) for flag in Guard([condition]).flags() if not flag.startswith("try#")):
+            return True
+    return False

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mpguard.lint import imports
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
+from mpguard.lint.walk import Binding
+
+_AMP = re.compile(r"apex\.(?:amp|fp16_utils)(?:\.|$)|apex\.(?:contrib\.)?optimizers\.(?:\w+\.)?FP16_Optimizer$")
+
+
+class ApexAmp(Rule):
+    """Mixed precision by NVIDIA's apex: `apex.amp`, `apex.fp16_utils`, apex's `FP16_Optimizer`.
+
+    ## What it does
+    Reports the import of one of them, once, where the file uses it; or the place of use, where the code spells out
+    `apex.amp`.
+
+    ## Why is this bad
+    They are unmaintained: apex's README calls them deprecated since torch has had its own (1.6, in 2020). They patch
+    torch's functions in place (O1), or cast the model to FP16 (O2), know no BF16, and nothing of FSDP and
+    `torch.compile`. `torch.amp` needs no extension to be built.
+
+    ## Known limits
+    apex's fused optimizers, norms and losses are another matter and never reported. A stand-in for a torch that has no
+    `torch.amp` is fine: in an `except` arm, or under a condition that asks for torch's version. An import that nothing
+    in the file uses is silent, other files may want to know whether apex is there.
+    """
+
+    code, name = "MPG305", "apex-amp"
+    severity = "warning"
+    message = "`{what}` is unmaintained"
+    help = "use torch.autocast and torch.amp.GradScaler, or BF16 and no scaler"
+    triggers = (any_of(b"apex"), any_of(b"amp", b"fp16_utils", b"FP16_Optimizer"))
+    examples = (
+        Bad(
+            """\
+from apex import amp  # !
+
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+for x in loader:
+    loss = model(x).sum()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+try:
+    from apex.fp16_utils import FP16_Optimizer, network_to_half  # !
+    from apex.optimizers import FP16_Optimizer as Other  # !
+except ImportError:
+    raise SystemExit("install apex")
+
+import apex
+
+def main(args, model, optimizer):
+    model = network_to_half(model)
+    if args.amp:
+        apex.amp.initialize(model, optimizer)  # !
+        apex.amp.state_dict()
+    import apex.amp as mixed  # !
+    mixed.state_dict()
+    return FP16_Optimizer(Other(optimizer))
+"""
+        ),
+        Good(
+            """\
+import apex
+from apex.optimizers import FusedAdam
+from apex.normalization import FusedLayerNorm
+from apex.parallel import DistributedDataParallel
+
+try:
+    from torch.cuda import amp
+except ImportError:
+    from apex import amp
+
+if not hasattr(torch, "amp"):
+    from apex import amp as old
+    old.initialize(model, optimizer)
+
+try:
+    from apex import amp as unused
+    has_apex = True
+except ImportError:
+    has_apex = False
+
+amp.autocast()
+optimizer = apex.optimizers.FusedAdam(model.parameters())
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        found = []
+        for binding in imports.imports(facts):
+            path = f"{binding.target}.{binding.name}".rstrip(".")
+            if imports.stands_in(binding):
+                continue
+            if _AMP.match(path):
+                found.append(binding)
+            elif path == "apex":
+                yield from self._spelled_out(binding, facts)
+        for statement, bindings in imports.by_statement(found).items():
+            first = bindings[0]
+            if any(imports.uses(facts, binding) for binding in bindings):
+                yield self.at(facts.span(statement, first), what=f"{first.target}.{first.name}".rstrip("."))
+
+    def _spelled_out(self, binding: Binding, facts: Facts) -> Iterator[Diagnostic]:
+        """`import apex`, then `apex.amp.initialize(...)`: its first use."""
+        for use in imports.uses(facts, binding):
+            if _AMP.match(use.path.replace(binding.key, "apex", 1)) and not imports.stands_in(use):
+                yield self.at(use, what=use.path)
+                return

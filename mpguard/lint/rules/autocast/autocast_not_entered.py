@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
+from mpguard.lint.values import Object
+from mpguard.lint.walk import Call, dotted, text_of
+
+#: Contexts in which a call is made to see what it raises.
+_PROBES = re.compile(r"(?i)raises|warns|warnings|subtest|suppress")
+
+
+class AutocastNotEntered(Rule):
+    """An autocast is made, and nothing ever enters it.
+
+    ## What it does
+    Reports `torch.autocast(...)`, its deprecated forms and `accelerator.autocast()` where the call is a statement by
+    itself, or is bound to a name of a function or script that is never used.
+
+    ## Why is this bad
+    `torch.autocast` is a context manager: it changes nothing before `with` or a decorator enters it. The code below it
+    runs in FP32, at the speed and with the memory of FP32, without a word.
+
+    ## Known limits
+    A context that is stored in an attribute, a dict or a list, passed on or returned counts as entered, and so does a
+    name that is read anywhere. Silent where the call is a probe: under `try`, or inside `pytest.raises`.
+    """
+
+    code, name = "MPG304", "autocast-not-entered"
+    severity = "error"
+    message = "`{call}` is never entered: nothing runs under it"
+    help = "enter it: `with torch.autocast(...):`, or decorate a function with it"
+    triggers = (any_of(b"autocast("),)
+    examples = (
+        Bad(
+            """\
+import torch
+
+def train(model, loader):
+    torch.autocast("cuda", dtype=torch.bfloat16)  # !
+    for x in loader:
+        loss = model(x).sum()
+        loss.backward()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from torch.cuda.amp import autocast as amp
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+
+def train(args, model, x):
+    amp(enabled=args.amp)  # !
+    accelerator.autocast()  # !
+    context = torch.amp.autocast("cuda", torch.float16) if args.amp else None  # !
+    unused = torch.autocast("cuda")  # !
+    return model(x)
+"""
+        ),
+        Good(
+            """\
+import contextlib
+import pytest
+import torch
+from torch import autocast
+
+default_context = autocast("cuda")
+
+def train(args, model, x, stack):
+    context = autocast("cuda") if args.amp else contextlib.nullcontext()
+    contexts = {"bf16": autocast("cuda", torch.bfloat16), "fp32": contextlib.nullcontext()}
+    later = lambda: autocast("cuda")
+    first = autocast("cuda")
+    first.__enter__()
+    second = autocast("cuda")
+    stack.enter_context(second)
+    third = autocast("cuda")
+
+    def inner():
+        with third:
+            return model(x)
+
+    with context, contexts[args.dtype], later():
+        return inner()
+
+class Run:
+    def __init__(self):
+        self.amp = autocast("cuda")
+        autocast("cuda").__enter__()
+
+    @autocast("cuda")
+    def context(self):
+        return autocast("cuda")
+
+def supported():
+    try:
+        autocast("mps")
+    except RuntimeError:
+        return False
+    with pytest.raises(RuntimeError):
+        autocast("nonsense")
+    return True
+
+def mine(autocast):
+    autocast("cuda")
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for call in self._made(facts):
+            if not self._probe(call) and not self._used(call, facts):
+                yield self.at(call, call=facts.short(call.node))
+
+    def _made(self, facts: Facts) -> Iterator[Call]:
+        yield from (event.call for event in facts.events("autocast"))
+        for call in facts.calls.get("autocast", ()):
+            atoms = [each.atom for each in facts.evaluate(call.node, call)]
+            if any(isinstance(atom, Object) and atom.kind == "accelerator_autocast" for atom in atoms):
+                yield call
+
+    def _probe(self, call: Call) -> bool:
+        return any(flag.startswith("try#") for flag in call.guard.flags()) or any(
+            _PROBES.search(text_of(item.expr)) for item in call.withs
+        )
+
+    def _used(self, call: Call, facts: Facts) -> bool:
+        """Whether something may enter it: all but a statement of its own, and a local name that nothing reads."""
+        parents, node = facts.walker.parents, call.node
+        above: cst.CSTNode | None = parents.get(node)
+        while isinstance(above, (cst.IfExp, cst.BooleanOperation)):
+            above = parents.get(above)
+        if isinstance(above, cst.Expr):
+            return False
+        if isinstance(above, cst.AnnAssign):
+            target = dotted(above.target)
+        elif isinstance(above, cst.Assign) and len(above.targets) == 1:
+            target = dotted(above.targets[0].target)
+        else:
+            return True
+        if not target or "." in target or target in call.scope.globals or call.scope.kind != "function":
+            return True
+        places = call.scope.descendants()
+        return any(use.path.split(".", 1)[0] == target for place in places for use in place.uses.get(target, ()))
