@@ -64,9 +64,13 @@ class Sink:
 
 @dataclasses.dataclass(eq=False)
 class Reach:
-    """All that a value reaches; `outside` where it leaves the file's sight (returned to nobody, stored)."""
+    """All that a value reaches; `outside` where it leaves the file's sight (returned to nobody, stored).
+
+    models: the calls of a model or module that it, or what is computed from it, is an input of.
+    """
 
     sinks: list[Sink] = dataclasses.field(default_factory=list)
+    models: list[Call] = dataclasses.field(default_factory=list)
     outside: bool = False
 
     @property
@@ -370,6 +374,8 @@ class _Forward:
                 known = True
                 carries = self.module(atom, call, arg) or carries
         if not known:
+            if call.path and call.path.rsplit(".", 1)[-1] in facts.trained.modules:
+                self.reach.models.append(call)
             for function in facts.functions(call):
                 known = True
                 self.entered(function.scope, call, arg)
@@ -409,6 +415,8 @@ class _Forward:
             return False
         if kind == "optimizer":
             return False
+        if kind == "model":
+            self.reach.models.append(call)
         for function in self.facts.functions(call):
             if function.facts is self.facts:
                 self.entered(function.scope, call, arg)
