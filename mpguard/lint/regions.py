@@ -12,7 +12,7 @@ import libcst as cst
 from mpguard.lint import names
 from mpguard.lint.guard import ALWAYS, Guard, compatible
 from mpguard.lint.values import UNKNOWN, Alternative, Constant, Method, Object, Ref
-from mpguard.lint.walk import Call, Record, Scope, With, constant, text_of
+from mpguard.lint.walk import Call, Record, Scope, With, constant, dotted, text_of
 
 if TYPE_CHECKING:
     from mpguard.lint.facts import Facts
@@ -40,6 +40,13 @@ class Region:
     def may_be(self, dtype: str) -> list[Guard]:
         """The guards under which the region has that dtype for certain."""
         return [both for guard, name in self.dtypes if name == dtype and (both := self.guard.joined(guard)).possible]
+
+
+def enabled_argument(call: Call, path: str) -> cst.BaseExpression | None:
+    """What an autocast or a scaler is given as `enabled`, which stands elsewhere in the deprecated forms."""
+    legacy = path.startswith(("torch.cuda.amp.", "torch.cpu.amp."))
+    place = (0 if legacy else 2) if path in names.AUTOCASTS else (4 if legacy else 5)
+    return call.argument(place, "enabled")
 
 
 class Regions:
@@ -132,9 +139,7 @@ class Regions:
 
     def enabled(self, call: Call, path: str) -> Guard:
         """The guard that an autocast's or a scaler's `enabled=` is; an impossible one for `False`."""
-        legacy = path.startswith(("torch.cuda.amp.", "torch.cpu.amp."))
-        place = (0 if legacy else 2) if path in names.AUTOCASTS else (4 if legacy else 5)
-        given = call.argument(place, "enabled")
+        given = enabled_argument(call, path)
         if given is None:
             return ALWAYS
         known = {
@@ -145,6 +150,13 @@ class Regions:
         if known == {False}:
             return ALWAYS.given(self.facts.condition(cst.Name("False"), call.scope))
         return ALWAYS.given(self.facts.condition(given, call.scope))
+
+    def off_by_default(self, region: Region) -> bool:
+        """Whether its `enabled` is a parameter that is False if the caller does not say otherwise."""
+        call = region.call
+        given = enabled_argument(call, region.facts.called_path(call)) if call is not None else None
+        params = call.scope.params if call is not None and isinstance(given, cst.Name) else []
+        return any(p.name == dotted(given) and constant(p.default) == (False,) for p in params)
 
     def autocast(self, call: Call, path: str) -> Region:
         """The region that a call of an autocast makes: its device and dtype, with torch's defaults."""

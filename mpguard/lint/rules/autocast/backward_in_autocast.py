@@ -32,8 +32,8 @@ class BackwardInAutocast(Rule):
     the size of the model in 16 bits, held through the backward pass.
 
     ## Fix safety
-    Unsafe: `backward` and what follows it in the block are moved out of the region. There is a fix where autocast is the
-    only context of the `with`, and only steps, updates and logging follow.
+    Unsafe: `backward` and what follows it in the block are moved out of the region. There is a fix where autocast is
+    the only context of the `with`, and only steps, updates and logging follow.
 
     ## Known limits
     A region that is entered in another file is not seen.
