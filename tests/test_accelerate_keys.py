@@ -13,7 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from mpguard.lint.accelerate_keys import ARGUMENTS, DEEPSPEED, DYNAMO, FP8, FSDP, SECTIONS, VERSION, Section
+from mpguard.lint.accelerate_keys import (
+    ARGUMENTS,
+    DEEPSPEED,
+    DYNAMO,
+    FP8,
+    FP8_BACKENDS,
+    FSDP,
+    OLD,
+    SAGEMAKER,
+    SECTIONS,
+    TOP,
+    VERSION,
+    Section,
+    unknown_key,
+)
 
 SPEC = importlib.util.find_spec("accelerate")
 assert SPEC is not None and SPEC.origin is not None
@@ -97,6 +111,48 @@ def test_deepspeed_keys_and_arguments_are_read() -> None:
     assert set(options) - {"help"} >= ARGUMENTS - {"use_cpu"}
 
 
+def test_top_level_keys_are_the_fields_of_the_config_classes() -> None:
+    code = (
+        "from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig\n"
+        "print(*ClusterConfig.__dataclass_fields__)\nprint(*SageMakerConfig.__dataclass_fields__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    cluster, sagemaker = (set(line.split()) for line in done.stdout.splitlines())
+    assert cluster == TOP
+    assert sagemaker == SAGEMAKER
+    tree = ast.parse((PACKAGE / "commands/config/config_args.py").read_text())
+    read = {
+        node.args[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "config_dict.pop"
+        if isinstance(node.args[0], ast.Constant)
+    } | {ast.literal_eval(node.slice) for node in ast.walk(tree) if isinstance(node, ast.Subscript)
+         and isinstance(node.ctx, ast.Del) and ast.unparse(node.value) == "config_dict"}  # fmt: skip
+    assert read == OLD
+
+
+def test_fp8_backends_are_those_of_the_enum() -> None:
+    code = "from accelerate.utils.dataclasses import FP8BackendType as t\nprint(*(each.value for each in t))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert set(FP8_BACKENDS.values()) == set(done.stdout.split()) - {"NO"}
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("mixed_precision", None),
+        ("fp16", None),
+        ("mixed_precission", "; did you mean `mixed_precision`?"),
+        ("mpguard_recipe", "; mpguard's keys stand in `fp8_config`"),
+        ("fsdp_version", "; it belongs under `fsdp_config`"),
+        ("zero_stage", "; it belongs under `deepspeed_config`"),
+        ("qqqq", ". Remove it"),
+    ],
+)
+def test_unknown_key(key: str, said: str | None) -> None:
+    assert unknown_key(key) == said
+
+
 @pytest.mark.parametrize("name", SECTIONS)
 def test_the_wizard_writes_nothing_but_known_and_renamed_keys(name: str) -> None:
     section = SECTIONS[name]
@@ -125,6 +181,18 @@ def exported(tmp_path: Path, config: str) -> dict[str, str]:
     return result
 
 
+def refused(tmp_path: Path, config: str) -> str:
+    """What the real `accelerate launch` says of a config that it does not start with."""
+    (tmp_path / "mp.yaml").write_text(config)
+    (tmp_path / "show.py").write_text("print('started')")
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "mp.yaml", "show.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode != 0 and "started" not in done.stdout
+    return done.stderr
+
+
 def test_behaviour_of_the_wizards_keys(tmp_path: Path) -> None:
     """What MPG801 says, seen: the wizard's key arrives under a name that nobody reads, ours under the one that is."""
     config = (
@@ -150,3 +218,50 @@ def test_behaviour_of_use_cpu(tmp_path: Path, kind: str, said: str | None) -> No
         f"num_machines: 1\nnum_processes: {processes}\nmain_process_port: 0\n",
     )
     assert variables.get("ACCELERATE_USE_CPU") == said
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("distributed_type: 'NO'\nmixed_precision: no\n", "'bool' object has no attribute 'lower'"),
+        ("distributed_type: NO\nmixed_precision: bf16\n", "You need to manually pass in `--num_processes`"),
+        (
+            "distributed_type: 'NO'\nmixed_precision: bf16\ndynamo_config: {dynamo_backend: NO}\n",
+            "'bool' object has no attribute 'upper'",
+        ),
+        ("distributed_type: 'NO'\nmixed_precision: bf16\nmixed_precission: bf16\n", "had unknown keys"),
+        (
+            "distributed_type: 'NO'\nmixed_precision: fp8\n"
+            "fp8_config: {backend: TE, override_linear_precision: false}\n",
+            "'bool' object is not subscriptable",
+        ),
+    ],
+    ids=["MPG802", "MPG802 distributed_type", "MPG802 dynamo", "MPG813", "MPG809"],
+)
+def test_behaviour_of_what_the_launcher_refuses(tmp_path: Path, lines: str, said: str) -> None:
+    assert said in refused(tmp_path, f"{lines}use_cpu: true\n")
+
+
+def test_behaviour_of_deepspeed_config_overriding(tmp_path: Path) -> None:
+    """What MPG804 says, seen: the section's key is in force, not the top level's."""
+    variables = exported(
+        tmp_path,
+        "distributed_type: 'NO'\nmixed_precision: bf16\nuse_cpu: true\nnum_processes: 1\n"
+        "deepspeed_config: {mixed_precision: fp16}\n",
+    )
+    assert variables["ACCELERATE_MIXED_PRECISION"] == "fp16"
+
+
+def test_behaviour_of_backend_spellings(tmp_path: Path) -> None:
+    """What MPG803 says, seen: the launch takes any spelling, the worker stops."""
+    variables = exported(
+        tmp_path,
+        "distributed_type: 'NO'\nmixed_precision: fp8\nuse_cpu: true\nnum_processes: 1\nfp8_config: {backend: te}\n",
+    )
+    assert variables["ACCELERATE_FP8_BACKEND"] == "te"
+    code = "from accelerate import Accelerator; Accelerator(cpu=True).fp8_backend"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=240, env={**os.environ, **variables},
+    )  # fmt: skip
+    assert "'te' is not a valid FP8BackendType" in done.stderr

@@ -1,15 +1,17 @@
-"""Which keys of its sections accelerate reads: the committed table, from accelerate 1.15.0.
+"""Which keys accelerate reads, at the top level and in its sections: the committed table, from accelerate 1.15.0.
 
-`accelerate launch` checks top-level keys only. It copies each key of a section to a launch argument,
-with the section's prefix before it where that is missing, and hands some arguments to the workers;
-what it never reads again is lost without a word (S5, S6). tests/test_accelerate_keys.py compares the
-table with the source of the installed accelerate.
+`accelerate launch` refuses a top-level key that it does not know, and checks no other. It copies each
+key of a section to a launch argument, with the section's prefix before it where that is missing, and
+hands some arguments to the workers; what it never reads again is lost without a word (S5, S6).
+tests/test_accelerate_keys.py compares the table with the source of the installed accelerate.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+
+from mpguard.errors import did_you_mean, near
 
 VERSION = "1.15.0"
 
@@ -89,3 +91,39 @@ ARGUMENTS = _words(
     " dynamo_use_dynamic dynamo_use_regional_compilation max_restarts monitor_interval rdzv_conf role"
     " log_dir tee"
 )
+
+#: Top-level keys of a config, and those of the compute environment AMAZON_SAGEMAKER.
+_ALL = _words(
+    "compute_environment distributed_type mixed_precision use_cpu debug num_machines gpu_ids enable_cpu_affinity"
+    " dynamo_config"
+)
+TOP = _ALL | _words(
+    "num_processes machine_rank main_process_ip main_process_port rdzv_backend same_network main_training_function"
+    " fp8_config deepspeed_config fsdp_config parallelism_config megatron_lm_config mpirun_config downcast_bf16"
+    " tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands tpu_vm tpu_env"
+)
+SAGEMAKER = _ALL | _words(
+    "ec2_instance_type iam_role_name image_uri profile region base_job_name pytorch_version transformers_version"
+    " py_version sagemaker_inputs_file sagemaker_metrics_file additional_args"
+)
+#: Old top-level keys, which accelerate turns into others as it reads the file.
+OLD = _words("fp16 dynamo_backend")
+
+#: `ACCELERATE_FP8_BACKEND` must be one of these as they are; what people write instead, in lower case.
+FP8_BACKENDS: Mapping[str, str] = {
+    "te": "TE", "ao": "AO", "msamp": "MSAMP", "ms-amp": "MSAMP", "ms_amp": "MSAMP", "torchao": "AO",
+    "transformer_engine": "TE", "transformer-engine": "TE", "transformerengine": "TE",
+}  # fmt: skip
+
+
+def unknown_key(key: str, sagemaker: bool = False) -> str | None:
+    """What to do about a top-level key that accelerate refuses; None for one that it reads."""
+    known = SAGEMAKER if sagemaker else TOP
+    if key in known | OLD:
+        return None
+    if key.startswith("mpguard_"):
+        return "; mpguard's keys stand in `fp8_config`"
+    for name, section in SECTIONS.items():
+        if not sagemaker and len(key) > 6 and section.bare(key) in section.keys:
+            return f"; it belongs under `{name}`"
+    return did_you_mean(key, known) if near(key, known) else ". Remove it"
