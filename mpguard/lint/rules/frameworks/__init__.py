@@ -1,0 +1,1 @@
+"""Rules about Accelerate, DeepSpeed, FSDP, Trainers and Lightning (MPG5xx)."""

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.edits import Edit
+from mpguard.lint import mend
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+from mpguard.lint.walk import Binding, Call, Use, constant
+
+#: Where an expression may stand for another without parentheses around it.
+_LOOSE = (cst.If, cst.Arg, cst.Assign, cst.BooleanOperation, cst.UnaryOperation, cst.Return, cst.IfExp)
+
+
+class DeprecatedAccelerateArgument(Rule):
+    """What accelerate has removed or will remove: `Accelerator(fp16=...)`, `use_fp16`, `FP8RecipeKwargs`.
+
+    ## What it does
+    Reports the argument `fp16=` of `Accelerator`, the attribute `use_fp16` of an Accelerator or its
+    state, and `FP8RecipeKwargs`.
+
+    ## Why is this bad
+    In accelerate 1.15 `Accelerator(fp16=True)` is a TypeError and `accelerator.use_fp16` an
+    AttributeError. `FP8RecipeKwargs` warns, and goes in 2.0.
+
+    ## Fix safety
+    Safe: `mixed_precision="fp16"`, `accelerator.mixed_precision == "fp16"`, `TERecipeKwargs` or
+    `MSAMPRecipeKwargs` by the backend that is named. `FP8RecipeKwargs` has a fix only where the launch
+    configs beside the code say that DeepSpeed is not in use: accelerate 1.15 heeds no other recipe there
+    (it hands `fp8_recipe_handler` alone to the engine). It has none where no backend is named either.
+
+    ## Known limits
+    An Accelerator that comes from outside is not known as one; `use_fp16` of other objects is theirs.
+    """
+
+    code, name = "MPG513", "deprecated-accelerate-argument"
+    severity = "warning"
+    message = "{what}"
+    triggers = (any_of(b"FP8RecipeKwargs", b"use_fp16", b"fp16="), any_of(b"accelerate"))
+    examples = (
+        Bad(
+            """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(fp16=True)  # !
+if accelerator.use_fp16:  # !
+    print("half")
+""",
+            fixed="""\
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="fp16")
+if accelerator.mixed_precision == "fp16":
+    print("half")
+""",
+        ),
+        Bad(
+            """\
+import accelerate
+from accelerate.utils import FP8RecipeKwargs
+
+class Run:
+    def __init__(self, args):
+        self.accelerator = accelerator = accelerate.Accelerator(
+            cpu=False,
+            fp16=args.fp16,  # !
+        )
+        self.other = accelerate.Accelerator(fp16=False, cpu=args.cpu)  # !
+        self.third = accelerate.Accelerator(mixed_precision="bf16", fp16=args.fp16)  # !
+        self.half = accelerator.use_fp16 == args.fp16  # !
+        self.same = not self.accelerator.state.use_fp16 and args.half  # !
+        self.recipe = FP8RecipeKwargs(backend="TE")  # !
+"""
+        ),
+        Bad(
+            """\
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, FP8RecipeKwargs
+
+handlers = [
+    FP8RecipeKwargs(backend="te", fp8_format="E4M3"),  # !
+    FP8RecipeKwargs(backend="TE", margin=1),  # !
+]
+accelerator = Accelerator(fp16=handlers, kwargs_handlers=handlers)  # !
+""",
+            fixed="""\
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, TERecipeKwargs
+
+handlers = [
+    TERecipeKwargs(fp8_format="E4M3"),
+    TERecipeKwargs(margin=1),
+]
+accelerator = Accelerator(mixed_precision="fp16" if handlers else None, kwargs_handlers=handlers)
+""",
+            files={"mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp8\n"},
+        ),
+        Good(
+            """\
+from accelerate import Accelerator
+from diffusers import Accelerator as Other
+from ours import FP8RecipeKwargs
+
+accelerator = Accelerator(mixed_precision="fp16")
+model = Model(use_fp16=True)
+if model.use_fp16:
+    recipe = FP8RecipeKwargs()
+other = Training(accelerator, fp16=True)
+
+def run(accelerator, args):
+    return args.use_fp16 and accelerator.mixed_precision == "fp16"
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for made in facts.events("accelerator"):
+            given = made.call.keywords.get("fp16")
+            if given is not None and facts.called_path(made.call).startswith("accelerate."):
+                what = "`Accelerator` has no argument `fp16`: a TypeError in accelerate 1.15"
+                yield self.at(
+                    facts.span(given, made.call),
+                    what=what,
+                    help='say `mixed_precision="fp16"`',
+                    fix=self._argument(made.call, given, facts),
+                )
+        for scope in facts.walker.scopes:
+            for uses in scope.uses.values():
+                for use in uses:
+                    if use.path.endswith(".use_fp16"):
+                        yield from self._attribute(use, facts)
+                    elif use.path.rsplit(".", 1)[-1] == "FP8RecipeKwargs" or use.path in self._names(facts):
+                        yield from self._recipe(use, facts)
+
+    # -- Accelerator(fp16=...) ----------------------------------------------------------------------
+
+    def _argument(self, call: Call, given: cst.BaseExpression, facts: Facts) -> Fix | None:
+        known = constant(given)
+        if known in ((False,), (None,)):
+            return Fix("Remove the argument", "safe", (mend.without_argument(call, given),))
+        if "mixed_precision" in call.keywords or len(call.positional) > 2:
+            return None
+        arg = next(arg for arg in call.node.args if arg.value is given)
+        text = '"fp16"' if known == (True,) else f'"fp16" if {facts.text(given, call)} else None'
+        first = facts.span(arg.keyword, call)[0] if arg.keyword is not None else 0
+        last = call.chunk.outer_span(given)[1]
+        return Fix('Say `mixed_precision="fp16"`', "safe", (Edit(first, last, f"mixed_precision={text}"),))
+
+    # -- accelerator.use_fp16 -----------------------------------------------------------------------
+
+    def _attribute(self, use: Use, facts: Facts) -> Iterator[Diagnostic]:
+        if not isinstance(use.node, cst.Attribute):
+            return
+        owner = use.node.value
+        if isinstance(owner, cst.Attribute) and owner.attr.value == "state":
+            owner = owner.value
+        if facts.kinds(owner, use) != {"accelerator"}:
+            return
+        text = f'{facts.short(use.node.value)}.mixed_precision == "fp16"'
+        if not isinstance(facts.walker.parents.get(use.node), _LOOSE):
+            text = f"({text})"
+        fix = Fix("Compare `mixed_precision`", "safe", (mend.replaced(use.node, use, text),))
+        what = "`use_fp16` is gone: an AttributeError in accelerate 1.15"
+        yield self.at(use, what=what, help='compare `mixed_precision == "fp16"`', fix=fix)
+
+    # -- FP8RecipeKwargs ----------------------------------------------------------------------------
+
+    def _names(self, facts: Facts) -> set[str]:
+        return {binding.key for binding in self._imports(facts)}
+
+    def _imports(self, facts: Facts) -> list[Binding]:
+        return [
+            binding
+            for bindings in facts.module.bindings.values()
+            for binding in bindings
+            if binding.kind == "from"
+            and binding.name == "FP8RecipeKwargs"
+            and binding.target.split(".", 1)[0] == "accelerate"
+        ]
+
+    def _recipe(self, use: Use, facts: Facts) -> Iterator[Diagnostic]:
+        paths = {getattr(each.atom, "path", "") for each in facts.evaluate(use.node, use)}
+        node = facts.walker.parents.get(use.node)
+        if not all(path.startswith("accelerate.") for path in paths) or not isinstance(node, cst.Call):
+            return
+        call = facts.walker.call_of.get(node)
+        if call is None or call.func is not use.node:
+            return
+        yield self.at(
+            use,
+            what="`FP8RecipeKwargs` is deprecated, and goes in accelerate 2.0",
+            help="`TERecipeKwargs`, `AORecipeKwargs` or `MSAMPRecipeKwargs`; under DeepSpeed it is the only one heeded",
+            fix=self._renamed(facts),
+        )
+
+    def _renamed(self, facts: Facts) -> Fix | None:
+        """The class of the backend that is named, and its import, where all uses are of one backend."""
+        configs = facts.project.configs_for(facts.path)
+        imports = self._imports(facts)
+        if not configs or any(config.distributed_type in (None, "DEEPSPEED") for config in configs):
+            return None
+        if len(imports) != 1 or imports[0].key != "FP8RecipeKwargs" or "deepspeed" in facts.source.text.lower():
+            return None
+        uses = [use for scope in facts.walker.scopes for use in scope.uses.get("FP8RecipeKwargs", ())]
+        calls = [facts.walker.call_of.get(parent) for u in uses if (parent := facts.walker.parents.get(u.node))]
+        classes = {self._class(each) for each in calls}
+        if len(classes) != 1 or (name := classes.pop()) is None or name in facts.module.bindings:
+            return None
+        edits = [Edit(*facts.span(imports[0].node, imports[0]), name)]
+        for each in calls:
+            if each is not None:
+                edits += [mend.replaced(each.func, each, name), mend.without_argument(each, each.keywords["backend"])]
+        return Fix(f"Use `{name}`", "safe", tuple(edits))
+
+    def _class(self, call: Call | None) -> str | None:
+        if call is None or call.starred or call.positional:
+            return None
+        backend = constant(call.keywords.get("backend"))
+        if not backend or not isinstance(backend[0], str):
+            return None
+        return {"TE": "TERecipeKwargs", "MSAMP": "MSAMPRecipeKwargs"}.get(backend[0].upper())

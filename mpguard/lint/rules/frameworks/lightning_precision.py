@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mpguard.lint.events.event import aliases
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.values import Constant, Object
+from mpguard.lint.walk import Call
+
+_ROOTS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "lightning_pytorch"})
+_RUNS = ("Trainer", "Fabric")
+_PLUGINS = ("MixedPrecisionPlugin", "MixedPrecision")
+#: Old spelling -> what Lightning 2 makes of it.
+_OLD = {"16": "16-mixed", "bf16": "bf16-mixed"}
+_MIXED = frozenset({"16", "bf16", "16-mixed", "bf16-mixed"})
+_LOW = {"16-true": "FP16", "bf16-true": "BF16"}
+#: What trains with weights of one's own, in a dtype of their own.
+_ADAPTERS = re.compile(r"(?i)lora|peft|adapter")
+
+
+class LightningPrecision(Rule):
+    """A `precision=` of Lightning's that is an old spelling, or trains without FP32 master weights.
+
+    ## What it does
+    Reports, for Lightning's own `Trainer` and `Fabric`: `precision=16`, `"16"` and `"bf16"`; `"16-true"`
+    and `"bf16-true"` where that Trainer is asked to `fit`, or that Fabric to run `backward`; and an
+    autocast region of one's own in `training_step` where the Trainer in the same file has a mixed
+    precision.
+
+    ## Why is this bad
+    Lightning 2 takes 16 and "bf16" "for historical reasons" and warns: they mean `"16-mixed"` and
+    `"bf16-mixed"`, and are easily taken for `"16-true"`, which is another thing. The `-true` modes
+    hold the weights themselves in half precision: an update below 2^-8 (BF16) or 2^-11 (FP16) of a weight
+    is lost, and FP16 gradients are not scaled. An autocast region inside the one that the Trainer
+    enters overrides it: a change of `precision=` changes nothing there.
+
+    ## Known limits
+    Only what is written where the Trainer is built; a precision from options or the command line is
+    unknown. Files that speak of LoRA or adapters, whose trained weights may be FP32, are not judged for
+    `-true`. Trainers of other frameworks are not Lightning's.
+    """
+
+    code, name = "MPG515", "lightning-precision"
+    severity = "warning"
+    message = "{what}"
+    triggers = (any_of(b"lightning"), any_of(b"precision", b"MixedPrecision"), any_of(b"Trainer(", b"Fabric("))
+    examples = (
+        Bad(
+            """\
+import lightning as L
+
+trainer = L.Trainer(max_epochs=1, precision=16)  # !
+"""
+        ),
+        Bad(
+            """\
+import pytorch_lightning as pl
+import torch
+from lightning.fabric import Fabric
+from pytorch_lightning import Trainer as Runs
+
+class Lit(pl.LightningModule):
+    def training_step(self, batch, index):
+        with torch.autocast("cuda", dtype=torch.bfloat16):  # !
+            return self.net(batch)
+
+class Run:
+    def __init__(self, args, fp16):
+        self.trainer = Runs(precision="bf16" if fp16 else 32)  # !
+        self.slow = pl.Trainer(
+            precision="bf16-true",  # !
+        )
+        self.slow.fit(Lit())
+
+def loop(loader, model):
+    fabric = Fabric(devices=2, precision="16-true")  # !
+    for x in loader:
+        fabric.backward(model(x).sum())
+"""
+        ),
+        Good(
+            """\
+import lightning as L
+import pytorch_lightning as pl
+import torch
+from composer import Trainer
+from lightning.pytorch.cli import LightningCLI
+
+class Lit(L.LightningModule):
+    def training_step(self, batch, index):
+        with torch.autocast("cuda", enabled=False):
+            return self.net(batch.float())
+
+    def predict_step(self, batch, index):
+        with torch.autocast("cuda", dtype=torch.float16):
+            return self.net(batch)
+
+def main(args):
+    Trainer(precision="amp_fp16").fit()
+    L.Trainer(precision="bf16-mixed").fit(Lit())
+    pl.Trainer(precision=32).fit(Lit())
+    L.Trainer(precision=args.precision).fit(Lit())
+    predicts = L.Trainer(precision="bf16-true")
+    predicts.predict(Lit())
+    fabric = L.Fabric(precision="16-true")
+    print(fabric.device)
+"""
+        ),
+        Good(
+            """\
+import lightning as L
+from litgpt.lora import mark_only_lora_as_trainable
+
+def main(model, loader):
+    fabric = L.Fabric(precision="bf16-true")
+    mark_only_lora_as_trainable(model)
+    for x in loader:
+        fabric.backward(model(x))
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        mixed: Call | None = None
+        for call in self._calls(_RUNS, facts):
+            said = self._precision(call, facts)
+            mixed = mixed or (call if said & _MIXED else None)
+            given = call.keywords.get("precision")
+            if given is None:
+                continue
+            place = facts.span(given, call)
+            if old := sorted(said & set(_OLD)):
+                what = f"`precision={facts.short(given)}` is an old spelling of `{_OLD[old[0]]}`"
+                yield self.at(place, what=what, help=f'write `precision="{_OLD[old[0]]}"`')
+            elif (low := sorted(said & set(_LOW))) and self._trains(call, facts):
+                what = f"`{low[0]}` trains {_LOW[low[0]]} weights, without FP32 master weights"
+                yield self.at(place, what=what, help=f'"{low[0].replace("true", "mixed")}" keeps them')
+        mixed = mixed or next(self._calls(_PLUGINS, facts), None)
+        if mixed is not None:
+            yield from self._regions(mixed, facts)
+
+    def _calls(self, wanted: tuple[str, ...], facts: Facts) -> Iterator[Call]:
+        for name in (*wanted, *(other for each in wanted for other in aliases(facts, each))):
+            for call in facts.calls.get(name, ()):
+                for _, path in facts.paths(call):
+                    if path.split(".", 1)[0] in _ROOTS and path.rsplit(".", 1)[-1] in wanted:
+                        yield call
+                        break
+
+    def _precision(self, call: Call, facts: Facts) -> set[str]:
+        """What `precision=` may be, as text: 16 and "16" are one."""
+        given = call.keywords.get("precision")
+        return {
+            str(each.atom.value)
+            for each in (facts.evaluate(given, call) if given is not None else ())
+            if isinstance(each.atom, Constant)
+        }
+
+    def _trains(self, made: Call, facts: Facts) -> bool:
+        """Whether the Trainer is asked to fit, or the Fabric to run a backward, and no adapters are in sight."""
+        for scope in facts.walker.scopes:
+            if any(_ADAPTERS.search(key) for key in (*scope.bindings, *scope.uses, scope.name)):
+                return False
+        return any(
+            isinstance(each.atom, Object) and each.atom.call is made
+            for name in ("fit", "backward")
+            for call in facts.calls.get(name, ())
+            for each in (facts.evaluate(call.receiver, call) if call.receiver is not None else ())
+        )
+
+    def _regions(self, mixed: Call, facts: Facts) -> Iterator[Diagnostic]:
+        """Autocast of one's own in a step that Lightning runs in its own."""
+        for region in facts.events("autocast"):
+            steps = [scope for scope in region.scope.within() if scope.name == "training_step" and scope.is_method]
+            if not steps or steps[0].owner is None or facts.class_kind(steps[0].owner) != "framework":
+                continue
+            path = facts.called_path(region.call)
+            if facts.enabled(region.call, path).joined(region.guard).possible:
+                notes = (Note("Lightning's mixed precision is set here", mixed.span),)
+                what = f"`{facts.short(region.call.node)}` overrides the autocast that Lightning runs this step in"
+                yield self.at(region, what=what, help="remove it; `precision=` decides", notes=notes)

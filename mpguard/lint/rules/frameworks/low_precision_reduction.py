@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.edits import Edit
+from mpguard.lint import mend
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.guard import ALWAYS, compatible
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+from mpguard.lint.walk import constant
+
+_LOW = {"float16": "FP16", "bfloat16": "BF16"}
+
+
+class LowPrecisionReduction(Rule):
+    """FSDP reduces gradients in BF16 or FP16.
+
+    ## What it does
+    Reports FSDP1's `MixedPrecision` and FSDP2's `MixedPrecisionPolicy` whose `reduce_dtype` is BF16 or
+    FP16, and those with a low `param_dtype` and no `reduce_dtype`: both then reduce in `param_dtype`
+    (torch 2.13, `_flat_param.py` and `_fsdp_collectives.py`).
+
+    ## Why is this bad
+    The reduce-scatter adds the gradients of all ranks in that dtype. BF16 has 8 bits of mantissa: of a
+    sum over 256 ranks, what one rank adds may be lost whole, and FP16 overflows at 65504. Megatron
+    Bridge's `bf16_mixed` reduces in FP32 for that reason; it costs twice the bytes of this one
+    collective.
+
+    ## Fix safety
+    Safe: `reduce_dtype=torch.float32` keeps compute and weights as they are. The gradients are the same
+    or more exact, and need more memory while they are reduced.
+
+    ## Known limits
+    A reduction that an option chooses between FP32 and lower is taken as meant. Policies under
+    `torch.no_grad`, in tests, and those that are only compared are silent.
+    """
+
+    code, name = "MPG509", "low-precision-reduction"
+    severity = "warning"
+    message = "FSDP reduces gradients in {dtype}{why}"
+    help = "reduce in FP32: `reduce_dtype=torch.float32`"
+    triggers = (any_of(b"MixedPrecision"), any_of(b"fsdp"), any_of(b"float16", b".half", b"import half"))
+    examples = (
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # !
+fully_shard(model, mp_policy=policy)
+""",
+            fixed="""\
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+fully_shard(model, mp_policy=policy)
+""",
+        ),
+        Bad(
+            """\
+import torch as th
+from torch.distributed.fsdp import MixedPrecision as MP
+from torch.distributed._composable.fsdp import MixedPrecisionPolicy
+import torch.distributed.fsdp as fsdp
+
+HALF = th.float16
+one = MP(
+    param_dtype=th.bfloat16,
+    # as Llama recipes do
+    reduce_dtype=th.bfloat16,  # !
+    buffer_dtype=th.bfloat16,
+)
+two = MP(HALF, HALF)  # !
+three = fsdp.MixedPrecision(param_dtype=th.bfloat16, reduce_dtype=None)  # !
+four = MixedPrecisionPolicy(
+    param_dtype=th.bfloat16,  # !
+    output_dtype=th.float32,  # for the loss
+)
+
+def build(args):
+    dtype = th.bfloat16 if args.bf16 else th.float32
+    return MP(param_dtype=dtype, reduce_dtype=dtype)  # !
+""",
+            fixed="""\
+import torch as th
+from torch.distributed.fsdp import MixedPrecision as MP
+from torch.distributed._composable.fsdp import MixedPrecisionPolicy
+import torch.distributed.fsdp as fsdp
+
+HALF = th.float16
+one = MP(
+    param_dtype=th.bfloat16,
+    # as Llama recipes do
+    reduce_dtype=th.float32,
+    buffer_dtype=th.bfloat16,
+)
+two = MP(HALF, th.float32)
+three = fsdp.MixedPrecision(param_dtype=th.bfloat16, reduce_dtype=th.float32)
+four = MixedPrecisionPolicy(
+    param_dtype=th.bfloat16, reduce_dtype=th.float32,
+    output_dtype=th.float32,  # for the loss
+)
+
+def build(args):
+    dtype = th.bfloat16 if args.bf16 else th.float32
+    return MP(param_dtype=dtype, reduce_dtype=th.float32)
+""",
+        ),
+        Good(
+            """\
+import torch
+from composer.core import MixedPrecision as Other
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+one = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+two = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+three = MixedPrecision(buffer_dtype=torch.bfloat16)
+four = Other(param_dtype=torch.bfloat16)
+
+def build(args, dtype, kwargs):
+    reduce = torch.float32 if args.reduce_in_fp32 else torch.bfloat16
+    yield MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce)
+    yield MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=dtype)
+    yield MixedPrecision(param_dtype=dtype)
+    yield MixedPrecision(param_dtype=torch.bfloat16, **kwargs)
+
+def test_policy(plugin):
+    assert plugin.policy == MixedPrecision(param_dtype=torch.bfloat16)
+
+class Plugin:
+    def __eq__(self, other):
+        return other.policy == MixedPrecision(torch.float16, torch.float16, torch.float16)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for policy in facts.events("policy"):
+            above = facts.walker.parents.get(policy.call.node)
+            if policy.call.starred or facts.infers(policy.call):
+                continue
+            if isinstance(above, (cst.Comparison, cst.ComparisonTarget)):
+                continue
+            given = policy.call.argument(1, "reduce_dtype")
+            if given is None or constant(given) == (None,):
+                yield from self._default(policy, given, facts)
+            elif (dtype := self._reduces(policy, given, facts)) is not None:
+                yield self.at(facts.span(given, policy.call), dtype=dtype, why="", fix=self._fix(policy, given, facts))
+
+    def _default(self, policy: Event, given: cst.BaseExpression | None, facts: Facts) -> Iterator[Diagnostic]:
+        """No `reduce_dtype`: that of the parameters."""
+        low = [name for name in _LOW if policy.may_be(name)]
+        param = policy.call.argument(0, "param_dtype")
+        if low and param is not None and all(name is not None for _, name in policy.dtypes):
+            why = ", the dtype of `param_dtype`: no `reduce_dtype` is given"
+            fix = self._fix(policy, given, facts)
+            yield self.at(facts.span(param, policy.call), dtype=_LOW[low[0]], why=why, fix=fix)
+
+    def _reduces(self, policy: Event, given: cst.BaseExpression, facts: Facts) -> str | None:
+        """The low dtype that it reduces in, wherever it computes in a low one."""
+        computes = [guard for name in _LOW for guard in policy.may_be(name)] or [ALWAYS]
+        reduces = facts.dtypes(given, policy.call)
+        for low in computes:
+            possible = [name for guard, name in reduces if compatible(guard, low, policy.guard)]
+            if possible and all(name in _LOW for name in possible):
+                return _LOW[str(possible[0])]
+        return None
+
+    def _fix(self, policy: Event, given: cst.BaseExpression | None, facts: Facts) -> Fix | None:
+        torch = mend.name_of_torch(facts)
+        if torch is None:
+            return None
+        if given is not None:
+            edit = mend.replaced(given, policy.call, f"{torch}.float32")
+        else:
+            param = policy.call.argument(0, "param_dtype")
+            if param is None or len(policy.call.positional) > 1:
+                return None
+            end = policy.call.chunk.outer_span(param)[1]
+            edit = Edit(end, end, f", reduce_dtype={torch}.float32")
+        return Fix("Reduce in FP32", "safe", (edit,))

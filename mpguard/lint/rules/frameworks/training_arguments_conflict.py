@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.guard import Guard, compatible
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.values import Constant
+
+#: Arguments that exclude each other, and what becomes of both.
+_PAIRS = (
+    ("fp16", "bf16", "transformers refuses both"),
+    ("fp16_full_eval", "bf16_full_eval", "transformers refuses both"),
+    ("bf16", "fp16_full_eval", "it evaluates in another dtype than it trains in"),
+    ("fp16", "bf16_full_eval", "it evaluates in another dtype than it trains in"),
+)
+
+
+class TrainingArgumentsConflict(Rule):
+    """`TrainingArguments` that ask for FP16 and for BF16 at once.
+
+    ## What it does
+    Reports `fp16=True` beside `bf16=True`, `fp16_full_eval=True` beside `bf16_full_eval=True`, and a
+    `*_full_eval` of the other dtype than training has. It knows transformers' `TrainingArguments`, the
+    classes that other libraries derive from it by that name, and TRL's configs.
+
+    ## Why is this bad
+    transformers 5.23 raises a ValueError for the first two. The others run: the model that was trained
+    in BF16 is cast to FP16 as a whole for evaluation, whose range (65504) its activations may leave, so
+    that the metric that picks the best checkpoint is not that of the model.
+
+    ## Known limits
+    Only what is True for certain counts: `fp16=not bf16_supported(), bf16=bf16_supported()` is silent.
+    """
+
+    code, name = "MPG506", "training-arguments-conflict"
+    severity = "error"
+    message = "`{one}=True` and `{other}=True`: {why}"
+    help = "keep one of the two"
+    triggers = (any_of(b"TrainingArguments(", b"trl"), any_of(b"fp16"), any_of(b"bf16"))
+    examples = (
+        Bad(
+            """\
+from transformers import TrainingArguments
+
+args = TrainingArguments(output_dir="out", fp16=True, bf16=True)  # !
+"""
+        ),
+        Bad(
+            """\
+import transformers as hf
+from trl import DPOConfig as Config
+from sentence_transformers import SentenceTransformerTrainingArguments
+
+HALF = True
+
+one = hf.Seq2SeqTrainingArguments("out", fp16_full_eval=True, bf16_full_eval=HALF)  # !
+two = SentenceTransformerTrainingArguments(
+    output_dir="out",
+    bf16=True,
+    fp16_full_eval=True,  # !
+)
+
+def build(eval_half):
+    if eval_half:
+        return Config(output_dir="out", fp16=True, bf16_full_eval=True)  # !
+    return Config(output_dir="out", fp16=True, fp16_full_eval=True)
+"""
+        ),
+        Good(
+            """\
+import torch
+from transformers import TrainingArguments
+from ours import TrainingArguments as Ours
+
+ok = torch.cuda.is_bf16_supported()
+one = TrainingArguments("out", fp16=not ok, bf16=ok)
+two = TrainingArguments("out", bf16=True, fp16=False, bf16_full_eval=True)
+three = Ours(fp16=True, bf16=True)
+
+def build(args, low):
+    half = True if low == "fp16" else False
+    brain = True if low == "bf16" else False
+    four = TrainingArguments("out", fp16=half, bf16=brain)
+    return four, TrainingArguments("out", fp16=args.fp16, bf16=args.bf16), TrainingArguments(**args)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for made in facts.events("arguments"):
+            for one, other, why in _PAIRS:
+                both = [(a, b) for a in self._true(made, one, facts) for b in self._true(made, other, facts)]
+                if any(compatible(made.guard, a, b) for a, b in both):
+                    places = (made.call.keywords[one], made.call.keywords[other])
+                    first, last = sorted(facts.span(place, made.call) for place in places)
+                    yield self.at(last, one=one, other=other, why=why, notes=(Note("the other one is here", first),))
+                    break
+
+    def _true(self, made: Event, name: str, facts: Facts) -> list[Guard]:
+        """The guards under which an argument is True."""
+        given = made.call.keywords.get(name)
+        if given is None:
+            return []
+        return [
+            each.guard
+            for each in facts.evaluate(given, made.call)
+            if isinstance(each.atom, Constant) and each.atom.value is True
+        ]

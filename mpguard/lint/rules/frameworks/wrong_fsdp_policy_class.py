@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.edits import Edit
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.values import Object
+from mpguard.lint.walk import Binding, Call
+
+#: What shards -> the argument that takes the policy, the policy's class, and the fields that the other class has too.
+_WANTED = {
+    "fsdp1": ("mixed_precision", "MixedPrecision", "FSDP1", {"param_dtype", "reduce_dtype"}),
+    "fsdp2": ("mp_policy", "MixedPrecisionPolicy", "`fully_shard`", {"param_dtype", "reduce_dtype"}),
+}
+
+
+class WrongFsdpPolicyClass(Rule):
+    """FSDP is given the policy object of the other FSDP.
+
+    ## What it does
+    Reports `fully_shard(..., mp_policy=MixedPrecision(...))` and
+    `FullyShardedDataParallel(..., mixed_precision=MixedPrecisionPolicy(...))`.
+
+    ## Why is this bad
+    FSDP1 raises an AttributeError on a `MixedPrecisionPolicy` (it has no `keep_low_precision_grads`).
+    `fully_shard` takes a `MixedPrecision` without a word, but leaves the inputs in FP32
+    (`cast_forward_inputs` is off there by default): the first matrix product raises for mixed dtypes,
+    and what needs none fails later for want of `output_dtype` (torch 2.13).
+
+    ## Fix safety
+    Safe where both classes have the fields that are given (`param_dtype`, `reduce_dtype`): the class is
+    changed, with its import. There is none for `buffer_dtype`, `output_dtype` and the like, which have no
+    counterpart, and where the policy is used for something else too.
+
+    ## Known limits
+    A policy whose maker is out of sight is not judged.
+    """
+
+    code, name = "MPG510", "wrong-fsdp-policy-class"
+    severity = "error"
+    message = "{what} takes a `{wanted}`, this is a `{found}`"
+    help = "FSDP1 takes `MixedPrecision`, `fully_shard` (FSDP2) takes `MixedPrecisionPolicy`"
+    triggers = (any_of(b"MixedPrecision"), any_of(b"mp_policy", b"mixed_precision"), any_of(b"fsdp"))
+    examples = (
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import MixedPrecision, fully_shard
+
+policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+fully_shard(model, mp_policy=policy)  # !
+""",
+            fixed="""\
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+fully_shard(model, mp_policy=policy)
+""",
+        ),
+        Bad(
+            """\
+import torch
+import torch.distributed.fsdp as fsdp
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+class Loop:
+    def __init__(self, model):
+        self.policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        self.model = FSDP(model, mixed_precision=self.policy)  # !
+""",
+            fixed="""\
+import torch
+import torch.distributed.fsdp as fsdp
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+class Loop:
+    def __init__(self, model):
+        self.policy = fsdp.MixedPrecision(torch.bfloat16, torch.float32)
+        self.model = FSDP(model, mixed_precision=self.policy)
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
+
+def one(model):
+    return fully_shard(model, mp_policy=MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.float32))  # !
+
+def two(model):
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    FullyShardedDataParallel(model, mixed_precision=policy)
+    fully_shard(model, mp_policy=policy)  # !
+"""
+        ),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+
+def shard(model, args, policy):
+    fully_shard(model, mp_policy=policy)
+    if args.version == 2:
+        mine = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    else:
+        mine = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if args.version == 2:
+        return fully_shard(model, mp_policy=mine)
+    return FullyShardedDataParallel(model, mixed_precision=mine)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for shard in facts.events("shard"):
+            kind = next(iter(wrap.kind for wrap in facts.prepared.of(shard.call.node, shard.call)), "")
+            if kind not in _WANTED:
+                continue
+            argument, wanted, what, _ = _WANTED[kind]
+            given = shard.call.argument(None, argument)
+            made = self._wrong(shard, given, kind, facts)
+            if made is not None and given is not None:
+                found = "MixedPrecision" if kind == "fsdp2" else "MixedPrecisionPolicy"
+                notes = (Note("made here", made.span),) if made.node is not given else ()
+                fix = self._fix(made, kind, facts)
+                yield self.at(
+                    facts.span(given, shard.call), what=what, wanted=wanted, found=found, notes=notes, fix=fix
+                )
+
+    def _wrong(self, shard: Event, given: cst.BaseExpression | None, kind: str, facts: Facts) -> Call | None:
+        """The call that makes the other FSDP's policy, where that is all that it can be."""
+        alternatives = [
+            each.atom for each in facts.evaluate(given, shard.call) if shard.guard.joined(each.guard).possible
+        ]
+        other = "fsdp1_policy" if kind == "fsdp2" else "fsdp2_policy"
+        for atom in alternatives:
+            if not isinstance(atom, Object) or atom.kind != other or atom.call is None:
+                return None
+        made = alternatives[0] if alternatives else None
+        return made.call if isinstance(made, Object) else None
+
+    def _fix(self, made: Call, kind: str, facts: Facts) -> Fix | None:
+        if facts.of(made) is not facts or made.starred or len(made.positional) > 2:
+            return None
+        _, wanted, _, fields = _WANTED[kind]
+        if not set(made.keywords) <= fields or self._other_uses(made, facts):
+            return None
+        edits = [Edit(*facts.span(self._last(made.func), made), wanted)]
+        if isinstance(made.func, cst.Name):
+            bindings = facts.module.bindings.get(made.func.value, [])
+            if len(bindings) != 1 or bindings[0].kind != "from" or bindings[0].key != bindings[0].name:
+                return None
+            edit = self._import(bindings[0], wanted, facts)
+            edits += [edit] if edit is not None else []
+        return Fix(f"Use `{wanted}`", "safe", tuple(edits))
+
+    def _last(self, func: cst.BaseExpression) -> cst.CSTNode:
+        return func.attr if isinstance(func, cst.Attribute) else func
+
+    def _other_uses(self, made: Call, facts: Facts) -> bool:
+        """Whether the policy may go anywhere else: it is neither an argument, nor a name that is used once."""
+        above = facts.walker.parents.get(made.node)
+        if isinstance(above, cst.Arg):
+            return False
+        for key, bindings in made.scope.bindings.items():
+            if any(binding.value is made.node for binding in bindings):
+                scopes = (
+                    made.scope.owner.descendants()
+                    if key.startswith("self.") and made.scope.owner
+                    else (facts.walker.scopes)
+                )
+                uses = [use for scope in scopes for use in scope.uses.get(key.split(".", 1)[0], ()) if use.path == key]
+                return len(uses) != 1
+        return True
+
+    def _import(self, binding: Binding, wanted: str, facts: Facts) -> Edit | None:
+        """Imports the other class: instead of this one, or beside it where this one is used elsewhere."""
+        if wanted in facts.module.bindings:
+            return None
+        uses = [use for scope in facts.walker.scopes for use in scope.uses.get(binding.key, ())]
+        first, last = facts.span(binding.node, binding)
+        return Edit(first, last, wanted) if len(uses) == 1 else Edit(last, last, f", {wanted}")
