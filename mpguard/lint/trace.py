@@ -19,14 +19,14 @@ from mpguard.lint.events.event import Event, is_scaler, last_name
 from mpguard.lint.guard import ALWAYS, MOST_CONDITIONS, Flag, Guard, compatible
 from mpguard.lint.names import SCALER_NAMES
 from mpguard.lint.values import Constant, Function, Object
-from mpguard.lint.walk import Call, Exit, Record, Return, Scope, dotted
+from mpguard.lint.walk import Call, Record, Scope, dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts import Facts
 
 Kind = Literal[
     "scale", "backward", "framework", "unscale", "clip", "scaler_step", "step", "update", "get_scale",
-    "zero_grad", "scheduler", "read", "handed", "exit",
+    "zero_grad", "scheduler", "other_step", "read", "handed", "exit",
 ]  # fmt: skip
 _EVENTS: tuple[Kind, ...] = (
     "scale", "backward", "framework", "unscale", "clip", "scaler_step", "step", "update", "get_scale",
@@ -170,15 +170,19 @@ class Traces:
         found: dict[Scope, list[Moment]] = {}
         for kind in _EVENTS:
             for event in facts.events(kind):
+                if kind == "framework" and self._helpers(event.call):
+                    continue  # a method of one's own: what it does is seen
                 scale = self.scaled.get(event.call) if kind == "backward" else None
                 found.setdefault(event.scope, []).append(Moment(kind, event.call, event, scale=scale))
         for call in facts.calls.get("zero_grad", ()):
             found.setdefault(call.scope, []).append(Moment("zero_grad", call))
+        known = {event.call for kind in ("step", "scaler_step") for event in facts.events(kind)}
         for call in facts.calls.get("step", ()):
-            if call.receiver is not None and (
-                "sched" in last_name(call.receiver).lower() or "scheduler" in facts.kinds(call.receiver, call)
-            ):
-                found.setdefault(call.scope, []).append(Moment("scheduler", call))
+            if call.receiver is None or call in known:
+                continue
+            schedules = "sched" in last_name(call.receiver).lower() or "scheduler" in facts.kinds(call.receiver, call)
+            kind = "scheduler" if schedules else "other_step"
+            found.setdefault(call.scope, []).append(Moment(kind, call))
         for scope in facts.walker.scopes:
             for uses in scope.uses.values():
                 for use in uses:
@@ -306,7 +310,7 @@ def between(trace: Trace, first: int, last: int, *kinds: Kind, guard: Guard) -> 
 
 
 def before(trace: Trace, place: int) -> Iterator[tuple[int, Moment]]:
-    """The backward passes whose gradients a moment meets: the last before it, and those in arms that exclude that one."""
+    """The backward passes whose gradients a moment meets: the last before it, and those in arms that exclude it."""
     moment = trace[place]
     arms: list[Guard] = []
     for index in range(place - 1, -1, -1):
@@ -321,6 +325,24 @@ def before(trace: Trace, place: int) -> Iterator[tuple[int, Moment]]:
             return
 
 
+def iteration(trace: Trace, moment: Moment) -> list[tuple[int, Moment]]:
+    """The moments of one pass of the innermost loop around one; of the whole trace where there is none."""
+    loop = moment.loops[-1] if moment.loops else None
+    return [(place, each) for place, each in enumerate(trace) if loop is None or loop in each.loops]
+
+
+def follows(later: Guard, earlier: Guard, besides: re.Pattern[str] | None = None) -> bool:
+    """Whether what has one guard happens wherever what has the other does, but for the rhythm of accumulation,
+    and for flags that are known not to choose between scaled and plain gradients."""
+    return all(
+        any(
+            _RHYTHM.search(flag) or (besides is not None and besides.search(flag))
+            for flag in Guard([condition]).flags()
+        )
+        for condition in later - earlier
+    )
+
+
 def rhythm(guard: Guard) -> bool:
     """Whether some condition of a guard is the rhythm of gradient accumulation."""
     return any(_RHYTHM.search(flag) for flag in guard.flags())
@@ -331,4 +353,15 @@ def exceptional(guard: Guard) -> bool:
     return any(CHECKS.search(flag) for flag in guard.flags())
 
 
-__all__ = ["CHECKS", "Exit", "Moment", "Return", "Trace", "Traces", "before", "between", "exceptional", "rhythm"]
+__all__ = [
+    "CHECKS",
+    "Moment",
+    "Trace",
+    "Traces",
+    "before",
+    "between",
+    "exceptional",
+    "follows",
+    "iteration",
+    "rhythm",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.events.event import Event, called, created, finds, is_scaler
+from mpguard.lint.events.event import Event, aliases, called, created, finds, is_scaler
 
 if TYPE_CHECKING:
     from mpguard.lint.facts import Facts
@@ -52,5 +52,6 @@ def _scale_reads(facts: Facts) -> Iterator[Event]:
 
 @finds("clip")
 def _clips(facts: Facts) -> Iterator[Event]:
-    for call in called(facts, "clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"):
+    wanted = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
+    for call in called(facts, *wanted, *(alias for name in wanted for alias in aliases(facts, name))):
         yield Event("clip", call, facts, call.argument(0, "parameters"))

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint import mend
+from mpguard.lint.facts import Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.trace import Moment, Trace, between, follows
+
+
+class BackwardOnUnscaledLoss(Rule):
+    """A GradScaler steps on the gradients of a loss that it never scaled.
+
+    ## What it does
+    Reports `loss.backward()` where the step that surely applies its gradients is `scaler.step`, and no scaler may
+    have scaled the loss.
+
+    ## Why is this bad
+    `scaler.step` divides the gradients by the scale, 65536 at first, that they never had: the step is as good as
+    none under SGD, and of underflowed gradients under Adam. Where the scaler scales no loss at all, it raises
+    "Attempted step but _scale is None".
+
+    ## Fix safety
+    The fix is `scaler.scale(loss).backward()`. It is unsafe, as the run computes something else (what was meant).
+
+    ## Known limits
+    Silent where another arm of some flag scales the loss, where a plain `optimizer.step()` comes first (its
+    network may train without a scaler), and where the loss is handed its gradient (`backward(gradient=...)`).
+    A scaler that is made and used for nothing is not seen here.
+    """
+
+    code, name = "MPG202", "backward-on-unscaled-loss"
+    severity = "error"
+    message = "`{expr}` runs on a loss that `{scaler}` has not scaled, and `{scaler}` steps on its gradients"
+    help = "call `{scaler}.scale({loss}).backward()`"
+    triggers = (any_of(b".backward("), any_of(b".step("), any_of(b"scaler", b"Scaler"))
+    yields_to = ("MPG213",)
+    examples = (
+        Bad(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    loss.backward()  # !
+    scaler.step(optimizer)
+    scaler.update()
+""",
+            fixed="""\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+class Run:
+    def __init__(self, model):
+        self.scaler = torch.cuda.amp.GradScaler()
+        self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def apply(self):
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def run(self, args, model, loader):
+        for i, (x, y) in enumerate(loader):
+            self.scaler.scale(model(x)).backward()
+            model(y).sum().backward()  # !
+            if i % args.accumulate == 0:
+                self.apply()
+
+def arms(args, model, loader, optimizer, scaler):
+    for x in loader:
+        loss = model(x)
+        if args.amp:
+            loss.backward()  # !
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def one_flag(args, model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+    for x in loader:
+        if args.amp:
+            scaler.scale(model(x)).backward()
+        else:
+            model(x).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def two_names_of_a_flag(args, model, loader, optimizer, scaler):
+    for x in loader:
+        loss = model(x)
+        if not args.fp16:
+            loss.backward()
+        else:
+            scaler.scale(loss).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+def critic_without(generator, critic, loader, one, two):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        critic(x).backward()
+        two.step()
+        scaler.scale(generator(x)).backward()
+        scaler.step(one)
+        scaler.update()
+
+def thrown_away(critic, generator, loader, optimizer, scaler):
+    for x in loader:
+        critic(x).backward()
+        optimizer.zero_grad()
+        scaler.scale(generator(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def scaled_before(model, loader, optimizer, scaler):
+    for x in loader:
+        losses = [scaler.scale(each) for each in model(x)]
+        total = sum(losses)
+        total.backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def scaled_in_place(model, loader, optimizer, scaler):
+    for x in loader:
+        loss = model(x)
+        loss = scaled(loss, scaler)
+        loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def scaled(loss, scaler):
+    return scaler.scale(loss)
+
+def from_a_cache(model, loader, optimizer, scaler):
+    for x, gradient in loader:
+        model(x).backward(gradient=gradient)
+        scaler.step(optimizer)
+        scaler.update()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        reported: set[object] = set()
+        for trace in facts.traces.all:
+            for place, backward in enumerate(trace):
+                if backward.kind != "backward" or backward.record in reported:
+                    continue
+                step = self._stepped_through(trace, place, facts)
+                if step is None:
+                    continue
+                reported.add(backward.record)
+                scaler, loss = facts.short(step.scaler), facts.short(backward.call.receiver)
+                yield self.at(
+                    backward,
+                    expr=facts.short(backward.call.node),
+                    scaler=scaler,
+                    help=self.help.format(scaler=scaler, loss=loss),
+                    notes=(Note("the scaler steps here", step.span),),
+                    fix=self._fix(backward, step, facts),
+                )
+
+    def _stepped_through(self, trace: Trace, place: int, facts: Facts) -> Moment | None:
+        """The scaler's step that applies the gradients of a loss that nothing has scaled."""
+        backward, traces = trace[place], facts.traces
+        if backward.call in traces.may_scale or "gradient" in backward.call.keywords or self._arms(trace, place):
+            return None
+        for index in range(place + 1, len(trace)):
+            each = trace[index]
+            if not compatible(each.guard, backward.guard):
+                continue
+            if each.kind in ("zero_grad", "step", "other_step", "handed", "framework"):
+                return None
+            if each.kind == "scaler_step":
+                break
+        else:
+            return None
+        if not follows(each.guard, backward.guard) or not traces.like_torch(each.scaler, each.record):
+            return None
+        if any(loop not in each.loops for loop in backward.loops[:1]):
+            return None
+        if not backward.guard.joined(each.guard, traces.enabled(each.scaler, each.record)).possible:
+            return None
+        if any(between(trace, -1, index, "get_scale", guard=backward.guard)):
+            return None  # scaled, or unscaled, by hand
+        return each
+
+    def _arms(self, trace: Trace, place: int) -> bool:
+        """Whether another arm of a flag scales the loss: in this one, the scaler is meant to do nothing."""
+        backward = trace[place]
+        return any(
+            each.kind == "backward" and each.scale is not None and not compatible(each.guard, backward.guard)
+            for each in trace
+        )
+
+    def _fix(self, backward: Moment, step: Moment, facts: Facts) -> Fix | None:
+        scaler = facts.short(step.scaler)
+        scope = backward.record.scope
+        if not (step.record.scope is scope or scaler.startswith("self.")) or backward.call.receiver is None:
+            return None
+        loss = facts.text(backward.call.receiver, backward.call)
+        edit = mend.replaced(backward.call.receiver, backward.call, f"{scaler}.scale({loss})")
+        return Fix("Scale the loss", "unsafe", (edit,))

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint import mend
+from mpguard.lint.facts import Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.trace import Moment, Trace, before, between, follows
+from mpguard.lint.values import Ref
+
+#: Flags that ask whether to clip, and never whether gradients are scaled.
+_ABOUT_CLIPPING = re.compile(r"(?i)clip|norm|grad(?!.*scale)")
+
+
+class ClipBeforeUnscale(Rule):
+    """Gradients are clipped while they are still multiplied by the loss scale.
+
+    ## What it does
+    Reports `clip_grad_norm_` and `clip_grad_value_` on gradients of a scaled loss, with no
+    `scaler.unscale_(optimizer)` between `backward` and the clip.
+
+    ## Why is this bad
+    The gradients are larger than the true ones by the scale, 65536 at first: every one is clipped, and after
+    `scaler.step` has divided by the scale, the step's norm is `max_norm / 65536`. The model hardly trains, and
+    how hard it is clipped changes whenever the scale does.
+
+    ## Fix safety
+    Safe: `scaler.unscale_(optimizer)` above the clip divides by the scale, and `scaler.step` knows that it has
+    been done. There is no fix where several optimizers step, or where one clips for each micro-batch and
+    steps once for several: `unscale_` may be called once per step only.
+
+    ## Known limits
+    What happens in one function and the helpers of its file is followed; a `backward` in another module is not.
+    Silent where something between may unscale: `get_scale`, code out of sight that is handed the scaler.
+    """
+
+    code, name = "MPG205", "clip-before-unscale"
+    severity = "error"
+    message = "`{expr}` clips gradients that are still scaled"
+    help = "call `{scaler}.unscale_(optimizer)` before"
+    triggers = (any_of(b"clip_grad_"), any_of(b".scale("), any_of(b"scaler", b"Scaler"))
+    examples = (
+        Bad(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
+    scaler.step(optimizer)
+    scaler.update()
+""",
+            fixed="""\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_value_ as clip
+
+def train(args, model, loader, optimizer, scaler):
+    for i, x in enumerate(loader):
+        loss = model(x)
+        if args.amp:
+            scaler.scale(loss).backward()
+        else:
+            loss.backward()
+        if (i + 1) % args.accumulate == 0:
+            if args.clip_norm > 0:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)  # !
+            if args.amp:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+
+class Run:
+    def __init__(self, optimizer):
+        self.scaler = torch.amp.GradScaler("cuda")
+        self.optimizer = optimizer
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def run(self, model, losses):
+        for loss in losses:
+            self.backward(loss)
+            clip(model.parameters(), 0.1)  # !
+            self.scaler.unscale_(self.optimizer)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def train(model, losses, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, loss in enumerate(losses):
+        scaled = scaler.scale(loss)
+        scaled.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
+        if i % 4 == 3:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+"""
+        ),
+        Good(
+            """\
+import torch
+from elsewhere import unscale
+
+def right(args, model, loader, optimizer, scaler):
+    for i, x in enumerate(loader):
+        loss = model(x)
+        if scaler is not None:
+            scaler.scale(loss).backward()
+            if args.clip:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            if args.clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+            optimizer.step()
+
+def unscaled_first(args, model, loader, optimizer, scaler):
+    for x in loader:
+        if args.amp:
+            scaler.scale(model(x)).backward()
+        else:
+            model(x).backward()
+        if args.amp:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+
+def two_names_of_one_flag(args, model, loader, optimizer, scaler):
+    for x in loader:
+        if scaler is not None:
+            scaler.scale(model(x)).backward()
+        else:
+            model(x).backward()
+        if not args.fp16:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.zero_grad()
+
+def elsewhere(model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        unscale(scaler, optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+def by_hand(model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0 * scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+
+def only_the_generator_is_scaled(generator, critic, loader, one, two, scaler):
+    for x in loader:
+        scaler.scale(generator(x)).backward()
+        scaler.step(one)
+        scaler.update()
+        critic(x).backward()
+        torch.nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
+        two.step()
+
+def clip_grad_norm_(parameters, scaler, optimizer):
+    scaler.unscale_(optimizer)
+
+def of_ones_own(model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        clip_grad_norm_(model.parameters(), scaler, optimizer)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        reported: set[object] = set()
+        for trace in facts.traces.all:
+            for place, clip in enumerate(trace):
+                if clip.kind != "clip" or clip.record in reported or not self._of_torch(clip, facts):
+                    continue
+                backward = self._scaled(trace, place, facts)
+                if backward is None:
+                    continue
+                fix = self._fix(trace, place, backward, reported, facts)
+                reported.add(clip.record)
+                scaler = facts.short(backward.scaler)
+                notes = (Note("the loss is scaled here", backward.span),)
+                help = self.help.format(scaler=scaler)
+                yield self.at(clip, expr=facts.short(clip.call.func), notes=notes, fix=fix, help=help)
+
+    def _of_torch(self, clip: Moment, facts: Facts) -> bool:
+        atoms = [each.atom for each in facts.evaluate(clip.call.func, clip.call)]
+        return any(isinstance(atom, Ref) and atom.path.startswith("torch.nn.utils.") for atom in atoms)
+
+    def _scaled(self, trace: Trace, place: int, facts: Facts) -> Moment | None:
+        """The backward pass whose gradients are clipped and still scaled."""
+        clip = trace[place]
+        for index, backward in before(trace, place):
+            if backward.scale is None or not facts.traces.like_torch(backward.scaler, backward.scale.call):
+                continue
+            if backward.guard - clip.guard and not follows(clip.guard, backward.guard, _ABOUT_CLIPPING):
+                continue
+            guard = clip.guard.joined(backward.guard, facts.traces.enabled(backward.scaler, backward.scale.call))
+            if not guard.possible:
+                continue
+            if any(between(trace, index, place, "unscale", "scaler_step", "step", "handed", "get_scale", guard=guard)):
+                continue
+            return backward
+        return None
+
+    def _fix(self, trace: Trace, place: int, backward: Moment, reported: set[object], facts: Facts) -> Fix | None:
+        clip = trace[place]
+        scaler = facts.short(backward.scaler)
+        here = (backward.scale is not None and backward.scale.scope is clip.record.scope) or scaler.startswith("self.")
+        guard = clip.guard.joined(backward.guard)
+        steps = [
+            each
+            for each in trace[place:]
+            if each.kind == "scaler_step"
+            and compatible(each.guard, guard)
+            and facts.traces.same(backward.scaler, backward.record, each.scaler, each.record)
+        ]
+        if not here or len({facts.short(step.optimizer) for step in steps}) != 1:
+            return None
+        step = steps[0]
+        if step.record.scope is not clip.record.scope or step.loops != clip.loops or step.guard - guard:
+            return None
+        if backward.guard - clip.guard:
+            return None  # a scaler that may be none in the other arm
+        if any(each.kind == "clip" and each.record in reported for each in trace[:place]):
+            return None  # one `unscale_` is enough: the next round sees what is left
+        if any(each.kind == "unscale" and compatible(each.guard, guard) for each in trace[place:]):
+            return None  # it would be the second
+        if not isinstance(clip.call.line, cst.SimpleStatementLine) or step.optimizer is None:
+            return None
+        optimizer = facts.text(step.optimizer, step.record)
+        edit = mend.line_before(facts, clip.call.line, clip.call, f"{scaler}.unscale_({optimizer})")
+        return Fix("Unscale the gradients first", "safe", (edit,))

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint import mend
+from mpguard.lint.facts import Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.trace import Moment, Trace, before
+
+
+class MissingScalerUpdate(Rule):
+    """`scaler.step(optimizer)` and never `scaler.update()`.
+
+    ## What it does
+    Reports the (last) `scaler.step` of a training loop in which the scaler is not updated.
+
+    ## Why is this bad
+    `update` begins the next step: without it the second `scaler.step` raises "step() has already been
+    called since the last update()", and the scale neither grows nor, after an overflow, shrinks.
+    One `update` after the steps of several optimizers is right.
+
+    ## Fix safety
+    The fix adds `scaler.update()` below the step. It is unsafe, as an update may be meant for another place:
+    after more steps, or at the end of a helper.
+
+    ## Known limits
+    Only for a GradScaler of torch that the file makes, in a loop whose scaled `backward` and `step` are both
+    in sight. A scaler that is handed to code out of sight may be updated there.
+    """
+
+    code, name = "MPG204", "missing-scaler-update"
+    severity = "error"
+    message = "`{expr}` is never followed by `{scaler}.update()`"
+    help = "call `update()` once per step, after the last `step`"
+    triggers = (any_of(b"GradScaler"), any_of(b".scale("), any_of(b".step("))
+    examples = (
+        Bad(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)  # !
+    optimizer.zero_grad()
+""",
+            fixed="""\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+""",
+        ),
+        Bad(
+            """\
+from torch.cuda.amp import GradScaler
+
+class Run:
+    def __init__(self, model, args):
+        self.scaler = GradScaler(enabled=args.amp)
+        self.one, self.two = args.one, args.two
+
+    def apply(self):
+        self.scaler.step(self.one)
+        self.scaler.step(self.two)  # !
+
+    def run(self, losses):
+        for loss in losses:
+            self.scaler.scale(loss).backward()
+            self.apply()
+
+def at_the_end(model, loader, optimizer):
+    scaler = GradScaler()
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)  # !
+    scaler.update()
+
+def one_arm(args, model, loader, optimizer):
+    scaler = GradScaler()
+    for x in loader:
+        if args.amp:
+            scaler.scale(model(x)).backward()
+            scaler.step(optimizer)  # !
+        else:
+            model(x).backward()
+            optimizer.step()
+            scaler.update()
+"""
+        ),
+        Good(
+            """\
+import torch
+from elsewhere import finish, save_checkpoint
+
+def several(loader, model, optimizers):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+
+def in_a_helper(loader, model, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        done(scaler)
+
+def done(grad_scaler):
+    grad_scaler.update()
+
+def out_of_sight(loader, model, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        finish(scaler)
+
+def from_outside(loader, model, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+
+class Gan:
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def critic_step(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.critic_optimizer)
+
+    def generator_step(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.generator_optimizer)
+
+    def run(self, loader):
+        for x in loader:
+            self.critic_step(x)
+            self.generator_step(x)
+            self.scaler.update()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        reported: set[object] = set()
+        for trace in facts.traces.all:
+            for place, step in enumerate(trace):
+                if (
+                    step.kind != "scaler_step"
+                    or step.record in reported
+                    or not self._never_updated(trace, place, facts)
+                ):
+                    continue
+                reported.add(step.record)
+                scaler = facts.short(step.scaler)
+                backward = next(each for _, each in before(trace, place) if each.scale is not None)
+                notes = (Note("its loss is scaled here", backward.span),)
+                fix = None
+                if mend.is_statement(step.call):
+                    edit = mend.line_after(facts, step.call.line, step.call, f"{scaler}.update()")
+                    fix = Fix("Update the scaler after the step", "unsafe", (edit,))
+                expr = facts.short(step.call.node)
+                yield self.at(step, expr=expr, scaler=scaler, notes=notes, fix=fix)
+
+    def _never_updated(self, trace: Trace, place: int, facts: Facts) -> bool:
+        step, traces = trace[place], facts.traces
+        if not traces.own(step.scaler, step.record) or facts.base_unknown(step.record.scope.owner):
+            return False
+        scaled = next(((i, each) for i, each in before(trace, place) if each.scale is not None), None)
+        if scaled is None:
+            return False
+        loop = next((loop for loop in reversed(step.loops) if loop in scaled[1].loops), None)
+        guard = step.guard.joined(scaled[1].guard)
+
+        def other(each: Moment) -> bool:
+            return traces.differ(step.scaler, step.record, each.scaler, each.record)
+
+        for index, each in enumerate(trace):
+            if not compatible(each.guard, guard) or (loop is not None and loop not in each.loops):
+                continue
+            if each.kind == "handed" or (each.kind == "update" and not other(each)):
+                return False
+            if each.kind == "scaler_step" and index > place and not other(each):
+                return False  # the last step is the place
+        return True

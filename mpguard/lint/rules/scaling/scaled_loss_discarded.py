@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint import mend
+from mpguard.lint.facts import Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.trace import Moment, Trace
+
+
+class ScaledLossDiscarded(Rule):
+    """`scaler.scale(loss)` is a statement of its own, and the loss goes to `backward()` as it was.
+
+    ## What it does
+    Reports a call of `scale` whose result nobody takes, where `backward` of the same loss follows.
+
+    ## Why is this bad
+    `scale` returns the scaled loss and leaves its argument alone. The gradients stay small, underflow in FP16, and
+    `scaler.step` then divides them by the scale that they never had: steps of 1/65536 of their size.
+
+    ## Fix safety
+    The fix makes it `scaler.scale(loss).backward()`. It is unsafe, as the gradients become other ones: a learning
+    rate that was tuned for the wrong ones does not fit.
+
+    ## Known limits
+    The loss must go by the same name in both places.
+    """
+
+    code, name = "MPG213", "scaled-loss-discarded"
+    severity = "error"
+    message = "the result of `{expr}` is thrown away"
+    help = "`scale` returns the scaled loss: call `backward()` on that"
+    triggers = (any_of(b".scale("), any_of(b".backward("), any_of(b"scaler", b"Scaler"))
+    examples = (
+        Bad(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss)  # !
+    loss.backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+            fixed="""\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+class Run:
+    def __init__(self, args):
+        self.scaler = torch.cuda.amp.GradScaler(enabled=args.amp)
+
+    def step(self, out, optimizer):
+        optimizer.zero_grad()
+        self.scaler.scale(out.loss)  # !
+        out.loss.backward(retain_graph=True)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def train(args, model, loader, optimizer, scaler, features):
+    for x in loader:
+        loss = model(x).sum()
+        if args.amp:
+            loss = scaler.scale(loss)
+        loss.backward()
+        other = model(x).mean()
+        scaler.scale(other).backward()
+
+def arms(args, loss, scaler):
+    if args.warm:
+        scaler.scale(loss)
+    else:
+        loss.backward()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for trace in facts.traces.all:
+            for place, scale in enumerate(trace):
+                if scale.kind != "scale" or scale.via or not mend.is_statement(scale.call):
+                    continue
+                if not facts.traces.like_torch(scale.scaler, scale.record):
+                    continue
+                backward = self._unscaled(trace, place, facts)
+                if backward is None:
+                    continue
+                notes = (Note("this runs on the loss as it was", backward.span),)
+                yield self.at(
+                    scale,
+                    expr=facts.short(scale.call.node),
+                    notes=notes,
+                    fix=self._fix(scale, backward, facts),
+                )
+
+    def _unscaled(self, trace: Trace, place: int, facts: Facts) -> Moment | None:
+        scale = trace[place]
+        loss = facts.short(scale.call.positional[0])
+        for each in trace[place + 1 :]:
+            if (
+                each.kind == "backward"
+                and each.scale is None
+                and compatible(each.guard, scale.guard)
+                and each.record.scope is scale.record.scope
+                and facts.short(each.call.receiver) == loss
+            ):
+                return each
+        return None
+
+    def _fix(self, scale: Moment, backward: Moment, facts: Facts) -> Fix | None:
+        assert backward.call.receiver is not None
+        if facts.walker.parents.get(scale.call.line) is not facts.walker.parents.get(backward.call.line):
+            return None
+        edits = (
+            mend.without_statement(facts, scale.call),
+            mend.replaced(backward.call.receiver, backward.call, facts.text(scale.call.node, scale.call)),
+        )
+        return Fix("Call `backward` on the scaled loss", "unsafe", edits)

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.facts import Facts
+from mpguard.lint.guard import Guard, compatible
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.trace import Moment, Trace, between, follows, iteration, rhythm
+
+
+class UnscaleMisuse(Rule):
+    """`unscale_` is called twice for one step of an optimizer, or after the step.
+
+    ## What it does
+    Reports an `unscale_` that surely follows another `unscale_`, or a `scaler.step`, of the same optimizer with no
+    `update()` between; and one for each micro-batch where `step` and `update` come once for several.
+
+    ## Why is this bad
+    It raises (torch 2.13): "unscale_() has already been called on this optimizer since the last update()",
+    "unscale_() is being called after step()". With gradient accumulation that is at the second micro-batch.
+
+    ## Known limits
+    Two calls that are under different flags are taken for alternatives. Optimizers that are elements of a list are
+    not told apart.
+    """
+
+    code, name = "MPG206", "unscale-misuse"
+    severity = "error"
+    message = "`{expr}` {what}"
+    help = "unscale once per step: after the last `backward`, before `step`"
+    triggers = (any_of(b".unscale_("), any_of(b".step(", b".scale("))
+    examples = (
+        Bad(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for i, x in enumerate(loader):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)  # !
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if (i + 1) % 4 == 0:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def twice(model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.unscale_(optimizer)  # !
+        scaler.step(optimizer)
+        scaler.update()
+
+def late(model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        scaler.unscale_(optimizer)  # !
+        scaler.update()
+
+class Run:
+    def __init__(self, model):
+        self.scaler = torch.amp.GradScaler("cuda")
+        self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def clip(self):
+        self.scaler.unscale_(self.optimizer)  # !
+
+    def run(self, losses):
+        for group in losses:
+            for loss in group:
+                self.scaler.scale(loss).backward()
+                self.clip()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def two_optimizers(model, loader, one, two, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(one)
+        scaler.unscale_(two)
+        scaler.step(one)
+        scaler.step(two)
+        scaler.update()
+
+def several(model, loader, optimizers, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+
+def arms(args, model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        if args.clip == "norm":
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        elif args.clip == "value":
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+def accumulated(args, model, loader, optimizer, scaler):
+    for i, x in enumerate(loader):
+        scaler.scale(model(x)).backward()
+        if i % args.accumulate == 0:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+def both_halves(model, loader, optimizer, scaler):
+    for x, y in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scaler.scale(model(y)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        reported: set[object] = set()
+        for trace in facts.traces.all:
+            for place, unscale in enumerate(trace):
+                if unscale.kind != "unscale" or unscale.record in reported:
+                    continue
+                if not facts.traces.like_torch(unscale.scaler, unscale.record):
+                    continue
+                found = self._second(trace, place, facts) or self._each_microbatch(trace, place, facts)
+                if found is None:
+                    continue
+                reported.add(unscale.record)
+                what, other = found
+                note = {"unscale": "it was unscaled here", "scaler_step": "the step is here"}[other.kind]
+                yield self.at(unscale, expr=facts.short(unscale.call.node), what=what, notes=(Note(note, other.span),))
+
+    def _second(self, trace: Trace, place: int, facts: Facts) -> tuple[str, Moment] | None:
+        unscale = trace[place]
+        for index in range(place - 1, -1, -1):
+            each = trace[index]
+            if not compatible(each.guard, unscale.guard):
+                continue
+            if each.kind in ("update", "handed"):
+                return None
+            if each.kind not in ("unscale", "scaler_step") or each.record is unscale.record:
+                continue
+            if unscale.guard - each.guard or not facts.traces.same(
+                each.optimizer, each.record, unscale.optimizer, unscale.record
+            ):
+                continue
+            if any(between(trace, index, place, "exit", guard=each.guard)):
+                continue
+            return ("comes a second time" if each.kind == "unscale" else "comes after the step"), each
+        return None
+
+    def _each_microbatch(self, trace: Trace, place: int, facts: Facts) -> tuple[str, Moment] | None:
+        """Whether it is called for each micro-batch, and the update comes once for several."""
+        unscale = trace[place]
+        if not unscale.loops:
+            return None
+        own = iteration(trace, unscale)
+        if not any(each.kind == "backward" and each.scale is not None for _, each in own):
+            return None  # a loop over optimizers
+        if any(each.kind == "handed" and compatible(each.guard, unscale.guard) for each in trace):
+            return None
+        updates = [e for e in trace if e.kind == "update" and compatible(e.guard, unscale.guard)]
+        here = [each for each in updates if unscale.loops[-1] in each.loops]
+        if any(not rhythm(_more(each, unscale)) or not follows(each.guard, unscale.guard) for each in here):
+            return None
+        steps = [
+            each
+            for each in trace[place:]
+            if each.kind == "scaler_step"
+            and facts.traces.same(each.optimizer, each.record, unscale.optimizer, unscale.record)
+            and compatible(each.guard, unscale.guard)
+        ]
+        if not updates or not steps:
+            return None
+        step = steps[0]
+        if here and not rhythm(_more(step, unscale)):
+            return None
+        if not here and not any(set(each.loops) < set(unscale.loops) for each in updates):
+            return None
+        return "comes for each micro-batch, the step once for several", step
+
+
+def _more(each: Moment, unscale: Moment) -> Guard:
+    return Guard(each.guard - unscale.guard)
