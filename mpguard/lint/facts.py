@@ -36,8 +36,10 @@ from mpguard.lint.events import FINDERS, Event, compiled, is_optimizer
 from mpguard.lint.flow import Flow
 from mpguard.lint.frozen import Frozen
 from mpguard.lint.guard import ALWAYS, Condition, Guard, compatible
+from mpguard.lint.precision import Precision
 from mpguard.lint.prepared import Prepared
 from mpguard.lint.regions import Region, Regions
+from mpguard.lint.scalars import Scalars
 from mpguard.lint.settled import settle
 from mpguard.lint.source import Chunk, Frames, Source
 from mpguard.lint.trace import Traces
@@ -53,7 +55,8 @@ WHOLE = 8_000
 #: What makes a top-level statement matter: precision, training, and what decides between them.
 _MATTERS = re.compile(
     r"half|float16|bf16|fp16|autocast|[sS]caler|backward|\.step\(|\bamp\b|float8|fp8|\.prepare\(|deepspeed|accelerat|"
-    r"compile|no_grad|inference_mode|Trainer|Optimizer|optim\b|HalfTensor|requires_grad"
+    r"compile|no_grad|inference_mode|Trainer|Optimizer|optim\b|HalfTensor|requires_grad|masked_fill|finfo|tf32|fp32_precision|"
+    r"matmul_precision|-\s?1\.?0?e\+?\d|1e-(?:0?[89]|[12]\d)"
 )
 #: What has a `step` and applies no gradients.
 _NO_OPTIMIZER = re.compile(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\b|\bema\b")
@@ -116,6 +119,8 @@ class Facts:
         self.frozen = Frozen(self)
         self.prepared = Prepared(self)
         self.trained = Trained(self)
+        self.precision = Precision(self)
+        self.scalars = Scalars(self)
         self.calls: dict[str, list[Call]] = {}
         self._indexed: dict[Scope, int] = {}
         self._waiting: list[Chunk] = list(chunks) if imported else []
