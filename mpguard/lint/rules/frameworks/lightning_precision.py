@@ -15,6 +15,8 @@ _PLUGINS = ("MixedPrecisionPlugin", "MixedPrecision")
 #: Old spelling -> what Lightning 2 makes of it.
 _OLD = {"16": "16-mixed", "bf16": "bf16-mixed"}
 _MIXED = frozenset({"16", "bf16", "16-mixed", "bf16-mixed"})
+#: Beside these, a `-true` may be for inference: a helper chooses.
+_UNCLEAR = _MIXED | {""}
 _LOW = {"16-true": "FP16", "bf16-true": "BF16"}
 #: What trains with weights of one's own, in a dtype of their own.
 _ADAPTERS = re.compile(r"(?i)lora|peft|adapter")
@@ -113,6 +115,14 @@ def main(args):
 import lightning as L
 from litgpt.lora import mark_only_lora_as_trainable
 
+def supported(training):
+    return "16-mixed" if training else "16-true"
+
+def pretrain(model, loader, precision=None):
+    fabric = L.Fabric(precision=precision or supported(training=True))
+    for x in loader:
+        fabric.backward(model(x))
+
 def main(model, loader):
     fabric = L.Fabric(precision="bf16-true")
     mark_only_lora_as_trainable(model)
@@ -134,7 +144,7 @@ def main(model, loader):
             if old := sorted(said & set(_OLD)):
                 what = f"`precision={facts.short(given)}` is an old spelling of `{_OLD[old[0]]}`"
                 yield self.at(place, what=what, help=f'write `precision="{_OLD[old[0]]}"`')
-            elif (low := sorted(said & set(_LOW))) and self._trains(call, facts):
+            elif (low := sorted(said & set(_LOW))) and not said & _UNCLEAR and self._trains(call, facts):
                 what = f"`{low[0]}` trains {_LOW[low[0]]} weights, without FP32 master weights"
                 yield self.at(place, what=what, help=f'"{low[0].replace("true", "mixed")}" keeps them')
         mixed = mixed or next(self._calls(_PLUGINS, facts), None)
@@ -150,12 +160,11 @@ def main(model, loader):
                         break
 
     def _precision(self, call: Call, facts: Facts) -> set[str]:
-        """What `precision=` may be, as text: 16 and "16" are one."""
+        """What `precision=` may be, as text: 16 and "16" are one; "" among them where one is unknown."""
         given = call.keywords.get("precision")
         return {
-            str(each.atom.value)
+            str(each.atom.value) if isinstance(each.atom, Constant) else ""
             for each in (facts.evaluate(given, call) if given is not None else ())
-            if isinstance(each.atom, Constant)
         }
 
     def _trains(self, made: Call, facts: Facts) -> bool:

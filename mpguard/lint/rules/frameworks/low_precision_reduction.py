@@ -7,9 +7,9 @@ import libcst as cst
 from mpguard.edits import Edit
 from mpguard.lint import mend
 from mpguard.lint.facts import Event, Facts
-from mpguard.lint.guard import ALWAYS, compatible
+from mpguard.lint.guard import compatible
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
-from mpguard.lint.walk import constant
+from mpguard.lint.walk import constant, dotted
 
 _LOW = {"float16": "FP16", "bfloat16": "BF16"}
 
@@ -83,6 +83,13 @@ four = MixedPrecisionPolicy(
 def build(args):
     dtype = th.bfloat16 if args.bf16 else th.float32
     return MP(param_dtype=dtype, reduce_dtype=dtype)  # !
+
+def by_name(name):
+    if name == "16":
+        param = reduce = th.float16
+    else:
+        param = reduce = th.float32
+    return MP(param_dtype=param, reduce_dtype=reduce)  # !
 """,
             fixed="""\
 import torch as th
@@ -107,6 +114,13 @@ four = MixedPrecisionPolicy(
 def build(args):
     dtype = th.bfloat16 if args.bf16 else th.float32
     return MP(param_dtype=dtype, reduce_dtype=th.float32)
+
+def by_name(name):
+    if name == "16":
+        param = reduce = th.float16
+    else:
+        param = reduce = th.float32
+    return MP(param_dtype=param, reduce_dtype=th.float32)
 """,
         ),
         Good(
@@ -133,6 +147,15 @@ def test_policy(plugin):
 class Plugin:
     def __eq__(self, other):
         return other.policy == MixedPrecision(torch.float16, torch.float16, torch.float16)
+
+def to_dtype(precision):
+    if precision == "fp16":
+        return torch.float16
+    return torch.float32
+
+def from_config(config):
+    param, reduce = to_dtype(config.param), to_dtype(config.reduce)
+    return MixedPrecision(param_dtype=param, reduce_dtype=reduce)
 """
         ),
     )
@@ -160,14 +183,24 @@ class Plugin:
             yield self.at(facts.span(param, policy.call), dtype=_LOW[low[0]], why=why, fix=fix)
 
     def _reduces(self, policy: Event, given: cst.BaseExpression, facts: Facts) -> str | None:
-        """The low dtype that it reduces in, wherever it computes in a low one."""
-        computes = [guard for name in _LOW for guard in policy.may_be(name)] or [ALWAYS]
-        reduces = facts.dtypes(given, policy.call)
-        for low in computes:
-            possible = [name for guard, name in reduces if compatible(guard, low, policy.guard)]
-            if possible and all(name in _LOW for name in possible):
-                return _LOW[str(possible[0])]
-        return None
+        """The low dtype that it reduces in: always, or wherever it computes in it because both are one value."""
+        reduces = [name for guard, name in facts.dtypes(given, policy.call) if compatible(guard, policy.guard)]
+        low = [name for name in _LOW if name in reduces]
+        if not low or (set(reduces) - set(_LOW) and not self._one_value(policy, given, facts)):
+            return None
+        return _LOW[low[0]]
+
+    def _one_value(self, policy: Event, given: cst.BaseExpression, facts: Facts) -> bool:
+        """Whether `param_dtype` and `reduce_dtype` are the same name, or set by the same statements."""
+        param = policy.call.argument(0, "param_dtype")
+        key, other = dotted(given), dotted(param)
+        if not key or not other:
+            return False
+        values = [
+            {(b.value, b.index) for b in facts.values.reaching(name, policy.scope, policy.order)}
+            for name in (key, other)
+        ]
+        return key == other or (bool(values[0]) and values[0] == values[1])
 
     def _fix(self, policy: Event, given: cst.BaseExpression | None, facts: Facts) -> Fix | None:
         torch = mend.name_of_torch(facts)
