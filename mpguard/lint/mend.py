@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.edits import Edit
-from mpguard.lint.walk import Call, Record, With
+from mpguard.lint.rule import Fix
+from mpguard.lint.walk import Call, Record, With, constant, dotted
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts import Facts
+    from mpguard.lint.facts import Event, Facts
 
 
 def replaced(node: cst.CSTNode, at: Record, text: str) -> Edit:
@@ -44,6 +45,15 @@ def without_argument(call: Call, value: cst.BaseExpression) -> Edit:
     return Edit(first, last, "")
 
 
+def with_argument(facts: Facts, call: Call, text: str) -> Edit:
+    """One more argument at the end of a call's."""
+    if call.node.args:
+        end = call.chunk.outer_span(call.node.args[-1].value)[1]
+        return Edit(end, end, f", {text}")
+    end = facts.source.text.index("(", call.chunk.outer_span(call.func)[1]) + 1
+    return Edit(end, end, text)
+
+
 def is_statement(call: Call) -> bool:
     """Whether the call is a whole statement: `model.half()`."""
     return isinstance(call.statement, cst.Expr) and call.statement.value is call.node
@@ -64,6 +74,34 @@ def without_statement(facts: Facts, record: Call) -> Edit:
         end += 1
     end += 2 if text.startswith("\r\n", end) else 1
     return Edit(start, min(end, len(text)), "")
+
+
+def without_cast(facts: Facts, cast: Event) -> Fix | None:
+    """Removes a cast by hand and keeps a device move; None where an arm or a conditional would be left empty."""
+    call, title = cast.call, "Remove the cast"
+    if call.receiver is not cast.subject:  # torch.Tensor.half(x)
+        return Fix(title, "unsafe", (replaced(call.node, call, facts.text(call.node.args[0].value, call)),))
+    given = [arg for arg in call.node.args if arg.keyword is None or arg.keyword.value in ("device", "dtype")]
+    if call.name == "to" and len(given) > 1:
+        dtype = call.keywords.get("dtype")
+        edit = without_argument(call, call.positional[1] if dtype is None else dtype)
+        return Fix("Remove the cast, keep the move", "unsafe", (edit,))
+    if call.name == "type" and constant(call.argument(0, "dtype")) == ("torch.cuda.HalfTensor",):
+        return Fix("Remove the cast, keep the move", "unsafe", (without_method(call, ".cuda()"),))
+    above = facts.walker.parents.get(call.node)
+    if isinstance(above, (cst.NamedExpr, cst.IfExp, cst.Lambda)):
+        return None  # `(x := x)`, `x if fp16 else x`
+    statement = call.statement
+    useless = isinstance(statement, cst.Assign) and (
+        statement.value is call.node
+        and len(statement.targets) == 1
+        and dotted(statement.targets[0].target) == cast.key != ""
+    )
+    plain = isinstance(cast.subject, (cst.Name, cst.Attribute)) and cast.key
+    if useless or (is_statement(call) and plain):
+        edit = without_statement(facts, call)
+        return Fix(title, "unsafe", (edit,)) if edit.text != "pass" else None
+    return Fix(title, "unsafe", (without_method(call),))
 
 
 def line_start(facts: Facts, offset: int) -> int:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint import mend, names
+from mpguard.lint.autocast_ops import LOWERED
 from mpguard.lint.events import Event
 from mpguard.lint.flow import UPCASTS, Reach, Sink
 from mpguard.lint.guard import Guard, compatible
-from mpguard.lint.values import Function
+from mpguard.lint.values import Function, Object, Ref
 from mpguard.lint.walk import Binding, Call, Scope, constant, dotted
 
 if TYPE_CHECKING:
@@ -142,6 +143,35 @@ class Trained:
             ):
                 return dotted(call.receiver) or None
         return None
+
+    def lowered_inputs(self, cast: Event) -> list[Call]:
+        """The calls that are handed the very value of a cast, and whose matrix products autocast would lower anyway:
+        a model, or one of torch's operations."""
+        bound = self._bound(cast.call)
+        found = []
+        for call in cast.scope.calls:
+            handed = (*call.positional, *call.keywords.values())
+            if cast.call.node in handed or (
+                bound is not None
+                and call.order > bound.order
+                and any(
+                    dotted(each) == bound.key
+                    and bound in self.facts.values.reaching(bound.key, call.scope, call.order, call.guard)
+                    for each in handed
+                )
+            ):
+                found.append(call)
+        return [call for call in found if self._lowers(call)]
+
+    def _lowers(self, call: Call) -> bool:
+        for each in self.facts.evaluate(call.func, call):
+            if isinstance(each.atom, Ref) and each.atom.path.startswith("torch.") and call.name in LOWERED:
+                return True
+            if isinstance(each.atom, Object) and each.atom.kind == "model" and not self.facts.frozen.named(call.path):
+                return True
+        last = call.path.rsplit(".", 1)[-1]
+        known = self.facts.kinds(call.func, call) - {""}
+        return not known and last in self.modules and not self.facts.frozen.named(call.path)
 
     def passing(self, cast: Event, dtype: str) -> bool:
         """Whether the cast only rounds (`.half().float()`), or makes a copy for a checkpoint."""

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from mpguard.lint.facts import Facts
 
 
+#: Methods that are called on their class: `torch.Tensor.half(x)`.
+_UNBOUND = frozenset(f"torch.{owner}.{name}" for owner in ("Tensor", "nn.Module") for name in ("half", "bfloat16"))
+
+
 @finds("cast")
 def _casts(facts: Facts) -> Iterator[Event]:
     for call in called(facts, "half", "bfloat16"):
@@ -22,6 +26,10 @@ def _casts(facts: Facts) -> Iterator[Event]:
             yield Event(
                 "cast", call, facts, call.receiver, ((ALWAYS, "float16" if call.name == "half" else "bfloat16"),)
             )
+    for call in called(facts, "half", "bfloat16"):
+        if call.positional and _UNBOUND.intersection(path for _, path in facts.paths(call)):
+            dtype = "float16" if call.name == "half" else "bfloat16"
+            yield Event("cast", call, facts, call.positional[0], ((ALWAYS, dtype),))
     for call in called(facts, "to"):
         if call.receiver is None or not _is_torch(facts, call):
             continue

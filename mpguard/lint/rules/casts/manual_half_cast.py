@@ -3,12 +3,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-import libcst as cst
-
 from mpguard.lint import mend
-from mpguard.lint.facts import Event, Facts
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.walk import constant, dotted
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 #: A dtype under such a flag follows the launcher's policy.
 _POLICY = re.compile(r"mixed_precision|fp16_enabled")
@@ -410,33 +407,4 @@ def train(args, loader, dtype):
             training = facts.trained.cast(cast, "float16", guards)
             if training is not None:
                 note = Note("trained with here", training.sink.call.span)
-                yield self.at(cast, expr=facts.short(cast.call.node), notes=(note,), fix=self._fix(cast, facts))
-
-    def _fix(self, cast: Event, facts: Facts) -> Fix | None:
-        call = cast.call
-        given = [arg for arg in call.node.args if arg.keyword is None or arg.keyword.value in ("device", "dtype")]
-        title = "Remove the cast"
-        if call.name == "to" and len(given) > 1:
-            dtype = call.keywords.get("dtype")
-            if dtype is None:
-                dtype = call.positional[1]
-            edit = mend.without_argument(call, dtype)
-            return Fix("Remove the cast, keep the move", "unsafe", (edit,))
-        if call.name == "type":
-            text = constant(call.argument(0, "dtype"))
-            if text == ("torch.cuda.HalfTensor",):
-                return Fix("Remove the cast, keep the move", "unsafe", (mend.without_method(call, ".cuda()"),))
-        above = facts.walker.parents.get(call.node)
-        if isinstance(above, (cst.NamedExpr, cst.IfExp)):
-            return None  # `(x := x)`, `x if fp16 else x`
-        statement = call.statement
-        useless = isinstance(statement, cst.Assign) and (
-            statement.value is call.node
-            and len(statement.targets) == 1
-            and dotted(statement.targets[0].target) == cast.key != ""
-        )
-        plain = isinstance(cast.subject, (cst.Name, cst.Attribute)) and cast.key
-        if useless or (mend.is_statement(call) and plain):
-            edit = mend.without_statement(facts, call)
-            return Fix(title, "unsafe", (edit,)) if edit.text != "pass" else None
-        return Fix(title, "unsafe", (mend.without_method(call),))
+                yield self.at(cast, expr=facts.short(cast.call.node), notes=(note,), fix=mend.without_cast(facts, cast))

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint import mend
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.guard import Guard, compatible
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.walk import Call
+
+
+class CastInsideAutocast(Rule):
+    """A tensor is cast to a low dtype by hand inside an autocast region that would cast it anyway.
+
+    ## What it does
+    Reports a cast to FP16 or BF16 within an enabled autocast region whose value goes, as it is, into a model or
+    into one of torch's matrix products and convolutions.
+
+    ## Why is this bad
+    It keeps the books twice. Autocast casts the inputs of the operations that are safe in low precision, and keeps
+    the others in FP32; a cast by hand rounds the input for those too (a norm, a softmax, a loss on top of it). With
+    another dtype than the region's, the value is rounded twice: 8 bits of BF16 and then FP16's range.
+
+    ## Fix safety
+    The fix removes the cast and keeps a device move. It is unsafe: what else reads the value sees FP32 then.
+
+    ## Known limits
+    Only casts that stand in the region's own block, and values that are handed on as they are. Casts for kernels that
+    autocast does not know (flash attention, extensions), for storing, and in inference are not reported.
+    """
+
+    code, name = "MPG105", "cast-inside-autocast"
+    severity = "warning"
+    message = "`{expr}` casts by hand what autocast casts"
+    help = "remove the cast; the region's dtype decides"
+    triggers = (
+        any_of(b"autocast"),
+        any_of(b".half(", b".bfloat16(", b"float16", b"HalfTensor", b" half", b".half"),
+    )
+    yields_to = ("MPG110", "MPG603", "MPG606")
+    examples = (
+        Bad(
+            """\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x.to("cuda", torch.bfloat16)).sum()  # !
+    loss.backward()
+    optimizer.step()
+""",
+            fixed="""\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x.to("cuda")).sum()
+    loss.backward()
+    optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+import torch.nn.functional as F
+from torch.cuda.amp import autocast as amp
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = torch.nn.Linear(8, 8)
+
+    def forward(self, x, w):
+        with torch.autocast("cuda", enabled=self.training):
+            h = x.half()  # !
+            h = self.proj(h)
+            h = F.linear(h, w.type(torch.float16))  # !
+            return h + torch.matmul(x.half(), w)  # !
+
+def train(model, loader):
+    model.train()
+    for x in loader:
+        with amp():
+            y = x.half()  # !
+            model(x=y).sum().backward()
+""",
+            fixed="""\
+import torch
+import torch.nn.functional as F
+from torch.cuda.amp import autocast as amp
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = torch.nn.Linear(8, 8)
+
+    def forward(self, x, w):
+        with torch.autocast("cuda", enabled=self.training):
+            h = x
+            h = self.proj(h)
+            h = F.linear(h, w)
+            return h + torch.matmul(x, w)
+
+def train(model, loader):
+    model.train()
+    for x in loader:
+        with amp():
+            y = x
+            model(x=y).sum().backward()
+""",
+        ),
+        Good(
+            """\
+import torch
+from flash_attn import flash_attn_func
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = torch.nn.Linear(8, 8)
+        self.text = torch.nn.Linear(8, 8)
+        self.text.requires_grad_(False)
+
+    def forward(self, q, k, v, dtype):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = flash_attn_func(q.bfloat16(), k.bfloat16(), v.bfloat16())
+            out = self.proj(out.to(dtype)) + self.text(q.bfloat16())
+            self.cache = out.to(torch.bfloat16)
+            with torch.autocast("cuda", enabled=False):
+                low = self.proj(out.to(torch.bfloat16))
+            rounded = self.proj(out.bfloat16().float())
+        return self.proj(low.half()) + rounded
+
+@torch.no_grad()
+def evaluate(model, loader):
+    model.train(False)
+    with torch.autocast("cuda"):
+        return [model(x.half()) for x in loader]
+
+def extract(model, loader, features):
+    model.eval()
+    with torch.autocast("cuda"):
+        for x in loader:
+            features.append(model(x).half())
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def arms(args, model, loader):
+    model.train()
+    with torch.autocast("cuda", enabled=args.amp):
+        for x in loader:
+            if not args.amp:
+                x = x.half()
+            model(x).sum().backward()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for cast in facts.events("cast"):
+            region = self._region(cast, facts)
+            if region is not None:
+                notes = (Note("the autocast region", region.span),)
+                yield self.at(cast, expr=facts.short(cast.call.node), notes=notes, fix=mend.without_cast(facts, cast))
+
+    def _region(self, cast: Event, facts: Facts) -> Call | None:
+        """The autocast in which the cast stands, if what takes its value stands in it too."""
+        low = [(dtype, guard) for dtype in ("float16", "bfloat16") for guard in cast.may_be(dtype)]
+        if not low or not self._around(cast.call, low[0][1], facts) or facts.infers(cast.call):
+            return None
+        dtype, guard = low[0]
+        if facts.trained.passing(cast, dtype) or "model" in facts.kinds(cast.subject, cast.call):
+            return None
+        for call in facts.trained.lowered_inputs(cast):
+            if (region := self._around(call, guard, facts)) is not None:
+                return region
+        return None
+
+    def _around(self, call: Call, guard: Guard, facts: Facts) -> Call | None:
+        regions = facts.contexts.autocasts(call, 0)
+        return next((region.call for region, both in regions if compatible(both, guard)), None)
