@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mpguard.lint import mend, names
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.options import Option, dtype_options
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+
+#: A flag that asks for FP16: what it guards may be the arm of the other dtype.
+_ASKS = re.compile(r"(?i)dtype|fp16|float16|half|precision|bf16|bfloat16")
+
+
+class AutocastIgnoresDtypeOption(Rule):
+    """A CUDA autocast without a dtype, so FP16, in a script whose own option or constant says BF16.
+
+    ## What it does
+    Reports `torch.autocast("cuda")` and `torch.cuda.amp.autocast()` without a dtype where the file's option for the
+    compute dtype (an argparse or click default, a dataclass field, a constant called `dtype`, `precision`,
+    `mixed_precision`, `amp_dtype` ...) is BF16, and no other one says FP16.
+
+    ## Why is this bad
+    torch's default for CUDA is FP16, whatever the script calls its dtype: the run computes with 5 bits of exponent
+    instead of 8, and gradients below 6e-8 become zero, since nobody scales losses for BF16.
+
+    ## Fix safety
+    Unsafe: the run computes in another dtype from then on. Where the option is text, the fix writes `torch.bfloat16`.
+
+    ## Known limits
+    An option in another file is not seen; nor is one that a config file sets. A region whose arm asks for a dtype or
+    a precision is silent.
+    """
+
+    code, name = "MPG310", "autocast-ignores-dtype-option"
+    severity = "error"
+    message = "`{call}` has no dtype and runs FP16; `{option}` says BF16"
+    help = "pass it: `dtype=torch.bfloat16`"
+    triggers = (any_of(b"autocast("), any_of(b"bfloat16", b"bf16"), any_of(b"dtype", b"precision", b"DTYPE"))
+    examples = (
+        Bad(
+            """\
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+args = parser.parse_args()
+with torch.autocast("cuda", enabled=args.dtype != "float32"):  # !
+    loss = model(x).sum()
+""",
+            fixed="""\
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+args = parser.parse_args()
+with torch.autocast("cuda", enabled=args.dtype != "float32", dtype=torch.bfloat16):
+    loss = model(x).sum()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torch.cuda.amp import autocast
+
+DTYPE = torch.bfloat16
+
+def train(x):
+    with autocast():  # !
+        return model(x)
+""",
+            fixed="""\
+import torch
+from torch.cuda.amp import autocast
+
+DTYPE = torch.bfloat16
+
+def train(x):
+    with autocast(dtype=DTYPE):
+        return model(x)
+""",
+        ),
+        Bad(
+            """\
+import dataclasses
+from dataclasses import dataclass
+import torch
+
+@dataclass
+class Config:
+    mixed_precision: str = "bf16"
+    size: int = dataclasses.field(default=8)
+
+@torch.amp.autocast("cuda")  # !
+def forward(x):
+    return model(x)
+"""
+        ),
+        Good(
+            """\
+import argparse
+import torch
+
+CACHE_DTYPE = torch.bfloat16
+parser = argparse.ArgumentParser()
+parser.add_argument("--amp-dtype", default="bfloat16")
+args = parser.parse_args()
+dtype = getattr(torch, args.amp_dtype)
+with torch.autocast("cuda", dtype=dtype):
+    model(x)
+with torch.autocast("cuda", enabled=False):
+    model(x)
+with torch.autocast(args.device):
+    model(x)
+with torch.autocast("cpu"):
+    model(x)
+if args.amp_dtype == "float16":
+    with torch.autocast("cuda"):
+        model(x)
+"""
+        ),
+        Good(
+            """\
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--precision", default="fp16")
+args = parser.parse_args()
+
+def cast_dtype(args):
+    dtype = torch.bfloat16
+    return dtype
+
+with torch.autocast("cuda"):
+    model(x)
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def embed(x, dtype=torch.bfloat16):
+    with torch.autocast("cuda"):
+        return model(x).to(dtype)
+
+@torch.autocast("cuda")
+def forward(x, config):
+    dtype = config.dtype
+    return model(x)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        options: list[Option] | None = None
+        for event in facts.events("autocast"):
+            if not self._fp16_by_default(event, facts):
+                continue
+            options = dtype_options(facts) if options is None else options
+            if not options or any(option.dtype != "bfloat16" for option in options):
+                return
+            option = options[0]
+            notes = (Note("the option", option.span),)
+            shown = facts.short(event.call.node)
+            fix = self._fix(event, option, facts)
+            yield self.at(event, call=shown, option=option.name, notes=notes, fix=fix)
+
+    def _fp16_by_default(self, event: Event, facts: Facts) -> bool:
+        call = event.call
+        path = next((path for _, path in facts.paths(call) if path in names.AUTOCASTS), "")
+        if call.argument(1, "dtype") is not None or call.starred or {name for _, name in event.dtypes} != {"float16"}:
+            return False
+        enabled = facts.enabled(call, path)
+        return enabled.possible and not any(_ASKS.search(flag) for flag in event.guard.flags())
+
+    def _fix(self, event: Event, option: Option, facts: Facts) -> Fix | None:
+        torch = mend.name_of_torch(facts)
+        known = option.constant and option.record.scope.kind == "module" and option.record.order < event.order
+        dtype = option.name if known else f"{torch}.bfloat16"
+        if torch is None and not known:
+            return None
+        return Fix("Pass the dtype", "unsafe", (mend.with_argument(facts, event.call, f"dtype={dtype}"),))
