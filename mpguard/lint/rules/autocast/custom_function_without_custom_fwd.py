@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.edits import Edit
+from mpguard.lint import autocast_ops, mend
+from mpguard.lint.facts import Facts
+from mpguard.lint.regions import Region
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.walk import Call, Scope, dotted, text_of
+
+_FUNCTIONS = frozenset({"torch.autograd.Function", "torch.autograd.function.Function"})
+#: What settles the dtypes by hand.
+_SETTLES = frozenset({"to", "float", "half", "bfloat16", "type", "type_as", "autocast", "is_autocast_enabled"})
+_AMP = re.compile(r"amp|custom_|autocast|cast|dynamo|once_differentiable")
+
+
+class CustomFunctionWithoutCustomFwd(Rule):
+    """An `autograd.Function` that does matrix work runs under autocast without `custom_fwd` and `custom_bwd`.
+
+    ## What it does
+    Reports a subclass of `torch.autograd.Function` whose `forward` and `backward` both hold a matrix product, and whose
+    `apply` is called inside an autocast region of the file.
+
+    ## Why is this bad
+    Autocast is in force in `forward`, which saves its FP32 inputs and returns a result in 16 bits, and not in
+    `backward`: the gradient comes in 16 bits and is multiplied with what was saved in FP32. torch 2.13 raises there
+    ("expected m1 and m2 to have the same dtype"). `custom_fwd` remembers the state of autocast, `custom_bwd` brings it
+    back.
+
+    ## Fix safety
+    Unsafe: the decorators change the dtype in which `backward` computes.
+
+    ## Known limits
+    Silent where the function is applied in another file, or settles dtypes by hand (a cast, a region of its own).
+    """
+
+    code, name = "MPG312", "custom-function-without-custom-fwd"
+    severity = "warning"
+    message = "`{function}` does matrix work under autocast, and its backward pass does not know of it"
+    help = "decorate forward with torch.amp.custom_fwd and backward with torch.amp.custom_bwd"
+    triggers = (any_of(b"Function)"), any_of(b"autocast"), any_of(b".apply"), any_of(b"save_for_backward", b"ctx."))
+    examples = (
+        Bad(
+            """\
+import torch
+
+class Product(torch.autograd.Function):  # !
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x
+
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = Product.apply(x, w).sum()
+    loss.backward()
+""",
+            fixed="""\
+import torch
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x
+
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = Product.apply(x, w).sum()
+    loss.backward()
+""",
+        ),
+        Bad(
+            """\
+import torch
+import torch.nn.functional as F
+from torch.autograd import Function
+
+class Product(Function):  # !
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad.matmul(w), torch.mm(grad.t(), x)
+
+product = Product.apply
+
+class Layer(torch.nn.Module):
+    def forward(self, x):
+        return product(x, self.weight)
+
+model = Layer()
+
+def train(x):
+    with torch.cuda.amp.autocast():
+        return model(x).sum()
+"""
+        ),
+        Good(
+            """\
+import torch
+from torch.amp import custom_bwd, custom_fwd
+
+class Settled(torch.autograd.Function):
+    @staticmethod
+    @custom_fwd(device_type="cuda")
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    @custom_bwd(device_type="cuda")
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x
+
+class Casts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w.to(grad.dtype), grad.t() @ x.to(grad.dtype)
+
+class Elementwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+class NotHere(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x
+
+with torch.autocast("cuda"):
+    y = Settled.apply(x, w) + Casts.apply(x, w) + Elementwise.apply(x)
+    with torch.autocast("cuda", enabled=False):
+        z = NotHere.apply(x.float(), w)
+z = NotHere.apply(x, w)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for cls in facts.walker.scopes:
+            forward, backward = cls.method("forward"), cls.method("backward")
+            if cls.kind != "class" or forward is None or backward is None:
+                continue
+            if not _FUNCTIONS & set(facts.graph.ancestry(cls)):
+                continue
+            if not all(self._unsettled(scope) for scope in (forward, backward)):
+                continue
+            found = next(self._applied(cls, facts), None)
+            if found is not None:
+                call, region = found
+                notes = (Note("applied under autocast here", call.span),)
+                fix = self._fix(forward, backward, region, facts)
+                binding = next(b for b in (cls.parent or cls).bindings[cls.name] if b.defines is cls)
+                start = facts.span(cls.node, binding)[0]
+                yield self.at((start, start + len(f"class {cls.name}")), function=cls.name, notes=notes, fix=fix)
+
+    def _unsettled(self, scope: Scope) -> bool:
+        """Whether a function does matrix work, and nothing in it says in which dtype."""
+        if any(_AMP.search(text_of(each)) for each in scope.decorators) or scope.withs:
+            return False
+        if any(call.name in _SETTLES or "dtype" in call.keywords for call in scope.calls):
+            return False
+        work = [c for c in scope.calls if c.name in autocast_ops.LOWERED and c.receiver is not None]
+        return bool(scope.products or work)
+
+    def _applied(self, cls: Scope, facts: Facts) -> Iterator[tuple[Call, Region]]:
+        """The calls of its `apply` under autocast, also under another name."""
+        names = {f"{cls.name}.apply"}
+        for scope in facts.walker.scopes:
+            for key, bindings in scope.bindings.items():
+                if any(dotted(b.value) == f"{cls.name}.apply" for b in bindings):
+                    names.add(key)
+        for calls in facts.calls.values():
+            for call in calls:
+                if call.path in names and not facts.infers(call):
+                    for region, _ in facts.autocasts(call):
+                        if not facts.contexts.off_by_default(region):
+                            yield call, region
+
+    def _fix(self, forward: Scope, backward: Scope, region: Region, facts: Facts) -> Fix | None:
+        torch = mend.name_of_torch(facts)
+        if torch is None or region.device is None:
+            return None
+        edits = []
+        for scope, name in ((forward, "custom_fwd"), (backward, "custom_bwd")):
+            node = scope.node
+            if not isinstance(node, cst.FunctionDef) or len(node.decorators) != 1:
+                return None
+            binding = next(b for b in (scope.parent or scope).bindings[scope.name] if b.defines is scope)
+            end = binding.chunk.outer_span(node.decorators[0])[1]
+            text = f'@{torch}.amp.{name}(device_type="{region.device}")'
+            edits.append(Edit(end, end, f"{mend.indentation(facts, facts.span(node, binding)[0])}{text}\n"))
+        return Fix("Decorate both with torch.amp's", "unsafe", tuple(edits))
