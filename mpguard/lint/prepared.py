@@ -8,6 +8,7 @@ each under its guard. What comes from outside came by none.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ _HANDS_ON = frozenset({
     "unwrap_model", "compile", "list", "tuple", "filter", "chain", "get_peft_model", "DistributedDataParallel", "DDP",
     "extract_model_from_parallel", "iter", "sorted",
 })  # fmt: skip
+#: Under a flag of such a name something other than the Accelerator may run the loop.
+_OTHER_WAY = re.compile(r"(?i)accelerat|distributed_type|deepspeed")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -231,3 +234,22 @@ def policy_of(wrap: Wrap) -> tuple[Call, str] | None:
     if len(atoms) == 1 and isinstance(atoms[0], Object) and atoms[0].call is not None:
         return atoms[0].call, atoms[0].kind
     return None
+
+
+def receiver_at(wrap: Wrap, at: Record, facts: Facts) -> str | None:
+    """What the Accelerator, or the engine, of a wrap is called where a record stands; None where it has no name."""
+    key = dotted(wrap.call.receiver)
+    if not key or wrap.facts is not facts:
+        return None
+    root = key.split(".", 1)[0]
+    if root == "self":
+        return key if wrap.call.scope.owner is at.scope.owner is not None else None
+    for scope in at.scope.chain():
+        if root in scope.bindings:
+            return key if scope in set(wrap.call.scope.chain()) else None
+    return None
+
+
+def without_accelerator(guard: Guard) -> bool:
+    """Whether what happens under a guard may be the way of a run without an Accelerator, or with another engine."""
+    return any(_OTHER_WAY.search(flag) for flag in guard.flags())

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint import mend
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.prepared import Wrap, receiver_at, without_accelerator
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.walk import Call
+
+
+class BackwardOutsideAccelerator(Rule):
+    """`loss.backward()` on what an Accelerator has prepared.
+
+    ## What it does
+    Reports a plain `backward()` whose loss comes from a model that `accelerator.prepare` returned, or
+    whose gradients an optimizer applies that it returned.
+
+    ## Why is this bad
+    `accelerator.backward(loss)` scales the loss under FP16, divides it by
+    `gradient_accumulation_steps`, and hands it to the engine under DeepSpeed. Without it the prepared
+    optimizer's step unscales gradients that were never scaled (FP16: they become 65536 times too small),
+    and the same script under a DeepSpeed config raises or trains without its loss scale.
+
+    ## Fix safety
+    Safe: with `mixed_precision` off and one step per batch both are the same, in all other cases
+    `accelerator.backward` is what was meant. It is unsafe where the Accelerator accumulates gradients and
+    the loss is divided by hand as well, and there is none where the Accelerator has no name at the place.
+
+    ## Known limits
+    An Accelerator that prepares nothing of this loss (used for devices, logging, metrics) is no reason.
+    A loss that is scaled by a GradScaler of one's own is 502's. A `backward` under a flag that is named
+    after accelerate, DeepSpeed or the distributed type is taken for the way without the Accelerator.
+    """
+
+    code, name = "MPG501", "backward-outside-accelerator"
+    severity = "error"
+    message = "`{expr}` bypasses the Accelerator that prepared {what}"
+    help = "call `accelerator.backward(loss)`: it scales, divides for accumulation, and knows DeepSpeed"
+    triggers = (any_of(b"ccelerator"), any_of(b".backward("), any_of(b".prepare"))
+    examples = (
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    loss = model(x).sum()
+    loss.backward()  # !
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    loss = model(x).sum()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+from ours import build_model, losses
+
+class Run:
+    def __init__(self, args):
+        self.accelerator = Accelerator(gradient_accumulation_steps=args.steps)
+        net = build_model(args)
+        self.net = self.accelerator.prepare(net)
+        self.optimizer = self.accelerator.prepare_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+
+    def loss(self, x):
+        return losses(self.net(x))
+
+    def step(self, x):
+        total = self.loss(x) + 1
+        total.backward(retain_graph=True)  # !
+        self.optimizer.step()
+
+    def other(self, x, critic):
+        loss = critic(x)
+        (loss / 4).backward()  # !
+        self.optimizer.step()
+
+def helper(accelerator, net, optimizer, loader):
+    objects = accelerator.prepare(net, optimizer, loader)
+    net, optimizer, loader = objects
+    for x in loader:
+        with accelerator.accumulate(net):
+            torch.mean(net(x)).backward()  # !
+            optimizer.step()
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+from ours import build_model, losses
+
+class Run:
+    def __init__(self, args):
+        self.accelerator = Accelerator(gradient_accumulation_steps=args.steps)
+        net = build_model(args)
+        self.net = self.accelerator.prepare(net)
+        self.optimizer = self.accelerator.prepare_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+
+    def loss(self, x):
+        return losses(self.net(x))
+
+    def step(self, x):
+        total = self.loss(x) + 1
+        self.accelerator.backward(total, retain_graph=True)
+        self.optimizer.step()
+
+    def other(self, x, critic):
+        loss = critic(x)
+        self.accelerator.backward(loss / 4)
+        self.optimizer.step()
+
+def helper(accelerator, net, optimizer, loader):
+    objects = accelerator.prepare(net, optimizer, loader)
+    net, optimizer, loader = objects
+    for x in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(torch.mean(net(x)))
+            optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+def devices_only(model, loader):
+    accelerator = Accelerator()
+    loader = accelerator.prepare(loader)
+    model.to(accelerator.device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+def two_ways(args, model, optimizer, loader, accelerator=None):
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        loss = model(x).sum()
+        if accelerator is not None:
+            accelerator.backward(loss)
+        else:
+            loss.backward()
+        optimizer.step()
+
+def flagged(args, model, optimizer, loader):
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        loss = model(x).sum()
+        if args.use_accelerate:
+            accelerator.backward(loss)
+        else:
+            loss.backward()
+        optimizer.step()
+
+def critic_by_itself(critic, model, optimizer, loader, critic_optimizer):
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        with torch.no_grad():
+            fake = model(x)
+        critic(fake).mean().backward()
+        critic_optimizer.step()
+        accelerator.backward(critic(model(x)).mean())
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+class Run:
+    def __init__(self, model, accelerator):
+        self.accelerator = accelerator
+        self.model = model
+        if self.accelerator:
+            self.model = self.accelerator.prepare(self.model)
+
+    def backward(self, loss):
+        self.accelerator.backward(loss) if self.accelerator else loss.backward()
+
+    def run(self, x, scaler):
+        self.backward(self.model(x).sum())
+
+class Mul(torch.autograd.Function):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if not facts.events("prepare"):
+            return
+        scales = {event.call for event in facts.events("scale")}
+        for backward in facts.events("backward"):
+            if without_accelerator(backward.guard) or facts.infers(backward.call):
+                continue
+            records = facts.flow.backward(backward.subject, backward.call, depth=3) if backward.subject else []
+            if any(record in scales for record in records):
+                continue
+            found = self._model(backward, [r for r in records if isinstance(r, Call)], facts) or self._step(
+                backward, facts
+            )
+            if found is not None:
+                wrap, what = found
+                notes = (Note("prepared here", wrap.call.span),)
+                expr = facts.short(backward.call.node)
+                yield self.at(backward, expr=expr, what=what, notes=notes, fix=self._fix(backward, wrap, facts))
+
+    def _model(self, backward: Event, records: list[Call], facts: Facts) -> tuple[Wrap, str] | None:
+        """The wrap of the model that the loss comes from."""
+        for call in records:
+            if not call.path or any(region.kind == "no_grad" for region in facts.regions(call)):
+                continue
+            for wrap in facts.prepared.of(call.func, call, "accelerate"):
+                if compatible(wrap.guard, backward.guard, facts.guard_of(call)):
+                    return wrap, f"`{call.path}`"
+        return None
+
+    def _step(self, backward: Event, facts: Facts) -> tuple[Wrap, str] | None:
+        """The wrap of the optimizer that applies these gradients: that of the next step in the same function."""
+        for step in facts.events("step"):
+            if step.scope is not backward.scope or step.order < backward.order:
+                continue
+            if not compatible(step.guard, backward.guard):
+                continue
+            for wrap in facts.prepared.of(step.subject, step.call, "accelerate"):
+                if compatible(wrap.guard, step.guard, backward.guard):
+                    return wrap, f"`{step.key or facts.short(step.subject)}`"
+            return None
+        return None
+
+    def _fix(self, backward: Event, wrap: Wrap, facts: Facts) -> Fix | None:
+        accelerator = receiver_at(wrap, backward.call, facts)
+        call = backward.call
+        if accelerator is None or backward.subject is None or call.positional or call.starred:
+            return None
+        loss = facts.text(backward.subject, call)
+        if loss.startswith("(") and isinstance(backward.subject, (cst.BinaryOperation, cst.Call, cst.Name)):
+            loss = facts.source.text[slice(*facts.span(backward.subject, call))]
+        given = "".join(f", {facts.text(arg, call)}".rstrip(", ") for arg in call.node.args)
+        by_hand = isinstance(backward.subject, cst.BinaryOperation) or any(
+            "accum" in flag for flag in backward.guard.flags()
+        )
+        made = facts.events("accelerator")
+        accumulates = not made or any("gradient_accumulation_steps" in each.call.keywords for each in made)
+        edit = mend.replaced(call.node, call, f"{accelerator}.backward({loss}{given})")
+        return Fix("Run it through the Accelerator", "unsafe" if by_hand and accumulates else "safe", (edit,))

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint import mend
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.prepared import Wrap, receiver_at, without_accelerator
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.walk import Call, dotted
+
+#: The arguments that the Accelerator's functions take too.
+_ARGUMENTS = {
+    "clip_grad_norm_": {"parameters", "max_norm", "norm_type"},
+    "clip_grad_value_": {"parameters", "clip_value"},
+}
+
+
+class ClipOutsideAccelerator(Rule):
+    """Gradients of a prepared model are clipped by torch's function, not by the Accelerator's.
+
+    ## What it does
+    Reports `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` of parameters of a model that
+    `accelerator.prepare` was given or returned.
+
+    ## Why is this bad
+    Under FP16 the gradients are still scaled there: a norm of 1.0 clips all of them to 1/65536 of what
+    was meant, unless `accelerator.unscale_gradients()` came first. Under FSDP each rank clips its shards
+    by their own norm, under DeepSpeed there are no gradients to be clipped.
+    `accelerator.clip_grad_norm_` knows all of these.
+
+    ## Fix safety
+    Safe: the same call through the Accelerator. There is none for `error_if_nonfinite` and `foreach`,
+    which the Accelerator's function does not take, and where the Accelerator has no name at the place.
+
+    ## Known limits
+    Only parameters whose model is seen to be prepared. Files that call
+    `accelerator.unscale_gradients()` themselves are silent.
+    """
+
+    code, name = "MPG503", "clip-outside-accelerator"
+    severity = "error"
+    message = "`{expr}` clips gradients of `{model}` that may be scaled or sharded"
+    help = "call `accelerator.{name}`"
+    triggers = (any_of(b"ccelerator"), any_of(b"clip_grad_"), any_of(b".prepare"))
+    examples = (
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    accelerator.backward(model(x).sum())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
+    optimizer.step()
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    accelerator.backward(model(x).sum())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import itertools
+import torch.nn.utils as utils
+from accelerate import Accelerator
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+class Run:
+    def __init__(self, net, optimizer):
+        self.accelerator = Accelerator()
+        self.net, self.optimizer = self.accelerator.prepare(net, optimizer)
+
+    def step(self, loss):
+        self.accelerator.backward(loss)
+        clip_grad_value_(self.net.parameters(), 0.5)  # !
+        self.optimizer.step()
+
+def main(args, unet, text_encoder, loader, build):
+    accelerator = Accelerator()
+    parameters = [p for p in unet.parameters() if p.requires_grad]
+    both = itertools.chain(unet.parameters(), text_encoder.parameters())
+    optimizer = build(parameters)
+    unet, text_encoder, optimizer = accelerator.prepare(unet, text_encoder, optimizer)
+    for x in loader:
+        accelerator.backward(unet(x))
+        if accelerator.sync_gradients:
+            utils.clip_grad_norm_(parameters, args.max_grad_norm, norm_type=2)  # !
+            clip_grad_norm_(both, max_norm=1.0)  # !
+            clip_grad_norm_(accelerator.unwrap_model(unet).parameters(), 1.0, foreach=True)  # !
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(model, critic, optimizer, loader, other):
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        accelerator.backward(model(x))
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        torch.nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
+
+def two_ways(args, model, loader, accelerator=None):
+    if accelerator is not None:
+        model = accelerator.prepare(model)
+    if accelerator is None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if args.use_accelerate:
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+"""
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+def unscaled(model, optimizer, loader):
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        accelerator.backward(model(x))
+        accelerator.unscale_gradients(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if "unscale_gradients" in facts.calls or not facts.events("prepare"):
+            return
+        for clip in facts.events("clip"):
+            path = facts.called_path(clip.call)
+            if not path.startswith("torch.nn.utils.") or clip.subject is None:
+                continue
+            if facts.infers(clip.call) or without_accelerator(clip.guard):
+                continue
+            found = self._prepared(clip, facts)
+            if found is not None:
+                model, wrap = found
+                name = path.rsplit(".", 1)[-1]
+                yield self.at(
+                    clip,
+                    expr=facts.short(clip.call.node),
+                    model=model,
+                    help=self.help.format(name=name),
+                    notes=(Note("prepared here", wrap.call.span),),
+                    fix=self._fix(clip, name, wrap, facts),
+                )
+
+    def _prepared(self, clip: Event, facts: Facts) -> tuple[str, Wrap] | None:
+        """The model whose parameters are clipped, and what prepared it."""
+        assert clip.subject is not None
+        calls = [clip.subject] if isinstance(clip.subject, cst.Call) else []
+        records = [r for r in facts.flow.backward(clip.subject, clip.call, depth=2) if isinstance(r, Call)]
+        calls += [record.node for record in records]
+        for node in calls:
+            call = facts.walker.call_of.get(node)
+            if call is None or call.name not in ("parameters", "named_parameters") or call.receiver is None:
+                continue
+            wraps = facts.prepared.of(call.receiver, call, "accelerate")
+            wraps += facts.prepared.handed(call.receiver, call, "accelerate")
+            for wrap in wraps:
+                if compatible(wrap.guard, clip.guard):
+                    return dotted(call.receiver) or facts.short(call.receiver), wrap
+        return None
+
+    def _fix(self, clip: Event, name: str, wrap: Wrap, facts: Facts) -> Fix | None:
+        accelerator = receiver_at(wrap, clip.call, facts)
+        given = set(clip.call.keywords)
+        if accelerator is None or clip.call.starred or name not in _ARGUMENTS or not given <= _ARGUMENTS[name]:
+            return None
+        if len(clip.call.positional) > len(_ARGUMENTS[name]):
+            return None
+        edit = mend.replaced(clip.call.func, clip.call, f"{accelerator}.{name}")
+        return Fix("Clip through the Accelerator", "safe", (edit,))

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint import mend
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.prepared import Wrap, receiver_at, without_accelerator
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.values import Object
+from mpguard.lint.walk import Call
+
+
+class ManualAmpUnderAccelerate(Rule):
+    """Autocast or a GradScaler of one's own around a model that an Accelerator has prepared.
+
+    ## What it does
+    Reports an enabled `torch.autocast` region in which a prepared model is called for training, and a
+    GradScaler that scales the loss of one.
+
+    ## Why is this bad
+    `prepare` wraps the model's forward in an autocast of the precision that the launch config, or
+    `Accelerator(mixed_precision=...)`, says; the loss functions around it get `accelerator.autocast()`.
+    A region of one's own says a second dtype, and under `mixed_precision: no` a dtype that nobody asked
+    for. A GradScaler of one's own beside FP16 scales what the Accelerator's scaler scales again, and
+    unscales once.
+
+    ## Fix safety
+    Unsafe: `accelerator.autocast()` computes in the Accelerator's precision, which may be none. There is
+    no fix for a scaler: it goes with its `scale`, `step` and `update`.
+
+    ## Known limits
+    Frozen models that were not prepared (a VAE, a text encoder), evaluation and disabled regions are
+    silent; so is a region under a flag that is named after accelerate or DeepSpeed.
+    """
+
+    code, name = "MPG502", "manual-amp-under-accelerate"
+    severity = "error"
+    message = "`{expr}` around `{model}`, which an Accelerator prepared"
+    help = "leave the precision to the Accelerator: `accelerator.autocast()`, `accelerator.backward(loss)`"
+    triggers = (any_of(b"ccelerator"), any_of(b".prepare"), any_of(b"autocast", b"Scaler"))
+    examples = (
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="bf16")
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):  # !
+        loss = model(x).sum()
+    accelerator.backward(loss)
+    optimizer.step()
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="bf16")
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    with accelerator.autocast():
+        loss = model(x).sum()
+    accelerator.backward(loss)
+    optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+from torch.cuda.amp import GradScaler, autocast
+
+class Run:
+    def __init__(self, net, optimizer):
+        self.accelerator = Accelerator()
+        self.net, self.optimizer = self.accelerator.prepare(net, optimizer)
+        self.scaler = GradScaler()  # !
+
+    def loss(self, x):
+        return self.net(x).sum()
+
+    def run(self, loader):
+        for x in loader:
+            with autocast():  # !
+                loss = self.loss(x)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+def run(args, net, loader):
+    accelerator = Accelerator()
+    net = accelerator.prepare(net)
+    context = torch.autocast("cuda", enabled=args.amp)  # !
+    for x in loader:
+        with context:
+            loss = net(x).sum()
+        accelerator.backward(loss)
+""",
+        ),
+        Good(
+            """\
+import contextlib
+import torch
+from accelerate import Accelerator
+from diffusers import AutoencoderKL, Pipeline
+
+def log_validation(unet, accelerator, prompts):
+    pipeline = Pipeline.from_pretrained("x", unet=accelerator.unwrap_model(unet))
+    with torch.autocast("cuda"):
+        return [pipeline(prompt) for prompt in prompts]
+
+def main(args, unet, optimizer, loader, text_encoder):
+    accelerator = Accelerator(mixed_precision=args.mixed_precision)
+    vae = AutoencoderKL.from_pretrained("y")
+    vae.requires_grad_(False)
+    unet, optimizer, loader = accelerator.prepare(unet, optimizer, loader)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            latents = vae.encode(x)
+        with accelerator.autocast():
+            loss = unet(latents).sum()
+        with torch.autocast("cuda", enabled=False):
+            loss = loss + unet(latents.float()).sum()
+        accelerator.backward(loss)
+        optimizer.step()
+        with torch.no_grad(), torch.autocast("cuda"):
+            print(unet(latents))
+    log_validation(unet, accelerator, ["a cat"])
+
+def validate(unet, loader):
+    with torch.autocast("cuda"):
+        return [unet(x) for x in loader]
+
+def devices_only(args, model, loader):
+    accelerator = Accelerator()
+    loader = accelerator.prepare(loader)
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def two_ways(args, model, loader):
+    if args.accelerate:
+        accelerator = Accelerator()
+        model = accelerator.prepare(model)
+        context = contextlib.nullcontext()
+    else:
+        context = torch.autocast("cuda", dtype=torch.bfloat16)
+    for x in loader:
+        with context:
+            loss = model(x).sum()
+        accelerator.backward(loss) if args.accelerate else loss.backward()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if not facts.events("prepare"):
+            return
+        reported: set[Call] = set()
+        for call, wrap in facts.prepared.forwards("accelerate"):
+            if facts.infers(call):
+                continue
+            for region, guard in facts.autocasts(call):
+                place = region.call
+                if place is None or place in reported or facts.of(place) is not facts or facts.infers(place):
+                    continue
+                if compatible(guard, wrap.guard) and not without_accelerator(guard):
+                    reported.add(place)
+                    yield self._found(place, call, wrap, self._fix(place, wrap, facts), facts)
+        for scale in facts.events("scale"):
+            yield from self._scaled(scale, reported, facts)
+
+    def _scaled(self, scale: Event, reported: set[Call], facts: Facts) -> Iterator[Diagnostic]:
+        """A scaler, where it scales the loss of a prepared model."""
+        for record in facts.flow.backward(scale.call.positional[0], scale.call, depth=3):
+            if not isinstance(record, Call) or not record.path:
+                continue
+            for wrap in facts.prepared.of(record.func, record, "accelerate"):
+                if not compatible(wrap.guard, scale.guard) or without_accelerator(scale.guard):
+                    continue
+                place = self._made(scale, facts)
+                if place is not None and place not in reported:
+                    reported.add(place)
+                    yield self._found(place, record, wrap, None, facts)
+                return
+
+    def _made(self, scale: Event, facts: Facts) -> Call | None:
+        """Where the scaler is made: torch's own, and enabled; the place of its use where that is out of sight."""
+        for each in facts.evaluate(scale.subject, scale.call):
+            if isinstance(each.atom, Object) and each.atom.call is not None and each.atom.path.startswith("torch."):
+                made = each.atom.call
+                if facts.of(made) is facts and facts.enabled(made, each.atom.path).joined(scale.guard).possible:
+                    return made
+        return None
+
+    def _found(self, place: Call, call: Call, wrap: Wrap, fix: Fix | None, facts: Facts) -> Diagnostic:
+        notes = (Note("prepared here", wrap.call.span), Note("called here", call.span))
+        return self.at(place, expr=facts.short(place.node), model=call.path, notes=notes, fix=fix)
+
+    def _fix(self, place: Call, wrap: Wrap, facts: Facts) -> Fix | None:
+        accelerator = receiver_at(wrap, place, facts)
+        if accelerator is None:
+            return None
+        edit = mend.replaced(place.node, place, f"{accelerator}.autocast()")
+        return Fix("Enter the Accelerator's autocast", "unsafe", (edit,))
