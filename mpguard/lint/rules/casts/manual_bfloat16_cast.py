@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mpguard.lint import mend
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.prepared import Wrap
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.values import Constant, Object
+from mpguard.lint.walk import Call
+
+#: A dtype under such a flag follows the launcher's policy.
+_POLICY = re.compile(r"mixed_precision|bf16_enabled")
+
+
+class ManualBfloat16Cast(Rule):
+    """An input, activation or loss is cast to BF16 by hand where the policy casts.
+
+    ## What it does
+    Reports a cast of a tensor to BF16 that goes into a model which runs under autocast, under an
+    `Accelerator(mixed_precision=...)`, or in FSDP with a mixed-precision policy, and is trained with.
+
+    ## Why is this bad
+    The policy casts the inputs of the operations that are safe in BF16 and keeps the others in FP32. A cast by
+    hand rounds to 8 bits before it is asked: coordinates, timesteps and targets lose their lower digits, the first
+    norm works on rounded values, and a change of the policy changes nothing.
+
+    ## Fix safety
+    The fix removes the cast and keeps a device move. It is unsafe: what was BF16 becomes what the policy says.
+
+    ## Known limits
+    Silent where the file casts or loads any model in BF16 (its inputs have to be BF16), for the inputs of a
+    DeepSpeed engine (its parameters are BF16 and it casts nothing), for frozen models, in inference, and where an
+    Accelerator's precision is not a literal. Inside the autocast region MPG105 speaks; FP16 is MPG101's.
+    """
+
+    code, name = "MPG102", "manual-bfloat16-cast"
+    severity = "warning"
+    message = "`{expr}` casts to BF16 by hand what the policy casts"
+    help = "remove the cast; autocast, or the launcher's policy, chooses the dtype"
+    triggers = (
+        any_of(b".bfloat16(", b"bfloat16"),
+        any_of(b"autocast", b"Accelerator(", b"MixedPrecision"),
+        any_of(b"backward(", b"Trainer"),
+        any_of(b".to(", b".type(", b".bfloat16("),
+    )
+    yields_to = ("MPG105", "MPG107", "MPG109", "MPG110", "MPG511", "MPG603", "MPG606")
+    examples = (
+        Bad(
+            """\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    x = x.to("cuda", dtype=torch.bfloat16)  # !
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x).sum()
+    loss.backward()
+    optimizer.step()
+""",
+            fixed="""\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    x = x.to("cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x).sum()
+    loss.backward()
+    optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch as th
+from accelerate import Accelerator
+from torch import bfloat16 as bf16
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+
+class Loop:
+    def __init__(self, net):
+        self.net = net.train()
+        self.optimizer = th.optim.SGD(self.net.parameters(), 0.1)
+
+    def step(self, batch):
+        x = self.move(batch["x"])
+        with th.autocast("cuda", bf16):
+            loss = self.net(x).mean()
+        loss.backward()
+        self.optimizer.step()
+
+    def move(self, x):
+        return x.type(bf16)  # !
+
+def prepared(loader, model):
+    accelerator = Accelerator(mixed_precision="bf16")
+    optimizer = th.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        accelerator.backward(model(x.bfloat16()).sum())  # !
+        optimizer.step()
+
+def sharded(loader, model):
+    model = FSDP(model, mixed_precision=MixedPrecision(param_dtype=bf16))
+    optimizer = th.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x.to(bf16)).sum().backward()  # !
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import deepspeed
+import torch
+from accelerate import Accelerator
+from transformers import AutoModel
+
+def engine(loader, model, args):
+    engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model)
+    for x in loader:
+        engine.backward(engine(x.bfloat16()).sum())
+        engine.step()
+
+def policy(loader, args, model):
+    accelerator = Accelerator(mixed_precision=args.mixed_precision)
+    dtype = torch.float32
+    if accelerator.mixed_precision == "bf16":
+        dtype = torch.bfloat16
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        accelerator.backward(model(x.to(dtype)).sum())
+        accelerator.backward(model(x.bfloat16()).sum())
+        optimizer.step()
+
+def no_autocast(loader, model):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x.bfloat16()).sum().backward()
+        optimizer.step()
+
+def frozen(loader, model, tower):
+    tower.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(tower(x.bfloat16())).sum() + model(x.bfloat16().float()).sum()
+        loss.backward()
+        optimizer.step()
+
+def evaluate(loader, model):
+    for x in loader:
+        x = x.bfloat16()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            print(model(x).sum())
+"""
+        ),
+        Good(
+            """\
+import torch
+from transformers import AutoModel
+
+base = AutoModel.from_pretrained("x", torch_dtype=torch.bfloat16)
+head = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(head.parameters())
+for x in loader:
+    x = x.to(torch.bfloat16)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = head(base(x)).sum()
+    loss.backward()
+    optimizer.step()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.declared == "inference":
+            return
+        casts = [cast for cast in facts.events("cast") if cast.may_be("bfloat16")]
+        loads = (load for load in facts.events("load") if load.may_be("bfloat16"))
+        if not casts or any(facts.trained.is_module(event) for event in (*casts, *loads)):
+            return
+        for cast in casts:
+            policy = self._policy(cast, facts)
+            if policy is not None:
+                notes = (Note("the policy is set here", policy.span),)
+                yield self.at(cast, expr=facts.short(cast.call.node), notes=notes, fix=mend.without_cast(facts, cast))
+
+    def _policy(self, cast: Event, facts: Facts) -> Call | None:
+        """What casts the inputs of a model that the value goes into."""
+        guards = [guard for guard in cast.may_be("bfloat16") if not any(map(_POLICY.search, guard.flags()))]
+        training = facts.trained.cast(cast, "bfloat16", guards)
+        if training is None:
+            return None
+        for call in training.reach.models:
+            for region, guard in facts.contexts.autocasts(call):
+                if region.call is not None and compatible(guard, guards[0]):
+                    return region.call
+            for wrap in facts.prepared.of(call.func, call):
+                if (found := self._mixed(wrap, facts)) is not None and compatible(wrap.guard, guards[0]):
+                    return found
+        return None
+
+    def _mixed(self, wrap: Wrap, facts: Facts) -> Call | None:
+        """The Accelerator or the FSDP wrapper with a mixed precision in sight; DeepSpeed's engine casts no inputs."""
+        if wrap.kind == "accelerate" and wrap.call.receiver is not None:
+            for each in facts.evaluate(wrap.call.receiver, wrap.call):
+                made = each.atom.call if isinstance(each.atom, Object) else None
+                said = facts.evaluate(made.keywords.get("mixed_precision"), made) if made is not None else ()
+                if said and all(isinstance(s.atom, Constant) and s.atom.value in ("bf16", "fp16") for s in said):
+                    return made
+        policy = wrap.call.argument(None, "mixed_precision", "mp_policy")
+        return wrap.call if wrap.kind.startswith("fsdp") and policy is not None else None
