@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint import mend
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.guard import All, Any, Condition, Flag, Guard, compatible
+from mpguard.lint.regions import Region, enabled_argument
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.values import Object
+from mpguard.lint.walk import constant
+
+_BF16 = re.compile(r"(?i)(?:use_|is_|with_|torch\.)?(?:bf16|bfloat16)(?:[-_]mixed|_enabled)?")
+#: A condition that asks for FP16: the scaler is for that arm.
+_FP16 = re.compile(r"(?i)fp16|float16|half|dtype|precision|\b16")
+
+
+class ScalerWithBfloat16(Rule):
+    """A GradScaler scales the losses of a BF16 run.
+
+    ## What it does
+    Reports a GradScaler whose `enabled` asks for BF16 (`enabled=dtype in ("float16", "bfloat16")`), and one that is
+    active where the loss that it scales is computed under a BF16 autocast, and never under an FP16 one.
+
+    ## Why is this bad
+    BF16 has the exponents of FP32: its gradients don't underflow, there is nothing to scale. The scaler still costs a
+    pass over all gradients and a synchronisation with the GPU at each step, steps fewer times (it skips the steps
+    whose scaled gradients overflow, while it searches a scale), and doubles the scale each 2000 steps until it
+    overflows again. Code that reads or clips gradients has to unscale them for nothing.
+
+    ## Fix safety
+    Unsafe: the fix switches the scaler off (`enabled=False`), or has its condition ask for FP16 alone. The run takes
+    the steps that were skipped.
+
+    ## Known limits
+    A region whose dtype is unknown makes the rule silent, as does a scaler whose `enabled` is tied to FP16, and a loss
+    that comes from outside the file.
+    """
+
+    code, name = "MPG207", "scaler-with-bfloat16"
+    severity = "warning"
+    message = "this GradScaler is active under BF16, which needs no loss scaling"
+    help = "enable the scaler for FP16 alone, or drop it"
+    triggers = (any_of(b"GradScaler("), any_of(b"bfloat16", b"bf16"))
+    examples = (
+        Bad(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")  # !
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+            fixed="""\
+import torch
+
+scaler = torch.amp.GradScaler("cuda", enabled=False)
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torch.cuda.amp import GradScaler
+
+def train(args, dtype, model, loader, optimizer):
+    scaler = GradScaler(enabled=dtype in ("bfloat16", "float16"))  # !
+    other = GradScaler(1024.0, enabled=args.amp)  # !
+    for x in loader:
+        with torch.autocast("cuda", torch.bfloat16, enabled=args.amp):
+            loss = model(x).sum()
+        other.scale(loss).backward()
+        with torch.autocast("cuda", dtype=getattr(torch, dtype)):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+""",
+            fixed="""\
+import torch
+from torch.cuda.amp import GradScaler
+
+def train(args, dtype, model, loader, optimizer):
+    scaler = GradScaler(enabled=dtype == "float16")
+    other = GradScaler(1024.0, enabled=False)
+    for x in loader:
+        with torch.autocast("cuda", torch.bfloat16, enabled=args.amp):
+            loss = model(x).sum()
+        other.scale(loss).backward()
+        with torch.autocast("cuda", dtype=getattr(torch, dtype)):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+class Run:
+    def __init__(self, args):
+        self.scaler = torch.amp.GradScaler("cuda", enabled=args.fp16 or args.bf16)  # !
+        self.always = torch.amp.GradScaler("cuda")  # !
+        self.dtype = torch.bfloat16
+
+    def forward(self, x):
+        return self.model(x)
+
+    def loss(self, x):
+        with torch.autocast("cuda", dtype=self.dtype):
+            out = self.forward(x)
+        return out.float().mean()
+
+    def step(self, x):
+        loss = self.loss(x)
+        self.always.scale(loss).backward()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def train(args, model, loader, optimizer):
+    dtype = torch.float16 if args.fp16 else torch.bfloat16
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+    for x in loader:
+        with torch.autocast("cuda", dtype=dtype):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+
+def both(args, model, loader, optimizer):
+    dtype = torch.float16 if args.fp16 else torch.bfloat16
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=dtype):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+
+def tied(args, model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda", enabled=args.precision == "fp16")
+    off = torch.amp.GradScaler("cuda", enabled=False)
+    not_bf16 = torch.amp.GradScaler("cuda", enabled=not args.bf16)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        off.scale(loss).backward()
+
+def unknown(args, model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=getattr(torch, args.dtype)):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+            teacher(x)
+
+def arms(args, model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        if args.bf16:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                model(x).sum().backward()
+        else:
+            with torch.autocast("cuda"):
+                loss = model(x).sum()
+            scaler.scale(loss).backward()
+
+def from_outside(loss):
+    scaler = torch.amp.GradScaler("cuda")
+    scaler.scale(loss).backward()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for scaler in facts.events("scaler"):
+            path = facts.called_path(scaler.call)
+            if path.rsplit(".", 1)[-1] not in ("GradScaler", "ShardedGradScaler") or not path.startswith("torch."):
+                continue
+            given, enabled = enabled_argument(scaler.call, path), facts.enabled(scaler.call, path)
+            if any(_asks_for_bf16(condition) for condition in enabled):
+                yield self.at(scaler, fix=self._condition(given, scaler, facts))
+            elif enabled.possible and not any(_FP16.search(flag) for flag in enabled.flags()):
+                region = self._region(scaler, enabled, facts)
+                if region is not None and region.call is not None:
+                    notes = (Note("the BF16 region", region.call.span),) if region.facts is facts else ()
+                    yield self.at(scaler, notes=notes, fix=self._off(given, scaler, facts))
+
+    def _region(self, scaler: Event, enabled: Guard, facts: Facts) -> Region | None:
+        """The BF16 region of a loss that the scaler scales, if all regions of all its losses are BF16 for certain."""
+        found: Region | None = None
+        for scale in facts.events("scale"):
+            made = [each.atom for each in facts.evaluate(scale.subject, scale.call)]
+            if not any(isinstance(atom, Object) and atom.call is scaler.call for atom in made):
+                continue
+            loss = scale.call.argument(0, "outputs")
+            guard = scaler.guard.joined(scale.guard, enabled)
+            records = [scale.call, *facts.flow.backward(loss, scale.call)] if loss is not None else []
+            for record in records:
+                if facts.infers(record):
+                    continue
+                if any(region.kind == "accelerator_autocast" for region in facts.regions(record)):
+                    return None
+                for region, inside in facts.autocasts(record):
+                    for dtype_guard, dtype in region.dtypes:
+                        if not compatible(guard, inside, dtype_guard):
+                            continue
+                        if dtype != "bfloat16":
+                            return None
+                        found = region
+        return found
+
+    def _off(self, given: cst.BaseExpression | None, scaler: Event, facts: Facts) -> Fix:
+        if given is None:
+            edit = mend.with_argument(facts, scaler.call, "enabled=False")
+        else:
+            edit = mend.replaced(given, scaler.call, "False")
+        return Fix("Switch the scaler off", "unsafe", (edit,))
+
+    def _condition(self, given: cst.BaseExpression | None, scaler: Event, facts: Facts) -> Fix | None:
+        """`dtype in ("float16", "bfloat16")` becomes `dtype == "float16"`."""
+        if not isinstance(given, cst.Comparison) or len(given.comparisons) != 1:
+            return None
+        target = given.comparisons[0]
+        if not isinstance(target.operator, cst.In) or not isinstance(target.comparator, (cst.Tuple, cst.List, cst.Set)):
+            return None
+        kept = [
+            e.value for e in target.comparator.elements if not _BF16.fullmatch(str((constant(e.value) or ("",))[0]))
+        ]
+        if len(kept) != 1:
+            return None
+        text = f"{facts.text(given.left, scaler.call)} == {facts.text(kept[0], scaler.call)}"
+        return Fix("Enable it for FP16 alone", "unsafe", (mend.replaced(given, scaler.call, text),))
+
+
+def _asks_for_bf16(condition: Condition) -> bool:
+    """Whether a condition holds for BF16 among others."""
+    if isinstance(condition, Flag):
+        return bool(_BF16.fullmatch(condition.name if condition.equals is None else str(condition.equals)))
+    return isinstance(condition, (All, Any)) and any(_asks_for_bf16(part) for part in condition.parts)
