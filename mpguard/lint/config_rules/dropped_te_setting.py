@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint.accelerate_config import backend, is_fp8, kind, names_recipe, said
+from mpguard.lint.accelerate_keys import FP8
+from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, any_of
+
+if TYPE_CHECKING:
+    from mpguard.document import Document, Entry
+
+_INTERVAL = "Transformer Engine has dropped it (2.0), and ignores it without a word"
+_MOST_RECENT = "accelerate takes it for a default and hands nothing on; Transformer Engine's own is `max`"
+_STOPS = "a list of three is needed; the launch stops with a TypeError"
+
+
+class DroppedTeSetting(ConfigRule):
+    """An FP8 setting of an accelerate config that never reaches Transformer Engine.
+
+    ## Why is this bad
+    - `interval` and `override_linear_precision`: Transformer Engine took them out of its recipes in
+      2.0. Its recipes ignore arguments that they do not know (seen with 2.20).
+    - `amax_compute_algo: most_recent`: accelerate 1.15.0 hands on what differs from its own default,
+      which is `most_recent`; Transformer Engine's is `max`, so that is what the run has.
+    - `override_linear_precision: false`: a list of three is needed (`[false, false, false]`). With one
+      value, which older versions of `accelerate config` wrote, the launch stops: `TypeError: 'bool'
+      object is not subscriptable` (accelerate#3489).
+
+    ## Known limits
+    Values that are what Transformer Engine does anyway (`interval: 1`, a list of `false`) are not
+    reported. Silent where the file names an mpguard recipe, whose policy builds the recipe itself, and
+    under DeepSpeed, where nothing of the section arrives (MPG810). `most_recent` is reported only where
+    the backend is `TE`, or there is none.
+    """
+
+    code, name = "MPG809", "dropped-te-setting"
+    severity = "error"
+    message = "`{key}: {value}` never reaches Transformer Engine: {why}"
+    kinds = ("accelerate",)
+    triggers = (any_of(b"interval", b"override_", b"most_recent"), any_of(b"fp8_config"))
+    examples = (
+        Bad(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+  amax_history_len: 16
+  amax_compute_algo: most_recent  # !
+  interval: 4  # !
+  override_linear_precision: [false, false, true]  # !
+""",
+            name="mp.yaml",
+        ),
+        Bad(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+  override_linear_precision: false  # !
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+  amax_compute_algo: max
+  interval: 1
+  override_linear_precision: [false, false, false]
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+fp8_config:
+  mpguard_recipe: bf16_with_fp8_delayed_scaling_mixed
+  backend: TE
+  amax_compute_algo: most_recent
+""",
+            name="mp.yaml",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        if not is_fp8(document) or backend(document) not in (None, "TE"):
+            return
+        override = said(document, "fp8_config", "override_linear_precision")
+        if override is not None and isinstance(override.value, (bool, int)):
+            yield self._at(override, _STOPS, "`{key}: {value}`: {why}")
+            override = None
+        if names_recipe(document) or kind(document) == "DEEPSPEED":
+            return
+        interval = said(document, "fp8_config", "interval")
+        if interval is not None and interval.value not in (1, "1", None):
+            yield self._at(interval, _INTERVAL)
+        if override is not None and isinstance(override.value, list) and any(override.value):
+            yield self._at(override, _INTERVAL)
+        for entry in (said(document, "fp8_config", f"override_{gemm}") for gemm in ("fprop", "dgrad", "wgrad")):
+            if entry is not None and entry.value is True:
+                yield self._at(entry, _INTERVAL)
+        algorithm = said(document, "fp8_config", "amax_compute_algo")
+        if algorithm is not None and algorithm.value == "most_recent":
+            yield self._at(algorithm, _MOST_RECENT)
+
+    def _at(self, entry: Entry, why: str, message: str | None = None) -> Diagnostic:
+        shown = str(entry.value).lower() if isinstance(entry.value, (bool, list)) else entry.value
+        return self.at(entry, message=message, key=FP8.bare(entry.key), value=shown, why=why)
