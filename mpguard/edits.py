@@ -28,6 +28,10 @@ class Overlap(ValueError):
     """Two edits touch the same text."""
 
 
+class Unwritable(ValueError):
+    """Edits that the file cannot take: what stands there belongs to something else."""
+
+
 def applied(text: str, edits: Iterable[Edit]) -> str:
     """The text with all edits in it; raises `Overlap` where two touch the same span.
 

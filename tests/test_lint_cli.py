@@ -100,7 +100,7 @@ def test_exit_zero_hides_findings_and_nothing_else(mpguard: Any) -> None:
         (["--config", "own.yaml"], "own.yaml: code is checked against configs of accelerate or DeepSpeed"),
         (["-j", "none"], "none is no number of processes"),
         (["--stdin-filename", "x.py"], "--stdin-filename names what is on stdin"),
-        (["notes.txt"], "notes.txt: mpguard reads Python (.py), YAML (.yaml, .yml) and JSON (.json)"),
+        (["notes.txt"], "notes.txt: mpguard reads Python (.py), notebooks (.ipynb), YAML (.yaml, .yml), JSON"),
         (["--add-noqa"], "--add-noqa"),
     ],
 )
@@ -395,7 +395,7 @@ def test_stdin(mpguard: Any) -> None:
     assert (ran.status, ran.out, ran.err) == (0, READ, "Fixed 1 problem in 1 file. No problems in 1 file.\n")
     ran = mpguard("lint", "--fix", "-", stdin="print(1)\n")
     assert ran.out == "print(1)\n", "what needs no fix comes out as it went in"
-    ran = mpguard("lint", "-", "--stdin-filename", "x.ipynb", stdin="{}")
+    ran = mpguard("lint", "-", "--stdin-filename", "x.csv", stdin="{}")
     assert ran.status == 2
 
 

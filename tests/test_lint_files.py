@@ -34,8 +34,20 @@ def found(*paths: str, force_exclude: bool = False) -> list[str]:
 
 
 def test_python_yaml_and_json_in_order() -> None:
-    make("b.py", "a.py", "pkg/c.pyi", "mp.yaml", "x.yml", "ds.json", "README.md", "run", "data.csv")
-    assert found() == ["a.py", "b.py", "ds.json", "mp.yaml", "pkg/c.pyi", "x.yml"]
+    make("b.py", "a.py", "pkg/c.pyi", "mp.yaml", "x.yml", "ds.json", "notes.md", "run", "data.csv", "n.ipynb")
+    assert found() == ["a.py", "b.py", "ds.json", "mp.yaml", "n.ipynb", "pkg/c.pyi", "x.yml"]
+
+
+def test_what_may_hold_launch_lines() -> None:
+    make("run.sh", "Makefile", "README.md", "docs/readme.md", "docs/guide.md", ".github/workflows/ci.yml", "ci.yml")
+    kinds = {target.path: target.kind for target in collect(["."]).targets}
+    assert kinds == {
+        "run.sh": "launch", "Makefile": "launch", "README.md": "launch", "docs/readme.md": "launch",
+        ".github/workflows/ci.yml": "launch", "ci.yml": "config",
+    }  # fmt: skip
+    with_markdown = {target.path: target.kind for target in collect(["."], include_markdown=True).targets}
+    assert with_markdown["docs/guide.md"] == with_markdown["README.md"] == "markdown"
+    assert [target.kind for target in collect(["docs/guide.md"]).targets] == ["launch"], "named"
 
 
 def test_folders_of_tools_hold_nothing_of_ours_unless_named() -> None:
@@ -123,12 +135,12 @@ def test_fifos_sockets_and_devices_are_never_opened() -> None:
 
 
 def test_what_is_named_and_is_not_there_or_not_ours() -> None:
-    make("notes.md", "a.py", "empty/README.md")
-    result = collect(["gone.py", "notes.md", "a.py", "empty"])
+    make("notes.txt", "a.py", "empty/notes.md")
+    result = collect(["gone.py", "notes.txt", "a.py", "empty"])
     assert [target.path for target in result.targets] == ["a.py"]
     assert result.refused == (
         "gone.py: no such file or folder",
-        "notes.md: mpguard reads Python (.py), YAML (.yaml, .yml) and JSON (.json)",
+        f"notes.txt: mpguard reads {files.READS}",
     )
     assert result.empty == ("empty: no Python, YAML or JSON files in this folder; nothing was checked there",)
 

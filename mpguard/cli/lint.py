@@ -1,4 +1,5 @@
-"""Checks training code (Python) and configs (accelerate YAML, DeepSpeed JSON, axolotl YAML).
+"""Checks training code (Python, notebooks), configs (accelerate YAML, DeepSpeed JSON, axolotl YAML), and the launch
+lines of shell scripts, Makefiles, GitHub workflows and READMEs.
 
 Exit status: 0 nothing found, 1 findings, 2 could not run (a path that cannot be opened, bad
 settings, a rule that fails).
@@ -16,7 +17,7 @@ from typing import Literal
 from mpguard.edits import write_atomically
 from mpguard.errors import did_you_mean
 from mpguard.lint.engine import Engine, FileReport, Mended, Options
-from mpguard.lint.files import Target, collect, kind_of
+from mpguard.lint.files import READS, Target, collect, kind_of
 from mpguard.lint.report import FORMATS, Line, Outcome, as_json, statistics, summary, write
 from mpguard.lint.selection import Selectors
 
@@ -55,6 +56,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--stdin-filename", metavar="NAME", help="the name that stdin is reported and checked under")
     parser.add_argument(
+        "--include-markdown",
+        action="store_true",
+        help="check the blocks of Python in Markdown files too, each as a program of its own",
+    )
+    parser.add_argument(
         "--force-exclude",
         action="store_true",
         help="treat files that are named like found ones: `exclude` holds for them too (for pre-commit)",
@@ -70,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     paths, stdin = _stdin(options)
     rules = load()
     engine = Engine(rules, _options(options))
-    found = collect(paths, options.force_exclude)
+    found = collect(paths, options.force_exclude, options.include_markdown)
     for message in (*found.refused, *found.empty):
         _say(message)
     targets = (*found.targets, *((stdin,) if stdin else ()))
@@ -136,11 +142,9 @@ def _stdin(options: argparse.Namespace) -> tuple[list[str], Target | None]:
             raise SystemExit(_usage("--stdin-filename names what is on stdin; give `-` as a path to read it"))
         return paths, None
     name = options.stdin_filename or "-"
-    kind = kind_of(name)
+    kind = kind_of(name, options.include_markdown)
     if kind is None:
-        raise SystemExit(
-            _usage(f"--stdin-filename {name}: mpguard reads Python (.py), YAML (.yaml, .yml) and JSON (.json)")
-        )
+        raise SystemExit(_usage(f"--stdin-filename {name}: mpguard reads {READS}"))
     data = sys.stdin.buffer.read()
     return [path for path in paths if path != "-"], Target(name, kind, named=True, size=len(data), data=data)
 

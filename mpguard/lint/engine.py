@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import functools
 import importlib
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mpguard import settings
+from mpguard.edits import Edit
 from mpguard.lint import gate, suppress, workers
-from mpguard.lint.files import Target
+from mpguard.lint.files import MARKDOWN, Target
 from mpguard.lint.finding import Finding, Lines, placed
 from mpguard.lint.project import LaunchConfig, Project
-from mpguard.lint.rule import BaseRule, ConfigRule, Diagnostic, Rule
+from mpguard.lint.rule import BaseRule, ConfigRule, Diagnostic, LaunchRule, Rule
 from mpguard.lint.selection import Rules, Selection, Selectors, ignored_in, selection
 
 if TYPE_CHECKING:
@@ -97,6 +99,7 @@ class Checked:
 
     encode: a new text as the file's bytes; None where the content could not be read.
     ours: it is Python, or a config that mpguard knows.
+    edited: the file's bytes with edits of the text, where the text is not the file's own (a notebook's program).
     """
 
     lines: Lines
@@ -105,6 +108,7 @@ class Checked:
     defects: list[Defect]
     encode: Callable[[str], bytes] | None = None
     ours: bool = True
+    edited: Callable[[list[Edit]], bytes] | None = None
 
 
 @dataclasses.dataclass
@@ -170,7 +174,13 @@ class Engine:
         """What there is to report about some content of a file."""
         chosen = self.selection(target.path)
         self.project.begin(target.path)
-        check = self._python if target.kind == "python" else self._config
+        check = {
+            "python": self._python,
+            "config": self._config,
+            "notebook": self._notebook,
+            "markdown": self._markdown,
+            "launch": self._launch,
+        }[target.kind]
         checked = check(data, target, chosen)
         checked.findings.sort(key=lambda finding: finding.order)
         return checked
@@ -256,6 +266,60 @@ class Engine:
         comments = suppress.in_python(lines) if b"mpguard" in data else suppress.NONE
         return self._finish(target, chosen, _Said(lines, diagnostics, set(), comments))
 
+    # -- Python in other files ------------------------------------------------------------------
+
+    def _notebook(self, data: bytes, target: Target, chosen: Selection) -> Checked:
+        """The code cells of a notebook, as one program."""
+        from mpguard.lint.notebook import BrokenNotebook, Notebook
+
+        try:
+            notebook = Notebook(data)
+        except BrokenNotebook as error:
+            lines = Lines(data.decode("utf-8", "replace").removeprefix("\ufeff"))
+            found = [Diagnostic(SYNTAX, (error.offset, error.offset), error.message, self.rules[SYNTAX].help)]
+            return self._finish(target, chosen, _Said(lines, found if SYNTAX in chosen.codes else [], set()))
+        if not notebook.python:
+            return Checked(Lines(""), [], [], [], ours=False)
+        checked = self._python(notebook.program.encode("utf-8", "replace"), target, chosen)
+        checked.findings = [notebook.relocated(finding) for finding in checked.findings]
+        checked.edited = notebook.edited
+        return checked
+
+    def _markdown(self, data: bytes, target: Target, chosen: Selection) -> Checked:
+        """The launch lines of a Markdown file, and its blocks of Python, each a program of its own."""
+        from mpguard.lint import markdown
+
+        found = self._launch(data, target, chosen)
+        text, encode = _written(data)
+        lines, inside = Lines(text), markdown.blocks(text)
+        for block in inside:
+            # Found, and not named: what documentation shows is often a fragment, and no rule's business.
+            program = dataclasses.replace(target, kind="python", named=False)
+            said = self._python(block.program.encode("utf-8", "replace"), program, chosen.without((SYNTAX,)))
+            moved = [block.relocated(diagnostic) for diagnostic in said.diagnostics]
+            found.diagnostics += moved
+            found.findings += self._placed(moved, target, lines)
+            found.defects += said.defects
+        ours = found.ours or target.named or bool(inside)
+        return Checked(lines, found.diagnostics, found.findings, found.defects, markdown.kept(inside, encode), ours)
+
+    def _launch(self, data: bytes, target: Target, chosen: Selection) -> Checked:
+        """The launch lines of a shell script, Makefile, workflow or README."""
+        from mpguard.lint import launch_lines
+
+        on = [rule for code, rule in self.rules.items() if code in chosen.codes and issubclass(rule, LaunchRule)]
+        speaking = [rule for rule in on if gate.speaks(rule.triggers, data)]
+        found = launch_lines.read(data, target.path)
+        if not found:
+            return Checked(Lines(""), [], [], [], ours=target.named)
+        text, encode = _written(data)
+        lines = Lines(text)
+        shell = not target.path.lower().endswith(MARKDOWN) and suppress.may_be_judged(data)
+        comments = suppress.in_shell(lines) if shell else suppress.NONE
+        diagnostics, defects = self._ask(speaking, found, target.path)
+        ran = set(chosen.codes) - {defect.code for defect in defects}
+        return self._finish(target, chosen, _Said(lines, diagnostics, ran, comments, defects, encode))
+
     # -- YAML and JSON --------------------------------------------------------------------------
 
     def _config(self, data: bytes, target: Target, chosen: Selection) -> Checked:
@@ -311,7 +375,7 @@ class Engine:
         defects: list[Defect] = []
         for rule in rules:
             try:
-                made = rule(self.project) if issubclass(rule, ConfigRule) else rule()
+                made = rule(self.project) if issubclass(rule, (ConfigRule, LaunchRule)) else rule()
                 said = list(made.check(about))  # type: ignore[attr-defined]
             except fatal:
                 raise
@@ -328,14 +392,17 @@ class Engine:
             judged = suppress.judge(said.comments, used, self.rules, said.ran, lines)
             own = [each for each in judged if each.code in chosen.codes]
             kept += suppress.split(own, _whole_file(said.comments), lines)[0]
+        findings = self._placed(kept, target, lines)
+        return Checked(lines, kept, findings, said.defects, said.encode)
+
+    def _placed(self, diagnostics: list[Diagnostic], target: Target, lines: Lines) -> list[Finding]:
         others = {
             note.path: self._text_of(note.path)
-            for each in kept
+            for each in diagnostics
             for note in each.notes
             if note.path is not None and note.span is not None
         }
-        findings = [placed(each, self.rules[each.code], target.path, lines, others) for each in kept]
-        return Checked(lines, kept, findings, said.defects, said.encode)
+        return [placed(each, self.rules[each.code], target.path, lines, others) for each in diagnostics]
 
     def _text_of(self, path: str) -> Lines:
         """The text of another file that a note points into."""
@@ -347,7 +414,7 @@ class Engine:
         return Lines(Source(Path(path).read_bytes(), path).text)
 
     def _unreadable(self, target: Target, problem: str) -> FileReport:
-        code = SYNTAX if target.kind == "python" else CONFIG
+        code = CONFIG if target.kind == "config" else SYNTAX
         if code not in self.selection(target.path).codes:
             return FileReport(target)
         diagnostic = Diagnostic(code, (0, 0), problem, self.rules[code].help)
@@ -371,6 +438,13 @@ def _most_specific(diagnostics: list[Diagnostic], rules: Rules) -> list[Diagnost
             for other in diagnostics
         )
     ]
+
+
+def _written(data: bytes) -> tuple[str, Callable[[str], bytes]]:
+    """The text of a file that is no Python, and the way back; bytes that are not UTF-8 stay what they are."""
+    bom = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
+    text = data[len(bom) :].decode("utf-8", "surrogateescape")
+    return text, lambda new: bom + new.encode("utf-8", "surrogateescape")
 
 
 def _encoded(text: str, encoding: str, bom: bool) -> bytes:

@@ -23,10 +23,16 @@ from mpguard import settings
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
-Kind = Literal["python", "config"]
+#: launch: shell scripts, Makefiles, workflows and READMEs, of which only the launch lines are read; markdown: those
+#: of Markdown and its blocks of Python.
+Kind = Literal["python", "config", "notebook", "markdown", "launch"]
 
 PYTHON = (".py", ".pyi", ".pyw")
 CONFIG = (".yaml", ".yml", ".json")
+NOTEBOOK = ".ipynb"
+MARKDOWN = (".md", ".markdown")
+SHELL = (".sh", ".bash", ".slurm", ".sbatch", ".mk")
+READS = "Python (.py), notebooks (.ipynb), YAML (.yaml, .yml), JSON (.json), and launch lines (.sh, Makefile, .md)"
 #: Folders that hold no code of the project's own; `exclude` adds to them.
 NEVER = frozenset((
     ".git", ".hg", ".svn", ".venv", "venv", ".tox", ".nox", ".eggs", "node_modules", "site-packages", "__pycache__",
@@ -61,11 +67,12 @@ class Found:
     empty: tuple[str, ...] = ()
 
 
-def collect(paths: Iterable[str], force_exclude: bool = False) -> Found:
+def collect(paths: Iterable[str], force_exclude: bool = False, include_markdown: bool = False) -> Found:
     """The files that `paths` stand for, each once, in the order of `paths` and then by name.
 
     force_exclude: treat files that are named like found ones: `exclude` holds for them too, and a
     YAML or JSON that is no config is passed over (for pre-commit, which names every file).
+    include_markdown: read the blocks of Python in Markdown too.
     """
     targets: dict[str, Target] = {}
     refused: list[str] = []
@@ -78,16 +85,16 @@ def collect(paths: Iterable[str], force_exclude: bool = False) -> Found:
             refused.append(f"{given}: {_why(error)}")
             continue
         if stat.S_ISDIR(status.st_mode):
-            found = list(_walk(path, force_exclude))
-            if not found:
+            found = list(_walk(path, force_exclude, include_markdown))
+            if all(target.kind == "launch" for target in found):
                 empty.append(f"{given}: no Python, YAML or JSON files in this folder; nothing was checked there")
         elif not stat.S_ISREG(status.st_mode):
             refused.append(
                 f"{given}: is {_what(status.st_mode)}, not a regular file, and is not opened; for stdin give `-`"
             )
             continue
-        elif (kind := kind_of(path)) is None:
-            refused.append(f"{given}: mpguard reads Python (.py), YAML (.yaml, .yml) and JSON (.json)")
+        elif (kind := kind_of(os.path.abspath(path), include_markdown)) is None:
+            refused.append(f"{given}: mpguard reads {READS}")
             continue
         elif not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
             refused.append(f"{given}: no permission to read it")
@@ -103,12 +110,32 @@ def collect(paths: Iterable[str], force_exclude: bool = False) -> Found:
     return Found(tuple(targets.values()), tuple(refused), tuple(empty))
 
 
-def kind_of(path: str) -> Kind | None:
-    """What a file is read as, by its name; a name without a suffix is a Python script's."""
-    suffix = os.path.splitext(path)[1].lower()
+def kind_of(path: str, include_markdown: bool = False) -> Kind | None:
+    """What a file is read as when it is named, by its name; one without a suffix is a Python script's.
+
+    include_markdown: blocks of Python in Markdown are read too.
+    """
+    folder, name = os.path.split(path)
+    suffix = os.path.splitext(name)[1].lower()
     if suffix in CONFIG:
-        return "config"
+        return "launch" if folder.replace(os.sep, "/").endswith(".github/workflows") and suffix != ".json" else "config"
+    if suffix == NOTEBOOK:
+        return "notebook"
+    if suffix in MARKDOWN:
+        return "markdown" if include_markdown else "launch"
+    if suffix in SHELL or name in ("Makefile", "makefile", "GNUmakefile"):
+        return "launch"
     return "python" if suffix in PYTHON or not suffix else None
+
+
+def _found_kind(folder: str, name: str, include_markdown: bool) -> Kind | None:
+    """The same for a file that is found: without a suffix only a Makefile, of Markdown only a README's launch lines."""
+    kind = kind_of(f"{folder}/{name}", include_markdown)
+    if kind == "python" and not os.path.splitext(name)[1]:
+        return None
+    if kind == "launch" and name.lower().endswith(MARKDOWN) and not name.lower().startswith("readme"):
+        return None
+    return kind
 
 
 def _why(error: OSError) -> str:
@@ -122,14 +149,14 @@ def _what(mode: int) -> str:
     return "a socket" if stat.S_ISSOCK(mode) else "a device"
 
 
-def _walk(top: str, force_exclude: bool) -> Iterator[Target]:
+def _walk(top: str, force_exclude: bool, include_markdown: bool) -> Iterator[Target]:
     """All files to check below a folder, sorted. Links to folders are not followed: no loops."""
     if force_exclude and _excluded(Path(top)):
         return
-    yield from _below(top, _outer_ignores(Path(top)))
+    yield from _below(top, _outer_ignores(Path(top)), include_markdown)
 
 
-def _below(folder: str, outer: tuple[_Patterns, ...]) -> Iterator[Target]:
+def _below(folder: str, outer: tuple[_Patterns, ...], include_markdown: bool) -> Iterator[Target]:
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -137,14 +164,15 @@ def _below(folder: str, outer: tuple[_Patterns, ...]) -> Iterator[Target]:
         return
     own = _gitignore(folder) if any(entry.name == ".gitignore" for entry in entries) else None
     ignores = (*outer, own) if own else outer
-    configured = _configured(os.path.abspath(folder))
+    absolute = os.path.abspath(folder)
+    configured = _configured(absolute)
     for entry in entries:
         path = entry.name if folder == "." else entry.path
         if entry.is_dir(follow_symlinks=False):
             if entry.name not in NEVER and not _ignored(path, True, ignores) and not configured.excludes(path, True):
-                yield from _below(path, ignores)
+                yield from _below(path, ignores, include_markdown)
             continue
-        kind = kind_of(entry.name) if os.path.splitext(entry.name)[1] else None
+        kind = _found_kind(absolute, entry.name, include_markdown)
         if kind is None and not configured.include:
             continue
         if _ignored(path, False, ignores) or configured.excludes(path, False):

@@ -37,11 +37,12 @@ class Lines:
 
 @dataclasses.dataclass(frozen=True)
 class PlacedEdit:
-    """An edit with lines and columns for its offsets."""
+    """An edit with lines and columns for its offsets. cell: in which one of a notebook."""
 
     start: Position
     end: Position
     text: str
+    cell: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,10 @@ class PlacedNote:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing to report. `source`: the lines around it with their numbers, for people."""
+    """One thing to report. `source`: the lines around it with their numbers, for people.
+
+    cell: of a notebook, from 1; lines and columns are those of the cell's source then.
+    """
 
     code: str
     name: str
@@ -79,10 +83,16 @@ class Finding:
     fix: PlacedFix | None = None
     notes: tuple[PlacedNote, ...] = ()
     source: tuple[tuple[int, str], ...] = ()
+    cell: int | None = None
+
+    @property
+    def file(self) -> str:
+        """The file, with the cell in it, as reports name it."""
+        return self.path if self.cell is None else f"{self.path}:cell {self.cell}"
 
     @property
     def order(self) -> tuple[Any, ...]:
-        return self.path, self.line, self.column, self.code, self.message
+        return self.path, self.cell or 0, self.line, self.column, self.code, self.message
 
 
 def placed(diagnostic: Diagnostic, rule: type[BaseRule], path: str, lines: Lines, others: dict[str, Lines]) -> Finding:

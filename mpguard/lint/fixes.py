@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from mpguard.edits import Edit, applied, compatible
+from mpguard.edits import Edit, Unwritable, applied, compatible
 from mpguard.lint.engine import CONFIG, Checked, Mended
 from mpguard.lint.rule import Diagnostic, Fix
 
@@ -79,9 +79,11 @@ class _Mender:
         before = self.checked
         assert before.encode is not None  # there are diagnostics with fixes: it could be read
         ending = _ending(before.lines.text)
-        new = applied(before.lines.text, [Edit(e.start, e.end, _with_ending(e.text, ending)) for e in edits])
+        edits = [Edit(e.start, e.end, _with_ending(e.text, ending)) for e in edits]
         try:
-            data = before.encode(new)
+            data = before.edited(edits) if before.edited else before.encode(applied(before.lines.text, edits))
+        except Unwritable as error:
+            return str(error)
         except UnicodeEncodeError as error:
             return f"the file's encoding ({error.encoding}) cannot hold {error.object[error.start : error.end]!r}"
         if data == self.data:

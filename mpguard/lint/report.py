@@ -48,7 +48,7 @@ def full(outcome: Outcome) -> Iterator[Line]:
 def concise(outcome: Outcome) -> Iterator[Line]:
     """A line for each finding."""
     for each in outcome.findings:
-        place = f"{_clean(each.path)}:{each.line}:{each.column}"
+        place = f"{_clean(each.file)}:{each.line}:{each.column}"
         yield [(place, "bold"), (": ", ""), (each.code, _STYLES[each.severity]), (f" {_clean(each.message)}", "")]
     yield summary(outcome)
 
@@ -67,7 +67,10 @@ def statistics(outcome: Outcome) -> Iterator[Line]:
 
 
 def as_json(outcome: Outcome) -> str:
-    """`{"version": 1, "findings": [...], "summary": {...}}`; lines and columns from 1, in code points."""
+    """`{"version": 1, "findings": [...], "summary": {...}}`; lines and columns from 1, in code points.
+
+    In a notebook, findings and edits have a `cell` too (all cells are counted, from 1); lines are those of its source.
+    """
     counts = Counter(finding.code for finding in outcome.findings)
     severities = Counter(finding.severity for finding in outcome.findings)
     safe, unsafe = _fixable(outcome.findings)
@@ -99,6 +102,7 @@ def _json(finding: Finding) -> dict[str, Any]:
         "name": finding.name,
         "severity": finding.severity,
         "path": finding.path,
+        **({} if finding.cell is None else {"cell": finding.cell}),
         "line": finding.line,
         "column": finding.column,
         "end_line": finding.end_line,
@@ -111,7 +115,15 @@ def _json(finding: Finding) -> dict[str, Any]:
         else {
             "title": fix.title,
             "applicability": fix.applicability,
-            "edits": [{"start": _place(e.start), "end": _place(e.end), "text": e.text} for e in fix.edits],
+            "edits": [
+                {
+                    **({} if e.cell is None else {"cell": e.cell}),
+                    "start": _place(e.start),
+                    "end": _place(e.end),
+                    "text": e.text,
+                }
+                for e in fix.edits
+            ],
         },
     }
 
@@ -171,7 +183,7 @@ def _count(number: int, what: str) -> str:
 def _finding(finding: Finding) -> Iterator[Line]:
     style = _STYLES[finding.severity]
     yield [
-        (f"{_clean(finding.path)}:{finding.line}:{finding.column}", "bold"),
+        (f"{_clean(finding.file)}:{finding.line}:{finding.column}", "bold"),
         (f" {finding.code} {finding.severity}", style),
         (f" [{finding.name}] {_clean(finding.message)}", ""),
     ]

@@ -18,6 +18,7 @@ from mpguard.errors import ExtensionError
 if TYPE_CHECKING:
     from mpguard.document import Document
     from mpguard.lint.facts import Facts
+    from mpguard.lint.launch_lines import Launch
     from mpguard.lint.project import Project
 
 Severity = Literal["error", "warning", "info"]
@@ -165,6 +166,20 @@ class ConfigRule(BaseRule):
         self.project = project
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
+        raise NotImplementedError
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _register(cls)
+
+
+class LaunchRule(BaseRule):
+    """A rule about the launch lines of a shell script, Makefile, workflow or README. project: what lies around it."""
+
+    def __init__(self, project: Project | None = None) -> None:
+        self.project = project
+
+    def check(self, launches: list[Launch]) -> Iterator[Diagnostic]:
         raise NotImplementedError
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -101,6 +101,11 @@ def in_yaml(lines: Lines) -> Comments:
     return _read(_yaml_comments(lines))
 
 
+def in_shell(lines: Lines) -> Comments:
+    """The suppressions of a shell script, a Makefile or a workflow: by their lines alone."""
+    return _read(_shell_comments(lines))
+
+
 def _python_comments(lines: Lines) -> Iterator[_Comment]:
     source = iter([lines.line(number) + "\n" for number in range(1, len(lines.starts) + 1)])
     found: list[tuple[int, str, int, bool]] = []
@@ -147,6 +152,25 @@ def _yaml_comments(lines: Lines) -> Iterator[_Comment]:
             line = next((n for n in content if n > number), number) if alone else number
             yield _Comment(start, text, number, alone, line, line)
             break
+
+
+def _shell_comments(lines: Lines) -> Iterator[_Comment]:
+    """A comment belongs to the command that its line ends, over all its lines; one alone to the next command."""
+    number, count = 1, len(lines.starts)
+    waiting: list[tuple[int, str, int, bool]] = []
+    while number <= count:
+        first = number
+        while number < count and lines.line(number).rstrip(" \t").endswith("\\"):
+            number += 1
+        match = re.search(r"(?:^|(?<=\s))#.*", lines.line(number))
+        alone = match is not None and first == number and not lines.line(number)[: match.start()].strip()
+        if match is not None:
+            waiting.append((lines.offset(number, match.start() + 1), match.group(), number, alone))
+        if not alone and any(lines.line(each).strip() for each in range(first, number + 1)):
+            yield from (_Comment(*each, first, number) for each in waiting)
+            waiting = []
+        number += 1
+    yield from (_Comment(*each, each[2], each[2]) for each in waiting)
 
 
 def _read(comments: Iterable[_Comment]) -> Comments:

@@ -1,0 +1,198 @@
+"""Launch lines: the commands in shell scripts, Makefiles, workflows and READMEs that start a training script.
+
+    CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file fsdp.yaml \\
+        train.py --lr 1e-4
+
+They tie a script to its config, and they are where the config is put in the wrong place. Nothing is
+expanded: a word with a variable in it is unknown, and what is unknown decides nothing.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from mpguard.lint.finding import Span
+
+Launcher = Literal["accelerate", "deepspeed", "torchrun", "mpguard"]
+
+#: What a file must hold for a launch line; no more than these bytes are looked for in most files.
+GATE = (b"accelerate", b"deepspeed", b"torchrun", b"torch.distributed", b"mpguard launch")
+#: A longer file is data or a log.
+LARGEST = 512 << 10
+
+#: Options without a value (accelerate 1.15.0, torch 2.13, DeepSpeed 0.19); a test compares them with the parsers.
+_ACCELERATE_SWITCHES = frozenset({
+    "cpu", "debug", "downcast_bf16", "dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation",
+    "enable_cpu_affinity", "fp8_use_autocast_during_eval", "help", "module", "multi_gpu", "no_python",
+    "no_tpu_cluster", "quiet", "same_network", "tpu", "tpu_cluster", "tpu_use_sudo", "use_deepspeed", "use_fsdp",
+    "use_megatron_lm", "use_parallelism_config", "h", "m", "q",
+})  # fmt: skip
+SWITCHES = {
+    "accelerate": _ACCELERATE_SWITCHES,
+    "mpguard": _ACCELERATE_SWITCHES,
+    "torchrun": frozenset({
+        "help", "module", "no_python", "run_path", "standalone", "virtual_local_rank", "use_env", "h", "m",
+    }),
+    "deepspeed": frozenset({
+        "module", "no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "save_pid",
+        "bind_cores_to_rank", "quiet", "help", "q", "h",
+    }),
+}  # fmt: skip
+
+_PYTHON = r"(?:[\w./-]*/)?python[\d.]*[ \t]+-m[ \t]+"
+_COMMAND = re.compile(
+    r"(?<![\w./-])(?:"
+    r"(?P<accelerate>accelerate[ \t]+launch|accelerate-launch"
+    rf"|{_PYTHON}accelerate\.commands\.(?:launch|accelerate_cli[ \t]+launch))"
+    r"|(?P<mpguard>mpguard[ \t]+launch)"
+    rf"|(?P<torchrun>torchrun|{_PYTHON}torch\.distributed\.(?:run|launch))"
+    rf"|(?P<deepspeed>deepspeed|{_PYTHON}deepspeed(?:\.launcher\.runner)?))"
+    r"(?=[ \t]|\\\r?\n)"
+)
+_SPACE = re.compile(r"(?:[ \t]|\\\r?\n)*")
+#: A word of a shell command, in pieces: quoted, escaped, a variable or substitution, plain.
+_PIECE = re.compile(
+    r"'(?P<single>[^'\n]*)'|\"(?P<double>(?:[^\"\\\n]|\\.)*)\"|\\(?P<escaped>[^\r\n])"
+    r"|(?P<unknown>\$\{\{[^}\n]*\}\}|\$\{[^}\n]*\}|\$\([^)\n]*\)|\$\w+|\$[@*#?]|<[\w -]+>|\{[^}\s]*\}|\*|\[[A-Z_]+\])"
+    r"|(?P<plain>[^\s'\"\\$;|&<>()`{*\[#]+|(?<=\S)[#\[{])"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Word:
+    """A word of a command, with its place in the file. text: None where a variable is in it."""
+
+    text: str | None
+    span: Span
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One command that launches a script.
+
+    path: the file that it stands in. start: where the launcher's own words end. options: what stands before the
+    script, by name without dashes, `-` as `_`; a switch has no word. script: None where a variable hides it.
+    module: it is a module's name. arguments: what the script gets. hidden: a variable before the script may
+    hold options.
+    """
+
+    path: str
+    launcher: Launcher
+    span: Span
+    start: int
+    options: dict[str, Word | None]
+    script: Word | None
+    module: bool
+    arguments: tuple[Word, ...]
+    hidden: bool
+
+    def argument(self, *names: str) -> tuple[Word, Word] | None:
+        """An option of the script, by its names with dashes, and its value; both are one word for `--config=x`."""
+        for place, word in enumerate(self.arguments):
+            if word.text is None:
+                continue
+            name, equals, value = word.text.partition("=")
+            if name not in names:
+                continue
+            if equals:
+                return word, Word(value, word.span)
+            if place + 1 < len(self.arguments):
+                return word, self.arguments[place + 1]
+        return None
+
+
+def may_hold(data: bytes) -> bool:
+    """Whether a file may hold a launch line, by its bytes."""
+    return any(token in data for token in GATE)
+
+
+def read(data: bytes, path: str) -> list[Launch]:
+    """The launch lines of a file's content that start a Python script or module."""
+    if len(data) > LARGEST or not may_hold(data):
+        return []
+    text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape")
+    return [launch for launch in _launches(text, path) if launch.script is None or _is_python(launch)]
+
+
+def _is_python(launch: Launch) -> bool:
+    """Whether it starts what looks like a script: prose goes on with any word (`accelerate launch to start`)."""
+    assert launch.script is not None
+    name = launch.script.text
+    return name is None or name.endswith(".py") or (launch.module and re.fullmatch(r"[\w.]+", name) is not None)
+
+
+def _launches(text: str, path: str) -> Iterator[Launch]:
+    for found in _COMMAND.finditer(text):
+        line = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]
+        if line.lstrip().startswith(("#", "//", "REM ")) or re.search(r"(?:^|\s)(?:pip3?|conda|import|from)\s", line):
+            continue
+        launcher: Launcher = next(name for name in ("accelerate", "mpguard", "torchrun", "deepspeed") if found[name])
+        quote = line[-1:] if line[-1:] in ("`", "'", '"') else ""
+        words = list(_words(text, found.end(), quote))
+        options, place, hidden, module = _options(words, launcher)
+        script = words[place] if place is not None else None
+        after = tuple(words[place + 1 :]) if place is not None else ()
+        if script is None and not hidden:
+            continue
+        end = words[-1].span[1] if words else found.end()
+        yield Launch(path, launcher, (found.start(), end), found.end(), options, script, module, after, hidden)
+
+
+def _options(words: list[Word], launcher: Launcher) -> tuple[dict[str, Word | None], int | None, bool, bool]:
+    """The launcher's options; the script's place, None where it cannot be told; whether a variable may hold more."""
+    options: dict[str, Word | None] = {}
+    place, hidden, module = 0, False, False
+    while place < len(words):
+        word = words[place]
+        if word.text is None:
+            hidden = True
+            if any(each.text is not None and each.text.endswith(".py") for each in words[place + 1 :]):
+                place += 1
+                continue
+            return options, None, True, module
+        if not word.text.startswith("-"):
+            return options, place, hidden, module
+        name, equals, value = word.text.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        place += 1
+        if equals:
+            options[name] = Word(value, word.span)
+        elif name in SWITCHES[launcher]:
+            options[name] = None
+            module = module or name in ("m", "module")
+        elif place < len(words):
+            options[name] = words[place]
+            place += 1
+    return options, None, hidden, module
+
+
+def _words(text: str, place: int, quote: str) -> Iterator[Word]:
+    """The words of a command, to where it ends: the line, an operator, a comment, the quotes around it."""
+    while True:
+        place = start = _end(_SPACE, text, place)
+        parts: list[str] = []
+        known = True
+        while (piece := _PIECE.match(text, place)) is not None:
+            if quote and text.startswith(quote, place):
+                break
+            if piece.lastgroup == "unknown":
+                known = False
+            elif piece.lastgroup == "double":
+                inside = piece["double"]
+                known = known and "$" not in inside and "`" not in inside
+                parts.append(re.sub(r"\\(.)", r"\1", inside))
+            else:
+                parts.append(piece[piece.lastgroup or 0])
+            place = piece.end()
+        if place == start:
+            return
+        yield Word("".join(parts) if known else None, (start, place))
+
+
+def _end(pattern: re.Pattern[str], text: str, place: int) -> int:
+    found = pattern.match(text, place)
+    return found.end() if found else place
