@@ -9,6 +9,7 @@ arithmetic with FP32 unmake it. Whatever is not known has no dtype, and nothing 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,8 @@ _MOST = 600
 _ALL = 100_000
 _DEEP = 60
 _WIDE = 12
+#: What runs code under autocast.
+_AUTOCASTS = re.compile(r"(?i)autocast|\bamp\b|accelerat|deepspeed|lightning|trainer|fabric|precision")
 _DEVICE = re.compile(r"(?i)device|cuda|gpu|rank|cpu")
 _TENSOR = re.compile(r"(?i)tensor|param|weight|module")
 _CONSTANTS = frozenset({"math.pi", "math.e", "numpy.pi", "math.tau"})
@@ -168,7 +171,8 @@ class Precision:
                 name = node.attr.value
                 if name in ("T", "mT", "H", "data", "grad"):
                     return self._of(node.value, at)
-                if name in ("shape", "ndim"):
+                limits = isinstance(node.value, cst.Call) and dotted(node.value.func).endswith(("finfo", "iinfo"))
+                if name in ("shape", "ndim") or limits:
                     return (Of(ALWAYS, NUMBER),)
                 if path.startswith("self.") and path.count(".") == 1:
                     return self._buffer(name, at)
@@ -437,13 +441,21 @@ class Precision:
                 guard = state.guard.joined(call.guard)
                 if guard.possible:
                     found.append(dataclasses.replace(state, guard=guard))
-        if not callers or len(callers) > _WIDE or self.facts.escapes(scope):
+        if not callers and self._alone and self.facts.graph.class_kind(scope.owner or scope) != "model":
+            found.append(State(ALWAYS, "off"))
+        elif not callers or len(callers) > _WIDE or self.facts.escapes(scope):
             found.append(State(ALWAYS, None))
         if depth == 4:
             self._states[scope] = tuple(found)
         else:
             del self._states[scope]
         return tuple(found)
+
+    @functools.cached_property
+    def _alone(self) -> bool:
+        """Whether nothing in the file speaks of autocast: a script is judged by what it says, a module's `forward` by
+        its callers alone."""
+        return not _AUTOCASTS.search(self.facts.source.text)
 
     def _prepared(self, call: Call) -> tuple[State, ...]:
         """The autocast that Accelerate puts around the `forward` of a model that it prepared."""

@@ -57,6 +57,8 @@ class Meeting:
     tensor: cst.BaseExpression
     node: cst.BaseExpression
     number: Number
+    #: Of a `clamp`: whether the number is the lower limit.
+    lower: bool = False
 
     @property
     def how(self) -> How:
@@ -177,10 +179,12 @@ class Scalars:
         record: Record,
         tensor: cst.BaseExpression | None,
         node: cst.BaseExpression | None,
+        *,
+        lower: bool = False,
     ) -> Iterator[Meeting]:
         number = self.number(node, record)
         if number is not None and tensor is not None and node is not None:
-            yield Meeting(kind, name, record, tensor, node, number)
+            yield Meeting(kind, name, record, tensor, node, number, lower)
 
     def _tensor(self, call: Call) -> tuple[cst.BaseExpression | None, int]:
         """The tensor of a method or function of torch, and where its other arguments begin."""
@@ -200,7 +204,8 @@ class Scalars:
             for call in self.facts.calls.get(name, ()):
                 tensor, first = self._tensor(call)
                 for place, limit in enumerate(limits):
-                    yield from self._meeting("clamp", name, call, tensor, call.argument(place + first, limit))
+                    given = call.argument(place + first, limit)
+                    yield from self._meeting("clamp", name, call, tensor, given, lower=limit == "min")
         for call in self.facts.calls.get("full", ()):
             if self.facts.called_path(call) == "torch.full" and "dtype" in call.keywords:
                 yield from self._meeting("fill", "full", call, call.node, call.argument(1, "fill_value"))

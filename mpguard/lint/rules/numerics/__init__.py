@@ -1,0 +1,1 @@
+"""Rules about what low precision does to numbers (MPG6xx)."""

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.edits import Edit
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.scalars import Meeting
+from mpguard.lint.walk import Call
+
+#: Half of FP16's smallest number: what is not larger rounds to zero.
+_LEAST = 2.0**-25
+_WITH_EPS = frozenset({"Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad"})
+
+
+class EpsilonUnderflowsHalf(Rule):
+    """An epsilon that FP16 rounds to zero is added to an FP16 value, is its lower limit, or is Adam's for FP16 weights.
+
+    ## What it does
+    Looks at small numbers such as `1e-8` that are added to a tensor or given to `clamp`, where the tensor is FP16:
+    cast by hand, made so, or the result of a matrix product in an FP16 autocast region. And at the `eps` of
+    Adam and its kin (1e-8 unless given) whose parameters are FP16.
+
+    ## Why is this bad
+    FP16's smallest number is 5.96e-8, and what is below half of it is zero: `x + 1e-8` is `x`, and
+    `x.clamp(min=1e-8)` lets 0 pass. The division, logarithm or root that the epsilon protects gives inf or NaN after
+    all. Adam with FP16 weights and `eps=1e-8` makes NaN of a weight in its first step where the gradient is
+    0 (torch 2.13). BF16 has FP32's exponents and is fine.
+
+    ## Fix safety
+    Computing in FP32 (`x.float() + 1e-8`) changes the result's dtype: unsafe. None for an optimizer.
+
+    ## Known limits
+    Tensors of unknown dtype are silent, as are values after `.float()`, results of what autocast runs in FP32
+    (`norm`, `sum`, `exp`), and the epsilons of layers that compute in FP32 inside (`LayerNorm(eps=1e-12)`).
+    """
+
+    code, name = "MPG602", "epsilon-underflows-half"
+    severity = "error"
+    message = "{number} is zero in FP16, whose smallest number is 6e-8: {effect}"
+    triggers = (
+        any_of(b"torch.float16", b"torch.half", b".half()", b"autocast(", b"HalfTensor", b"import autocast",
+               b"import float16", b'"fp16"', b"'fp16'", b'"float16"', b"'float16'"),
+        any_of(b"e-8", b"e-9", b"e-08", b"e-09", b"e-1", b"e-2", b"e-3", b"** -", b".tiny",
+               b"Adam", b"0.00000", b"RMSprop"),
+    )  # fmt: skip
+    examples = (
+        Bad(
+            """\
+import torch
+
+def normalize(x):
+    x = x.half()
+    return x / (x.norm(dim=-1, keepdim=True) + 1e-8)  # !
+""",
+            fixed="""\
+import torch
+
+def normalize(x):
+    x = x.half()
+    return x / (x.norm(dim=-1, keepdim=True).float() + 1e-8)
+""",
+        ),
+        Bad(
+            """\
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+EPS = 1e-10
+
+class Linear(nn.Module):
+    def __init__(self, eps=1e-12):
+        super().__init__()
+        self.eps = eps
+        self.q = nn.Linear(8, 8)
+
+    def forward(self, x):
+        q = F.relu(self.q(x))
+        one = q / (q.mean(-1, keepdim=True) + self.eps)  # !
+        two = 1.0 / q.clamp(min=EPS)  # !
+        three = torch.clamp(q, 1e-9)  # !
+        four = q.clamp_min(2 ** -40).log()  # !
+        q += 1e-8  # !
+        return one + two + three + four + q.add(1e-9)  # !
+
+def train(loader, optimizer, scaler):
+    model = Linear()
+    for x in loader:
+        with torch.autocast(device_type="cuda"):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def main(loader):
+    model = torch.nn.Linear(8, 8).cuda().half()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)  # !
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+def upcast(q, k):
+    with torch.autocast("cuda", dtype=torch.float16):
+        scores = q @ k
+        one = scores / (scores.norm(dim=-1) + 1e-8)  # FP32: autocast's norm
+        two = scores / (scores.sum(-1) + 1e-12)
+        three = scores.float() + 1e-8
+        four = (scores.float() ** 2).mean(-1).add(1e-8)
+        five = F.layer_norm(scores, (8,), eps=1e-12)
+        six = nn.LayerNorm(8, eps=1e-12)(scores)
+        seven = scores + 1e-6, scores.clamp(min=1e-5), scores.clamp(max=1e-8), scores + 0
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        eight = (q @ k) + 1e-8
+    return one, two, three, four, five, six, seven, eight, q + 1e-8, k.half() * 1e-8
+
+def main(loader, eps):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-8)
+    half = torch.nn.Linear(8, 8).half()
+    careful = torch.optim.Adam(half.parameters(), eps=1e-4)
+    for x in loader:
+        (model(x) + half(x.half()).float()).sum().backward()
+        optimizer.step()
+        careful.step()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for meeting in facts.scalars.meetings:
+            if not 0 < meeting.number.value <= _LEAST or not self._protects(meeting):
+                continue
+            found = facts.precision.low(meeting.tensor, meeting.record, "float16")
+            if found is None:
+                continue
+            cause = "autocast computes it in FP16 here" if found.lowered else "it is FP16 from here"
+            notes = (Note(cause, found.origin.span),) if found.origin is not None else ()
+            effect = "0 passes the limit" if meeting.kind == "clamp" else "nothing is added"
+            yield self.at(
+                meeting,
+                number=f"`{facts.short(meeting.node)}`",
+                effect=effect,
+                notes=notes,
+                fix=self._fix(meeting, facts),
+            )
+        if facts.masters or facts.declared == "inference":
+            return
+        for weights in facts.trained.weights("float16"):
+            for call in weights.training.of("optimizer"):
+                if call.name in _WITH_EPS and self._least(call, facts):
+                    note = Note("the weights are FP16 from here", weights.event.span)
+                    given = call.keywords.get("eps")
+                    yield self.at(
+                        call.chunk.span(given) if given is not None else call,
+                        number="`eps=1e-8`" if given is None else f"`eps={facts.short(given)}`",
+                        effect=f"{call.name} divides by zero where a gradient of these FP16 weights is 0",
+                        notes=(note,),
+                    )
+
+    def _protects(self, meeting: Meeting) -> bool:
+        return (meeting.kind == "add" and meeting.name != "-") or (
+            meeting.kind == "clamp" and meeting.name not in ("clamp_max", "clamp_max_") and meeting.lower
+        )
+
+    def _least(self, call: Call, facts: Facts) -> bool:
+        given = call.keywords.get("eps")
+        number = facts.scalars.number(given, call)
+        if given is None:
+            return not call.starred and len(call.positional) < 4
+        return number is not None and 0 < number.value <= _LEAST
+
+    def _fix(self, meeting: Meeting, facts: Facts) -> Fix | None:
+        if meeting.name == "+=":
+            return None
+        first, last = meeting.record.chunk.outer_span(meeting.tensor)
+        text = facts.source.text[first:last]
+        if isinstance(meeting.tensor, (cst.BinaryOperation, cst.UnaryOperation)) and not text.startswith("("):
+            return None
+        return Fix("Compute in float32", "unsafe", (Edit(last, last, ".float()"),))

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.rules.numerics.mask_overflows_half import limit_of_own_dtype
+
+
+class Float32LimitsOnHalf(Rule):
+    """`torch.finfo(torch.float32).min` or `.max` is put into an FP16 or BF16 tensor.
+
+    ## What it does
+    Follows the limits of float32 (and float64) through names to where they are filled into a tensor, added to it or
+    chosen by `where`, and looks at the tensor's dtype there: cast by hand, made so, or lowered by an autocast region.
+
+    ## Why is this bad
+    The limit is larger than the largest FP16 (65504) and the largest BF16 (3.39e38, against float32's 3.40e38).
+    `masked_fill`, `full` and `clamp` raise "value cannot be converted ... without overflow"; `where`, indexed
+    assignment and arithmetic give `-inf`, and a row that is masked as a whole gives NaN after its softmax (torch 2.13,
+    both dtypes).
+
+    ## Fix safety
+    The limit is taken from the dtype of the tensor that it goes into: what was meant. None for additions,
+    which overflow at the limit of any dtype.
+
+    ## Known limits
+    Tensors of unknown dtype are silent: `torch.full((n, n), torch.finfo(torch.float32).min)` is an FP32 tensor, and
+    what becomes of it later is not followed through unknown functions.
+    """
+
+    code, name = "MPG609", "float32-limits-on-half"
+    severity = "error"
+    message = "{number} is beyond {dtype}: {effect}"
+    triggers = (
+        any_of(b"finfo"),
+        any_of(b"float32", b"float64", b"torch.float)", b"torch.double", b"np.float"),
+        any_of(b"float16", b"torch.half", b".half()", b"autocast(", b"HalfTensor", b"import autocast", b".bfloat16()"),
+    )
+    examples = (
+        Bad(
+            """\
+import torch
+
+def attention(q, k, mask):
+    scores = (q @ k.transpose(-1, -2)).to(torch.bfloat16)
+    return scores.masked_fill(mask, torch.finfo(torch.float32).min).softmax(-1)  # !
+""",
+            fixed="""\
+import torch
+
+def attention(q, k, mask):
+    scores = (q @ k.transpose(-1, -2)).to(torch.bfloat16)
+    return scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(-1)
+""",
+        ),
+        Bad(
+            """\
+import numpy as np
+import torch
+from torch import float32, nn
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    @torch.autocast("cuda", dtype=torch.bfloat16)
+    def forward(self, x, mask):
+        scores = torch.einsum("bid,bjd->bij", self.proj(x), x)
+        lowest = -torch.finfo(float32).max
+        scores = torch.where(mask, scores, lowest)  # !
+        scores[~mask] = np.finfo(np.float32).min  # !
+        bias = torch.full(mask.shape, torch.finfo(torch.float64).min, dtype=torch.float16)  # !
+        return scores + bias, (1 - mask.to(torch.bfloat16)) * torch.finfo(float32).min  # !
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def fine(q, k, mask, x, dtype):
+    q, k = q.half(), k.half()
+    scores = q @ k
+    one = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
+    two = scores.float().masked_fill(mask, torch.finfo(torch.float32).min)
+    three = x.masked_fill(mask, torch.finfo(torch.float32).min)
+    four = torch.full((4, 4), torch.finfo(torch.float32).min).triu(1)
+    five = torch.full((4, 4), torch.finfo(torch.float32).min, dtype=dtype)
+    six = scores.masked_fill(mask, torch.finfo(torch.float16).min)
+    seven = scores + torch.finfo(torch.float32).eps
+    eight = torch.softmax(scores, -1, dtype=torch.float32).masked_fill(mask, torch.finfo(torch.float32).min)
+    return one, two, three, four, five, six, seven, eight
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for meeting in facts.scalars.meetings:
+            if meeting.number.limit_of not in ("float32", "float64") or abs(meeting.number.value) < 1e38:
+                continue
+            found = facts.precision.low(meeting.tensor, meeting.record)
+            if found is None:
+                continue
+            dtype = "FP16" if found.dtype == "float16" else "BF16"
+            cause = f"autocast computes it in {dtype} here" if found.lowered else f"it is {dtype} from here"
+            yield self.at(
+                meeting,
+                number=f"`{facts.short(meeting.node)}`",
+                dtype=dtype,
+                effect=f"`{meeting.name}` raises" if meeting.how == "raises" else "it becomes infinite",
+                notes=(Note(cause, found.origin.span),) if found.origin is not None else (),
+                fix=limit_of_own_dtype(meeting, facts),
+            )

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mpguard.lint import mend
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.scalars import Meeting
+from mpguard.lint.walk import dotted
+
+#: The largest number of FP16. `masked_fill` refuses anything beyond; `where` and arithmetic round up to here.
+_MOST, _ROUNDED = 65504.0, 65520.0
+
+
+class MaskOverflowsHalf(Rule):
+    """A finite number outside FP16's range is filled into, or added to, a tensor that is FP16 there.
+
+    ## What it does
+    Looks at numbers such as `-1e9` that go to `masked_fill`, `full_like`, `where`, `clamp`, an indexed
+    assignment or an addition, and at the dtype of the tensor that they meet: cast to FP16 by hand, made in it,
+    or the result of a matrix product (`@`, `matmul`, `einsum`, `bmm`, `Linear`) in an FP16 autocast region.
+
+    ## Why is this bad
+    FP16 ends at 65504. With torch 2.13, `masked_fill`, `full`, `fill_`, `pad` and `clamp` raise "value cannot be
+    converted to type c10::Half without overflow"; `where`, `scores[mask] = -1e9` and arithmetic give `-inf` without
+    a word, and a row that is masked as a whole gives NaN after its softmax. BF16 has FP32's range and is fine.
+
+    ## Fix safety
+    The fix takes the limit from the tensor's own dtype, which is what was meant. None for additions: the
+    limit plus a negative score overflows again; mask with `masked_fill` there.
+
+    ## Known limits
+    Tensors of unknown dtype are silent, and so is what `float()`, arithmetic with FP32, or an operation that
+    autocast runs in FP32 made FP32 before. `float("-inf")` is fine: it says what it is.
+    """
+
+    code, name = "MPG601", "mask-overflows-half"
+    severity = "error"
+    message = "{number} does not fit FP16, which ends at 65504: {effect}"
+    triggers = (
+        any_of(b"torch.float16", b"torch.half", b".half()", b"autocast(", b"HalfTensor", b"import autocast",
+               b"import float16", b'"fp16"', b"'fp16'"),
+        any_of(b"1e", b"000", b"e+", b"e4", b"e5", b"e9", b"999", b"**", b"finfo"),
+        any_of(b"masked_fill", b"where(", b"full", b"fill_(", b"clamp", b"pad(", b"] = -", b"- 1", b" + ",
+               b"* -", b"1e"),
+    )  # fmt: skip
+    yields_to = ("MPG609",)
+    examples = (
+        Bad(
+            """\
+import torch
+
+def attention(q, k, v, mask):
+    scores = q.half() @ k.half().transpose(-1, -2)
+    scores = scores.masked_fill(mask, -1e9)  # !
+    return scores.float().softmax(-1) @ v
+""",
+            fixed="""\
+import torch
+
+def attention(q, k, v, mask):
+    scores = q.half() @ k.half().transpose(-1, -2)
+    scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
+    return scores.float().softmax(-1) @ v
+""",
+        ),
+        Bad(
+            """\
+import math
+import torch
+import torch.nn as nn
+
+NEG = -1e9
+
+class Attention(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads = heads
+        self.scale = (dim // heads) ** -0.5
+        self.q, self.k, self.v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.key = nn.Linear(dim, dim)
+
+    def forward(self, x, mask):
+        b, n, d = x.shape
+        q = self.key(x).view(b, n, self.heads, -1).transpose(1, 2)
+        scores = torch.matmul(q, q.transpose(-1, -2)) / math.sqrt(d)
+        scores = scores * self.scale
+        scores = torch.where(mask, scores, NEG)  # !
+        scores[mask] = -100000.0  # !
+        scores.masked_fill_(mask, float("-1e20"))  # !
+        return torch.softmax(scores, dim=-1)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention(64, 4)
+
+    def forward(self, x, mask):
+        return self.attention(x, mask)
+
+def train(loader):
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler()
+    for x, mask in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x, mask).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+        ),
+        Bad(
+            """\
+import torch as th
+from torch.cuda.amp import autocast
+
+@autocast()
+def one(q, k, mask):
+    return th.einsum("id,jd->ij", q, k).masked_fill(mask, value=-2 ** 31)  # !
+
+def two(n, mask, dtype=th.float16):
+    bias = th.full((n, n), -1e10, dtype=th.float16)  # !
+    extended = (1.0 - mask.to(th.half)) * -10000000.0  # !
+    both = th.zeros(n, dtype=th.float16) + -1e5  # !
+    return bias, extended, both
+
+def three(x, y, fp16):
+    if fp16:
+        y = y.half()
+    return y.masked_fill_(x, -1e5)  # !
+
+def four(x, mask):
+    def fill(scores):
+        return scores.masked_fill(mask, -1e30)  # !
+    return fill(x.half())
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def upcast(q, k, mask, bias):
+    with torch.autocast("cuda", dtype=torch.float16):
+        scores = torch.matmul(q, k)
+        one = scores.float().masked_fill(mask, -1e9)
+        two = scores.softmax(-1).masked_fill(mask, -1e9)  # FP32 under CUDA's autocast
+        three = (scores + bias).masked_fill(mask, -1e9)  # what `bias` is nobody knows
+        four = scores.masked_fill(mask, -65504.0).masked_fill(mask, float("-inf"))
+        five = scores.masked_fill(mask, -1e4)
+        with torch.autocast("cuda", enabled=False):
+            six = torch.matmul(q.float(), k.float()).masked_fill(mask, -1e9)
+        seven = (scores.float() + 1).masked_fill(mask, -1e9)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        eight = torch.matmul(q, k).masked_fill(mask, -1e9)
+    return one, two, three, four, five, six, seven, eight
+
+def outside(x, mask, beams):
+    x = x.half()
+    x = x.float()
+    scores = torch.zeros(4, 4)
+    scores[mask] = -1e9
+    best = -1e9
+    return x.masked_fill(mask, -1e9), beams.masked_fill(mask, -1e9), max(best, 1e5), scores
+
+def flags(x, mask, fp16):
+    if fp16:
+        x = x.half()
+        x = x.masked_fill(mask, -1e4)
+    else:
+        x = x.masked_fill(mask, -1e9)
+    if fp16:
+        x = x.float()
+    return x.masked_fill(mask, -1e9) if not fp16 else x
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def chosen(scores, mask):
+    if scores.dtype == torch.float16:
+        scores = scores.masked_fill(mask, torch.finfo(torch.float16).min)
+    else:
+        scores = scores.masked_fill(mask, -1e9)
+    return scores
+
+def own(scores, mask):
+    scores = scores.half()
+    value = -1e9 if scores.dtype == torch.float32 else -1e4
+    scores = scores.masked_fill(mask, value)
+    return scores * 100000 if mask is None else scores, torch.where(mask, scores, -65510)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for meeting in facts.scalars.meetings:
+            if meeting.number.limit_of in ("float32", "float64") or not self._beyond(meeting):
+                continue
+            found = facts.precision.low(meeting.tensor, meeting.record, "float16")
+            if found is None:
+                continue
+            effect = f"`{meeting.name}` raises" if meeting.how == "raises" else "it becomes infinite"
+            cause = "autocast computes it in FP16 here" if found.lowered else "it is FP16 from here"
+            notes = (Note(cause, found.origin.span),) if found.origin is not None else ()
+            number = f"`{facts.short(meeting.node)}`"
+            yield self.at(meeting, number=number, effect=effect, notes=notes, fix=limit_of_own_dtype(meeting, facts))
+
+    def _beyond(self, meeting: Meeting) -> bool:
+        value = meeting.number.value
+        if not math.isfinite(value) or abs(value) <= (_MOST if meeting.how == "raises" else _ROUNDED):
+            return False
+        return meeting.kind != "scale" or value < 0  # `x * 1e5` is arithmetic, `(1 - mask) * -1e9` a mask
+
+
+def limit_of_own_dtype(meeting: Meeting, facts: Facts) -> Fix | None:
+    """The number becomes the limit of the dtype of the tensor that it is put into."""
+    torch, key = mend.name_of_torch(facts), dotted(meeting.tensor)
+    if torch is None or not key or meeting.kind in ("add", "scale"):
+        return None
+    limit = "min" if meeting.number.value < 0 else "max"
+    text = f"{torch}.finfo({key}.dtype).{limit}"
+    return Fix(f"Take the limit from `{key}`'s own dtype", "safe", (mend.replaced(meeting.node, meeting.record, text),))
