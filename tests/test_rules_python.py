@@ -357,7 +357,7 @@ SHAPES = {
             for x in loader:
                 with torch.autocast("cuda", dtype=torch.float16):
                     loss = model(x).sum()
-                (loss * loss_scale).backward()
+                (loss * loss_scale).backward()  # !MPG212
                 for p in model.parameters():
                     p.grad.div_(loss_scale)
                 optimizer.step()
@@ -386,7 +386,7 @@ SHAPES = {
                 scaler.scale(model(x).sum()).backward()
                 scaler.step(optimizer)
                 scaler.update()
-                scheduler.step()
+                scheduler.step()  # !MPG216
                 ema.step(model)
                 profiler.step()
                 env.step(x)

@@ -355,6 +355,7 @@ def exceptional(guard: Guard) -> bool:
 
 __all__ = [
     "CHECKS",
+    "Kind",
     "Moment",
     "Trace",
     "Traces",

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.events.event import aliases, called
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.walk import Call, Scope
+
+
+class GradientPenaltyOnScaledGradients(Rule):
+    """`torch.autograd.grad` of a scaled loss, and the gradients are used without dividing by the scale.
+
+    ## What it does
+    Reports `torch.autograd.grad(outputs=scaler.scale(loss), ...)` in code that never asks for the scale.
+
+    ## Why is this bad
+    The gradients are larger than the true ones by the scale, 65536 at first: a penalty such as
+    `(norm - 1) ** 2` then pulls towards gradients of 1/65536, and its size changes whenever the scale does.
+    torch's AMP examples divide by `scaler.get_scale()` before the penalty is computed, and scale the sum again.
+
+    ## Known limits
+    The scaled output must be seen to be one. Any question for the scale in the function, its class or its callers
+    (`get_scale`, `inv_scale`) is taken for the division; so is a call that is handed gradients and scaler.
+    """
+
+    code, name = "MPG214", "gradient-penalty-on-scaled-gradients"
+    severity = "error"
+    message = "`{expr}` gives scaled gradients, and nothing divides them by the scale"
+    help = "multiply them by `1.0 / scaler.get_scale()` before the penalty is computed"
+    triggers = (any_of(b"autograd"), any_of(b".scale("), any_of(b"scaler", b"Scaler"))
+    examples = (
+        Bad(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    grads = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)  # !
+    penalty = sum(g.pow(2).sum() for g in grads).sqrt()
+    scaler.scale(loss + penalty).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from torch.autograd import grad as gradients
+
+def penalty(critic, x, scaler):
+    out = scaler.scale(critic(x).sum())
+    (g,) = gradients(outputs=out, inputs=x, create_graph=True)  # !
+    return (g.norm(2, dim=1) - 1).pow(2).mean()
+"""
+        ),
+        Good(
+            """\
+import torch
+from elsewhere import unscaled
+
+def right(model, loss, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    scaled = torch.autograd.grad(outputs=scaler.scale(loss), inputs=model.parameters(), create_graph=True)
+    inv_scale = 1.0 / scaler.get_scale()
+    grads = [p * inv_scale for p in scaled]
+    return sum(g.pow(2).sum() for g in grads).sqrt()
+
+def not_scaled(critic, x, scaler):
+    (g,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+    return (g.norm(2, dim=1) - 1).pow(2).mean()
+
+def given_away(model, loss, scaler):
+    grads = torch.autograd.grad(scaler.scale(loss), model.parameters())
+    return unscaled(grads, scaler)
+
+def divided_by_the_caller(model, x, scaler):
+    return helper(model(x), x, scaler)[0] / scaler.get_scale()
+
+def helper(out, x, scaler):
+    return torch.autograd.grad(scaler.scale(out), x)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        scales = {event.call: event for event in facts.events("scale")}
+        if not scales:
+            return
+        for call in called(facts, "grad", *aliases(facts, "grad")):
+            if "torch.autograd.grad" not in (path for _, path in facts.paths(call)):
+                continue
+            outputs = call.argument(0, "outputs")
+            records = facts.flow.backward(outputs, call, depth=1) if outputs is not None else []
+            scale = next((scales[r] for r in records if isinstance(r, Call) and r in scales), None)
+            if scale is None or not facts.traces.like_torch(scale.subject, scale.call) or self._asks(call, facts):
+                continue
+            yield self.at(call, expr=facts.short(call.func), notes=(Note("the output is scaled here", scale.span),))
+
+    def _asks(self, call: Call, facts: Facts) -> bool:
+        """Whether the scale, or a place where the gradients may be divided by it, is in sight."""
+        around: set[Scope] = {call.scope, *(caller.scope for caller in facts.callers(call.scope))}
+        around |= set(call.scope.owner.descendants()) if call.scope.owner is not None else set()
+        if any(event.scope in around for event in facts.events("get_scale")):
+            return True
+        return any(
+            "inv_scale" in name or "_scale" in use.path.rsplit(".", 1)[-1]
+            for scope in around
+            for name, uses in scope.uses.items()
+            for use in uses
+        ) or any(
+            moment.kind == "handed" and moment.record.scope in around for trace in facts.traces.all for moment in trace
+        )

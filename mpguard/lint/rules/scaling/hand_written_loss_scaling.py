@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.walk import Binding, Call, Record, constant, dotted
+
+#: Names of a factor that scales a loss against underflow; one of ranks or of accumulation is none.
+_SCALE = re.compile(r"(?i)(?:loss|grad|amp|fp16|static|dynamic)_?scal(?:e|ing)|^scal(?:e|ing)(?:_?factor)?$")
+#: The smallest constant that is taken for a loss scale.
+_LEAST = 8
+_DIVIDES, _MULTIPLIES = frozenset({"div_", "div", "divide_"}), frozenset({"mul_", "mul", "multiply_"})
+_GRAD = re.compile(r"\.grad(?:\.data)?$")
+
+
+class HandWrittenLossScaling(Rule):
+    """A loss is multiplied by a constant before `backward`, and the gradients are divided by it again.
+
+    ## What it does
+    Reports `(loss * 1024).backward()` where the gradients (`p.grad`) are divided by the same constant, or by the same
+    name of a loss scale.
+
+    ## Why is this bad
+    The largest FP16 number is 65504: a scale that fits at the start overflows later, or underflows. By hand nothing
+    notices an infinite gradient, skips its step, or adapts the scale; `torch.amp.GradScaler` does all three.
+
+    ## Known limits
+    Both halves must be in the file and name the same factor. Optimizers that keep FP32 masters of FP16 weights scale
+    by themselves, and are no finding. Constants below 8 are taken for weights of a loss.
+    """
+
+    code, name = "MPG212", "hand-written-loss-scaling"
+    severity = "warning"
+    message = "the loss is scaled by hand with `{factor}`, and nothing looks for overflows"
+    help = "use `torch.amp.GradScaler`: it skips the steps that overflow, and adapts the scale"
+    triggers = (any_of(b".backward("), any_of(b".grad"), any_of(b"*", b".mul(", b".mul_("))
+    examples = (
+        Bad(
+            """\
+import torch
+
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    (loss * 1024).backward()  # !
+    for p in model.parameters():
+        p.grad /= 1024
+    optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+LOSS_SCALE = 2.0 ** 16
+
+def train(model, loader, optimizer):
+    for x in loader:
+        scaled = LOSS_SCALE * model(x)
+        scaled.backward()  # !
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.data.mul_(1.0 / LOSS_SCALE)
+        optimizer.step()
+
+def assigned(model, loader, optimizer):
+    for x in loader:
+        loss = model(x)
+        loss = loss * 128.0
+        loss.backward()  # !
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = p.grad / 128.0
+        optimizer.step()
+
+def method(model, loader, optimizer, loss_scale):
+    for x in loader:
+        (model(x) * loss_scale).backward()  # !
+        for p in model.parameters():
+            p.grad.div_(loss_scale)
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+import torch.distributed as dist
+
+def accumulated(args, model, loader, optimizer):
+    for x in loader:
+        (model(x) / args.accumulate).backward()
+        optimizer.step()
+
+def weighted(model, loader, optimizer):
+    for x in loader:
+        (model(x) * 100).backward()
+        for p in model.parameters():
+            p.grad /= 8
+        optimizer.step()
+
+def averaged(model, loader, optimizer):
+    world_size = dist.get_world_size()
+    for x in loader:
+        (model(x) * world_size).backward()
+        for p in model.parameters():
+            p.grad /= world_size
+        optimizer.step()
+
+def scaler(model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.masters:
+            return
+        divisions = list(self._divisions(facts))
+        if not divisions:
+            return
+        for backward in facts.events("backward"):
+            if facts.infers(backward.call):
+                continue
+            for factor in self._factors(backward, facts):
+                undone = next(
+                    (at for text, at in divisions if text == factor and compatible(facts.guard_of(at), backward.guard)),
+                    None,
+                )
+                if undone is not None:
+                    notes = (Note("the gradients are divided here", undone.span),)
+                    yield self.at(backward, factor=factor, notes=notes)
+                    break
+
+    def _factors(self, backward: Event, facts: Facts) -> Iterator[str]:
+        """What the loss is multiplied with, where that may be a loss scale."""
+        assert backward.subject is not None
+        expressions: list[cst.CSTNode] = [backward.subject]
+        for record in facts.flow.backward(backward.subject, backward.call, depth=0):
+            if isinstance(record, Binding) and record.value is not None and record.scope is backward.scope:
+                expressions.append(record.value)
+        for node in expressions:
+            if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Multiply):
+                for side in (node.left, node.right):
+                    if self._is_scale(side):
+                        yield facts.short(side)
+            elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+                given = node.args[0].value if node.args and node.func.attr.value in _MULTIPLIES else None
+                if given is not None and self._is_scale(given):
+                    yield facts.short(given)
+
+    def _is_scale(self, node: cst.CSTNode) -> bool:
+        literal = constant(node)
+        if literal is not None:
+            return isinstance(literal[0], (int, float)) and literal[0] >= _LEAST
+        return bool(_SCALE.search(dotted(node).rsplit(".", 1)[-1]))
+
+    def _divisions(self, facts: Facts) -> Iterator[tuple[str, Record]]:
+        """What gradients are divided by, in place or by assignment."""
+        for scope in facts.walker.scopes:
+            for key, bindings in scope.bindings.items():
+                if not _GRAD.search(key):
+                    continue
+                for binding in bindings:
+                    value = binding.value
+                    if isinstance(binding.node, cst.AugAssign) and value is not None:
+                        operator = binding.node.operator
+                        if isinstance(operator, cst.DivideAssign):
+                            yield facts.short(value), binding
+                        elif isinstance(operator, cst.MultiplyAssign) and (inverse := self._inverse(value, facts)):
+                            yield inverse, binding
+                    elif (
+                        isinstance(value, cst.BinaryOperation)
+                        and isinstance(value.operator, cst.Divide)
+                        and _GRAD.search(dotted(value.left))
+                    ):
+                        yield facts.short(value.right), binding
+        for name in _DIVIDES | _MULTIPLIES:
+            for call in facts.calls.get(name, ()):
+                if _GRAD.search(dotted(call.receiver)) and call.positional:
+                    yield from self._divided(call, facts)
+
+    def _divided(self, call: Call, facts: Facts) -> Iterator[tuple[str, Record]]:
+        given = call.positional[0]
+        if call.name in _DIVIDES:
+            yield facts.short(given), call
+        elif inverse := self._inverse(given, facts):
+            yield inverse, call
+
+    def _inverse(self, node: cst.CSTNode, facts: Facts) -> str:
+        """What `1 / x` divides by."""
+        if not isinstance(node, cst.BinaryOperation) or not isinstance(node.operator, cst.Divide):
+            return ""
+        return facts.short(node.right) if constant(node.left) in ((1,), (1.0,)) else ""

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.trace import Kind, Moment, Trace, before, between, follows
+from mpguard.lint.walk import Use, constant, dotted
+
+#: Methods that measure a gradient, and functions that measure or log one.
+_MEASURES = frozenset({"norm", "abs", "mean", "std", "var", "max", "min", "sum", "pow", "square", "item", "median"})
+_FUNCTIONS = re.compile(r"(?:^|_)norm$|histogram|^Histogram$|^add_scalar|^log_|^log$|^print$")
+#: Views of a gradient: measured all the same.
+_VIEWS = frozenset({"data", "detach", "clone", "float", "double", "view", "flatten", "reshape", "cpu", "ravel", "to"})
+#: What asks only whether a gradient is finite, or there at all: it is the same with the scale.
+_LOOKS = frozenset({"isfinite", "isnan", "isinf", "any", "all", "is_nonzero", "count_nonzero", "nonzero"})
+_ABOUT_LOGGING = re.compile(
+    r"(?i)log|norm|grad(?!.*scale)|debug|verbose|track|wandb|rank|main_process|print|writer|step"
+)
+
+
+#: What ends the time in which gradients are scaled, or may end it.
+_ENDS: tuple[Kind, ...] = (
+    "unscale",
+    "clip",
+    "scaler_step",
+    "step",
+    "other_step",
+    "handed",
+    "get_scale",
+    "zero_grad",
+)
+
+
+class ReadsScaledGradients(Rule):
+    """A gradient is measured for a log while it is still multiplied by the loss scale.
+
+    ## What it does
+    Reports `p.grad.norm()` and the like between the `backward` of a scaled loss and `unscale_` or `step`; under
+    `Accelerator(mixed_precision="fp16")` before `clip_grad_norm_` or `unscale_gradients`.
+
+    ## Why is this bad
+    The number is larger than the true one by the scale, 65536 at first, and jumps by two whenever the scale
+    changes: the plot shows the scaler, not the training.
+
+    ## Known limits
+    Only for scalers that the file makes itself. Questions that have the same answer with the scale (is it finite, is it
+    zero, is it there) are none. A gradient that is changed in place (averaged, summed over ranks) is none.
+    """
+
+    code, name = "MPG215", "reads-scaled-gradients"
+    severity = "warning"
+    message = "`{expr}` is read while gradients are still scaled"
+    help = "unscale the gradients first"
+    triggers = (any_of(b".grad.", b".grad)", b".grad,"), any_of(b".backward("), any_of(b"GradScaler", b"Accelerator("))
+    examples = (
+        Bad(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    norm = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5  # !
+    print(norm)
+    scaler.step(optimizer)
+    scaler.update()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+def grad_norm(model):
+    total = 0.0
+    for p in model.parameters():
+        if p.grad is not None:
+            total += p.grad.detach().data.norm(2).item() ** 2  # !
+    return total ** 0.5
+
+def train(args, model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        if args.log_norms:
+            print(grad_norm(model))
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+def accelerated(model, loader, optimizer):
+    accelerator = Accelerator(mixed_precision="fp16")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        accelerator.backward(model(x))
+        print(torch.linalg.vector_norm(model.weight.grad))  # !
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+def unscaled(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        print(sum(p.grad.norm() for p in model.parameters()))
+        scaler.step(optimizer)
+        scaler.update()
+
+def only_looks(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        for p in model.parameters():
+            if p.grad is None or torch.isnan(p.grad).any() or p.grad.abs().sum() == 0:
+                continue
+            if not torch.isfinite(p.grad.abs().max()):
+                break
+            torch.distributed.all_reduce(p.grad)
+            p.grad.div_(8)
+        scaler.step(optimizer)
+        scaler.update()
+
+def by_hand(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        norm = model.weight.grad.norm() / scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+
+def from_outside(model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        print(model.weight.grad.norm())
+        scaler.step(optimizer)
+
+def bf16(model, loader, optimizer):
+    accelerator = Accelerator(mixed_precision="bf16")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        accelerator.backward(model(x))
+        print(model.weight.grad.norm())
+        optimizer.step()
+
+def clipped_first(model, loader, optimizer):
+    accelerator = Accelerator(mixed_precision="fp16")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        accelerator.backward(model(x))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        print(model.weight.grad.norm())
+        optimizer.step()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        reported: set[object] = set()
+        for trace in facts.traces.all:
+            for place, read in enumerate(trace):
+                if read.kind != "read" or read.record in reported or not self._measures(read.record, facts):
+                    continue
+                backward = self._scaled(trace, place, facts)
+                if backward is None:
+                    continue
+                reported.add(read.record)
+                expr = facts.short(read.record.node)
+                yield self.at(read, expr=expr, notes=(Note("the loss is scaled here", backward.span),))
+
+    def _scaled(self, trace: Trace, place: int, facts: Facts) -> Moment | None:
+        read, traces = trace[place], facts.traces
+        for index, backward in before(trace, place):
+            if backward.kind == "framework":
+                if not self._accelerated(backward, facts):
+                    continue
+                enabled = backward.guard
+            elif backward.scale is not None and traces.own(backward.scaler, backward.scale.call):
+                enabled = traces.enabled(backward.scaler, backward.scale.call)
+            else:
+                continue
+            if backward.guard - read.guard and not follows(read.guard, backward.guard, _ABOUT_LOGGING):
+                continue
+            guard = read.guard.joined(backward.guard, enabled)
+            by_hand = any(each.kind == "get_scale" and each.record.scope is read.record.scope for each in trace)
+            if guard.possible and not by_hand and not any(between(trace, index, place, *_ENDS, guard=guard)):
+                return backward
+        return None
+
+    def _accelerated(self, backward: Moment, facts: Facts) -> bool:
+        """Whether an Accelerator with its own scaler runs it: FP16 by a literal."""
+        calls = [getattr(each.atom, "call", None) for each in facts.evaluate(backward.call.receiver, backward.record)]
+        return "accelerator" in facts.kinds(backward.call.receiver, backward.record) and all(
+            call is not None and constant(call.argument(None, "mixed_precision")) == ("fp16",) for call in calls
+        )
+
+    def _measures(self, use: object, facts: Facts) -> bool:
+        """Whether what is done with a gradient depends on its size."""
+        assert isinstance(use, Use)
+        parents, node = facts.walker.parents, use.node
+        rest = use.path.split(".grad", 1)[1].split(".")[1:]
+        measured = False
+        for name in rest:
+            if name in _MEASURES:
+                measured = True
+            elif name not in _VIEWS:
+                return False
+        while (parent := parents.get(node)) is not None:
+            if isinstance(parent, cst.Call) and parent.func is node:
+                pass
+            elif isinstance(parent, cst.Attribute):
+                if parent.attr.value in _LOOKS:
+                    return False
+                measured = measured or parent.attr.value in _MEASURES
+                if not measured and parent.attr.value not in _VIEWS:
+                    return False
+            elif isinstance(parent, cst.Arg):
+                call = parents[parent]
+                name = dotted(call.func).rsplit(".", 1)[-1] if isinstance(call, cst.Call) else ""
+                if name in _LOOKS:
+                    return False
+                measured = measured or bool(_FUNCTIONS.search(name))
+                if not measured:
+                    return False
+                node = call
+                continue
+            elif isinstance(parent, cst.Comparison):
+                zero = [constant(each.comparator) for each in parent.comparisons]
+                return measured and zero not in ([(0,)], [(0.0,)], [(None,)])
+            elif isinstance(parent, (cst.AugAssign, cst.Assign)) and parent.value is not node:
+                return False
+            elif isinstance(parent, (cst.BaseSmallStatement, cst.BaseCompoundStatement)):
+                return measured
+            node = parent
+        return measured

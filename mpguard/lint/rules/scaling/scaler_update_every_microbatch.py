@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mpguard.lint.facts import Facts
+from mpguard.lint.guard import Guard, compatible
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.trace import Moment, Trace, iteration
+
+#: The rhythm of gradient accumulation, and nothing else: `(i + 1) % n == 0`.
+_ACCUMULATES = re.compile(r"(?i)%|accum")
+
+
+class ScalerUpdateEveryMicrobatch(Rule):
+    """The scaler is updated, or steps, at each micro-batch while gradients accumulate over several.
+
+    ## What it does
+    Reports `scaler.update()` outside the `if` that holds `scaler.step`, and `scaler.step` outside the `if` that holds
+    `zero_grad`, where that `if` is the rhythm of gradient accumulation.
+
+    ## Why is this bad
+    An update changes the scale in the middle of an accumulation: the gradients of two micro-batches are then summed at
+    two scales. Without an `unscale_` or `step` since the last one it raises (torch 2.13): "No inf checks were
+    recorded prior to update". A `step` at each micro-batch unscales gradients to which scaled ones are added next.
+
+    ## Known limits
+    Only an `if` whose condition is a remainder (`%`) or says "accum" is taken for the rhythm.
+    """
+
+    code, name = "MPG210", "scaler-update-every-microbatch"
+    severity = "warning"
+    message = "`{expr}` runs at each micro-batch, {other} once for several"
+    help = "keep `step`, `update` and `zero_grad` together, once per accumulated batch"
+    triggers = (any_of(b".update(", b".zero_grad("), any_of(b".step("), any_of(b".scale("), any_of(b"%", b"ccum"))
+    examples = (
+        Bad(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for i, x in enumerate(loader):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum() / 4
+    scaler.scale(loss).backward()
+    if (i + 1) % 4 == 0:
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    scaler.update()  # !
+"""
+        ),
+        Bad(
+            """\
+def train(args, model, loader, optimizer, scaler):
+    for i, x in enumerate(loader):
+        accumulated = (i + 1) % args.accumulate == 0
+        scaler.scale(model(x) / args.accumulate).backward()
+        scaler.step(optimizer)  # !
+        scaler.update()
+        if accumulated:
+            optimizer.zero_grad()
+"""
+        ),
+        Good(
+            """\
+def right(args, model, loader, optimizer, scaler):
+    for i, x in enumerate(loader):
+        scaler.scale(model(x) / args.accumulate).backward()
+        if (i + 1) % args.accumulate == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+def always(args, model, loader, optimizer, scaler):
+    for i, x in enumerate(loader):
+        optimizer.zero_grad()
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if i % 100 == 0:
+            print(i)
+
+def critic_now_and_then(generator, critic, loader, one, two, scaler):
+    for i, x in enumerate(loader):
+        scaler.scale(generator(x)).backward()
+        scaler.step(one)
+        if i % 16 == 0:
+            two.zero_grad()
+            scaler.scale(critic(x)).backward()
+            scaler.step(two)
+        scaler.update()
+        one.zero_grad()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        reported: set[object] = set()
+        for trace in facts.traces.all:
+            for each in trace:
+                if each.kind not in ("update", "scaler_step") or each.record in reported or not each.loops:
+                    continue
+                if not facts.traces.like_torch(each.scaler, each.record):
+                    continue
+                seldom = self._seldom(trace, each)
+                if seldom is None:
+                    continue
+                reported.add(each.record)
+                expr, other = facts.short(each.call.node), f"`{facts.short(seldom.call.func)}`"
+                notes = (Note("this comes once for several", seldom.span),)
+                yield self.at(each, expr=expr, other=other, notes=notes)
+
+    def _seldom(self, trace: Trace, moment: Moment) -> Moment | None:
+        """What should go with it and comes more seldom, in the rhythm of accumulation."""
+        own = [each for _, each in iteration(trace, moment) if compatible(each.guard, moment.guard)]
+        scaled = [each for each in own if each.kind == "backward" and each.scale is not None]
+        if not scaled or any(each.kind == "handed" for each in own) or not self._each_time(moment, scaled):
+            return None
+        wanted = "scaler_step" if moment.kind == "update" else "zero_grad"
+        others = [each for each in own if each.kind == wanted]
+        if moment.kind == "scaler_step" and any(each.kind == "scaler_step" and each is not moment for each in own):
+            return None
+        if others and all(self._rhythmic(each, moment) for each in others):
+            return others[0]
+        return None
+
+    def _each_time(self, moment: Moment, scaled: list[Moment]) -> bool:
+        return all(not self._rhythmic(moment, each) and not (moment.guard - each.guard) for each in scaled)
+
+    def _rhythmic(self, each: Moment, than: Moment) -> bool:
+        return any(
+            all(_ACCUMULATES.search(flag) for flag in Guard([condition]).flags())
+            for condition in each.guard - than.guard
+        )

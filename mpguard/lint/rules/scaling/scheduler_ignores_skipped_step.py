@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.facts import Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.trace import Moment, Trace
+
+
+class SchedulerIgnoresSkippedStep(Rule):
+    """The learning rate schedule steps after `scaler.step`, though that may have skipped the optimizer's step.
+
+    ## What it does
+    Reports a `scheduler.step()` that follows `scaler.step` in the same iteration, where nothing looks at the scale.
+
+    ## Why is this bad
+    The first steps of a run often overflow, since the scale begins at 65536: the optimizer has not stepped, the
+    schedule has. torch then warns "Detected call of `lr_scheduler.step()` before `optimizer.step()`", and a warm-up
+    is a few steps shorter than it was meant to be.
+
+    ## Known limits
+    Preview, since in a run of many steps it hardly matters, and most code in the wild does it. A scheduler that steps
+    once per epoch is no finding.
+    """
+
+    code, name = "MPG216", "scheduler-ignores-skipped-step"
+    severity = "info"
+    preview = True
+    message = "`{expr}` steps also where `{scaler}` has skipped the optimizer's step"
+    help = "step the schedule only where `{scaler}.get_scale()` has not gone down"
+    triggers = (any_of(b".scale("), any_of(b"sched"), any_of(b".step("), any_of(b"scaler", b"Scaler"))
+    examples = (
+        Bad(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()  # !
+"""
+        ),
+        Good(
+            """\
+def looks(model, loader, optimizer, scheduler, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        if scaler.get_scale() >= before:
+            scheduler.step()
+
+def per_epoch(model, loader, optimizer, scheduler, scaler):
+    for epoch in range(10):
+        for x in loader:
+            scaler.scale(model(x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        scheduler.step()
+
+def other_arm(args, model, loader, optimizer, scheduler, scaler):
+    for x in loader:
+        if args.amp:
+            scaler.scale(model(x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            model(x).backward()
+            optimizer.step()
+            scheduler.step()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        reported: set[object] = set()
+        for trace in facts.traces.all:
+            for place, scheduler in enumerate(trace):
+                if scheduler.kind != "scheduler" or scheduler.record in reported or not scheduler.loops:
+                    continue
+                step = self._step(trace, place, facts)
+                if step is None:
+                    continue
+                reported.add(scheduler.record)
+                scaler = facts.short(step.scaler)
+                yield self.at(
+                    scheduler,
+                    expr=facts.short(scheduler.call.node),
+                    scaler=scaler,
+                    help=self.help.format(scaler=scaler),
+                    notes=(Note("this step may be skipped", step.span),),
+                )
+
+    def _step(self, trace: Trace, place: int, facts: Facts) -> Moment | None:
+        """The scaler's step that is taken, or skipped, before each step of the schedule."""
+        scheduler = trace[place]
+        loop = scheduler.loops[-1]
+        if any(each.kind in ("get_scale", "handed") and loop in each.loops for each in trace):
+            return None
+        for each in reversed(trace[:place]):
+            if each.kind != "scaler_step" or not compatible(each.guard, scheduler.guard):
+                continue
+            scaled = any(
+                e.kind == "backward" and e.scale is not None and loop == e.loops[-1:][0] for e in trace if e.loops
+            )
+            own = facts.traces.like_torch(each.scaler, each.record)
+            return each if own and scaled and loop in each.loops else None
+        return None

@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint import mend
+from mpguard.lint.facts import Facts
+from mpguard.lint.guard import Guard, compatible, negated
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.trace import Moment, Trace, between, exceptional
+
+
+class UnscaleWithoutUpdate(Rule):
+    """After `unscale_` the step is skipped, and `scaler.update()` with it.
+
+    ## What it does
+    Reports a `continue` (or a `return` of the function that is one step) between `unscale_` and `update()`, and an
+    `update()` that only happens where the gradients are finite.
+
+    ## Why is this bad
+    The scaler believes that this step is not over. The next `unscale_` raises "unscale_() has already been called
+    on this optimizer since the last update()"; where the next step is without `unscale_`, its gradients are taken
+    for unscaled, and 65536 times too large ones are applied. It strikes at the first bad batch, hours into a run.
+    `scaler.step` skips such a step by itself.
+
+    ## Fix safety
+    The fix calls `scaler.update()` before the `continue`. It is unsafe, as the scale goes down where the batch
+    was skipped for an overflow: as it should, but as it did not before.
+
+    ## Known limits
+    A skip that raises, ends the loop or leaves the function that holds the loop is no finding.
+    """
+
+    code, name = "MPG217", "unscale-without-update"
+    severity = "error"
+    message = "the step is skipped after `{expr}` without `{scaler}.update()`: the next `unscale_` raises"
+    help = "let `{scaler}.step` skip the step, or call `{scaler}.update()` here too"
+    triggers = (any_of(b".unscale_("), any_of(b".update("))
+    examples = (
+        Bad(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if not torch.isfinite(norm):
+        optimizer.zero_grad()
+        continue  # !
+    scaler.step(optimizer)
+    scaler.update()
+""",
+            fixed="""\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if not torch.isfinite(norm):
+        optimizer.zero_grad()
+        scaler.update()
+        continue
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def checked(model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if torch.isfinite(norm):
+            scaler.step(optimizer)
+            scaler.update()  # !
+        optimizer.zero_grad()
+
+class Run:
+    def train_step(self, batch):
+        self.scaler.scale(self.model(batch)).backward()
+        self.scaler.unscale_(self.optimizer)
+        if self.norm() > 100:
+            self.optimizer.zero_grad()
+            return None  # !
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def update_always(model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if torch.isfinite(norm):
+            scaler.step(optimizer)
+        scaler.update()
+
+def before_unscale(model, loader, optimizer, scaler):
+    for x in loader:
+        loss = model(x)
+        if not torch.isfinite(loss):
+            continue
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+def both(model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not torch.isfinite(norm):
+            scaler.update()
+            continue
+        scaler.step(optimizer)
+        scaler.update()
+
+def as_espnet(model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not torch.isfinite(norm):
+            if scaler is not None:
+                scaler.step(optimizer)
+                scaler.update()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+def ends(model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if torch.isnan(norm):
+            raise ValueError("diverged")
+        if norm > 1e6:
+            return model
+        scaler.step(optimizer)
+        scaler.update()
+
+def inner(model, loader, optimizers, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        for optimizer in optimizers:
+            if optimizer is None:
+                continue
+            scaler.unscale_(optimizer)
+        for p in model.parameters():
+            if p.grad is None:
+                continue
+            p.grad.clamp_(-1, 1)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+
+def two_names_of_a_flag(args, model, loader, optimizer, scaler):
+    for x in loader:
+        if args.amp:
+            scaler.scale(model(x)).backward()
+            scaler.unscale_(optimizer)
+        if args.no_amp:
+            optimizer.step()
+            continue
+        scaler.step(optimizer)
+        scaler.update()
+
+def updated_by_the_caller(model, loader, optimizer, scaler):
+    for x in loader:
+        skipped(model, x, optimizer, scaler)
+        scaler.update()
+
+def skipped(model, x, optimizer, scaler):
+    scaler.scale(model(x)).backward()
+    scaler.unscale_(optimizer)
+    if model.norm > 100:
+        return
+    scaler.step(optimizer)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        reported: set[object] = set()
+        for trace in facts.traces.all:
+            for place, unscale in enumerate(trace):
+                if unscale.kind != "unscale" or not facts.traces.like_torch(unscale.scaler, unscale.record):
+                    continue
+                found = self._skip(trace, place)
+                if found is None or found.record in reported:
+                    continue
+                reported.add(found.record)
+                scaler = facts.short(unscale.scaler)
+                yield self.at(
+                    found,
+                    expr=facts.short(unscale.call.node),
+                    scaler=scaler,
+                    help=self.help.format(scaler=scaler),
+                    notes=(Note("the gradients are unscaled here", unscale.span),),
+                    fix=self._fix(found, unscale, scaler, facts),
+                )
+
+    def _skip(self, trace: Trace, place: int) -> Moment | None:
+        """What leaves the step after an unscale, where an update comes otherwise; or an update under a check."""
+        unscale = trace[place]
+        updates = [i for i in range(place, len(trace)) if self._updates(trace[i], unscale)]
+        if not updates:
+            return None
+        for index in range(place + 1, updates[0]):
+            each = trace[index]
+            if self._leaves_step(each, unscale) and self._exceptionally(each, trace[updates[0]], unscale):
+                if any(self._updated_after(trace, place, index)):
+                    continue
+                return each
+        return self._checked(trace, place, updates)
+
+    def _updates(self, each: Moment, unscale: Moment) -> bool:
+        same = not unscale.loops or unscale.loops[0] in each.loops
+        return each.kind == "update" and compatible(each.guard, unscale.guard) and same
+
+    def _leaves_step(self, each: Moment, unscale: Moment) -> bool:
+        """Whether it is a `continue` of a loop around the unscale, or a `return` from the step that it is in."""
+        if each.kind != "exit" or not compatible(each.guard, unscale.guard):
+            return False
+        if each.ends(cst.Continue):
+            return bool(each.loops) and each.loops[-1] in unscale.loops
+        if each.ends(cst.Return):
+            depth = len(each.via)
+            inner = (
+                unscale.record
+                if len(unscale.via) == depth
+                else unscale.via[depth]
+                if len(unscale.via) > depth
+                else None
+            )
+            return unscale.via[:depth] == each.via and inner is not None and not inner.loops and not each.record.loops
+        return False
+
+    def _exceptionally(self, each: Moment, update: Moment, unscale: Moment) -> bool:
+        """Whether the exit is one condition more than the unscale, whose contrary the update asks for."""
+        more = each.guard - unscale.guard
+        asked = update.guard - unscale.guard
+        return bool(more) and not compatible(Guard(more), Guard(asked))
+
+    def _updated_after(self, trace: Trace, place: int, index: int) -> Iterator[Moment]:
+        """The updates before an exit, and those of the callers after it."""
+        exits = trace[index]
+        # a plain step: the other arm of a flag that goes by two names
+        yield from between(trace, place, index, "update", "handed", "step", "other_step", guard=exits.guard)
+        if exits.ends(cst.Return):
+            for each in trace[index:]:
+                outer = len(each.via) < len(exits.via) or each.via[: len(exits.via)] != exits.via
+                if outer and each.kind in ("update", "handed") and compatible(each.guard, exits.guard):
+                    yield each
+
+    def _checked(self, trace: Trace, place: int, updates: list[int]) -> Moment | None:
+        """The update that a check of the gradients guards, where there is no other."""
+        unscale, update = trace[place], trace[updates[0]]
+        more = Guard(update.guard - unscale.guard)
+        if len(more) != 1 or not exceptional(more):
+            return None
+        otherwise = unscale.guard.given(*(negated(condition) for condition in more))
+        loop = unscale.loops[0] if unscale.loops else None
+        for index, each in enumerate(trace):
+            if not compatible(each.guard, otherwise):
+                continue
+            if each.kind in ("update", "handed") and (loop is None or loop in each.loops):
+                return None
+            if each.kind == "exit" and place < index and not each.ends(cst.Continue) and each.guard - unscale.guard:
+                return None
+        return update
+
+    def _fix(self, found: Moment, unscale: Moment, scaler: str, facts: Facts) -> Fix | None:
+        if found.kind != "exit" or found.record.scope is not unscale.record.scope:
+            return None
+        line = facts.walker.parents.get(found.record.node)
+        if not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
+            return None
+        edit = mend.line_before(facts, line, unscale.call, f"{scaler}.update()")
+        return Fix("Update the scaler where the step is skipped", "unsafe", (edit,))
