@@ -7,14 +7,21 @@ They tie a script to its config, and they are where the config is put in the wro
 expanded: a word with a variable in it is unknown, and what is unknown decides nothing.
 """
 
+# Thousands of paths are looked at here, which strings do several times faster than Path.
+# ruff: noqa: PTH118, PTH202
+
 from __future__ import annotations
 
 import codecs
 import dataclasses
+import functools
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Literal
 
+from mpguard.lint.files import MARKDOWN, NEVER, kind_of
 from mpguard.lint.finding import Span
 
 Launcher = Literal["accelerate", "deepspeed", "torchrun", "mpguard"]
@@ -196,3 +203,61 @@ def _words(text: str, place: int, quote: str) -> Iterator[Word]:
 def _end(pattern: re.Pattern[str], text: str, place: int) -> int:
     found = pattern.match(text, place)
     return found.end() if found else place
+
+
+# -- in a tree --------------------------------------------------------------------------------------
+
+#: Files of a tree that are looked at by name, and those of them that are read, for the lines that launch a script.
+MOST_FILES, MOST_READ = 20_000, 1_000
+
+
+def located(name: str, path: str, top: Path) -> Path | None:
+    """The file that a command in a file names: from its own folder, or one above it, up to the tree's top.
+
+    Nothing says where a command is run from.
+    """
+    folder = Path(path).absolute().parent
+    for base in (folder, *folder.parents):
+        candidate = base / name
+        if candidate.is_file():
+            return candidate
+        if base == top:
+            break
+    return None
+
+
+@functools.cache
+def in_tree(top: Path) -> Mapping[str, tuple[Launch, ...]]:
+    """Real path of a script -> the lines of its tree that launch it; nothing for a tree that is too large."""
+    found: dict[str, list[Launch]] = {}
+    left, to_read = MOST_FILES, MOST_READ
+    for folder, folders, files in os.walk(top):
+        folders[:] = [each for each in folders if each not in NEVER and (each[0] != "." or each == ".github")]
+        left -= len(files)
+        for file in files:
+            path = os.path.join(folder, file)
+            if kind_of(path) != "launch" or (file.lower().endswith(MARKDOWN) and not file.lower().startswith("readme")):
+                continue
+            to_read -= 1
+            if left < 0 or to_read < 0:
+                return {}
+            try:
+                launches = read(Path(path).read_bytes(), path) if os.path.getsize(path) <= LARGEST else []
+            except OSError:
+                continue
+            for launch in launches:
+                script = _script(launch, top)
+                if script is not None:
+                    found.setdefault(os.path.realpath(script), []).append(launch)
+    return {script: tuple(launches) for script, launches in found.items()}
+
+
+def _script(launch: Launch, top: Path) -> Path | None:
+    name = launch.script.text if launch.script is not None else None
+    if name is None:
+        return None
+    if not launch.module:
+        return located(name, launch.path, top)
+    inner = name.replace(".", "/")
+    places = (f"{inner}.py", f"{inner}/__main__.py", f"src/{inner}.py", f"src/{inner}/__main__.py")
+    return next((found for each in places if (found := located(each, launch.path, top)) is not None), None)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 from mpguard import settings
 from mpguard.errors import ConfigError
-from mpguard.lint.files import CONFIG, NEVER, matches
+from mpguard.lint import launch_lines
+from mpguard.lint.files import CONFIG, MARKDOWN, NEVER, NOTEBOOK, matches
+from mpguard.lint.launch_lines import Launch, Word
 
 if TYPE_CHECKING:
     from mpguard.document import Document, Entry
@@ -46,6 +48,8 @@ class LaunchConfig:
     document: Document
     mixed_precision: str | None
     distributed_type: str | None
+    #: The word of a launch line that says `mixed_precision` instead, and the file that it stands in.
+    said_at: tuple[str, Word] | None = None
 
     def entry(self, key: str) -> Entry | None:
         """The entry at a dotted path, with its place in the document."""
@@ -111,7 +115,9 @@ class Project:
     def __init__(self, given: Iterable[LaunchConfig] = (), gpu: str | None = None) -> None:
         self._given = tuple(given)
         self._gpu = gpu
-        self._configs: dict[Path, tuple[LaunchConfig, ...]] = {}
+        self._configured: dict[Path, tuple[LaunchConfig, ...]] = {}
+        self._beside: dict[Path, tuple[LaunchConfig, ...]] = {}
+        self._launched: dict[str, tuple[LaunchConfig, ...] | None] = {}
         self._modules: dict[str, Facts | None] = {}
         self._budget_modules = MOST_MODULES
         self._budget_bytes = MOST_BYTES
@@ -143,17 +149,45 @@ class Project:
         return "inference" if matches(found.inference_paths, found.root, path) else None
 
     def configs_for(self, path: str) -> tuple[LaunchConfig, ...]:
-        """The configs that a file is launched with: of `--config`, else of the settings, else beside it.
+        """The configs that a file is launched with: of `--config`, else of the settings, else those that the launch
+        lines of its tree name, else beside it.
 
         Beside it: accelerate configs in its own folder. A folder may hold several, and nothing says
-        which one is used.
+        which one is used. A notebook is launched with none.
         """
         if self._given:
             return self._given
         folder = Path(path).parent
-        if folder not in self._configs:
-            self._configs[folder] = _configured(folder) or _beside(folder)
-        return self._configs[folder]
+        if folder not in self._configured:
+            self._configured[folder] = _configured(folder)
+        if self._configured[folder] or path.endswith((NOTEBOOK, *MARKDOWN)):
+            return self._configured[folder]
+        if path not in self._launched:
+            self._launched[path] = _launched(path)
+        named = self._launched[path]
+        if named is not None:
+            return named
+        if folder not in self._beside:
+            self._beside[folder] = _beside(folder)
+        return self._beside[folder]
+
+    def named_in(self, name: str, path: str) -> Path | None:
+        """The file that a command in a file names, if it lies in the tree."""
+        return launch_lines.located(name, path, _top(Path(path).absolute().parent))
+
+    def config_named(self, path: str, name: str) -> Document | None:
+        """The config that a file names (`config="ds_config.json"`), beside it or in the working directory."""
+        from mpguard import document
+
+        for candidate in (Path(path).parent / name, Path(name)):
+            try:
+                if candidate.is_file() and candidate.stat().st_size <= LARGEST_CONFIG:
+                    found = document.read(candidate)
+                    found.require()
+                    return found
+            except (OSError, ValueError, ConfigError):
+                continue
+        return None
 
     def source_of(self, module: str, from_path: str) -> Facts | None:
         """The facts of an imported module (`pkg.losses`, `.losses`), if it lies in the linted tree.
@@ -206,6 +240,44 @@ class Project:
 
 def _configured(folder: Path) -> tuple[LaunchConfig, ...]:
     return tuple(launch_config(path, os.path.relpath(path)) for path in settings.nearest(folder).config_paths())
+
+
+def _launched(path: str) -> tuple[LaunchConfig, ...] | None:
+    """The configs that the launch lines of the tree name for a script; none where one of them is unknown.
+
+    None where no line names one: a line without a config takes the user's own, which is out of sight.
+    """
+    top = _top(Path(path).absolute().parent)
+    found: list[LaunchConfig] = []
+    for launch in launch_lines.in_tree(top).get(os.path.realpath(path), ()):
+        named = _named(launch)
+        if named is None:
+            continue
+        try:
+            file = None if named.text is None else launch_lines.located(named.text, launch.path, top)
+            config = None if file is None else launch_config(file, os.path.relpath(file))
+        except ConfigError:
+            config = None
+        said = launch.options.get("mixed_precision")
+        if config is None or (said is not None and said.text is None):
+            return ()
+        if said is not None and said.text is not None:
+            where = (os.path.relpath(launch.path), said)
+            config = dataclasses.replace(config, mixed_precision=said.text.lower(), said_at=where)
+        if config not in found:
+            found.append(config)
+    return tuple(found) or None
+
+
+def _named(launch: Launch) -> Word | None:
+    """The config that a launch line names; unknown where it may name one, or two of them."""
+    own = launch.options.get("config" if launch.launcher == "mpguard" else "config_file")
+    deepspeed = launch.argument("--deepspeed", "--deepspeed_config")
+    if deepspeed is not None and (deepspeed[1].text or ".json").endswith(".json"):
+        return deepspeed[1] if own is None else Word(None, own.span)
+    if own is None and launch.hidden and launch.launcher in ("accelerate", "mpguard"):
+        return Word(None, launch.span)
+    return own
 
 
 def _beside(folder: Path) -> tuple[LaunchConfig, ...]:

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mpguard.edits import Edit
+from mpguard.errors import ConfigError
+from mpguard.lint.launch_lines import Launch, Word
+from mpguard.lint.project import LARGEST_CONFIG
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, LaunchRule, Note, any_of
+
+_OPTIONS = ("--config", "--config_file", "--config-file")
+#: What a file that is not there yet is for, by its name: mpguard's own (`mpguard init` writes it), or accelerate's.
+_LAUNCH_CONFIG = re.compile(r"(?:^|/)(?:mp|[\w-]*accelerate[\w-]*)\.ya?ml$")
+
+
+class ConfigAfterScript(LaunchRule):
+    """The launch config stands after the script in an `accelerate launch` line, and goes to the script.
+
+    ## What it does
+    Reads the launch lines of shell scripts, Makefiles, GitHub workflows and READMEs, and looks at what the
+    option `--config` (or `--config_file`) behind the script names: an accelerate config by its content, or, where the
+    file is not there, by a name that says so (`mp.yaml`, `accelerate_config.yaml`).
+
+    ## Why is this bad
+    Everything behind the script is the script's. The launcher runs without the config: one process or all the
+    GPUs there are, in FP32, or whatever `accelerate config` once wrote to the home folder. A script that ignores
+    unknown arguments does not even complain (accelerate 1.15.0).
+
+    ## Fix safety
+    Safe: the config moves to where `accelerate launch` reads it, as `--config_file`; stock accelerate refuses
+    `--config`. The script loses an argument that was not meant for it.
+
+    ## Known limits
+    A line whose config cannot be found, or with a variable in its name, is not reported, and neither is one
+    that has a config in front of the script too.
+    """
+
+    code, name = "MPG866", "config-after-script"
+    severity = "error"
+    message = "`{option}` stands after the script `{script}`: {launcher} runs without {config}"
+    help = "put it before the script, as `--config_file`"
+    triggers = (any_of(b"accelerate"), any_of(b"--config"))
+    examples = (
+        Bad(
+            """\
+#!/bin/sh
+accelerate launch train.py --config mp.yaml --lr 1e-4  # !
+CUDA_VISIBLE_DEVICES=0,1 accelerate launch \\
+    --num_processes 2 \\
+    train.py \\
+    --config_file=configs/fsdp.yaml \\  # !
+    --lr 1e-4
+""",
+            name="run.sh",
+            files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n",
+                   "configs/fsdp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n"},
+            fixed="""\
+#!/bin/sh
+accelerate launch --config_file mp.yaml train.py --lr 1e-4
+CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file configs/fsdp.yaml \\
+    --num_processes 2 \\
+    train.py \\
+    --lr 1e-4
+""",
+        ),
+        Bad(
+            """\
+train:
+	python -m accelerate.commands.launch -m pkg.train --config mp.yaml  # !
+""",
+            name="Makefile",
+            fixed="""\
+train:
+	python -m accelerate.commands.launch --config_file mp.yaml -m pkg.train
+""",
+        ),
+        Good(
+            """\
+accelerate launch --config_file mp.yaml train.py --config own.yaml
+accelerate launch train.py --config own.yaml
+accelerate launch train.py --config $CONFIG
+accelerate launch --config_file fsdp.yaml train.py --config mp.yaml
+# accelerate launch train.py --config mp.yaml
+torchrun train.py --config mp.yaml
+mpguard launch --config mp.yaml train.py
+echo "accelerate launch config.yaml"
+""",
+            name="run.sh",
+            files={"mp.yaml": "distributed_type: FSDP\n", "fsdp.yaml": "distributed_type: FSDP\n",
+                   "own.yaml": "lr: 1\nmodel: gpt2\n"},
+        ),
+    )  # fmt: skip
+
+    def check(self, launches: list[Launch]) -> Iterator[Diagnostic]:
+        for launch in launches:
+            if launch.launcher != "accelerate" or launch.hidden or launch.script is None:
+                continue
+            found = launch.argument(*_OPTIONS)
+            if found is None or "config_file" in launch.options:
+                continue
+            option, value = found
+            if value.text is None or not self._is_launch_config(value.text, launch):
+                continue
+            span = (option.span[0], value.span[1])
+            yield self.at(
+                span,
+                option=(option.text or "").partition("=")[0],
+                script=launch.script.text or "",
+                launcher="accelerate launch",
+                config=value.text,
+                fix=Fix("Put it before the script", "safe", self._moved(launch, option, value)),
+                notes=(Note("the script, and from here on its own arguments", launch.script.span),),
+            )
+
+    def _is_launch_config(self, name: str, launch: Launch) -> bool:
+        if not name.endswith((".yaml", ".yml", ".json")):
+            return False
+        there = self.project.named_in(name, launch.path) if self.project is not None else None
+        if there is None:
+            return _LAUNCH_CONFIG.search(name) is not None
+        return _is_accelerates(there)
+
+    def _moved(self, launch: Launch, option: Word, value: Word) -> tuple[Edit, ...]:
+        before = [launch.script, *launch.arguments]
+        place = before.index(option)
+        previous = before[place - 1]
+        assert previous is not None and value.text is not None
+        name = value.text if re.fullmatch(r"[\w./@%+=:,-]+", value.text) else f"'{value.text}'"
+        return (
+            Edit(launch.start, launch.start, f" --config_file {name}"),
+            Edit(previous.span[1], value.span[1], ""),
+        )
+
+
+def _is_accelerates(path: Path) -> bool:
+    from mpguard import document
+
+    try:
+        return path.stat().st_size <= LARGEST_CONFIG and document.read(path).kind == "accelerate"
+    except (OSError, ConfigError):
+        return False
