@@ -32,6 +32,7 @@ import libcst as cst
 
 from mpguard.lint import names, walk
 from mpguard.lint.callgraph import CallGraph
+from mpguard.lint.checkpoints import Checkpoints
 from mpguard.lint.events import FINDERS, Event, compiled, is_optimizer
 from mpguard.lint.flow import Flow
 from mpguard.lint.frozen import Frozen
@@ -48,6 +49,7 @@ from mpguard.lint.values import DEPTH, Alternatives, Constant, Dtype, Function, 
 from mpguard.lint.walk import Binding, Call, Record, Scope, Walker, dotted
 
 if TYPE_CHECKING:
+    from mpguard.document import Document
     from mpguard.lint.project import LaunchConfig
 
 #: Files up to this size are walked whole; of larger ones the statements that matter.
@@ -74,6 +76,9 @@ class Project(Protocol):
     def declared(self, path: str) -> Literal["training", "inference"] | None:
         """What `training-paths` and `inference-paths` say about a file."""
 
+    def config_named(self, path: str, name: str) -> Document | None:
+        """The config that a file names, beside it or in the working directory."""
+
     def source_of(self, module: str, from_path: str) -> Facts | None:
         """The facts of an imported module of the linted tree; leading dots for relative imports."""
 
@@ -88,6 +93,9 @@ class NoProject:
         return ()
 
     def declared(self, path: str) -> Literal["training", "inference"] | None:  # noqa: ARG002
+        return None
+
+    def config_named(self, path: str, name: str) -> Document | None:  # noqa: ARG002
         return None
 
     def source_of(self, module: str, from_path: str) -> Facts | None:  # noqa: ARG002
@@ -119,6 +127,7 @@ class Facts:
         self.frozen = Frozen(self)
         self.prepared = Prepared(self)
         self.trained = Trained(self)
+        self.checkpoints = Checkpoints(self)
         self.precision = Precision(self)
         self.scalars = Scalars(self)
         self.calls: dict[str, list[Call]] = {}
@@ -436,8 +445,10 @@ class Facts:
                 for binding in bindings:
                     if binding.kind in ("from", "import") and names.FP16_MODULE.search(f"{binding.target}."):
                         return True
-                    if key.endswith(".grad") and binding.value is not None and _GRAD.search(self.short(binding.value)):
-                        return True
+                    if key.endswith(".grad") and binding.value is not None:
+                        given = self.short(binding.value)
+                        if _GRAD.search(given) and key not in given:
+                            return True
         return False
 
     # -- text -------------------------------------------------------------------------------------

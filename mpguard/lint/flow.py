@@ -367,6 +367,8 @@ class _Forward:
                 carries = self.library(atom.path, call, arg) or carries  # type: ignore[union-attr]
             elif kind in ("Function", "Class"):
                 known = True
+                if atom.facts is not facts and names.SAVES.search(name):  # type: ignore[union-attr]
+                    self.sink("saved", call)
                 self.entered(atom.scope, call, arg)  # type: ignore[union-attr]
                 if kind == "Class":
                     carries = True
@@ -379,11 +381,17 @@ class _Forward:
             for function in facts.functions(call):
                 known = True
                 self.entered(function.scope, call, arg)
+            if not known and names.SAVES.search(name):
+                self.sink("saved", call)
+                return False
         return carries or not known
 
     def library(self, path: str, call: Call, arg: cst.Arg) -> bool:
         last = path.rsplit(".", 1)[-1]
         kind = names.kind_of(path)
+        if names.SAVES.search(last):
+            self.sink("saved", call)
+            return False
         if last in _STOPS or path.startswith(("numpy.", "logging.", "os.", "json.", "wandb.")):
             if last == "save":
                 self.sink("saved", call)

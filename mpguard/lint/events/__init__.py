@@ -4,7 +4,7 @@ A new kind of event is a function in a module of this package, decorated with `@
 `Event`s; `Facts.events` sorts and remembers them.
 """
 
-from mpguard.lint.events import autocast, casts, compile, fp8, scaling, training
+from mpguard.lint.events import autocast, casts, checkpoints, compile, fp8, scaling, training
 from mpguard.lint.events.compile import compiled
 from mpguard.lint.events.event import FINDERS, Event, Finder, finds, is_optimizer, is_scaler
 
@@ -14,6 +14,7 @@ __all__ = [
     "Finder",
     "autocast",
     "casts",
+    "checkpoints",
     "compile",
     "compiled",
     "finds",

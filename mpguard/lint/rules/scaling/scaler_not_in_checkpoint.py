@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.walk import Binding, Scope
+
+
+class ScalerNotInCheckpoint(Rule):
+    """A checkpoint to resume from holds the optimizer's state and not the GradScaler's.
+
+    ## What it does
+    Reports a saved `optimizer.state_dict()` in a file that scales its losses with a GradScaler of its own and saves
+    no `scaler.state_dict()`; and a scaler whose state is saved where the optimizer's is read back and the scaler's
+    is not.
+
+    ## Why is this bad
+    A new GradScaler begins at a scale of 65536. The run that is resumed overflows again until the scale has come
+    down: each of these steps is skipped, while the schedule and the count of steps go on. Where the scale had grown,
+    small gradients underflow until it has grown again, 2,000 steps for a factor of two. The resumed run
+    is another one than the run that went on.
+
+    ## Known limits
+    Checkpoints without an optimizer's state are for inference and not reported. Silent where the scaler comes from
+    outside, is handed to a function that may save it, or goes by a name that cannot be followed (a loop over
+    objects), and where nothing calls `update()`: the scale never changes then. A base class out of sight may save it;
+    the rule then looks at the file's own checkpoint only.
+    """
+
+    code, name = "MPG208", "scaler-not-in-checkpoint"
+    severity = "warning"
+    message = "the checkpoint holds `{expr}`, but not the GradScaler's state"
+    help = "save `scaler.state_dict()` beside it, and load it on resuming"
+    triggers = (
+        any_of(b"Scaler("),
+        any_of(b".scale("),
+        any_of(b".update("),
+        any_of(b".state_dict("),
+        any_of(b"save"),
+    )
+    examples = (
+        Bad(
+            """\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cuda")
+for epoch in range(10):
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")  # !
+"""
+        ),
+        Bad(
+            """\
+import os
+
+import torch
+from torch.cuda.amp import GradScaler
+
+class Run:
+    def __init__(self, model, args):
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = GradScaler(enabled=args.fp16)
+
+    def step(self, x):
+        self.scaler.scale(self.model(x).sum()).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def save(self, folder):
+        torch.save(self.model.state_dict(), os.path.join(folder, "model.pt"))
+        state = self.optimizer.state_dict()  # !
+        torch.save(state, os.path.join(folder, "optimizer.pt"))
+
+    def load(self, folder):
+        self.optimizer.load_state_dict(torch.load(os.path.join(folder, "optimizer.pt")))
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def train(model, loader, resume):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    if resume:
+        found = torch.load(resume)
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state["scaler"] = scaler.state_dict()  # !
+    torch.save(state, "last.pt")
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def train(model, loader, resume, helpers):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    if resume:
+        found = torch.load(resume)
+        optimizer.load_state_dict(found["optimizer"])
+        if "scaler" in found:
+            scaler.load_state_dict(found["scaler"])
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if scaler is not None:
+        state["scaler"] = scaler.state_dict()
+    torch.save(state, "last.pt")
+"""
+        ),
+        Good(
+            """\
+import torch
+from project import save_checkpoint
+
+def handed(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    save_checkpoint(model.state_dict(), optimizer.state_dict(), scaler)
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def any_object(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    objects = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    torch.save({name: each.state_dict() for name, each in objects.items()}, "last.pt")
+    torch.save(optimizer.state_dict(), "optimizer.pt")
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def for_inference(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    before = optimizer.state_dict()
+    optimizer.load_state_dict(before)
+    torch.save(model.state_dict(), "model.pt")
+
+def full_precision(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+    torch.save(optimizer.state_dict(), "optimizer.pt")
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def exclusive(model, loader, args):
+    optimizer = torch.optim.AdamW(model.parameters())
+    if args.amp:
+        scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        loss = model(x).sum()
+        if args.amp:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+    if not args.amp:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        scalers = [event for event in facts.events("scaler") if self._adapts(event, facts)]
+        checkpoints = facts.checkpoints
+        if not scalers or not facts.events("state"):
+            return
+        names = {name for event in scalers for name in self._names(event, facts)}
+        if not names or any(checkpoints.handed_on(name) for name in names):
+            return
+        states = checkpoints.of("state", "scaler")
+        if not states and not checkpoints.unclear("state"):
+            told: set[Scope | None] = set()
+            for saved in checkpoints.saved("optimizer"):
+                scaler = next((each for each in scalers if self._together(each, saved, facts)), None)
+                if scaler is not None and (part := saved.scope.owner or saved.scope) not in told:
+                    told.add(part)  # one for a class: the other files of its checkpoint are the same mistake
+                    notes = (Note("the scaler is created here", scaler.span),)
+                    yield self.at(saved, expr=facts.short(saved.call.node), notes=notes)
+        restored = checkpoints.of("restore", "optimizer")
+        lost = not checkpoints.of("restore", "scaler") and not checkpoints.unclear("restore")
+        if states and restored and lost:
+            yield self.at(
+                states[0],
+                message=f"`{facts.short(states[0].call.node)}` is saved, and never loaded beside the optimizer's state",
+                notes=(Note("the optimizer's state is loaded here", restored[0].span),),
+            )
+
+    def _adapts(self, scaler: Event, facts: Facts) -> bool:
+        """Whether the scale of a scaler changes: something scales with it and updates it."""
+        near = facts.reachable(scaler.scope)
+        return scaler.guard.possible and all(
+            any(event.scope in near for event in facts.events(kind)) for kind in ("scale", "update")
+        )
+
+    def _names(self, scaler: Event, facts: Facts) -> Iterator[str]:
+        """The last names that a scaler is bound to."""
+        for scope in facts.walker.scopes:
+            for key, bindings in scope.bindings.items():
+                if any(self._binds(binding, scaler) for binding in bindings):
+                    yield key.rsplit(".", 1)[-1]
+
+    def _binds(self, binding: Binding, scaler: Event) -> bool:
+        return binding.statement is scaler.call.statement and binding.scope is scaler.scope
+
+    def _together(self, scaler: Event, saved: Event, facts: Facts) -> bool:
+        """Whether a scaler and a checkpoint belong to one run."""
+        near = facts.reachable(saved.scope)
+        return (scaler.scope in near or scaler.scope.owner in near) and compatible(scaler.guard, saved.guard)
