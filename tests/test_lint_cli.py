@@ -433,7 +433,7 @@ def test_rule_all_as_json(mpguard: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["MPG8O1"], "`MPG801` (unknown-fp8-key)"),
+        (["MPG8011"], "`MPG801` (unknown-fp8-key)"),
         (["use-cpu-ignored"], "did you mean `MPG811` (use-cpu-is-ignored)?"),
         ([], "name a rule, or give --all"),
         (["--all", "MPG801"], "name a rule, or give --all"),

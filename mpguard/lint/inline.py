@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 #: What makes a dict a DeepSpeed config, whatever it is for: nothing else has keys of these names.
 _OWN = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "torch_autocast"})
-#: A key that other configs have too, and what must stand beside it.
-_SHARED, _BESIDE = "train_batch_size", frozenset({"bf16", "fp16", "gradient_clipping", "gradient_accumulation_steps"})
+#: A key that other configs have too, and the sections one of which must stand beside it.
+_SHARED, _BESIDE = "train_batch_size", frozenset({"bf16", "fp16"})
 
 #: What takes a config: the last name of what is called -> the argument by its names, and by position.
 _TAKES: dict[str, tuple[tuple[str, ...], int | None]] = {
@@ -65,6 +65,24 @@ def configs(facts: Facts) -> list[Document]:
                 found[node].takers.add(_taker(facts, call))
     documents = [document for each in found.values() if (document := each.document()) is not None]
     return sorted(documents, key=lambda document: document.root.start if document.root is not None else 0)
+
+
+def given_to(facts: Facts, call: Call) -> Document | None:
+    """The config that a call such as `deepspeed.initialize` gets, where it is one dict that the code writes whole:
+    no `**base` in it, and nothing that changes it later."""
+    nodes = list(_given(facts, call))
+    if len(nodes) != 1 or not all(isinstance(each, cst.DictElement) for each in nodes[0].elements):
+        return None
+    written: _Written | None = None
+    for node, at, name in _dicts(facts):
+        if node is nodes[0]:
+            written = written or _Written(facts, node, at)
+            written.names |= {name} - {""}
+            written.takers.add(call.name)
+    if written is None or written.changed():
+        return None
+    document = written.document()
+    return document if document is not None and "" not in document.given_to else None
 
 
 def _dicts(facts: Facts) -> Iterator[tuple[cst.Dict, Record, str]]:
@@ -114,10 +132,14 @@ class _Written:
 
     def document(self) -> Document | None:
         """The config; None where the dict is none."""
-        keys = {
-            key[0] for each in self.node.elements if isinstance(each, cst.DictElement) and (key := constant(each.key))
+        members = {
+            key[0]: each.value
+            for each in self.node.elements
+            if isinstance(each, cst.DictElement) and (key := constant(each.key)) and isinstance(key[0], str)
         }
-        if not (keys & _OWN or (_SHARED in keys and keys & _BESIDE) or self.takers - {""}):
+        sections = {key for key, value in members.items() if isinstance(value, cst.Dict)}
+        own = members.keys() & _OWN or (_SHARED in members and sections & _BESIDE) or self.takers - {""}
+        if not own or any("." in key for key in members):
             return None
         root = self._node(self.node, 0)
         takers = set(self.takers)
@@ -127,6 +149,19 @@ class _Written:
         document = Document(source.path, source.text, "python", root, [], given_to=tuple(sorted(takers)))
         document.__dict__["kind"] = "deepspeed"  # it may be one by what it is given to alone
         return document
+
+    def changed(self) -> bool:
+        """Whether the code sets keys of it after it is written."""
+        return any(
+            binding.kind == "item"
+            for scope in self.facts.walker.scopes
+            for name in self.names & scope.bindings.keys()
+            for binding in scope.bindings[name]
+        ) or any(
+            call.name in _CHANGES and dotted(call.receiver) in self.names
+            for name in _CHANGES
+            for call in self.facts.calls.get(name, ())
+        )
 
     def _node(self, node: cst.BaseExpression, depth: int) -> Node:
         start, end = self.facts.span(node, self.at)

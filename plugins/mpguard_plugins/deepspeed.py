@@ -150,15 +150,26 @@ def is_config(config: Mapping[str, Any]) -> bool:
     keys = (
         "zero_optimization",
         "train_micro_batch_size_per_gpu",
-        "train_batch_size",
         "torch_autocast",
         "zero_allow_untested_optimizer",
     )
     sections = [config.get(name) for name in ("bf16", "fp16", "zero_optimization", "torch_autocast")]
     if "compute_environment" in config or "base_model" in config:
         return False
-    return any(key in config for key in keys) or any(
-        isinstance(section, Mapping) and "enabled" in section for section in sections
+    # `train_batch_size` is a common name: it counts where nothing else is there that DeepSpeed does not have.
+    beside = {
+        "optimizer",
+        "scheduler",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "communication_data_type",
+        "data_types",
+    }
+    batch = {"train_batch_size", "gradient_accumulation_steps", "gradient_clipping", *beside}
+    return (
+        any(key in config for key in keys)
+        or ("train_batch_size" in config and set(config) <= batch)
+        or any(isinstance(section, Mapping) and "enabled" in section for section in sections)
     )
 
 

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpguard.lint.accelerate_config import mode
+from mpguard.lint.beside import mentions
+from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, any_of
+
+if TYPE_CHECKING:
+    from mpguard.document import Document, Entry
+
+#: A launch config is some hundred bytes.
+_LARGEST = 64 << 10
+_FP32 = "DeepSpeed drops the key, and the run is FP32"
+
+
+class UnresolvedAuto(ConfigRule):
+    """`"enabled": "auto"` for the precision in a DeepSpeed config, where nothing fills it in.
+
+    ## Why is this bad
+    Only the HF Trainer fills in `"auto"` from its arguments, and accelerate from its `mixed_precision`.
+    DeepSpeed 0.19.8 itself drops such keys: both sections are off, and the run is FP32. accelerate
+    1.15.0 with no `mixed_precision` fills in `false`, with the same end.
+
+    ## Known limits
+    Reported are a dict that the code hands to `deepspeed.initialize`, and a file that an accelerate
+    config beside it names in `deepspeed_config_file` while it says no `mixed_precision`, if the code
+    beside them builds an `Accelerator` with none and has no Trainer. `accelerate launch
+    --mixed_precision` on a command line is not seen. A file that `deepspeed --deepspeed_config` takes
+    is not reported: the script may fill it in.
+    """
+
+    code, name = "MPG824", "unresolved-auto"
+    severity = "error"
+    message = '`{key}: "auto"` and nothing fills it in: {what}'
+    help = "write `true` or `false`"
+    kinds = ("deepspeed",)
+    triggers = (any_of(b"auto"), any_of(b"bf16", b"fp16"))
+    examples = (
+        Bad(
+            """\
+import deepspeed
+
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": "auto"},  # !
+    "fp16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 2},
+}
+engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+""",
+            name="train.py",
+        ),
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": "auto",
+  "zero_optimization": {"stage": 2},
+  "bf16": {"enabled": "auto"}  # !
+}
+""",
+            name="ds_config.json",
+            files={
+                "ds.yaml": "distributed_type: DEEPSPEED\nnum_processes: 8\n"
+                "deepspeed_config:\n  deepspeed_config_file: ds_config.json\n",
+                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator()\n",
+            },
+        ),
+        Good(
+            """\
+{
+  "train_micro_batch_size_per_gpu": "auto",
+  "zero_optimization": {"stage": 2},
+  "bf16": {"enabled": "auto"}
+}
+""",
+            name="ds_config.json",
+            files={
+                "ds.yaml": "distributed_type: DEEPSPEED\nnum_processes: 8\n"
+                "deepspeed_config:\n  deepspeed_config_file: ds_config.json\n",
+                "train.py": "from trl import SFTTrainer\naccelerator = Accelerator()\n",
+            },
+        ),
+        Good(
+            """\
+import deepspeed
+from transformers import TrainingArguments
+
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+}
+arguments = TrainingArguments(deepspeed=config, bf16=True)
+
+FP16_ON = {
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": True},
+}
+engine = deepspeed.initialize(model=model, config=FP16_ON)
+
+filled = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": "auto"}}
+fill_in(filled)
+engine = deepspeed.initialize(model=model, config=filled)
+""",
+            name="train.py",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        switches = [document.entry(f"{name}.enabled") for name in ("bf16", "bfloat16", "fp16")]
+        autocast = document.entry("torch_autocast.enabled")
+        if any(each is not None and each.value != "auto" and each.value is not False for each in switches):
+            return
+        unresolved = [each for each in switches if each is not None and each.value == "auto"]
+        if not unresolved or (autocast is not None and autocast.value is not False):
+            return
+        first = min(unresolved, key=lambda entry: entry.key_span)
+        if document.format == "python":
+            if document.given_to == ("deepspeed.initialize",):
+                yield self._at(first, _FP32)
+            return
+        named = _named_by(document.path)
+        if named is None or not mentions(document.path, r"\bAccelerator\("):
+            return
+        if not mentions(document.path, r"Trainer\b|TrainingArguments|mixed_precision"):
+            yield self._at(
+                first, f"accelerate fills in `false`, as `{named}` says no `mixed_precision`; the run is FP32"
+            )
+
+    def _at(self, entry: Entry, what: str) -> Diagnostic:
+        return self.at(entry, key=".".join(entry.path), what=what)
+
+
+def _named_by(path: str) -> str | None:
+    """The accelerate config that names this file, beside it or in the folder above, and says no precision.
+
+    None where there is none, or where several name it and one of them says a precision.
+    """
+    from mpguard.document import read
+    from mpguard.errors import ConfigError
+
+    file = Path(path).absolute()
+    found: list[str] = []
+    for folder in (file.parent, file.parent.parent):
+        try:
+            entries = [each for each in os.scandir(folder) if each.name.endswith((".yaml", ".yml")) and each.is_file()]
+        except OSError:
+            continue
+        for each in sorted(entries, key=lambda each: each.name):
+            try:
+                if each.stat().st_size > _LARGEST or b"deepspeed_config_file" not in Path(each.path).read_bytes():
+                    continue
+                config = read(Path(each.path))
+                named = config.entry("deepspeed_config.deepspeed_config_file") if config.require() else None
+            except (OSError, ConfigError):
+                continue
+            if config.kind != "accelerate" or named is None or Path(str(named.value)).name != file.name:
+                continue
+            if mode(config) not in (None, "no"):
+                return None
+            found.append(each.name)
+    return found[0] if found else None
