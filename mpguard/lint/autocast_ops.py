@@ -26,7 +26,7 @@ FLOAT32_ON_CUDA = frozenset({
     "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp",
     "prod", "softmax", "log_softmax", "cumprod", "cumsum", "vector_norm", "matrix_norm", "sum", "norm",
     # made of those above
-    "cross_entropy", "gaussian_nll_loss", "interpolate", "upsample", "softmin",
+    "cross_entropy", "gaussian_nll_loss", "interpolate", "upsample", "softmin", "square",
 })  # fmt: skip
 #: Layers of `torch.nn` that are one of the operations.
 LOWERED_LAYERS = frozenset({
@@ -44,7 +44,7 @@ KEEPS = frozenset({
     "repeat_interleave", "flatten", "unflatten", "flip", "roll", "chunk", "split", "unbind", "narrow", "select",
     "index_select", "gather", "masked_fill", "masked_fill_", "masked_select", "clone", "detach", "detach_", "cuda",
     "cpu", "t", "swapaxes", "movedim", "view_as", "reshape_as", "tril", "triu", "diagonal", "squeeze_", "unsqueeze_",
-    "clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_", "clip", "abs", "neg", "sqrt", "square",
+    "clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_", "clip", "abs", "neg", "sqrt",
     "sigmoid", "tanh", "relu", "relu_", "gelu", "silu", "leaky_relu", "elu", "dropout", "mean", "var", "std", "amax",
     "amin", "sort", "topk", "cummax", "sin", "cos", "floor", "ceil", "round", "sign", "nan_to_num", "pad", "rearrange",
     "requires_grad_", "to_sparse", "index_fill", "fill_", "zero_", "pin_memory", "view_as_real", "normalize",

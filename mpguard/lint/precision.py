@@ -94,6 +94,13 @@ class Precision:
         wanted = dtypes or LOW
         return next((each for each in self.of(node, at) if each.dtype in wanted), None)
 
+    def by_hand(self, node: cst.CSTNode | None, at: Record) -> Of | None:
+        """The low dtype of an expression that was cast or made so by hand, where no autocast is in force."""
+        found = self.low(node, at)
+        if found is None or found.lowered or any(state.dtype != "off" for state in self.states(at)):
+            return None
+        return found
+
     def states(self, record: Record, depth: int = 4) -> tuple[State, ...]:
         """The autocasts that may be in force where a record stands: its own, else those of its callers."""
         with Frames():
@@ -138,7 +145,10 @@ class Precision:
         if isinstance(node, cst.BinaryOperation):
             if isinstance(node.operator, cst.MatrixMultiply):
                 return self._lowered((node.left, node.right), self._record(node, at))
-            return self._promoted((node.left, node.right), at)
+            both = self._promoted((node.left, node.right), at)
+            if isinstance(node.operator, cst.Power) and any(each.dtype != NUMBER for each in both):
+                return self._raised(node.left, self._record(node, at))
+            return both
         if isinstance(node, cst.UnaryOperation) and not isinstance(node.operator, cst.Not):
             return self._of(node.expression, at)
         if isinstance(node, cst.Subscript):
@@ -221,7 +231,7 @@ class Precision:
             if call is not None and call.name in ("chunk", "split", "unbind", "size", "tensor_split"):
                 return self._of(value, binding)
             if call is not None and call.name in ("topk", "sort", "max", "min") and binding.index == (0,):
-                return self._of(call.receiver if self._method(call) else call.argument(0), binding)
+                return self._of(call.receiver if self.is_method(call) else call.argument(0), binding)
             if isinstance(value, cst.Attribute) and value.attr.value == "shape":
                 return (Of(ALWAYS, NUMBER),)
             return _UNKNOWN
@@ -258,7 +268,7 @@ class Precision:
 
     # -- operations ---------------------------------------------------------------------------------
 
-    def _method(self, call: Call) -> bool:
+    def is_method(self, call: Call) -> bool:
         """Whether it is a method of a tensor as far as one sees: no function of a library or of the file."""
         return call.receiver is not None and not any(
             isinstance(each.atom, (Ref, Function)) for each in self.facts.evaluate(call.func, call)
@@ -356,7 +366,7 @@ class Precision:
         if name in ops.FLOAT32_ON_CUDA:
             return self._raised(first, call)
         if name == "where":
-            both = (call.receiver, *others[1:2]) if self._method(call) else others[:2]
+            both = (call.receiver, *others[1:2]) if self.is_method(call) else others[:2]
             return self._promoted(tuple(each for each in both if each is not None), call)
         if name in ops.PROMOTES:
             return self._promoted((*((first,) if first is not None else ()), *others[:1]), call)

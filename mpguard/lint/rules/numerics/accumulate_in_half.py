@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint.facts import Facts
+from mpguard.lint.precision import NUMBER, Of
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.walk import Binding, Call, constant, dotted
+
+#: What a loop over steps goes over; a loop over layers or experts adds up a few terms.
+_STEPS = re.compile(r"(?i)loader|batch|dataset|steps|epoch|_iter\b|\bdl\b|trainset|testset")
+_KINDS = re.compile(
+    r"(?i)(?:^|_)(?:loss|losses|total|sum|acc|accuracy|correct|running|metric|count|avg|mean|error|score)s?(?:_|$)"
+)
+
+
+class AccumulateInHalf(Rule):
+    """A loss, metric or sum is added up over steps in FP16 or BF16.
+
+    ## What it does
+    Looks at scalars that begin at zero before a loop over batches or steps and grow in it by `+=`, where they
+    are FP16 or BF16: made so, or made so by what is added to a plain 0.
+
+    ## Why is this bad
+    A sum stops growing where the next term is less than half of its last bit. Adding 0.5 ten thousand times gives
+    1024 in FP16 and 128 in BF16, not 5000. An average loss over an epoch is then far too low.
+
+    ## Known limits
+    Tensors of unknown dtype are silent, as are sums of `loss.item()` and `loss.float()`. So are loops over layers,
+    experts or tiles, which add few terms.
+    """
+
+    code, name = "MPG604", "accumulate-in-half"
+    severity = "warning"
+    message = "`{key}` adds up over steps in {dtype}: its sum stops growing"
+    help = "Add up in float32, or as a Python number (`.item()`)"
+    triggers = (
+        any_of(b"float16", b"torch.half", b".half()", b"HalfTensor", b".bfloat16()", b"autocast("),
+        any_of(b"+=", b"add_(", b" = "),
+        any_of(b"loader", b"batch", b"steps", b"epoch", b"_iter"),
+        any_of(b"+= ", b"add_("),
+        any_of(b"loss", b"total", b"sum", b"acc", b"correct", b"running", b"metric", b"count", b"avg", b"mean"),
+    )
+    examples = (
+        Bad(
+            """\
+import torch
+
+def validate(model, loader):
+    total = torch.zeros((), dtype=torch.float16, device="cuda")
+    for x, y in loader:
+        total += model(x, y)  # !
+    return total / len(loader)
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def train(model, head, loader, optimizer, steps):
+    running_loss = 0.0
+    correct = torch.tensor(0, dtype=torch.bfloat16)
+    for epoch in range(3):
+        for x, y in loader:
+            loss = model(x).half().mean()
+            loss.backward()
+            optimizer.step()
+            running_loss += loss.detach()  # !
+            correct = correct + (model(x) == y).sum().bfloat16()  # !
+            total_norm = torch.zeros(1).half()
+    return running_loss
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def train(model, layers, loader, optimizer):
+    running = 0.0
+    total = torch.zeros((), dtype=torch.float16)
+    total_loss = torch.zeros(())
+    for x, y in loader:
+        loss = model(x).half().mean()
+        loss.backward()
+        optimizer.step()
+        running += loss.item()
+        total_loss += loss
+        out = 0
+        for layer in layers:
+            out += layer(x).half()
+        total = total.float() + loss
+        step_loss = torch.zeros((), dtype=torch.float16)
+        step_loss += loss
+    return running
+
+def experts(x, layers):
+    out = torch.zeros(4, 4, dtype=torch.bfloat16)
+    for layer in layers:
+        out += layer(x)
+    return out
+
+def features(model, loader):
+    feats = torch.zeros(100, 512, dtype=torch.float16)
+    for x in loader:
+        feats += model(x)
+    return feats
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        facts.need_all()
+        for scope in facts.walker.scopes:
+            for key, bindings in scope.bindings.items():
+                for binding in bindings:
+                    added = self._added(binding, key)
+                    if added is None or not binding.loops:
+                        continue
+                    found = self._grows(binding, bindings, added, facts)
+                    if found is not None:
+                        notes = (Note("it is so from here", found.origin.span),) if found.origin is not None else ()
+                        yield self.at(
+                            binding.chunk.span(binding.statement) if binding.statement is not None else binding,
+                            key=key,
+                            dtype="FP16" if found.dtype == "float16" else "BF16",
+                            notes=notes,
+                        )
+
+    def _added(self, binding: Binding, key: str) -> cst.BaseExpression | None:
+        """What is added: `total += x`, `total = total + x`."""
+        node = binding.node
+        if binding.kind == "augmented" and isinstance(node, cst.AugAssign):
+            return node.value if isinstance(node.operator, cst.AddAssign) else None
+        value = binding.value
+        if binding.kind == "assign" and isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Add):
+            if dotted(value.left) == key:
+                return value.right
+            if dotted(value.right) == key:
+                return value.left
+        return None
+
+    def _grows(self, binding: Binding, bindings: list[Binding], added: cst.BaseExpression, facts: Facts) -> Of | None:
+        """The low dtype in which a sum grows over the steps of a loop around it."""
+        begins = [b for b in bindings if b.order < binding.order and b.kind == "assign" and b is not binding]
+        begin = begins[-1] if begins else None
+        if begin is None or not set(begin.loops) < set(binding.loops):
+            return None
+        if not any(self._steps(loop, facts) for loop in binding.loops if loop not in begin.loops):
+            return None
+        first = facts.precision.of(begin.value, begin)
+        if any(each.dtype == NUMBER for each in first):
+            named = _KINDS.search(binding.key.rsplit(".", 1)[-1])
+            return facts.precision.low(added, binding) if named and self._zero(begin, facts) else None
+        if not self._scalar(begin.value, facts):
+            return None
+        if binding.kind == "augmented":  # in place: the sum keeps its dtype
+            return facts.precision.low(begin.value, begin)
+        return facts.precision.low(binding.value, binding)
+
+    def _steps(self, loop: cst.CSTNode, facts: Facts) -> bool:
+        return isinstance(loop, cst.For) and bool(_STEPS.search(facts.short(loop.iter)))
+
+    def _zero(self, begin: Binding, facts: Facts) -> bool:
+        number = facts.scalars.number(begin.value, begin)
+        return (number is not None and number.value == 0) or self._scalar(begin.value, facts)
+
+    def _scalar(self, node: cst.BaseExpression | None, facts: Facts) -> bool:
+        """Whether a tensor is made with one element: `torch.zeros(1)`, `torch.tensor(0.)`, also cast or moved."""
+        call: Call | None = facts.walker.call_of.get(node) if node is not None else None
+        while call is not None and call.receiver is not None and facts.precision.is_method(call):
+            call = facts.walker.call_of.get(call.receiver)
+        if call is None:
+            return False
+        if call.name in ("tensor", "scalar_tensor"):
+            return constant(call.argument(0, "data")) is not None
+        shape = call.argument(0, "size") if call.name in ("zeros", "full") and len(call.positional) < 3 else None
+        if isinstance(shape, (cst.Tuple, cst.List)):
+            return all(constant(element.value) == (1,) for element in shape.elements)
+        return constant(shape) == (1,)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.values import Object, Ref
+from mpguard.lint.walk import Call
+
+_LOSSES = frozenset({
+    "cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "binary_cross_entropy", "kl_div", "ctc_loss",
+    "CrossEntropyLoss", "NLLLoss", "BCEWithLogitsLoss", "BCELoss", "KLDivLoss", "CTCLoss",
+})  # fmt: skip
+
+
+class CrossEntropyOnHalfLogits(Rule):
+    """A loss is computed on logits that were cast to FP16 or BF16 by hand, outside autocast.
+
+    ## What it does
+    Follows casts by hand to the first argument of `cross_entropy`, `nll_loss`, `binary_cross_entropy`, `kl_div` and
+    `ctc_loss`, as functions and as layers, in code that trains.
+
+    ## Why is this bad
+    The loss comes out in the dtype of the logits: between 8 and 16 a BF16 number has steps of 0.06, so a loss that
+    improves by less does not move, and logits of 10.0 and 9.99 are one number. Under autocast the loss is computed in
+    FP32 (on CUDA); cast the logits with `.float()`, or leave them alone.
+
+    ## Known limits
+    Silent for logits of unknown dtype and wherever an autocast may be in force: in a module whose callers are
+    out of sight, and in functions of a file that speaks of autocast or a trainer.
+    """
+
+    code, name = "MPG606", "cross-entropy-on-half-logits"
+    severity = "warning"
+    message = "`{loss}` on logits that were cast to {dtype} by hand"
+    help = "Cast them with `.float()`, or not at all"
+    triggers = (
+        any_of(b"float16", b"torch.half", b".half()", b"HalfTensor", b".bfloat16()"),
+        any_of(b"cross_entropy", b"nll_loss", b"kl_div", b"ctc_loss", b"CrossEntropyLoss", b"NLLLoss", b"BCE", b"KLDiv",
+               b"CTCLoss"),
+        any_of(b"backward("),
+    )  # fmt: skip
+    examples = (
+        Bad(
+            """\
+import torch
+import torch.nn.functional as F
+
+def train(model, loader, optimizer):
+    for x, y in loader:
+        logits = model(x).half()
+        loss = F.cross_entropy(logits, y)  # !
+        loss.backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from torch import nn
+
+class Task:
+    def __init__(self, model):
+        self.model = model
+        self.criterion = nn.CrossEntropyLoss()
+        self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(self, x, y):
+        logits = self.model(x)
+        loss = self.criterion(logits.view(-1, 10).to(torch.bfloat16), y)  # !
+        loss += nn.functional.binary_cross_entropy_with_logits(input=logits.to(dtype=torch.half), target=y)  # !
+        loss.backward()
+        self.optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+import torch.nn.functional as F
+
+def train(model, loader, optimizer, scaler):
+    for x, y in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(x).half(), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+        ),
+        Good(
+            """\
+import torch
+import torch.nn.functional as F
+
+def train(model, loader, optimizer):
+    for x, y in loader:
+        logits = model(x).half()
+        loss = F.cross_entropy(logits.float(), y) + F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+@torch.no_grad()
+def evaluate(model, x, y):
+    return F.cross_entropy(model(x).half(), y)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.declared == "inference":
+            return
+        for calls in list(facts.calls.values()):
+            for call in calls:
+                loss = self._loss(call, facts)
+                if not loss or facts.infers(call):
+                    continue
+                found = facts.precision.by_hand(call.argument(0, "input"), call)
+                if found is None or not facts.flow.forward(call.node, call).training_sinks:
+                    continue
+                notes = (Note("cast here", found.origin.span),) if found.origin is not None else ()
+                yield self.at(call, loss=loss, dtype="FP16" if found.dtype == "float16" else "BF16", notes=notes)
+
+    def _loss(self, call: Call, facts: Facts) -> str:
+        """The name of the loss that a call computes."""
+        for each in facts.evaluate(call.func, call):
+            path = each.atom.path if isinstance(each.atom, (Object, Ref)) else ""
+            last = path.rsplit(".", 1)[-1]
+            if path.startswith("torch.") and last in _LOSSES and last[0].isupper() == isinstance(each.atom, Object):
+                return last
+        return ""

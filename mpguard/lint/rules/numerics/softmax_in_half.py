@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.edits import Edit
+from mpguard.lint import mend
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.values import Object
+from mpguard.lint.walk import Call
+
+_WITH_DTYPE = frozenset({"softmax", "log_softmax"})
+_OPERATIONS = (*sorted(_WITH_DTYPE), "exp", "logsumexp")
+_LAYERS = frozenset({"torch.nn.Softmax", "torch.nn.LogSoftmax"})
+
+
+class SoftmaxInHalf(Rule):
+    """A softmax, exponential or logsumexp is computed on values that were cast to FP16 or BF16 by hand.
+
+    ## What it does
+    Follows casts by hand (`x.half()`, `x.to(torch.bfloat16)`, a tensor made in that dtype, and matrix products of
+    such) to `softmax`, `log_softmax`, `exp` and `logsumexp` that run outside autocast and are trained through.
+
+    ## Why is this bad
+    Autocast runs these operations in FP32 on CUDA; a cast by hand takes that away. FP16's `exp` overflows above
+    11.09 (`torch.full((1,), 20.).half().exp()` is inf), and probabilities keep 11 bits, 8 in BF16: those of a
+    vocabulary of 50,000 words are mostly subnormal numbers or zero in FP16, and the gradient through them with them.
+
+    ## Fix safety
+    `dtype=torch.float32` casts before the operation; the result is FP32 too, which what follows may not
+    take: unsafe.
+
+    ## Known limits
+    Silent for inference, for values of unknown dtype, and wherever an autocast may be in force: in a module whose
+    callers are out of sight, and in functions of a file that speaks of autocast or a trainer.
+    """
+
+    code, name = "MPG603", "softmax-in-half"
+    severity = "warning"
+    message = "`{operation}` on values that were cast to {dtype} by hand"
+    triggers = (
+        any_of(b"float16", b"torch.half", b".half()", b"HalfTensor", b".bfloat16()"),
+        any_of(b"softmax(", b".exp(", b"logsumexp(", b"Softmax("),
+        any_of(b"backward("),
+    )
+    examples = (
+        Bad(
+            """\
+import torch
+import torch.nn.functional as F
+
+def train(model, loader, optimizer):
+    for x, y in loader:
+        logits = model(x).half()
+        loss = F.nll_loss(F.log_softmax(logits, dim=-1), y)  # !
+        loss.backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+import torch.nn.functional as F
+
+def train(model, loader, optimizer):
+    for x, y in loader:
+        logits = model(x).half()
+        loss = F.nll_loss(F.log_softmax(logits, dim=-1, dtype=torch.float32), y)
+        loss.backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def attend(q, k, v):
+    scores = q.to(torch.bfloat16) @ k.to(torch.bfloat16).transpose(-1, -2)
+    weights = scores.softmax(-1)  # !
+    other = torch.softmax(scores / 8, -1)  # !
+    third = torch.nn.Softmax(dim=-1)(scores)  # !
+    return (weights + other + third).float() @ v
+
+def train(loader, w):
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    for x in loader:
+        z = (x * w).half()
+        loss = attend(x * w, x, x).sum()
+        loss = loss + z.exp().sum()  # !
+        loss = loss + torch.logsumexp(z, -1).sum()  # !
+        loss.backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+import torch.nn.functional as F
+
+def step(model, loader, optimizer, scaler):
+    for x, y in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            logits = model(x).half()
+            loss = F.nll_loss(logits.log_softmax(-1), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+@torch.no_grad()
+def predict(model, x):
+    return model(x).half().softmax(-1)
+"""
+        ),
+        Good(
+            """\
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+class Head(nn.Module):
+    def forward(self, x):
+        return x.half().softmax(-1)
+
+def train(model, loader, optimizer, teacher):
+    for x, y in loader:
+        logits = model(x).half()
+        one = F.log_softmax(logits, dim=-1, dtype=torch.float32)
+        two = F.softmax(logits.float(), dim=-1)
+        three = F.softmax(model(x), dim=-1)
+        seen = logits.softmax(-1).argmax(-1)
+        loss = one.mean() + two.mean() + three.mean()
+        loss.backward()
+        optimizer.step()
+        print(seen)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.declared == "inference":
+            return
+        for call in (*(call for name in _OPERATIONS for call in facts.calls.get(name, ())), *self._layers(facts)):
+            given = call.argument(None, "dtype")
+            tensor = call.receiver if facts.precision.is_method(call) else call.argument(0, "input")
+            if given is not None or tensor is None or facts.infers(call):
+                continue
+            found = facts.precision.by_hand(tensor, call)
+            if found is None or not facts.flow.forward(call.node, call).training_sinks:
+                continue
+            notes = (Note("cast here", found.origin.span),) if found.origin is not None else ()
+            dtype = "FP16" if found.dtype == "float16" else "BF16"
+            yield self.at(call, operation=call.name or "Softmax", dtype=dtype, notes=notes, fix=self._fix(call, facts))
+
+    def _layers(self, facts: Facts) -> list[Call]:
+        """The calls of softmax layers."""
+        if not {"Softmax", "LogSoftmax"} & facts.calls.keys():
+            return []
+        return [call for calls in list(facts.calls.values()) for call in calls if self._is_layer(call, facts)]
+
+    def _is_layer(self, call: Call, facts: Facts) -> bool:
+        atoms = [each.atom for each in facts.evaluate(call.func, call)]
+        return any(isinstance(atom, Object) and atom.path in _LAYERS for atom in atoms)
+
+    def _fix(self, call: Call, facts: Facts) -> Fix | None:
+        torch = mend.name_of_torch(facts)
+        if torch is None or call.name not in _WITH_DTYPE or not call.node.args or call.starred:
+            return None
+        last = call.chunk.outer_span(call.node.args[-1].value)[1]
+        return Fix("Compute it in float32", "unsafe", (Edit(last, last, f", dtype={torch}.float32"),))
