@@ -16,10 +16,11 @@ import libcst as cst
 
 from mpguard.lint import names
 from mpguard.lint.guard import ALWAYS, Guard, compatible
-from mpguard.lint.values import Object
+from mpguard.lint.values import Constant, Object
 from mpguard.lint.walk import Binding, Call, Record, Return, dotted
 
 if TYPE_CHECKING:
+    from mpguard.document import Document
     from mpguard.lint.facts import Facts
 
 _DEPTH = 8
@@ -253,3 +254,40 @@ def receiver_at(wrap: Wrap, at: Record, facts: Facts) -> str | None:
 def without_accelerator(guard: Guard) -> bool:
     """Whether what happens under a guard may be the way of a run without an Accelerator, or with another engine."""
     return any(_OTHER_WAY.search(flag) for flag in guard.flags())
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the DeepSpeed config that the code gives says: None where it is unclear, or no config is in sight."""
+
+    stage: int | None = None
+    fp16: bool | None = None
+    torch_autocast: bool | None = None
+
+
+def settings_of(wrap: Wrap) -> Settings:
+    """The settings of an engine: those of the dict in the code, or of the JSON file that it names."""
+    document = _config(wrap)
+    if document is None:
+        return Settings()
+    zero = document.data.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else None
+    switched = []
+    for name in ("fp16", "torch_autocast"):
+        section = document.data.get(name, {})
+        value = section.get("enabled", False) if isinstance(section, dict) else None
+        switched.append(value if isinstance(value, bool) else None)
+    return Settings(stage if type(stage) is int else None, *switched)
+
+
+def _config(wrap: Wrap) -> Document | None:
+    from mpguard.lint import inline
+
+    written = inline.given_to(wrap.facts, wrap.call)
+    if written is not None:
+        return written
+    given = wrap.call.argument(None, "config", "config_params")
+    atoms = [each.atom for each in wrap.facts.evaluate(given, wrap.call)] if given is not None else []
+    if len(atoms) == 1 and isinstance(atoms[0], Constant) and isinstance(atoms[0].value, str):
+        return wrap.facts.project.config_named(wrap.facts.path, atoms[0].value)
+    return None

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.prepared import Wrap, settings_of
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.values import Object
+from mpguard.lint.walk import Call
+
+
+class ManualAmpUnderDeepspeed(Rule):
+    """Autocast or a GradScaler of one's own around a DeepSpeed engine.
+
+    ## What it does
+    Reports an enabled `torch.autocast` region in which an engine that `deepspeed.initialize` returned is
+    called for training, and a GradScaler that scales its loss.
+
+    ## Why is this bad
+    DeepSpeed 0.19.8 switches autocast *off* inside the engine where its own `torch_autocast` section does
+    not ask for it, and says so once, in a warning: the region has no effect on the model, and the code
+    reads as if it had. A GradScaler scales a loss that DeepSpeed's FP16 mode scales again; its step does
+    not know of the engine.
+
+    ## Known limits
+    Silent where the config in sight enables `torch_autocast`, in evaluation, and for what is out of
+    sight: an engine that is a parameter.
+    """
+
+    code, name = "MPG505", "manual-amp-under-deepspeed"
+    severity = "error"
+    message = "`{expr}` around `{model}`, which is a DeepSpeed engine"
+    help = "use the `bf16`, `fp16` or `torch_autocast` section of the DeepSpeed config"
+    triggers = (any_of(b"deepspeed"), any_of(b"initialize("), any_of(b"autocast", b"Scaler"))
+    examples = (
+        Bad(
+            """\
+import deepspeed
+import torch
+
+engine, optimizer, _, _ = deepspeed.initialize(model=model, config="ds_config.json")
+scaler = torch.amp.GradScaler("cuda")  # !
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):  # !
+        loss = engine(x).sum()
+    engine.backward(scaler.scale(loss))
+    engine.step()
+"""
+        ),
+        Bad(
+            """\
+import deepspeed
+import torch
+from torch.cuda.amp import autocast
+
+class Run:
+    def __init__(self, args, net):
+        self.net, self.optimizer, _, _ = deepspeed.initialize(args=args, model=net)
+
+    def loss(self, x):
+        return self.net(x).sum()
+
+    def run(self, x):
+        with autocast(dtype=torch.bfloat16):  # !
+            loss = self.loss(x)
+        self.net.backward(loss)
+        self.net.step()
+"""
+        ),
+        Good(
+            """\
+import deepspeed
+import torch
+
+CONFIG = {"train_batch_size": 8, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+def meant(net, loader):
+    engine, _, _, _ = deepspeed.initialize(model=net, config=CONFIG)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = engine(x).sum()
+        engine.backward(loss)
+
+def two_ways(args, net, teacher, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    if args.deepspeed:
+        net, _, _, _ = deepspeed.initialize(args=args, model=net)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            target = teacher(x)
+        if args.deepspeed:
+            net.backward(net(x).sum() + target)
+        else:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = net(x).sum() + target
+            scaler.scale(loss).backward()
+
+@torch.no_grad()
+def evaluate(net, loader):
+    with torch.autocast("cuda"):
+        return [net(x) for x in loader]
+
+def from_outside(engine, loader):
+    for x in loader:
+        with torch.autocast("cuda"):
+            engine.backward(engine(x))
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if not facts.events("initialize"):
+            return
+        reported: set[Call] = set()
+        for call, wrap in facts.prepared.forwards("deepspeed"):
+            if facts.infers(call) or wrap.index not in (0, None) or settings_of(wrap).torch_autocast:
+                continue
+            for region, guard in facts.autocasts(call):
+                place = region.call
+                if place is None or place in reported or facts.of(place) is not facts:
+                    continue
+                if compatible(guard, wrap.guard):
+                    reported.add(place)
+                    yield self._found(place, call, wrap, facts)
+        for scale in facts.events("scale"):
+            yield from self._scaled(scale, reported, facts)
+
+    def _scaled(self, scale: Event, reported: set[Call], facts: Facts) -> Iterator[Diagnostic]:
+        """A scaler of torch's, where it scales an engine's loss."""
+        for record in facts.flow.backward(scale.call.positional[0], scale.call, depth=3):
+            if not isinstance(record, Call) or not record.path:
+                continue
+            for wrap in facts.prepared.of(record.func, record, "deepspeed"):
+                if wrap.index not in (0, None) or not compatible(wrap.guard, scale.guard):
+                    continue
+                for each in facts.evaluate(scale.subject, scale.call):
+                    atom = each.atom
+                    if not isinstance(atom, Object) or atom.call is None or not atom.path.startswith("torch."):
+                        continue
+                    if facts.of(atom.call) is facts and atom.call not in reported:
+                        reported.add(atom.call)
+                        yield self._found(atom.call, record, wrap, facts)
+                return
+
+    def _found(self, place: Call, call: Call, wrap: Wrap, facts: Facts) -> Diagnostic:
+        notes = (Note("the engine is made here", wrap.call.span), Note("called here", call.span))
+        return self.at(place, expr=facts.short(place.node), model=call.path, notes=notes)

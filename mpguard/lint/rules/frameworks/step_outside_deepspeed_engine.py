@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint import mend
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.prepared import Settings, Wrap, settings_of
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.walk import Call, dotted
+
+_DEPTH = 4
+
+
+class StepOutsideDeepspeedEngine(Rule):
+    """The client optimizer steps, or the loss runs backward, beside the DeepSpeed engine.
+
+    ## What it does
+    Reports `optimizer.step()` of the optimizer that was handed to `deepspeed.initialize`, and
+    `loss.backward()` of an engine's loss where the config (a dict in the code, or the JSON file that the code
+    names) says ZeRO stage 0, or FP16 and nothing calls `engine.scale`.
+
+    ## Why is this bad
+    Tried with DeepSpeed 0.19.8: under BF16, and under ZeRO 1 and 2 in any precision, the client optimizer
+    holds gradients that are never filled: its step changes no weight, and nothing says so. In FP32 at
+    stage 0 it steps, but the engine's gradient clipping, accumulation and schedule are skipped.
+    `loss.backward()` raises a RuntimeError at stage 0 ("Direct calls to tensor.backward() are not
+    supported in this configuration"), and under FP16 where the loss was not scaled. From ZeRO 1 on
+    without loss scaling it works, and is not reported.
+
+    ## Fix safety
+    Safe for `backward`: `engine.backward(loss)`. There is none for the step: `engine.step()` zeroes the
+    gradients and steps the schedule too, so other lines have to go with it.
+
+    ## Known limits
+    The optimizer that `deepspeed.initialize` *returns* is not judged. A config that comes from the
+    command line is unknown, and so is its stage.
+    """
+
+    code, name = "MPG504", "step-outside-deepspeed-engine"
+    severity = "error"
+    message = "`{expr}` {why}"
+    help = "use `engine.backward(loss)` and `engine.step()`"
+    triggers = (any_of(b"deepspeed"), any_of(b"initialize("), any_of(b".step(", b".backward("))
+    examples = (
+        Bad(
+            """\
+import deepspeed
+import torch
+
+config = {"train_batch_size": 8, "bf16": {"enabled": True}}
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+for x in loader:
+    loss = engine(x).sum()
+    loss.backward()  # !
+    optimizer.step()  # !
+"""
+        ),
+        Bad(
+            """\
+import deepspeed
+from torch.optim import AdamW
+
+class Run:
+    def __init__(self, net):
+        self.optimizer = AdamW(net.parameters())
+        self.engine, *_ = deepspeed.initialize(
+            None, net, self.optimizer, config={"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}
+        )
+
+    def run(self, x, retain):
+        loss = self.engine(x)
+        loss.mean().backward(retain_graph=retain)  # !
+
+def main(net, loader):
+    engine = deepspeed.initialize(model=net, config_params="ds.json")[0]
+    for x in loader:
+        (engine(x) / 2).backward()  # !
+        engine.step()
+""",
+            fixed="""\
+import deepspeed
+from torch.optim import AdamW
+
+class Run:
+    def __init__(self, net):
+        self.optimizer = AdamW(net.parameters())
+        self.engine, *_ = deepspeed.initialize(
+            None, net, self.optimizer, config={"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}
+        )
+
+    def run(self, x, retain):
+        loss = self.engine(x)
+        self.engine.backward(loss.mean(), retain_graph=retain)
+
+def main(net, loader):
+    engine = deepspeed.initialize(model=net, config_params="ds.json")[0]
+    for x in loader:
+        engine.backward(engine(x) / 2)
+        engine.step()
+""",
+            files={"ds.json": '{"train_batch_size": 8, "zero_optimization": {"stage": 0}}\n'},
+        ),
+        Bad(
+            """\
+import deepspeed
+import torch
+
+def step(optimizer):
+    optimizer.step()  # !
+
+class Run:
+    def __init__(self, net):
+        self.optimizer = torch.optim.AdamW(net.parameters())
+        self.engine, _, _, _ = deepspeed.initialize(model=net, optimizer=self.optimizer)
+
+    def run(self, x):
+        self.engine.backward(self.engine(x))
+        self.optimizer.step()  # !
+
+def main(args, net):
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    engine, _, _, _ = deepspeed.initialize(args=args, model=net, optimizer=optimizer)
+    step(optimizer)
+"""
+        ),
+        Good(
+            """\
+import deepspeed
+import torch
+
+def zero_one(net, loader):
+    optimizer = torch.optim.AdamW(net.parameters())
+    config = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+    engine, optimizer, _, _ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+    for x in loader:
+        engine(x).sum().backward()
+        optimizer.step()
+
+def scaled(net, loader):
+    config = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}}
+    engine, _, _, _ = deepspeed.initialize(model=net, config=config)
+    for x in loader:
+        engine.scale(engine(x).sum()).backward()
+        engine.step()
+
+def two_ways(args, net, loader):
+    optimizer = torch.optim.AdamW(net.parameters())
+    if args.deepspeed:
+        net, _, _, _ = deepspeed.initialize(args=args, model=net, optimizer=optimizer, config={"fp16": {}})
+    for x in loader:
+        loss = net(x).sum()
+        if args.deepspeed:
+            net.backward(loss)
+            net.step()
+        else:
+            loss.backward()
+            optimizer.step()
+
+def from_outside(args, net, loader, config, critic):
+    engine, _, _, _ = deepspeed.initialize(args=args, model=net, config=config)
+    grown = {"train_batch_size": 1}
+    grown["zero_optimization"] = {"stage": args.stage}
+    other, _, _, _ = deepspeed.initialize(model=net, config=grown)
+    own = torch.optim.SGD(critic.parameters(), 0.1)
+    for x in loader:
+        engine(x).sum().backward()
+        other(x).sum().backward()
+        critic(x).sum().backward()
+        own.step()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if not facts.events("initialize"):
+            return
+        for step in facts.events("step"):
+            wrap = self._client(step.subject, step.call, step, _DEPTH, facts)
+            if wrap is not None:
+                why = "steps the optimizer that DeepSpeed's engine was given: it applies nothing of the engine's"
+                yield self._found(step, why, wrap, None, facts)
+        for backward in facts.events("backward"):
+            found = self._loss(backward, facts)
+            if found is not None:
+                why, wrap, forward = found
+                yield self._found(backward, why, wrap, self._fix(backward, forward, facts), facts)
+
+    def _found(self, event: Event, why: str, wrap: Wrap, fix: Fix | None, facts: Facts) -> Diagnostic:
+        notes = (Note("the engine is made here", wrap.call.span),)
+        return self.at(event, expr=facts.short(event.call.node), why=why, notes=notes, fix=fix)
+
+    def _client(self, node: cst.BaseExpression | None, at: Call, step: Event, depth: int, facts: Facts) -> Wrap | None:
+        """The engine that was given an optimizer, which is still under the name that it was given by."""
+        if node is None or depth == 0 or facts.prepared.of(node, at, "deepspeed"):
+            return None
+        for wrap in facts.prepared.handed(node, at, "deepspeed"):
+            given = wrap.call.argument(2, "optimizer")
+            later = wrap.call.scope is not at.scope or wrap.call.order < at.order
+            if dotted(given) == dotted(node) and later and compatible(wrap.guard, step.guard, at.guard):
+                return wrap
+        for binding in facts.values.reaching(dotted(node), at.scope, at.order, at.guard):
+            for call in facts.callers(binding.scope) if binding.kind == "param" else ():
+                inner = facts.values.given(call, binding.scope, binding.key)
+                wrapped = self._client(inner, call, step, depth - 1, facts) if inner is not binding.value else None
+                if wrapped is not None:
+                    return wrapped
+        return None
+
+    def _loss(self, backward: Event, facts: Facts) -> tuple[str, Wrap, Call] | None:
+        """Why the engine that a loss comes from does not take this backward, and the call of it."""
+        if backward.subject is None or facts.infers(backward.call):
+            return None
+        records = [r for r in facts.flow.backward(backward.subject, backward.call, depth=3) if isinstance(r, Call)]
+        scaled = any(
+            record.name == "scale" and facts.prepared.of(record.receiver, record, "deepspeed") for record in records
+        )
+        for record in records:
+            for wrap in facts.prepared.of(record.func, record, "deepspeed") if record.path else ():
+                if wrap.index in (0, None) and compatible(wrap.guard, backward.guard, facts.guard_of(record)):
+                    why = self._wrong(settings_of(wrap), scaled)
+                    return (why, wrap, record) if why else None
+        return None
+
+    def _wrong(self, settings: Settings, scaled: bool) -> str:
+        if settings.stage == 0:
+            return "raises at ZeRO stage 0: the engine has to run it"
+        if settings.fp16 and not scaled:
+            return "is not scaled, which DeepSpeed's FP16 refuses"
+        return ""
+
+    def _fix(self, backward: Event, forward: Call, facts: Facts) -> Fix | None:
+        """Through the engine, by the name that the forward calls it by, where that is one at the backward too."""
+        call, subject = backward.call, backward.subject
+        own = forward.path.startswith("self.") and forward.scope.owner is call.scope.owner
+        if call.positional or call.starred or subject is None or not (own or forward.scope is call.scope):
+            return None
+        loss = facts.text(subject, call)
+        if loss.startswith("("):
+            loss = facts.source.text[slice(*facts.span(subject, call))]
+        given = "".join(f", {facts.text(arg, call)}".rstrip(", ") for arg in call.node.args)
+        edit = mend.replaced(call.node, call, f"{forward.path}.backward({loss}{given})")
+        return Fix("Run it through the engine", "safe", (edit,))
