@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.facts import Event, Facts, Region
+from mpguard.lint.guard import Guard, compatible
+from mpguard.lint.prepared import policy_of
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.walk import Call
+
+_SHORT = {"float16": "FP16", "bfloat16": "BF16"}
+
+
+class AutocastAgainstFsdpPolicy(Rule):
+    """An autocast region computes in another dtype than the FSDP policy of the model that runs in it.
+
+    ## What it does
+    Reports an autocast region of FP16 or BF16 in which a model is called whose FSDP policy has the other one
+    as `param_dtype`.
+
+    ## Why is this bad
+    FSDP gathers the weights in `param_dtype`, and autocast then casts them again, for each matrix product:
+    the result is that of the region (tried with torch 2.13, FSDP1 and FSDP2). Weights rounded to BF16 are
+    computed with in FP16 and its range, or the other way round: the run has the rounding of one and the
+    overflow of the other, and is slower than either.
+
+    ## Known limits
+    Both dtypes must be written out. A region around FP32 parameters (`param_dtype` not given) is right.
+    """
+
+    code, name = "MPG512", "autocast-against-fsdp-policy"
+    severity = "error"
+    message = "autocast in {inside} around `{model}`, whose FSDP policy computes in {outside}"
+    help = "let the policy alone decide, or give both the same dtype"
+    triggers = (
+        any_of(b"FullyShardedDataParallel", b"fully_shard"),
+        any_of(b"autocast"),
+        any_of(b"MixedPrecision"),
+    )
+    examples = (
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+
+policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+model = FSDP(torch.nn.Linear(8, 8), mixed_precision=policy)
+for x in loader:
+    with torch.autocast("cuda"):  # !
+        loss = model(x).sum()
+    loss.backward()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+HALF = torch.float16
+
+class Run:
+    def __init__(self, net):
+        self.net = net
+        fully_shard(self.net, mp_policy=MixedPrecisionPolicy(HALF, torch.float32))
+
+    def loss(self, x):
+        return self.net(x).sum()
+
+    def run(self, x, amp):
+        with torch.amp.autocast("cuda", torch.bfloat16, enabled=amp):  # !
+            loss = self.loss(x)
+        loss.backward()
+
+def local(net, loader):
+    fully_shard(net, mp_policy=MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32))
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):  # !
+            net(x).sum().backward()
+"""
+        ),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+
+def main(args, net, loader, dtype, frozen):
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    reduces = MixedPrecision(reduce_dtype=torch.float32)
+    model, plain = FSDP(net, mixed_precision=policy), FSDP(net)
+    other = FSDP(net, mixed_precision=reduces)
+    low = torch.float16 if args.half else torch.bfloat16
+    chosen = FSDP(net, mixed_precision=MixedPrecision(param_dtype=low))
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss + plain(x).sum() + other(x).sum() + frozen(x)
+        with torch.autocast("cuda", dtype=dtype):
+            loss = loss + model(x).sum()
+        with torch.autocast("cuda", dtype=low):
+            loss = loss + chosen(x).sum()
+        with torch.autocast("cuda", enabled=False):
+            loss = loss + model(x).sum()
+        loss.backward()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        policies = {event.call: event for event in facts.events("policy")}
+        if not policies:
+            return
+        reported: set[Call] = set()
+        for call, wrap in facts.prepared.forwards("fsdp"):
+            found = policy_of(wrap)
+            policy = policies.get(found[0]) if found is not None else None
+            for region, guard in facts.autocasts(call) if policy is not None else ():
+                place = region.call
+                if policy is None or place is None or place in reported or facts.of(place) is not facts:
+                    continue
+                pair = self._differ(region, policy, guard.joined(wrap.guard))
+                if pair is not None:
+                    reported.add(place)
+                    notes = (Note("the policy is made here", policy.span), Note("called here", call.span))
+                    inside, outside = pair
+                    yield self.at(place, inside=inside, outside=outside, model=call.path, notes=notes)
+
+    def _differ(self, region: Region, policy: Event, guard: Guard) -> tuple[str, str] | None:
+        """The dtypes of a region and of a policy, where they are never the same."""
+        pairs = [
+            (inside, outside)
+            for one, inside in region.dtypes
+            for other, outside in policy.dtypes
+            if compatible(guard, one, other)
+        ]
+        if not pairs or any(one == other or one not in _SHORT or other not in _SHORT for one, other in pairs):
+            return None
+        return _SHORT[str(pairs[0][0])], _SHORT[str(pairs[0][1])]

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.facts import Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.trained import Weights
+from mpguard.lint.walk import Call
+
+_SHORT = {"float16": "FP16", "bfloat16": "BF16"}
+
+
+class FsdpOnHalfModel(Rule):
+    """A model is cast to BF16 or FP16, or loaded so, before FSDP shards it.
+
+    ## What it does
+    Reports a cast or a load in a low dtype whose model goes to `FullyShardedDataParallel` or
+    `fully_shard`, and is trained.
+
+    ## Why is this bad
+    FSDP keeps its sharded copy of the weights in the dtype that they have when it is applied, and the
+    optimizer updates that copy. `MixedPrecision(param_dtype=...)` casts what is gathered for compute, and
+    costs no memory that a cast would save but the shards' own. With BF16 shards an update below 2^-8 of a
+    weight is lost (2^-11 in FP16), and the optimizer's state is low precision too.
+
+    ## Known limits
+    Models for inference, frozen ones and bases of adapters are silent, and so are optimizers that keep FP32
+    copies or round stochastically. Under Accelerate, whose FSDP casts trained weights up, nothing is
+    reported. A model that comes in from outside is unknown.
+    """
+
+    code, name = "MPG511", "fsdp-on-half-model"
+    severity = "warning"
+    message = "`{expr}` makes the copy of the weights that FSDP shards and trains {dtype}"
+    help = "keep the weights in FP32; `MixedPrecision(param_dtype=...)` computes in the low dtype"
+    triggers = (
+        any_of(b"FullyShardedDataParallel", b"fully_shard"),
+        any_of(b"float16", b".half", b"import half"),
+    )
+    examples = (
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+model = torch.nn.Linear(8, 8).to(torch.bfloat16)  # !
+model = FSDP(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+def two(args, loader):
+    model = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.bfloat16)  # !
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).loss.backward()
+        optimizer.step()
+
+class Run:
+    def __init__(self, args):
+        net = torch.nn.Linear(8, 8)
+        if args.pure_half:
+            net.half()  # !
+        self.net = fully_shard(net)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1)
+
+    def run(self, x):
+        self.net(x).sum().backward()
+        self.optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+from peft import get_peft_model
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+from transformers import AutoModelForCausalLM
+
+def whole(loader):
+    model = AutoModelForCausalLM.from_pretrained("gpt2")
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = FSDP(model, mixed_precision=policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).loss.backward()
+        optimizer.step()
+
+def up_again(loader):
+    model = torch.nn.Linear(8, 8)
+    model.half()
+    model.float()
+    model = FSDP(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+def rounded(loader):
+    from bitsandbytes.optim import AdamW8bit
+    from anyprecision import AnyPrecisionAdamW
+
+    model = FSDP(torch.nn.Linear(8, 8).to(torch.bfloat16))
+    optimizer = AnyPrecisionAdamW(model.parameters(), use_kahan_summation=True)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+def adapters(loader, lora):
+    model = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.bfloat16)
+    model = FSDP(get_peft_model(model, lora))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).loss.backward()
+        optimizer.step()
+
+def reference(x):
+    model = FSDP(torch.nn.Linear(8, 8).to(torch.bfloat16))
+    model.eval()
+    with torch.no_grad():
+        return model(x)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.declared == "inference" or not facts.events("shard"):
+            return
+        shards = {event.call for event in facts.events("shard")}
+        for dtype, short in _SHORT.items():
+            for weights in facts.trained.weights(dtype):
+                shard = self._sharded(weights, shards, facts)
+                if shard is not None:
+                    notes = (Note("sharded here", shard.span),)
+                    yield self.at(weights.event, expr=facts.short(weights.event.call.node), dtype=short, notes=notes)
+
+    def _sharded(self, weights: Weights, shards: set[Call], facts: Facts) -> Call | None:
+        """The FSDP that the low weights go to, where a plain optimizer trains what it shards."""
+        optimizers = weights.training.of("optimizer")
+        if not optimizers or not facts.trained.plain_optimizers(weights.training):
+            return None
+        for call in weights.training.of("parallel"):
+            if call in shards and compatible(weights.guard, facts.guard_of(call)):
+                return call
+        return None

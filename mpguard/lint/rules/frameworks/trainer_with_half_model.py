@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.facts import Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.trained import Weights
+from mpguard.lint.values import Constant
+from mpguard.lint.walk import Call
+
+
+class TrainerWithHalfModel(Rule):
+    """`TrainingArguments(fp16=True)` and a model that is loaded in FP16.
+
+    ## What it does
+    Reports `from_pretrained` and `from_config` with an FP16 dtype where the model goes to a Trainer of
+    transformers, TRL or sentence-transformers whose arguments say `fp16=True`.
+
+    ## Why is this bad
+    `fp16=True` is mixed precision: FP32 weights, FP16 autocast, a GradScaler. The scaler refuses the
+    gradients of FP16 weights: the first step with gradient clipping (on by default) raises
+    "Attempting to unscale FP16 gradients". Without the weights' FP32 copy updates below 2^-11 of a weight
+    would be lost anyway.
+
+    ## Known limits
+    Silent for LoRA and other adapters (PEFT keeps those in FP32), 8-bit and 4-bit loads, DeepSpeed, and
+    arguments that are out of sight.
+    """
+
+    code, name = "MPG507", "trainer-with-half-model"
+    severity = "warning"
+    message = "`{expr}` loads FP16 weights for a Trainer with `fp16=True`, whose GradScaler refuses them"
+    help = "load the weights in FP32, or train with `bf16=True`"
+    triggers = (any_of(b"fp16"), any_of(b"Trainer"), any_of(b"float16", b".half", b"import half"))
+    examples = (
+        Bad(
+            """\
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float16)  # !
+args = TrainingArguments(output_dir="out", fp16=True)
+trainer = Trainer(model=model, args=args, train_dataset=data)
+trainer.train()
+"""
+        ),
+        Bad(
+            """\
+import torch as th
+from transformers import AutoModelForCausalLM as Auto, Seq2SeqTrainer, Seq2SeqTrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+HALF = th.half
+
+def load(name):
+    return Auto.from_pretrained(name, torch_dtype="float16", device_map="auto")  # !
+
+def main(data):
+    SFTTrainer(load("gpt2"), args=SFTConfig(fp16=True, output_dir="out"), train_dataset=data).train()
+
+class Run:
+    def __init__(self, data, mixed):
+        self.args = Seq2SeqTrainingArguments("out", fp16=True)
+        self.model = Auto.from_pretrained("t5", torch_dtype=HALF if mixed else None)  # !
+        self.trainer = Seq2SeqTrainer(self.model, self.args, train_dataset=data)
+"""
+        ),
+        Good(
+            """\
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+def main(args, data, lora):
+    whole = AutoModelForCausalLM.from_pretrained("gpt2")
+    Trainer(whole, TrainingArguments("out", fp16=True), train_dataset=data).train()
+    brain = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.bfloat16)
+    Trainer(brain, TrainingArguments("out", bf16=True), train_dataset=data).train()
+    base = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float16)
+    base = get_peft_model(base, lora)
+    Trainer(base, TrainingArguments("out", fp16=True), train_dataset=data).train()
+    eight = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float16, load_in_8bit=True)
+    Trainer(eight, TrainingArguments("out", fp16=True), train_dataset=data).train()
+    outside = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float16)
+    Trainer(outside, args, train_dataset=data).train()
+    other = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float16)
+    SFTTrainer(other, args=SFTConfig(fp16=True), train_dataset=data, peft_config=lora).train()
+    low = torch.float16 if args.low == "fp16" else torch.bfloat16
+    chosen = AutoModelForCausalLM.from_pretrained("gpt2", dtype=low)
+    Trainer(chosen, TrainingArguments("out", fp16=args.low == "fp16"), train_dataset=data).train()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.declared == "inference" or not facts.events("trainer"):
+            return
+        for weights in facts.trained.weights("float16"):
+            if weights.event.kind != "load":
+                continue
+            for trainer in facts.trained.trainers(weights.training):
+                made = self._mixed(trainer, weights, facts)
+                if made is not None:
+                    notes = (Note("trained with here", trainer.span), Note("`fp16=True` is said here", made.span))
+                    expr = facts.short(weights.event.call.func)
+                    yield self.at(weights.event, expr=expr, notes=notes)
+                    break
+
+    def _mixed(self, trainer: Call, weights: Weights, facts: Facts) -> Call | None:
+        """The Trainer's arguments, where they say `fp16=True` for certain when the weights are FP16."""
+        given = trainer.argument(1, "args")
+        made = facts.trained.arguments(given, trainer) if given is not None else None
+        fp16 = made.keywords.get("fp16") if made is not None else None
+        if made is None or fp16 is None:
+            return None
+        for each in facts.evaluate(fp16, made):
+            true = isinstance(each.atom, Constant) and each.atom.value is True
+            if true and compatible(each.guard, facts.guard_of(made), facts.guard_of(trainer), weights.guard):
+                return made
+        return None
