@@ -41,7 +41,7 @@ def without_argument(call: Call, value: cst.BaseExpression) -> Edit:
         before = call.node.args[place - 1]
         keyword = before.keyword if before.keyword is not None else before.value
         end = max(call.chunk.outer_span(before.value)[1], call.chunk.outer_span(keyword)[1])
-        return Edit(end, max(last, end), "")
+        return Edit(end, call.chunk.outer_span(value)[1], "")  # a comma behind it, and the line of the bracket, stay
     return Edit(first, last, "")
 
 

@@ -14,6 +14,7 @@ from mpguard import settings
 from mpguard.errors import ConfigError
 from mpguard.lint import launch_lines
 from mpguard.lint.files import CONFIG, MARKDOWN, NEVER, NOTEBOOK, matches
+from mpguard.lint.requirements import Required, required
 from mpguard.lint.launch_lines import Launch, Word
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _COMMENT = re.compile(r"#.*|\\")
 _IMPORTS = re.compile(
     r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^#;(\r\n]*)|import[ \t]+([^#;\r\n]*))", re.MULTILINE
 )
+#: What a script that is started with an accelerate config uses.
+_LAUNCHED = r"\b(?:accelerate|deepspeed|transformers|trl|mpguard)\b|Trainer\b"
 #: A launch config is some hundred bytes; files beside the code that are larger are data.
 LARGEST_CONFIG = 64 << 10
 
@@ -141,6 +144,11 @@ class Project:
         """What the code is said to run on (`--gpu`, `[tool.mpguard] gpu`), or None."""
         return self._gpu or settings.nearest(Path(path)).gpu
 
+    def required(self, path: str, package: str) -> Required:
+        """The versions of a package that the project of a file asks for."""
+        folder = Path(path).absolute().parent
+        return required(str(folder), str(_top(folder)), package)
+
     def declared(self, path: str) -> Literal["training", "inference"] | None:
         """What `training-paths` and `inference-paths` say about a file."""
         found = settings.nearest(Path(path))
@@ -169,7 +177,8 @@ class Project:
             return named
         if folder not in self._beside:
             self._beside[folder] = _beside(folder)
-        return self._beside[folder]
+        found = self._beside[folder]
+        return () if found and _for_others(path, found) else found
 
     def named_in(self, name: str, path: str) -> Path | None:
         """The file that a command in a file names, if it lies in the tree."""
@@ -298,6 +307,19 @@ def _beside(folder: Path) -> tuple[LaunchConfig, ...]:
         if config.document.kind == "accelerate":
             found.append(config)
     return tuple(found)
+
+
+def _for_others(path: str, configs: tuple[LaunchConfig, ...]) -> bool:
+    """Whether other code beside the configs uses what they configure, and this file does not."""
+    from mpguard.lint.beside import mentions
+    from mpguard.lint.gate import stripped
+
+    try:
+        return not re.search(_LAUNCHED.encode(), stripped(Path(path).read_bytes())) and any(
+            mentions(config.path, r"\baccelerate\b") for config in configs
+        )
+    except OSError:
+        return False
 
 
 def _resolve(module: str, from_path: str) -> str | None:

@@ -1,21 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from mpguard.lint import launched
 from mpguard.lint.facts import Event, Facts, Region
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Placed, Rule, any_of
-from mpguard.lint.values import Constant
+from mpguard.lint.launched import SHORT, contradicts, low
+from mpguard.lint.rule import Bad, Diagnostic, Good, Placed, Rule, any_of
 from mpguard.lint.walk import Record
-
-if TYPE_CHECKING:
-    from mpguard.lint.project import LaunchConfig
-
-#: What a config asks for -> the dtype that autocast computes in; FP8 keeps BF16 around its matrices.
-_COMPUTES = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
-_SHORT = {"float16": "FP16", "bfloat16": "BF16"}
-#: Where a config says it, in the order in which accelerate heeds them.
-_KEYS = ("deepspeed_config.mixed_precision", "mixed_precision", "fp16", "bf16.enabled", "fp16.enabled")
 
 
 class CodeAgainstConfig(Rule):
@@ -24,7 +15,9 @@ class CodeAgainstConfig(Rule):
     ## What it does
     Compares `Accelerator(mixed_precision=...)`, the dtype of autocast regions around what is
     trained, a GradScaler, and the dtype that a trained model is loaded in, with the launch configs:
-    those of `--config`, of `[tool.mpguard] configs`, or found beside the script.
+    those of `--config`, of `[tool.mpguard] configs`, those that launch lines in the tree name for the script
+    (`accelerate launch --config_file fsdp.yaml train.py` in shell scripts, Makefiles, workflows, READMEs), or
+    found beside it.
 
     ## Why is this bad
     The code wins, and nothing says so: accelerate 1.15 takes `mixed_precision` of the code before
@@ -39,7 +32,7 @@ class CodeAgainstConfig(Rule):
 
     code, name = "MPG862", "code-against-config"
     severity = "error"
-    message = "{what} is {found}, the launch config says `{wanted}`"
+    message = "{what} is {found}, the launch config says {wanted}"
     help = "say the precision in one place: leave it to the config, or change the config"
     triggers = (
         any_of(b"mixed_precision=", b"autocast", b"GradScaler", b"float16", b"fp16", b"bf16", b"Accelerator("),
@@ -122,6 +115,45 @@ accelerator = Accelerator(mixed_precision="fp16")
                 "b.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp16\n",
             },
         ),
+        Bad(
+            """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="fp16")  # !
+""",
+            files={
+                "configs/fsdp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n",
+                "other.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp16\n",
+                "run.sh": "accelerate launch --config_file configs/fsdp.yaml \\\n    example.py --lr 1e-4\n",
+            },
+        ),
+        Good(
+            """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="fp16")
+""",
+            files={
+                "fsdp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n",
+                "run.sh": "accelerate launch --config_file fsdp.yaml --mixed_precision fp16 example.py\n",
+                "any.sh": "accelerate launch --config_file $1 --mixed_precision fp16 example.py\n",
+            },
+        ),
+        Good(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+            files={
+                "mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: bf16\n",
+                "train_accelerate.py": "from accelerate import Accelerator\n",
+            },
+        ),
         Good(
             """\
 from accelerate import Accelerator
@@ -133,34 +165,24 @@ accelerator = Accelerator(mixed_precision="fp16")
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        configs = facts.project.configs_for(facts.path)
-        if not configs or any(config.mixed_precision is None for config in configs) or facts.declared == "inference":
+        configs = launched.configs(facts)
+        if not configs:
             return
         for event in facts.events("accelerator"):
-            found = self._literal(event, facts)
-            if found is not None and all(config.mixed_precision != found for config in configs):
-                given = event.call.argument(2, "mixed_precision")
-                assert given is not None
+            given = event.call.argument(2, "mixed_precision")
+            found = launched.literal(facts.evaluate(given, event.call)) if given is not None else None
+            if given is not None and found and all(config.mixed_precision != found for config in configs):
                 yield self._against(facts.span(given, event.call), "`mixed_precision`", f"`{found}`", configs)
         regions = self._trained_regions(facts)
         for call, dtype in regions:
-            if self._contradicts(dtype, configs):
-                yield self._against(call, "this autocast", _SHORT[dtype], configs)
+            if contradicts(dtype, configs):
+                yield self._against(call, "this autocast", SHORT[dtype], configs)
         if not any(dtype == "float16" for _, dtype in regions):
             yield from self._scalers(facts, configs)
         for event in facts.events("load"):
-            loaded = self._certain([name for _, name in event.dtypes])
-            if loaded is not None and self._contradicts(loaded, configs) and self._trained(event, facts):
-                yield self._against(event, "the dtype of the trained weights", _SHORT[loaded], configs)
-
-    def _literal(self, event: Event, facts: Facts) -> str | None:
-        given = event.call.argument(2, "mixed_precision")
-        values = {
-            each.atom.value if isinstance(each.atom, Constant) else None
-            for each in (facts.evaluate(given, event.call) if given is not None else ())
-        }
-        value = values.pop() if len(values) == 1 else None
-        return value.lower() if isinstance(value, str) else None
+            loaded = low([name for _, name in event.dtypes])
+            if loaded is not None and contradicts(loaded, configs) and self._trained(event, facts):
+                yield self._against(event, "the dtype of the trained weights", SHORT[loaded], configs)
 
     def _trained_regions(self, facts: Facts) -> list[tuple[Record, str]]:
         """The autocast calls around what a backward pass comes from, with their dtype."""
@@ -182,19 +204,11 @@ accelerator = Accelerator(mixed_precision="fp16")
     def _dtype(self, region: Region) -> str | None:
         if region.kind != "autocast" or not region.guard.possible:
             return None
-        return self._certain([name for _, name in region.dtypes])
+        return low([name for _, name in region.dtypes])
 
-    def _certain(self, dtypes: list[str | None]) -> str | None:
-        return dtypes[0] if dtypes and len(set(dtypes)) == 1 and dtypes[0] in _SHORT else None
-
-    def _contradicts(self, dtype: str, configs: tuple[LaunchConfig, ...]) -> bool:
-        return all(
-            config.mixed_precision in _COMPUTES and _COMPUTES[config.mixed_precision] != dtype for config in configs
-        )
-
-    def _scalers(self, facts: Facts, configs: tuple[LaunchConfig, ...]) -> Iterator[Diagnostic]:
+    def _scalers(self, facts: Facts, configs: launched.Configs) -> Iterator[Diagnostic]:
         """A scaler that is always on is for FP16, whatever the regions say."""
-        if not self._contradicts("float16", configs) or not facts.events("scale"):
+        if not contradicts("float16", configs) or not facts.events("scale"):
             return
         for event in facts.events("scaler"):
             path = facts.called_path(event.call)
@@ -207,15 +221,6 @@ accelerator = Accelerator(mixed_precision="fp16")
         reach = facts.flow.forward(event.call.node, event.call)
         return bool(reach.training_sinks) and not reach.meets("peft") and not reach.meets("frozen")
 
-    def _against(
-        self, place: Placed | tuple[int, int], what: str, found: str, configs: tuple[LaunchConfig, ...]
-    ) -> Diagnostic:
-        notes = []
-        for config in configs:
-            entry = next((e for key in _KEYS if (e := config.entry(key)) is not None), None)
-            text = f"{'the config' if entry is not None else config.path} says `{config.mixed_precision}`"
-            notes.append(
-                Note(text, entry.span if entry is not None else None, config.path if entry is not None else None)
-            )
-        wanted = "` or `".join(dict.fromkeys(str(config.mixed_precision) for config in configs))
-        return self.at(place, what=what, found=found, wanted=wanted, notes=tuple(notes))
+    def _against(self, place: Placed | tuple[int, int], what: str, found: str, configs: launched.Configs) -> Diagnostic:
+        notes = launched.places(configs)
+        return self.at(place, what=what, found=found, wanted=launched.wanted(configs), notes=notes)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint import launched, mend
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+from mpguard.lint.walk import constant
+
+
+class CodeOverridesLaunchConfig(Rule):
+    """`Accelerator(mixed_precision="...")` says what the launch config says already.
+
+    ## What it does
+    Looks for a literal `mixed_precision` where all launch configs of the script (`--config`, `[tool.mpguard]
+    configs`, those that launch lines name, those beside it) say the same. A different value is MPG862's.
+
+    ## Why is this bad
+    accelerate 1.15 takes the value of the code before that of the config and of `--mixed_precision`. The next one who
+    edits the config changes nothing, and is not told.
+
+    ## Fix safety
+    Safe: the argument is removed; launched with its config, the program is the same. Started without one
+    (`python train.py`) it would compute in FP32.
+
+    ## Known limits
+    Values that are computed, or come from an option, are the script's own business and not reported.
+    """
+
+    code, name = "MPG514", "code-overrides-launch-config"
+    severity = "warning"
+    message = (
+        "`mixed_precision` is {found} in the launch config already; from here it would override the next edit of it"
+    )
+    help = "leave it to the config"
+    triggers = (any_of(b"mixed_precision"), any_of(b"Accelerator("))
+    yields_to = ("MPG862",)
+    examples = (
+        Bad(
+            """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)  # !
+""",
+            files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n"},
+            fixed="""\
+from accelerate import Accelerator
+
+accelerator = Accelerator(gradient_accumulation_steps=4)
+""",
+        ),
+        Bad(
+            """\
+import accelerate
+
+class Run:
+    def __init__(self):
+        self.accelerator = accelerate.Accelerator(
+            log_with="wandb",
+            mixed_precision="fp8",  # !
+        )
+""",
+            files={
+                "conf/a.yaml": "distributed_type: MULTI_GPU\nmixed_precision: bf16\n",
+                "README.md": "Run `accelerate launch --config_file conf/a.yaml --mixed_precision fp8 example.py`.\n",
+            },
+            fixed="""\
+import accelerate
+
+class Run:
+    def __init__(self):
+        self.accelerator = accelerate.Accelerator(
+            log_with="wandb",
+        )
+""",
+        ),
+        Good(
+            """\
+from accelerate import Accelerator
+
+def main(args):
+    accelerator = Accelerator(mixed_precision=args.mixed_precision)
+    other = Accelerator()
+    third = Accelerator(mixed_precision="bf16" if args.bf16 else "no")
+""",
+            files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n"},
+        ),
+        Good(
+            """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="bf16")
+""",
+            files={
+                "a.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n",
+                "b.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n",
+            },
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        configs = launched.configs(facts)
+        if not configs or any(not _says(config.said_at, config.entry("mixed_precision")) for config in configs):
+            return
+        for event in facts.events("accelerator"):
+            given = event.call.argument(2, "mixed_precision")
+            if given is None or constant(given) is None or event.call.starred:
+                continue
+            found = launched.literal(facts.evaluate(given, event.call))
+            if found is None or any(config.mixed_precision != found for config in configs):
+                continue
+            fix = None
+            if "mixed_precision" in event.call.keywords or len(event.call.positional) == 3:
+                fix = Fix("Remove the argument", "safe", (mend.without_argument(event.call, given),))
+            yield self.at(facts.span(given, event.call), found=f"`{found}`", notes=launched.places(configs), fix=fix)
+
+
+def _says(*places: object) -> bool:
+    """Whether accelerate's own key, or flag, says it; where a DeepSpeed file does, more than that follows from it."""
+    return any(place is not None for place in places)

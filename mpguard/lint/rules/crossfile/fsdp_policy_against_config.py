@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint import launched
+from mpguard.lint.facts import Facts
+from mpguard.lint.launched import SHORT, contradicts, low
+from mpguard.lint.rule import Bad, Diagnostic, Good, Placed, Rule, any_of
+
+_PLUGIN = "FullyShardedDataParallelPlugin"
+#: accelerate's short forms of a policy.
+_SPELLED = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
+
+
+class FsdpPolicyAgainstConfig(Rule):
+    """The FSDP policy that the code gives Accelerate computes in another dtype than `mixed_precision` says.
+
+    ## What it does
+    Compares the `param_dtype` of `MixedPrecision` and `MixedPrecisionPolicy`, and accelerate's short
+    `mixed_precision_policy="fp16"`, with the launch configs of a script that uses Accelerate.
+
+    ## Why is this bad
+    accelerate 1.15 never compares the two: the policy computes, and `mixed_precision` decides about everything else.
+    A policy in FP16 beside `mixed_precision: bf16` trains in FP16 with no GradScaler, and gradients below 6e-8 are
+    lost; one in BF16 beside `fp16` scales a loss that needs no scaling (seen to happen).
+
+    ## Known limits
+    Only dtypes that are certain are compared, and only in files that use Accelerate. Under a config that says
+    `no`, the policy is taken as meant.
+    """
+
+    code, name = "MPG864", "fsdp-policy-against-config"
+    severity = "error"
+    message = "the FSDP policy computes in {found}, the launch config says {wanted}"
+    help = "leave the policy to the config, or make both say the same"
+    triggers = (any_of(b"MixedPrecision", b"mixed_precision_policy"), any_of(b"ccelerat"))
+    examples = (
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import MixedPrecision
+
+policy = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)  # !
+plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+accelerator = Accelerator(fsdp_plugin=plugin)
+""",
+            files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n"},
+        ),
+        Bad(
+            """\
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+
+plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy="fp16")  # !
+accelerator = Accelerator(fsdp_plugin=plugin)
+""",
+            files={"a.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n",
+                   "b.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n"},
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+def main(args):
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    other = MixedPrecisionPolicy(param_dtype=args.dtype)
+    third = MixedPrecision(param_dtype=torch.float16 if args.half else torch.bfloat16)
+    fourth = FullyShardedDataParallelPlugin(mixed_precision_policy="bf16")
+    return Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy=policy))
+""",
+            files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n"},
+        ),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+# not of Accelerate, or accelerated by it
+model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(param_dtype=torch.float16))
+""",
+            files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n"},
+        ),
+    )  # fmt: skip
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        plugins = [call for call in facts.calls.get(_PLUGIN, ()) if facts.called_path(call).startswith("accelerate.")]
+        configs = launched.configs(facts)
+        if not configs or not (plugins or facts.events("accelerator")):
+            return
+        for policy in facts.events("policy"):
+            dtype = low([name for _, name in policy.dtypes])
+            if dtype is not None and contradicts(dtype, configs) and not facts.infers(policy.call):
+                yield self._against(policy, dtype, configs)
+        for call in plugins:
+            given = call.argument(None, "mixed_precision_policy")
+            said = launched.literal(facts.evaluate(given, call)) if given is not None else None
+            dtype = _SPELLED.get(said or "")
+            if given is not None and dtype is not None and contradicts(dtype, configs):
+                yield self._against(facts.span(given, call), dtype, configs)
+
+    def _against(self, place: Placed | tuple[int, int], dtype: str, configs: launched.Configs) -> Diagnostic:
+        notes = launched.places(configs)
+        return self.at(place, found=SHORT[dtype], wanted=launched.wanted(configs), notes=notes)

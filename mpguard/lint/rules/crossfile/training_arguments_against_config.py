@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint import launched
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
+from mpguard.lint.values import Constant
+
+
+class TrainingArgumentsAgainstConfig(Rule):
+    """`TrainingArguments(bf16=True)` or `fp16=True` under a launcher that says something else.
+
+    ## What it does
+    Compares the precision that `TrainingArguments`, and the classes that are made of it (`SFTConfig`, `DPOConfig`,
+    `Seq2SeqTrainingArguments`, ...), ask for with the launch configs of the script.
+
+    ## Why is this bad
+    The Trainer takes the launcher's `mixed_precision` only where neither `fp16` nor `bf16` is set: it overrides it,
+    and says nothing. Under a config that says `fp8`, `bf16=True` switches FP8 off: the run is slower than it was
+    paid for, and the loss looks as it should (transformers 5.23, training_args.py, seen to happen; transformers#34027).
+    With a DeepSpeed file that says otherwise the run stops.
+
+    ## Known limits
+    Only arguments that are True for certain are compared; what a command line or a YAML brings is not seen. With
+    several configs all of them must say otherwise. Under a config that says `no` the arguments are taken as meant.
+    """
+
+    code, name = "MPG863", "training-arguments-against-config"
+    severity = "error"
+    message = "`{option}=True` overrides the launch config, which says {wanted}{off}"
+    help = "remove the argument, so that the config decides, or change the config"
+    triggers = (any_of(b"TrainingArguments", b"trl"), any_of(b"fp16", b"bf16"))
+    yields_to = ("MPG506",)
+    examples = (
+        Bad(
+            """\
+from transformers import Trainer, TrainingArguments
+
+args = TrainingArguments("out", learning_rate=1e-5, bf16=True)  # !
+Trainer(model, args, train_dataset=data).train()
+""",
+            files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: fp8\nfp8_config:\n  backend: AO\n"},
+        ),
+        Bad(
+            """\
+from trl import SFTConfig, SFTTrainer
+
+HALF = True
+config = SFTConfig(output_dir="out", fp16=HALF)  # !
+SFTTrainer("gpt2", args=config, train_dataset=data).train()
+""",
+            files={"ds.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}',
+                   "run.sh": "deepspeed --num_gpus 8 example.py --deepspeed ds.json\n"},
+        ),
+        Good(
+            """\
+from transformers import Trainer, TrainingArguments
+
+def main(cli):
+    same = TrainingArguments("out", bf16=True)
+    other = TrainingArguments("out", fp16=cli.fp16)
+    third = TrainingArguments("out", fp16=False)
+    Trainer(model, same, train_dataset=data).train()
+""",
+            files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n"},
+        ),
+        Good(
+            """\
+from transformers import TrainingArguments
+
+args = TrainingArguments("out", bf16=True)
+""",
+            files={"no.yaml": "distributed_type: FSDP\nmixed_precision: 'no'\n"},
+        ),
+        Good(
+            """\
+from transformers import TrainingArguments
+
+args = TrainingArguments("out", bf16=True)
+""",
+            files={"a.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n",
+                   "b.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n"},
+        ),
+    )  # fmt: skip
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        configs = launched.configs(facts)
+        if not configs or any(config.mixed_precision not in ("fp16", "bf16", "fp8") for config in configs):
+            return
+        for made in facts.events("arguments"):
+            said = [option for option in ("fp16", "bf16") if self._is_true(made, option, facts)]
+            if len(said) != 1 or any(config.mixed_precision == said[0] for config in configs):
+                continue
+            off = ": FP8 is off" if any(config.mixed_precision == "fp8" for config in configs) else ""
+            yield self.at(
+                facts.span(made.call.keywords[said[0]], made.call),
+                option=said[0],
+                wanted=launched.wanted(configs),
+                off=off,
+                notes=launched.places(configs),
+            )
+
+    def _is_true(self, made: Event, option: str, facts: Facts) -> bool:
+        given = made.call.keywords.get(option)
+        values = facts.evaluate(given, made.call) if given is not None else ()
+        return bool(values) and all(isinstance(each.atom, Constant) and each.atom.value is True for each in values)
