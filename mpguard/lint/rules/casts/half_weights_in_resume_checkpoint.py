@@ -75,10 +75,7 @@ def convert(path):
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         casts = [
-            (cast, dtype)
-            for cast in facts.events("cast")
-            for dtype in ("float16", "bfloat16")
-            if cast.may_be(dtype)
+            (cast, dtype) for cast in facts.events("cast") for dtype in ("float16", "bfloat16") if cast.may_be(dtype)
         ]
         if not casts or not facts.events("state"):
             return

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint import names
+from mpguard.lint.facts import Facts
+from mpguard.lint.options import dtype_options
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.values import Ref
+from mpguard.lint.walk import dotted
+
+
+class HardCodedAutocastDtype(Rule):
+    """An autocast's dtype is a literal in a script that has a precision option.
+
+    ## What it does
+    Reports `torch.autocast(..., dtype=torch.bfloat16)` with the dtype written out, where the same file has an option
+    for it (argparse, click, a field of a settings class: `dtype`, `precision`, `mixed_precision`, `amp_dtype`) and
+    the region does not depend on that option.
+
+    ## Why is this bad
+    The option says one thing and the region does another: a run with `--precision fp32` computes in BF16.
+
+    ## Known limits
+    Preview: the option may be meant for the weights, or for export, alone. Silent where the region, or the function it
+    stands in, is under a condition that names the option.
+    """
+
+    code, name = "MPG106", "hard-coded-autocast-dtype"
+    severity = "info"
+    preview = True
+    message = "`{expr}` says its dtype, and the script has the option `{option}`"
+    help = "pass the option's dtype to the autocast"
+    triggers = (any_of(b"autocast("), any_of(b"dtype", b"precision"), any_of(b"float16", b"half"))
+    yields_to = ("MPG105", "MPG310")
+    examples = (
+        Bad(
+            """\
+import argparse
+
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
+args = parser.parse_args()
+
+def train(model, loader):
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):  # !
+            loss = model(x).sum()
+        loss.backward()
+"""
+        ),
+        Good(
+            """\
+import argparse
+
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
+parser.add_argument("--dtype", default="float16")
+args = parser.parse_args()
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+def train(model, loader):
+    for x in loader:
+        with torch.autocast("cuda", dtype=DTYPES[args.precision]):
+            loss = model(x).sum()
+        loss.backward()
+        if args.precision == "bf16":
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                model(x)
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=args.precision == "bf16"):
+            model(x)
+        with torch.autocast("cuda", dtype=torch.float32):
+            model(x)
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def train(model, loader):
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        loss.backward()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        options = [option for option in dtype_options(facts) if not option.constant] if facts.events("autocast") else []
+        for event in facts.events("autocast") if options else ():
+            given = event.call.argument(1, "dtype")
+            low = given is not None and names.DTYPES.get(f"torch.{dotted(given).rsplit('.', 1)[-1]}") in (
+                "float16",
+                "bfloat16",
+            )
+            if not low or not dotted(given).count("."):
+                continue
+            root = facts.values.lookup(dotted(given).split(".", 1)[0], event.scope, event.order)
+            if not all(isinstance(each.atom, Ref) and each.atom.path == "torch" for each in root):
+                continue
+            path = facts.called_path(event.call)
+            flags = event.guard.joined(facts.enabled(event.call, path)).flags()
+            said = {option.name for option in options}
+            if any(name in flag for flag in flags for name in said) or "enabled" in event.call.keywords:
+                continue
+            notes = (Note("the option", options[0].span),)
+            yield self.at(event, expr=facts.short(event.call.node), option=options[0].name, notes=notes)
