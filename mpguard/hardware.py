@@ -45,13 +45,17 @@ GENERATIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What a kind of arithmetic needs. Capabilities from `low` to below `high`; CUDA as torch was built."""
+    """What a kind of arithmetic needs. Capabilities from `low` to below `high`; CUDA as torch was built.
+
+    multiple: what the sizes of a matrix product must be multiples of (its rows too, where it is trained).
+    """
 
     what: str
     low: Version
     high: Version | None = None
     cuda: Version | None = None
     source: str = ""
+    multiple: int = 1
 
 
 #: The one table. Sources: Transformer Engine 2.20 `pytorch/quantization.py`, `is_*_available`;
@@ -60,13 +64,17 @@ NEEDS: Mapping[str, Needs] = {
     "fp16": Needs("FP16 tensor cores", (7, 0), source="CUDA programming guide"),
     "bf16": Needs("BF16 tensor cores", (8, 0), source="CUDA programming guide"),
     "tf32": Needs("TF32 tensor cores", (8, 0), source="CUDA programming guide"),
-    "delayed": Needs("FP8", (8, 9), cuda=(12, 1), source="TE is_fp8_available"),
-    "tensorwise": Needs("FP8", (8, 9), cuda=(12, 1), source="TE is_fp8_available, torch._scaled_mm"),
-    "rowwise": Needs("FP8 with a scale per row", (8, 9), cuda=(12, 1), source="torch._scaled_mm"),
-    "rowwise_with_gw_hp": Needs("FP8 with a scale per row", (8, 9), cuda=(12, 1), source="torch._scaled_mm"),
-    "blockwise": Needs("FP8 block scaling", (9, 0), cuda=(12, 9), source="TE is_fp8_block_scaling_available"),
-    "mxfp8": Needs("MXFP8", (10, 0), (12, 0), source="TE is_mxfp8_available"),
-    "nvfp4": Needs("NVFP4", (10, 0), source="TE is_nvfp4_available"),
+    "delayed": Needs("FP8", (8, 9), cuda=(12, 1), source="TE is_fp8_available", multiple=16),
+    "tensorwise": Needs("FP8", (8, 9), cuda=(12, 1), source="TE is_fp8_available, torch._scaled_mm", multiple=16),
+    "rowwise": Needs("FP8 with a scale per row", (8, 9), cuda=(12, 1), source="torch._scaled_mm", multiple=16),
+    "rowwise_with_gw_hp": Needs(
+        "FP8 with a scale per row", (8, 9), cuda=(12, 1), source="torch._scaled_mm", multiple=16
+    ),
+    "blockwise": Needs(
+        "FP8 block scaling", (9, 0), cuda=(12, 9), source="TE is_fp8_block_scaling_available", multiple=16
+    ),
+    "mxfp8": Needs("MXFP8", (10, 0), (12, 0), source="TE is_mxfp8_available", multiple=32),
+    "nvfp4": Needs("NVFP4", (10, 0), source="TE is_nvfp4_available", multiple=16),
 }
 
 #: Names people give a GPU by (`--gpu h100`), and its compute capability (developer.nvidia.com/cuda-gpus).

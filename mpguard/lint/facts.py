@@ -40,6 +40,7 @@ from mpguard.lint.guard import ALWAYS, Condition, Guard, compatible
 from mpguard.lint.precision import Precision
 from mpguard.lint.prepared import Prepared
 from mpguard.lint.regions import Region, Regions
+from mpguard.lint.requirements import Required
 from mpguard.lint.scalars import Scalars
 from mpguard.lint.settled import settle
 from mpguard.lint.source import Chunk, Frames, Source
@@ -58,7 +59,7 @@ WHOLE = 8_000
 _MATTERS = re.compile(
     r"half|float16|bf16|fp16|autocast|[sS]caler|backward|\.step\(|\bamp\b|float8|fp8|\.prepare\(|deepspeed|accelerat|"
     r"compile|no_grad|inference_mode|Trainer|Optimizer|optim\b|HalfTensor|requires_grad|masked_fill|finfo|tf32|fp32_precision|"
-    r"matmul_precision|-\s?1\.?0?e\+?\d|1e-(?:0?[89]|[12]\d)"
+    r"transformer_engine|\bte\.|Scaling\(|RecipeKwargs|fully_shard|matmul_precision|-\s?1\.?0?e\+?\d|1e-(?:0?[89]|[12]\d)"
 )
 #: What has a `step` and applies no gradients.
 _NO_OPTIMIZER = re.compile(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\b|\bema\b")
@@ -75,6 +76,12 @@ class Project(Protocol):
 
     def declared(self, path: str) -> Literal["training", "inference"] | None:
         """What `training-paths` and `inference-paths` say about a file."""
+
+    def gpu(self, path: str) -> str | None:
+        """What the code is said to run on: a name (`h100`) or a capability (`sm_90`)."""
+
+    def required(self, path: str, package: str) -> Required:
+        """The versions of a package that the project of a file asks for."""
 
     def config_named(self, path: str, name: str) -> Document | None:
         """The config that a file names, beside it or in the working directory."""
@@ -94,6 +101,12 @@ class NoProject:
 
     def declared(self, path: str) -> Literal["training", "inference"] | None:  # noqa: ARG002
         return None
+
+    def gpu(self, path: str) -> str | None:  # noqa: ARG002
+        return None
+
+    def required(self, path: str, package: str) -> Required:  # noqa: ARG002
+        return Required()
 
     def config_named(self, path: str, name: str) -> Document | None:  # noqa: ARG002
         return None

@@ -16,6 +16,7 @@ DTYPES = {
     "float32",
     "torch.float64": "float64", "torch.double": "float64",
     "torch.float8_e4m3fn": "float8_e4m3fn", "torch.float8_e5m2": "float8_e5m2",
+    "torch.float8_e4m3": "float8_e4m3fn",  # torch has no such name, and people write it
     "torch.float8_e4m3fnuz": "float8_e4m3fnuz", "torch.float8_e5m2fnuz": "float8_e5m2fnuz",
     "torch.int64": "int64", "torch.long": "int64", "torch.int32": "int32", "torch.int": "int32", "torch.bool": "bool",
     "torch.uint8": "uint8", "torch.int8": "int8",
@@ -37,6 +38,13 @@ NO_GRAD = frozenset(
     {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.grad_mode.no_grad"}
 )
 FP8_AUTOCASTS = frozenset({"fp8_autocast"})
+#: Transformer Engine's recipes, and the row of `hardware.NEEDS` that each stands for.
+FP8_RECIPES = {
+    "DelayedScaling": "delayed", "Float8CurrentScaling": "tensorwise", "Float8BlockScaling": "blockwise",
+    "MXFP8BlockScaling": "mxfp8", "NVFP4BlockScaling": "nvfp4",
+}  # fmt: skip
+#: What accelerate takes among its `kwargs_handlers` for FP8.
+FP8_HANDLERS = frozenset({"AORecipeKwargs", "TERecipeKwargs", "FP8RecipeKwargs"})
 CAPITAL = re.compile(r"[A-Z]")
 
 #: The last name of what makes an optimizer, where it is imported from anywhere.
@@ -158,6 +166,9 @@ _MOVED = (
     ("torch.amp.autocast_mode.", "torch.amp."),
     ("torch.amp.grad_scaler.", "torch.amp."),
     ("torchao.float8.float8_linear_utils.", "torchao.float8."),
+    ("torchao.float8.config.", "torchao.float8."),
+    ("accelerate.utils.ao.", "accelerate.utils."),
+    ("accelerate.utils.transformer_engine.", "accelerate.utils."),
     ("accelerate.accelerator.", "accelerate."),
     ("accelerate.utils.dataclasses.", "accelerate.utils."),
 )
@@ -177,6 +188,14 @@ def kind_of(path: str) -> str:
         return "nullcontext"
     if root == "transformer_engine" and last in ("fp8_autocast", "autocast"):
         return "fp8_autocast"
+    if root == "transformer_engine" and last in FP8_RECIPES:
+        return "fp8_recipe"
+    if root == "torchao" and path.endswith((".Float8LinearConfig", ".Float8LinearConfig.from_recipe_name")):
+        return "float8_config"
+    if root == "torchao" and last == "CastConfig":
+        return "float8_cast_config"
+    if root == "accelerate" and last in FP8_HANDLERS:
+        return "fp8_handler"
     if path == "accelerate.Accelerator" or last == "Accelerator":
         return "accelerator"
     if path == "deepspeed.initialize":

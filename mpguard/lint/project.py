@@ -14,8 +14,8 @@ from mpguard import settings
 from mpguard.errors import ConfigError
 from mpguard.lint import launch_lines
 from mpguard.lint.files import CONFIG, MARKDOWN, NEVER, NOTEBOOK, matches
-from mpguard.lint.requirements import Required, required
 from mpguard.lint.launch_lines import Launch, Word
+from mpguard.lint.requirements import Required, required
 
 if TYPE_CHECKING:
     from mpguard.document import Document, Entry

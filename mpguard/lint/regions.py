@@ -44,6 +44,8 @@ class Region:
 
 def enabled_argument(call: Call, path: str) -> cst.BaseExpression | None:
     """What an autocast or a scaler is given as `enabled`, which stands elsewhere in the deprecated forms."""
+    if path.startswith("transformer_engine."):
+        return call.argument(0, "enabled")
     legacy = path.startswith(("torch.cuda.amp.", "torch.cpu.amp."))
     place = (0 if legacy else 2) if path in names.AUTOCASTS else (4 if legacy else 5)
     return call.argument(place, "enabled")
@@ -133,6 +135,8 @@ class Regions:
         if call is None:
             return Region(atom.kind, guard, None, self.facts)
         facts = self.facts.of(call)
+        if atom.kind == "fp8_autocast":
+            return Region(atom.kind, guard.joined(facts.enabled(call, atom.path)), call, facts)
         if atom.kind != "autocast":
             return Region(atom.kind, guard, call, facts)
         return dataclasses.replace(facts.autocast(call, atom.path), guard=guard.joined(facts.enabled(call, atom.path)))

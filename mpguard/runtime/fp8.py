@@ -7,13 +7,14 @@ import sys
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
+from mpguard.hardware import NEEDS
 from mpguard.policy import DEFAULT_FP8_EXCLUDE, Policy
 
 if TYPE_CHECKING:
     from torch import nn
 
 #: FP8 products take sizes that are multiples of this (torch._scaled_mm; TE's assert_dim_for_fp8_exec).
-MULTIPLE = 16
+MULTIPLE = NEEDS["tensorwise"].multiple
 
 
 @dataclasses.dataclass

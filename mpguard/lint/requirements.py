@@ -1,0 +1,96 @@
+"""Which versions of a package the project of a file asks for, as pyproject.toml and requirements*.txt say."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+
+#: Files that name requirements; `requirements/*.txt` too.
+_FILES = ("pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "environment.yaml", "Dockerfile")
+_LARGEST = 1 << 18
+#: Folders above a file that are looked at.
+_DEEP = 12
+_CUDA = re.compile(r"(?:\bcu(1[1-3])(\d)\b|\bnvidia/cuda:(\d\d)\.(\d+))")
+
+
+@dataclasses.dataclass(frozen=True)
+class Required:
+    """The versions that all requirements of a package allow; None where nothing bounds them.
+
+    low: from this one on. below: up to before this one. cuda: of the builds of torch that are asked for (`+cu124`).
+    """
+
+    low: tuple[int, ...] | None = None
+    below: tuple[int, ...] | None = None
+    cuda: tuple[int, int] | None = None
+
+    def since(self, version: tuple[int, ...]) -> bool:
+        """Whether nothing older than a version is allowed."""
+        return self.low is not None and self.low >= version
+
+    def before(self, version: tuple[int, ...]) -> bool:
+        """Whether only what is older than a version is allowed."""
+        return self.below is not None and self.below <= version
+
+
+@functools.cache
+def required(folder: str, top: str, package: str) -> Required:
+    """What the nearest files that name a package say about it, from a folder up to the top of its tree."""
+    name = re.sub(r"[-_.]", "[-_.]", re.escape(package).replace(r"\-", "-").replace(r"\_", "_"))
+    wanted = re.compile(
+        rf"(?<![\w./-]){name}(?:[-_](?:torch|cu\d+))?(?:\[[\w, -]*\])?[\"']?\s*=?\s*[\"'(]?"
+        r"((?:[<>=!~^]=?=?\s*v?[\d.*]+(?:\s*,\s*)?)+)",
+        re.IGNORECASE,
+    )
+    here = Path(folder)
+    for place in [here, *here.parents][:_DEEP]:
+        bounds: list[str] = []
+        cuda: set[tuple[int, int]] = set()
+        for file in _files(place):
+            text = _text(file)
+            bounds += wanted.findall(text)
+            cuda |= {(int(a or c), int(b or d)) for a, b, c, d in _CUDA.findall(text)}
+        if bounds or cuda:
+            return _bounds(bounds, next(iter(cuda)) if len(cuda) == 1 else None)
+        if str(place) == top:
+            break
+    return Required()
+
+
+def _files(folder: Path) -> list[Path]:
+    found = [folder / name for name in _FILES if (folder / name).is_file()]
+    for pattern in ("*requirements*.txt", "requirements/*.txt"):
+        found += sorted(folder.glob(pattern))
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace") if path.stat().st_size <= _LARGEST else ""
+    except OSError:
+        return ""
+
+
+def _bounds(specifiers: list[str], cuda: tuple[int, int] | None) -> Required:
+    """The widest range: a version is ruled out only where every requirement rules it out."""
+    lows: list[tuple[int, ...] | None] = []
+    highs: list[tuple[int, ...] | None] = []
+    for specifier in specifiers:
+        low = below = None
+        for sign, text in re.findall(r"([<>=!~^]=?=?)\s*v?([\d.]*\d)", specifier):
+            version = tuple(int(part) for part in text.split(".") if part)
+            if sign in (">=", ">", "==", "===", "~=", "^"):
+                low = version
+            if sign in ("==", "==="):
+                below = (*version[:-1], version[-1] + 1)
+            elif sign in ("<", "<="):
+                below = version if sign == "<" else (*version, 1)
+        lows.append(low)
+        highs.append(below)
+    return Required(
+        min((low for low in lows if low is not None), default=None) if None not in lows else None,
+        max((high for high in highs if high is not None), default=None) if None not in highs else None,
+        cuda,
+    )
