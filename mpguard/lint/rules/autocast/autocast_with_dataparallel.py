@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint import names
+from mpguard.lint.facts import Facts
+from mpguard.lint.guard import Guard
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.values import Object
+from mpguard.lint.walk import Call, Record, dotted, text_of
+
+_DEPTH = 6
+_PATHS = frozenset({
+    "torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "torch.nn.parallel.data_parallel.DataParallel",
+})  # fmt: skip
+
+
+class AutocastWithDataparallel(Rule):
+    """An `nn.DataParallel` model is called in a BF16 autocast region that is entered outside its `forward`.
+
+    ## What it does
+    Looks at calls of models that are wrapped in `torch.nn.DataParallel`, also through arguments of functions of the
+    file, where the autocast region around the call is BF16.
+
+    ## Why is this bad
+    `DataParallel` runs each replica in a thread of its own. torch (2.13, `parallel_apply`) hands on whether autocast is
+    enabled, but not its dtype, and a new thread begins with the default: with two GPUs or more the replicas compute in
+    FP16, without a GradScaler. Enter autocast in `forward` (or decorate it), or use DistributedDataParallel.
+
+    ## Known limits
+    FP16 regions are right by luck and silent, as is `device_ids=[0]`: one device needs no thread.
+    """
+
+    code, name = "MPG309", "autocast-with-dataparallel"
+    severity = "warning"
+    message = "`{model}` is a DataParallel: its replicas run in FP16, not in the BF16 of the region around"
+    triggers = (
+        any_of(b"DataParallel("),
+        any_of(b"autocast"),
+        any_of(b"bfloat16", b"bf16"),
+        any_of(b"nn.DataParallel", b"import DataParallel", b".parallel.DataParallel", b" DataParallel("),
+    )
+    examples = (
+        Bad(
+            """\
+import torch
+
+def train(loader):
+    model = torch.nn.DataParallel(torch.nn.Linear(8, 8)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()  # !
+        loss.backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from torch import nn
+
+class Task:
+    def __init__(self, args, model):
+        self.model = model
+        if args.n_gpu > 1:
+            self.model = nn.DataParallel(self.model)
+        self.dtype = torch.bfloat16
+
+    def step(self, x):
+        with torch.amp.autocast(device_type="cuda", dtype=self.dtype, enabled=True):
+            return self.model(x)  # !
+
+@torch.autocast("cuda", dtype=torch.bfloat16)
+def epoch(model, loader):
+    for x in loader:
+        model(x).sum().backward()  # !
+
+def main(net, loader):
+    epoch(nn.DataParallel(net, device_ids=[0, 1]), loader)
+"""
+        ),
+        Good(
+            """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    @torch.autocast("cuda", dtype=torch.bfloat16)
+    def forward(self, x):
+        return x @ x
+
+def main(loader, args, net):
+    inside = nn.DataParallel(Net())
+    half = nn.DataParallel(net)
+    one = nn.DataParallel(net, device_ids=[0])
+    other = torch.nn.parallel.DistributedDataParallel(net)
+    for x in loader:
+        inside(x)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            inside(x)
+        with torch.autocast("cuda", dtype=torch.float16):
+            half(x)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            one(x)
+            other(x)
+            half.module(x)
+        with torch.autocast("cuda", dtype=args.dtype):
+            half(x)
+
+def arms(loader, args, net):
+    if args.parallel:
+        net = nn.DataParallel(net)
+    for x in loader:
+        if args.parallel:
+            net(x)
+        else:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                net(x)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if not any(self._wraps(call, facts) for call in facts.calls.get("DataParallel", ())):
+            return
+        for calls in list(facts.calls.values()):
+            for call in calls:
+                if not call.path:
+                    continue
+                regions = [
+                    (region, both)
+                    for region, guard in facts.autocasts(call)
+                    for each in region.may_be("bfloat16")
+                    if (both := guard.joined(each)).possible and region.device in ("cuda", None)
+                ]
+                for region, guard in regions:
+                    if region.call is not None and self._parallel(call.func, call, guard, facts, _DEPTH):
+                        yield self.at(call, model=call.path, notes=(Note("the region", region.call.span),))
+                        break
+
+    def _wraps(self, call: Call, facts: Facts) -> bool:
+        devices = call.argument(1, "device_ids")
+        one = isinstance(devices, (cst.List, cst.Tuple)) and len(devices.elements) == 1
+        return not one and facts.called_path(call) in _PATHS and not self._enters(call, facts)
+
+    def _enters(self, call: Call, facts: Facts) -> bool:
+        """Whether the wrapped model enters an autocast in its own `forward`."""
+        for each in facts.evaluate(call.argument(0, "module"), call):
+            forward = each.atom.cls.method("forward") if isinstance(each.atom, Object) and each.atom.cls else None
+            if forward is not None:
+                entered = (*forward.decorators, *(item.expr for item in forward.withs))
+                return any("autocast" in text_of(expression) for expression in entered)
+        return False
+
+    def _parallel(self, node: cst.CSTNode | None, at: Record, guard: Guard, facts: Facts, depth: int) -> bool:
+        """Whether an expression may be a model that is wrapped in DataParallel, under a guard."""
+        if node is None or depth < 0:
+            return False
+        if isinstance(node, cst.Call):
+            call = facts.walker.call_of.get(node)
+            if call is None or not guard.joined(call.guard).possible:
+                return False
+            if call.receiver is not None and call.name in names.SAME:
+                return self._parallel(call.receiver, call, guard, facts, depth - 1)
+            return self._wraps(call, facts)
+        if isinstance(node, cst.IfExp):
+            return any(self._parallel(each, at, guard, facts, depth - 1) for each in (node.body, node.orelse))
+        for binding in facts.values.reaching(dotted(node), at.scope, at.order, guard) if dotted(node) else []:
+            both = guard.joined(binding.guard)
+            if not both.possible:
+                continue
+            if binding.kind == "assign" and self._parallel(binding.value, binding, both, facts, depth - 1):
+                return True
+            if binding.kind == "param":
+                for call in facts.callers(binding.scope):
+                    given = facts.values.given(call, binding.scope, binding.key)
+                    if given is not binding.value and self._parallel(given, call, both, facts, depth - 1):
+                        return True
+        return False

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.backends import Switch, switches
+from mpguard.lint.facts import Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+
+#: Old switch -> what it is about.
+_OLD = {
+    "torch.backends.cuda.matmul.allow_tf32": "matmul",
+    "torch.set_float32_matmul_precision": "matmul",
+    "torch.backends.cudnn.allow_tf32": "conv",
+}
+#: New switch -> what it is about: `torch.backends.fp32_precision` and that of cuDNN reach both.
+_NEW = {
+    "torch.backends.fp32_precision": ("matmul", "conv"),
+    "torch.backends.cuda.matmul.fp32_precision": ("matmul",),
+    "torch.backends.cudnn.fp32_precision": ("conv",),
+    "torch.backends.cudnn.conv.fp32_precision": ("conv",),
+    "torch.backends.cudnn.rnn.fp32_precision": ("conv",),
+}
+_READS = {
+    "torch.backends.cuda.matmul.allow_tf32": "matmul",
+    "torch.get_float32_matmul_precision": "matmul",
+    "torch.backends.cudnn.allow_tf32": "conv",
+}
+
+
+class MixedTf32Apis(Rule):
+    """The old TF32 switches say something else than the new `fp32_precision`, or are asked after only that was set.
+
+    ## What it does
+    Compares `torch.backends.cuda.matmul.allow_tf32`, `torch.backends.cudnn.allow_tf32` and
+    `torch.set_float32_matmul_precision` with the `fp32_precision` of torch 2.9 and later for the same operations.
+
+    ## Why is this bad
+    The two are stored side by side. Run with torch 2.13: after `allow_tf32 = True` and
+    `matmul.fp32_precision = "ieee"`, reading `allow_tf32` raises "you have used mix of the legacy and new APIs"; in the
+    other order the old switch overrides the new one without a word. After `matmul.fp32_precision = "tf32"`
+    alone `torch.get_float32_matmul_precision()` raises, and so does the library that asks for it.
+
+    ## Known limits
+    Silent where both say the same, and for exclusive arms (`if hasattr(torch.backends, "fp32_precision"): ... else`).
+    Values that are not literals are unknown. Reads by libraries are out of sight.
+    """
+
+    code, name = "MPG701", "mixed-tf32-apis"
+    severity = "error"
+    message = "`{here}` beside `{there}`: {effect}"
+    help = "Use `fp32_precision` alone, or the old switches alone"
+    triggers = (any_of(b"fp32_precision"), any_of(b"allow_tf32", b"float32_matmul_precision"))
+    examples = (
+        Bad(
+            """\
+import torch
+
+torch.backends.cuda.matmul.allow_tf32 = True
+torch.backends.cuda.matmul.fp32_precision = "ieee"  # !
+"""
+        ),
+        Bad(
+            """\
+import torch
+from torch.backends import cudnn
+
+def setup():
+    torch.backends.fp32_precision = "tf32"
+    torch.set_float32_matmul_precision("highest")  # !
+    cudnn.allow_tf32 = False  # !
+    return torch.backends.cuda.matmul.allow_tf32
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def main():
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    print(torch.get_float32_matmul_precision())  # !
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def setup(enable):
+    if hasattr(torch.backends, "fp32_precision"):
+        torch.backends.fp32_precision = "tf32"
+    else:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+
+def same():
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    print(torch.get_float32_matmul_precision())
+
+def unknown(value):
+    torch.backends.cudnn.conv.fp32_precision = value
+"""
+        ),
+        Good(
+            """\
+import torch
+
+torch.set_float32_matmul_precision("high")
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+torch.backends.cudnn.conv.fp32_precision = "ieee"
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        found = switches(facts)
+        old = [each for each in found if each.path in _OLD and not each.read and _on(each) is not None]
+        new = [each for each in found if each.path in _NEW and not each.read and _on(each) is not None]
+        reported = False
+        said: set[Switch] = set()
+        for one in new:
+            for other in old:
+                apart = _on(one) != _on(other) and _OLD[other.path] in _NEW[one.path]
+                if not apart or not self._together(one, other, facts):
+                    continue
+                first, last = sorted((one, other), key=lambda each: each.record.order)
+                if last in said:
+                    continue
+                said.add(last)
+                reported = True
+                wins = "torch raises when it is read" if last is one else "it overrides the other in silence"
+                yield self._at(last, first, wins)
+        if not reported:
+            yield from self._reads(found, old, new, facts)
+
+    def _reads(self, found: list[Switch], old: list[Switch], new: list[Switch], facts: Facts) -> Iterator[Diagnostic]:
+        """Old switches that are asked after the new ones were set to TF32 alone."""
+        for read in found:
+            about = _READS.get(read.path)
+            if not read.read or about != "matmul":
+                continue
+            for one in new:
+                before = one.record.order < read.record.order and _on(one) and about in _NEW[one.path]
+                agrees = any(_OLD[other.path] == about and _on(other) for other in old)
+                if before and not agrees and self._together(one, read, facts):
+                    yield self._at(read, one, "torch raises here")
+                    break
+
+    def _together(self, one: Switch, other: Switch, facts: Facts) -> bool:
+        """Whether both happen in one run: no exclusive arms, and functions that calls connect."""
+        connected = other.record.scope in facts.reachable(one.record.scope)
+        return connected and compatible(facts.guard_of(one.record), facts.guard_of(other.record))
+
+    def _at(self, place: Switch, other: Switch, effect: str) -> Diagnostic:
+        notes = (Note(f"`{_short(other)}` here", other.span),)
+        return self.at(place, here=_short(place), there=_short(other), effect=effect, notes=notes)
+
+
+def _on(switch: Switch) -> bool | None:
+    """Whether a switch allows TF32; None where that is unknown, or it is left to another switch."""
+    if isinstance(switch.value, bool):
+        return switch.value
+    said = {"tf32": True, "ieee": False, "high": True, "medium": True, "highest": False}
+    return said.get(switch.value) if isinstance(switch.value, str) else None
+
+
+def _short(switch: Switch) -> str:
+    return ".".join(switch.path.split(".")[-2:])

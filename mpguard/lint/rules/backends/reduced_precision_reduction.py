@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.backends import switches
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
+
+_SWITCHES = ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation")
+
+
+class ReducedPrecisionReduction(Rule):
+    """FP16 matrix products are allowed to accumulate in FP16.
+
+    ## What it does
+    Reports `torch.backends.cuda.matmul.allow_fp16_accumulation = True` and
+    `allow_fp16_reduced_precision_reduction = True`.
+
+    ## Why is this bad
+    With the first, cuBLAS adds up products in FP16: sums beyond 65504 become inf, and long sums lose their last terms.
+    The second, torch's default, lets split sums be added in FP16; writing it down is no error, but a training that
+    overflows in FP16 should try `False` first.
+
+    ## Known limits
+    Preview: both are chosen on purpose for speed where the values are known to be small.
+    """
+
+    code, name = "MPG703", "reduced-precision-reduction"
+    severity = "info"
+    preview = True
+    message = "`{switch} = True`: sums of FP16 products may be kept in FP16"
+    triggers = (any_of(b"allow_fp16_reduced_precision_reduction", b"allow_fp16_accumulation"),)
+    examples = (
+        Bad(
+            """\
+import torch
+
+torch.backends.cuda.matmul.allow_fp16_accumulation = True  # !
+torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True  # !
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def setup(fast):
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_accumulation = fast
+    print(torch.backends.cuda.matmul.allow_fp16_accumulation)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for switch in switches(facts):
+            if switch.path.endswith(_SWITCHES) and switch.value is True and not switch.read:
+                yield self.at(switch, switch=switch.path.rsplit(".", 1)[-1])
