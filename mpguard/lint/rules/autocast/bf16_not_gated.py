@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
+
+#: What asks the hardware, or a name that says that somebody did.
+_GATES = re.compile(
+    r"(?i)bf16_?(?:is_)?(?:supported|available|ok|ready)|(?:is|has|supports?|can)_\w*(?:bf16|bfloat16)|capability|"
+    r"get_device_properties|is_torch_bf16|sm_\d\d|ampere|compute_cap"
+)
+_CHOICE = re.compile(r"(?i)bf16|bfloat16|dtype|precision")
+
+
+class Bf16NotGated(Rule):
+    """A script offers BF16 as a choice and never asks whether the GPU has it.
+
+    ## What it does
+    Reports a CUDA autocast whose dtype is BF16 under one value of an option and another dtype under the others, in a
+    file that asks neither `torch.cuda.is_bf16_supported()` nor the device's capability.
+
+    ## Why is this bad
+    GPUs before Ampere (compute capability 8.0: V100, T4, RTX 20) have no tensor cores for BF16. torch emulates it there
+    without a word: `is_bf16_supported()` is True unless it is asked with `including_emulation=False`.
+
+    ## Known limits
+    Preview: many a script is written for one machine, whose GPUs are known. A check in another file is not seen.
+    """
+
+    code, name = "MPG308", "bf16-not-gated"
+    severity = "info"
+    preview = True
+    message = "BF16 is a choice here, and nothing asks whether the GPU supports it"
+    help = "ask `torch.cuda.is_bf16_supported(including_emulation=False)` first"
+    triggers = (any_of(b"autocast("), any_of(b"torch.bfloat16", b"bfloat16"))
+    examples = (
+        Bad(
+            """\
+import torch
+
+dtype = torch.bfloat16 if args.bf16 else torch.float16
+with torch.autocast("cuda", dtype=dtype):  # !
+    loss = model(x)
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def train(args, x):
+    if args.precision == "bf16":
+        with torch.autocast("cuda", dtype=torch.bfloat16):  # !
+            return model(x)
+    return model(x)
+"""
+        ),
+        Good(
+            """\
+import torch
+
+dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+with torch.autocast("cuda", dtype=dtype):
+    loss = model(x)
+"""
+        ),
+        Good(
+            """\
+import torch
+
+with torch.autocast("cuda", dtype=torch.bfloat16):
+    loss = model(x)
+with torch.autocast("cpu", dtype=torch.bfloat16 if args.bf16 else torch.float16):
+    loss = model(x)
+with torch.autocast("cuda", dtype=getattr(torch, args.dtype)):
+    loss = model(x)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if _GATES.search(facts.source.text):
+            return
+        for event in facts.events("autocast"):
+            region = facts.autocast(event.call, facts.called_path(event.call))
+            if region.device == "cuda" and self._chosen(event):
+                yield self.at(event)
+
+    def _chosen(self, event: Event) -> bool:
+        """Whether the region is BF16 by somebody's choice: a flag of that meaning decides."""
+        low = [guard for guard, dtype in event.dtypes if dtype == "bfloat16"]
+        others = {dtype for _, dtype in event.dtypes} - {"bfloat16", None}
+        if low and others:
+            return True
+        flags = set().union(*(event.guard.joined(guard).flags() for guard in low)) if low else set()
+        return any(_CHOICE.search(flag) for flag in flags)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.walk import Call, With, constant
+
+
+class NoGradInAutocastCache(Rule):
+    """A forward pass under `no_grad` leaves casts of the weights in autocast's cache, and they carry no gradient.
+
+    ## What it does
+    Reports a call of a model under `no_grad` inside an autocast region, where the same model is called again in that
+    region with gradients.
+
+    ## Why is this bad
+    Autocast casts each FP32 weight once per region and remembers the cast. Up to torch 2.9, the cast that is made under
+    `no_grad` has no history, and the forward pass that trains uses it again: the weights of linear layers and
+    convolutions get no gradient, without a word (pytorch/pytorch#112583, #158232).
+
+    ## Known limits
+    Preview, since it concerns old versions only. It was mended by pytorch/pytorch#165068, merged in December 2025: with
+    torch 2.13 on a CPU and with 2.11 on an H100 the weights do get their gradients, in FP16 and BF16, after `no_grad`
+    and after `inference_mode`. Whether 2.10 has it was not tried. Silent with `cache_enabled=False`, after
+    `torch.clear_autocast_cache()`, and for frozen models.
+    """
+
+    code, name = "MPG313", "no-grad-in-autocast-cache"
+    severity = "warning"
+    preview = True
+    message = "`{call}` runs under no_grad in the region in which the same weights are trained"
+    help = "leave the region in between, or give it `cache_enabled=False`; or require a newer torch"
+    triggers = (any_of(b"autocast"), any_of(b"no_grad", b"inference_mode"), any_of(b"backward", b"loss"))
+    examples = (
+        Bad(
+            """\
+import torch
+
+for x in loader:
+    with torch.autocast("cuda"):
+        with torch.no_grad():
+            first = model(x)  # !
+        loss = (model(x) - first).pow(2).mean()
+    scaler.scale(loss).backward()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+class Run:
+    def loss(self, x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            with torch.inference_mode():
+                first = self.model(x)  # !
+            return (self.model(x) - first).pow(2).mean()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+teacher.requires_grad_(False)
+for x in loader:
+    with torch.autocast("cuda"):
+        with torch.no_grad():
+            target = teacher(x)
+            old = model(x)
+            torch.clear_autocast_cache()
+        loss = (model(x) - target).pow(2).mean() + teacher(x)
+    with torch.autocast("cuda"):
+        with torch.no_grad():
+            first = net(x)
+    with torch.autocast("cuda"):
+        loss = net(x)
+        with torch.no_grad():
+            after = net(x)
+    with torch.autocast("cuda", cache_enabled=False):
+        with torch.no_grad():
+            first = net(x)
+        loss = net(x)
+    with torch.autocast("cuda", enabled=False):
+        with torch.no_grad():
+            first = net(x)
+            helper(x)
+        loss = net(x)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for scope in facts.walker.scopes:
+            calls = [call for call in scope.calls if len(call.withs) > 1 and call.path]
+            for call in calls:
+                item = self._region(call, facts)
+                if item is None or facts.scope_infers(scope) or not self._model(call, facts):
+                    continue
+                later = next((c for c in scope.calls if self._trains(c, call, item, facts)), None)
+                if later is not None:
+                    yield self.at(call, call=facts.short(call.node), notes=(Note("trained here", later.span),))
+
+    def _region(self, call: Call, facts: Facts) -> With | None:
+        """The enabled autocast that a call stands in, with a `no_grad` inside it."""
+        found: With | None = None
+        for item in call.withs:
+            for region in facts.contexts.entered(item):
+                if region.kind == "autocast" and region.call is not None:
+                    cached = constant(region.call.keywords.get("cache_enabled")) != (False,)
+                    found = item if cached and region.guard.joined(call.guard).possible else None
+                elif region.kind == "no_grad" and found is not None:
+                    return found
+        return None
+
+    def _model(self, call: Call, facts: Facts) -> bool:
+        kinds = facts.kinds(call.func, call)
+        named = call.name.endswith(("model", "net", "network", "encoder", "decoder", "unet", "generator", "policy"))
+        return ("model" in kinds or (kinds <= {""} and named)) and not facts.frozen.named(call.path)
+
+    def _trains(self, later: Call, call: Call, item: With, facts: Facts) -> bool:
+        if later.path != call.path or later.order <= call.order or item not in later.withs or facts.infers(later):
+            return False
+        between = (c.order for c in facts.calls.get("clear_autocast_cache", ()))
+        return not any(call.order < order < later.order for order in between)
