@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint import mend, names
+from mpguard.lint.events import Event
+from mpguard.lint.facts import Facts
+from mpguard.lint.guard import compatible
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.walk import Call, dotted
+
+_EMA = re.compile(r"(?i)(?:^|_)(?:m?ema|averaged?|shadow)(?:_|$)|(?:model|params?|weights?|net|unet)ema$")
+#: Classes that keep an average of the model that they are given.
+_CLASSES = frozenset(
+    {"AveragedModel", "ExponentialMovingAverage", "EMAModel", "ModelEma", "ModelEmaV2", "ModelEMA", "EMA"}
+)
+_UPDATES = frozenset({"lerp_", "mul_", "lerp", "update", "update_parameters", "step_ema", "ema_update", "update_ema"})
+
+
+class EmaInHalf(Rule):
+    """An exponential moving average of weights is kept in FP16 or BF16.
+
+    ## What it does
+    Reports a cast of a model that the file calls an average (`ema`, `shadow`) and updates, and a model that was cast
+    before it is handed to `AveragedModel`, `EMAModel` and the like.
+
+    ## Why is this bad
+    Each step adds (1 - decay) of a difference. With decay 0.999 that is below half of BF16's last bit (2^-9): an
+    average of 1.0 that follows weights of 2.0 is still 1.0 after 1,000 steps, where FP32 is at 1.63 (torch 2.13); FP16
+    lags too (1.46).
+
+    ## Known limits
+    Averages are known by their names or classes. A copy that is cast for a checkpoint (`deepcopy(ema).half()`) or for
+    inference is fine and silent, as is an average that nothing in the file updates.
+    """
+
+    code, name = "MPG109", "ema-in-half"
+    severity = "warning"
+    message = "the moving average `{ema}` is kept in {dtype}: its updates are rounded away"
+    triggers = (
+        any_of(b"ema", b"EMA", b"Ema", b"shadow", b"AveragedModel", b"averaged", b"ExponentialMovingAverage"),
+        any_of(b"float16", b"torch.half", b".half()", b".bfloat16()"),
+        any_of(b"lerp", b"mul_(", b"update", b"step_ema"),
+    )
+    examples = (
+        Bad(
+            """\
+import copy
+import torch
+
+def train(model, loader, optimizer, decay=0.999):
+    ema = copy.deepcopy(model).to(torch.bfloat16)  # !
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+        for e, p in zip(ema.parameters(), model.parameters()):
+            e.data.mul_(decay).add_(p.data, alpha=1 - decay)
+"""
+        ),
+        Bad(
+            """\
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+class Task:
+    def __init__(self, model):
+        self.ema_model = AveragedModel(model.half())  # !
+        self.net_ema = model
+        self.net_ema.half()  # !
+
+    def step(self, model):
+        self.ema_model.update_parameters(model)
+        self.update(self.net_ema.parameters(), model.parameters())
+
+    def update(self, averages, parameters):
+        for a, p in zip(averages, parameters):
+            a.lerp_(p, 0.001)
+"""
+        ),
+        Good(
+            """\
+from copy import deepcopy
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+def train(model, loader, optimizer, schema):
+    ema = AveragedModel(model)
+    shadow = deepcopy(model).float()
+    for x in loader:
+        model(x.half()).sum().backward()
+        optimizer.step()
+        ema.update_parameters(model)
+        schema.half()
+    torch.save({"ema": deepcopy(ema.module).half(), "shadow": shadow.state_dict()}, "last.pt")
+    ema.half()
+    torch.save(ema.state_dict(), "half.pt")
+
+@torch.no_grad()
+def evaluate(ema_model, x):
+    ema_model.half()
+    return ema_model(x.half())
+
+def step(other_ema, model):
+    torch._foreach_lerp_(list(other_ema.parameters()), list(model.parameters()), 0.001)
+    other_ema.update(model)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.declared == "inference":
+            return
+        for cast in facts.events("cast"):
+            low = next((name for name in ("bfloat16", "float16") if cast.may_be(name)), None)
+            if low is None or facts.infers(cast.call):
+                continue
+            ema, keeper = self._average(cast), self._keeper(cast, facts)
+            if keeper is not None or (ema and self._updated(ema, cast, facts)):
+                notes = (Note("averaged here", keeper.span),) if keeper is not None else ()
+                dtype = "FP16" if low == "float16" else "BF16"
+                yield self.at(cast, ema=ema or facts.short(cast.subject), dtype=dtype, notes=notes)
+
+    def _average(self, cast: Event) -> str:
+        """The name of the average that is cast in place, or that a cast makes."""
+        if mend.is_statement(cast.call):
+            return cast.key if _EMA.search(cast.key.rsplit(".", 1)[-1]) else ""
+        node: cst.CSTNode = cast.call.node
+        statement = cast.call.statement
+        if not isinstance(statement, cst.Assign) or len(statement.targets) != 1:
+            return ""
+        value: cst.CSTNode = statement.value
+        while value is not node:  # what is done to the model after the cast: `.cuda().eval()`
+            if not isinstance(value, cst.Call) or not isinstance(value.func, cst.Attribute):
+                return ""
+            if value.func.attr.value not in names.SAME - {"float", "double"}:
+                return ""
+            value = value.func.value
+        key = dotted(statement.targets[0].target)
+        return key if _EMA.search(key.rsplit(".", 1)[-1]) else ""
+
+    def _keeper(self, cast: Event, facts: Facts) -> Call | None:
+        """The class that keeps the average and is given the model in its low dtype."""
+        for name in _CLASSES:
+            for call in facts.calls.get(name, ()):
+                given = call.argument(0, "model", "parameters")
+                inside = given is not None and given is cast.call.node
+                before = (
+                    mend.is_statement(cast.call)
+                    and bool(cast.key)
+                    and dotted(given).removesuffix(".parameters") == cast.key
+                    and call.scope is cast.scope
+                    and call.order > cast.order
+                    and compatible(call.guard, cast.guard)
+                )
+                if inside or before:
+                    return call
+        return None
+
+    def _updated(self, ema: str, cast: Event, facts: Facts) -> bool:
+        """Whether the file updates the average after the cast: by a method, or by its parameters beside others."""
+        last, wanted = ema.rsplit(".", 1)[-1], _UPDATES | {"parameters", "named_parameters"}
+        if not any(name in facts.calls for name in _UPDATES):
+            return False
+        for scope in facts.walker.scopes:
+            for use in (use for uses in scope.uses.values() for use in uses):
+                parts = use.path.split(".")
+                if len(parts) < 2 or parts[-2] != last or parts[-1] not in wanted or facts.infers(use):
+                    continue
+                if scope is not cast.scope or use.order > cast.order or set(use.loops) & set(cast.call.loops):
+                    return True
+        return False

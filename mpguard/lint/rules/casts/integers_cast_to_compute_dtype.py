@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint import mend
+from mpguard.lint.events import Event
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+from mpguard.lint.walk import constant, dotted, text_of
+
+#: What holds ids and nothing else, by the conventions of Hugging Face.
+_IDS = frozenset({"input_ids", "decoder_input_ids", "token_ids", "label_ids", "token_type_ids", "output_ids"})
+_BATCH = re.compile(r"(?i)(?:^|_|\.)(?:batch|inputs?|model_inputs|examples?|samples?|encod(?:ing|ed)s?|features)$")
+_FLOATING = re.compile(r"is_floating|float|dtype|isinstance|pixel|not in|!=")
+
+
+class IntegersCastToComputeDtype(Rule):
+    """Token ids, or a whole batch that holds them, are cast to FP16 or BF16.
+
+    ## What it does
+    Reports casts to a low dtype of `input_ids` and its kin (also `batch["input_ids"]`), and of every value of a batch's
+    dict (`{k: v.half() for k, v in batch.items()}`) in a file that reads ids from it.
+
+    ## Why is this bad
+    FP16 holds integers exactly up to 2048, BF16 up to 256: id 2049 becomes 2048, and a vocabulary has 32,000
+    and more. `Embedding` refuses float indices; code that casts back (`.long()`) or looks them up another way trains on
+    other tokens without a word.
+
+    ## Fix safety
+    The fix removes the cast from the ids and keeps a device move; code that wanted floats stops working: unsafe. There
+    is none for a whole dict: cast what is floating point (`v.half() if v.is_floating_point() else v`).
+
+    ## Known limits
+    Ids are known by their names; `labels`, `indices` and boxes may be floats and are silent. So are `BatchFeature.to`
+    and `BatchEncoding.to`, which cast floating point tensors only.
+    """
+
+    code, name = "MPG110", "integers-cast-to-compute-dtype"
+    severity = "error"
+    message = "{what} in {dtype}: integers above {exact} change"
+    triggers = (
+        any_of(b"input_ids", b"token_ids", b"label_ids", b"token_type_ids", b"output_ids"),
+        any_of(b".half()", b".bfloat16()", b".to(", b".type("),
+        any_of(b"float16", b"torch.half", b".half()", b".bfloat16()"),
+    )
+    examples = (
+        Bad(
+            """\
+import torch
+
+def train(model, loader, optimizer):
+    cast_dtype = torch.bfloat16
+    for batch in loader:
+        input_ids = batch["input_ids"].to("cuda", dtype=cast_dtype)  # !
+        loss = model(input_ids)
+        loss.backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def train(model, loader, optimizer):
+    cast_dtype = torch.bfloat16
+    for batch in loader:
+        input_ids = batch["input_ids"].to("cuda")
+        loss = model(input_ids)
+        loss.backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def get_cast_dtype(precision):
+    cast_dtype = None
+    if precision == "bf16":
+        cast_dtype = torch.bfloat16
+    elif precision == "fp16":
+        cast_dtype = torch.float16
+    return cast_dtype
+
+def train(args, model, loader, optimizer):
+    cast_dtype = get_cast_dtype(args.precision)
+    for batch in loader:
+        decoder_input_ids = batch.decoder_input_ids.half()  # !
+        other = batch["input_ids"].to(dtype=cast_dtype)  # !
+        batch = {k: v.to("cuda", torch.float16) for k, v in batch.items()}  # !
+        for key, value in batch.items():
+            batch[key] = value.half()  # !
+        model(**batch, other=other, ids=decoder_input_ids)
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def train(model, loader, processor, optimizer):
+    for batch in loader:
+        pixel_values = batch["pixel_values"].half()
+        input_ids = batch["input_ids"].to("cuda").long()
+        img_ids = batch["img_ids"].to(torch.bfloat16)
+        add_time_ids = batch["add_time_ids"].to(torch.float16)
+        batch = {k: v.half() if v.is_floating_point() else v for k, v in batch.items()}
+        batch = {k: v.half() for k, v in batch.items() if k != "input_ids"}
+        inputs = processor("a", return_tensors="pt").to("cuda", torch.float16)
+        for key, value in batch.items():
+            if torch.is_floating_point(value):
+                batch[key] = value.half()
+        model(input_ids, pixel_values, img_ids, add_time_ids, inputs)
+
+def convert(state_dict):
+    return {k: v.half() for k, v in state_dict.items()}
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for cast in facts.events("cast"):
+            low = next((name for name in ("bfloat16", "float16") if cast.may_be(name)), None)
+            if low is None:
+                continue
+            name = self._ids(cast.subject)
+            whole = self._whole(cast, facts) if not name else ""
+            if not name and not whole:
+                continue
+            yield self.at(
+                cast,
+                what=f"`{name}`" if name else f"all of `{whole}`",
+                dtype="FP16" if low == "float16" else "BF16",
+                exact="2,048" if low == "float16" else "256",
+                help=None if name else "Cast floating point values only: `v.half() if v.is_floating_point() else v`",
+                fix=self._fix(cast) if name else None,
+            )
+
+    def _ids(self, node: cst.CSTNode | None) -> str:
+        """The name of the ids that an expression is, through moves."""
+        while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+            if node.func.attr.value not in ("to", "cuda", "contiguous", "view", "reshape", "clone", "detach"):
+                return ""
+            node = node.func.value
+        if isinstance(node, cst.Subscript) and len(node.slice) == 1 and isinstance(node.slice[0].slice, cst.Index):
+            key = constant(node.slice[0].slice.value)
+            name = str(key[0]) if key else ""
+        else:
+            name = dotted(node).rsplit(".", 1)[-1]
+        return name if name in _IDS else ""
+
+    def _whole(self, cast: Event, facts: Facts) -> str:
+        """The batch of whose dict every value is cast."""
+        if not cast.key or "." in cast.key:
+            return ""
+        for binding in facts.values.reaching(cast.key, cast.scope, cast.order, cast.call.guard):
+            value = binding.value
+            if binding.kind != "for" or binding.index != (1,) or not isinstance(value, cst.Call):
+                continue
+            owner = dotted(value.func.value) if isinstance(value.func, cst.Attribute) else ""
+            items = isinstance(value.func, cst.Attribute) and value.func.attr.value == "items"
+            if not items or not _BATCH.search(owner) or facts.infers(cast.call):
+                return ""
+            chosen = cast.call.guard.flags() - set(binding.guard.flags())
+            above = facts.walker.parents.get(cast.call.node)
+            while above is not None and not isinstance(above, (cst.BaseSmallStatement, cst.BaseCompoundStatement)):
+                if isinstance(above, cst.DictComp) and above.for_in.ifs:
+                    return ""
+                if isinstance(above, cst.IfExp) and _FLOATING.search(text_of(above.test)):
+                    return ""
+                above = facts.walker.parents.get(above)
+            return "" if any(cast.key in flag or _FLOATING.search(flag) or "==" in flag for flag in chosen) else owner
+        return ""
+
+    def _fix(self, cast: Event) -> Fix | None:
+        call = cast.call
+        dtype = call.keywords.get("dtype")
+        if call.name == "to" and len(call.node.args) > 1 and (dtype is not None or len(call.positional) > 1):
+            edit = mend.without_argument(call, dtype if dtype is not None else call.positional[1])
+            return Fix("Remove the cast, keep the move", "unsafe", (edit,))
+        if len(call.node.args) > 1 or mend.is_statement(call):
+            return None
+        return Fix("Remove the cast", "unsafe", (mend.without_method(call),))

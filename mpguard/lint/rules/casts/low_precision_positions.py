@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.edits import Edit
+from mpguard.lint import mend
+from mpguard.lint.events import Event
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+from mpguard.lint.walk import Call, Record, constant
+
+#: Up to here a dtype holds all integers.
+_EXACT = {"float16": 2048, "bfloat16": 256}
+_TESTS = re.compile(r"(?:^|[/\\])(?:tests?|testing)[/\\]|(?:^|[/\\])(?:test_[^/\\]*|conftest)\.py$|_test\.py$")
+
+
+class LowPrecisionPositions(Rule):
+    """Positions (`arange`, `linspace`, and what is computed from them) are made in FP16 or BF16.
+
+    ## What it does
+    Reports `torch.arange(n, dtype=torch.bfloat16)`, `torch.linspace(..., dtype=torch.float16)` and `arange` that is
+    cast before anything is computed from it (`torch.arange(0, dim, 2).half() / dim`).
+
+    ## Why is this bad
+    BF16 holds all integers up to 256, FP16 up to 2048: of 4,096 positions in BF16 769 different numbers are left, of
+    5,000 in FP16 3,299 (torch 2.13). Tokens far from the beginning get the same rotary angles or sinusoids.
+    A table that is computed in FP32 and stored in BF16 at the end is fine.
+
+    ## Fix safety
+    In FP32 what is computed from the positions becomes FP32 too: unsafe.
+
+    ## Known limits
+    Silent for ends that are literals and small enough, for dtypes that are unknown (`dtype=x.dtype`), and in tests,
+    which use `arange` for data.
+    """
+
+    code, name = "MPG108", "low-precision-positions"
+    severity = "warning"
+    message = "positions in {dtype}, which holds integers exactly up to {exact} only"
+    triggers = (any_of(b"arange(", b"linspace("), any_of(b"float16", b"torch.half", b".half()", b".bfloat16()"))
+    examples = (
+        Bad(
+            """\
+import torch
+
+def rotary(dim, length):
+    t = torch.arange(length, device="cuda", dtype=torch.bfloat16)  # !
+    inv_freq = 1.0 / (10000 ** (torch.arange(0, dim, 2).half() / dim))  # !
+    return torch.outer(t, inv_freq).cos()
+""",
+            fixed="""\
+import torch
+
+def rotary(dim, length):
+    t = torch.arange(length, device="cuda", dtype=torch.float32)
+    inv_freq = 1.0 / (10000 ** (torch.arange(0, dim, 2).float() / dim))
+    return torch.outer(t, inv_freq).cos()
+""",
+        ),
+        Bad(
+            """\
+import torch as th
+from torch import bfloat16
+
+class Embedding(th.nn.Module):
+    def __init__(self, dim, fp16):
+        super().__init__()
+        self.dtype = th.float16 if fp16 else th.float32
+        self.steps = th.linspace(0, 1, 1000, dtype=bfloat16)  # !
+
+    def forward(self, x):
+        positions = th.arange(x.shape[1], device=x.device)
+        positions = positions.to(self.dtype)  # !
+        other = th.arange(0, 4096, dtype=self.dtype)  # !
+        return positions * other
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def tables(dim, length, x, dtype):
+    t = torch.arange(length, dtype=torch.float32)
+    inv_freq = 1.0 / (10000 ** (torch.arange(0, dim, 2).float() / dim))
+    table = torch.outer(t, inv_freq).cos().to(torch.bfloat16)
+    other = torch.arange(length, dtype=x.dtype) + torch.arange(length, dtype=dtype)
+    eight = torch.arange(8, dtype=torch.bfloat16) + torch.arange(0, 256, dtype=torch.bfloat16)
+    mask = (torch.arange(length) < 5).half()
+    scaled = (torch.arange(length) / length).half()
+    return table, other, eight, mask, scaled, torch.arange(2048).half(), torch.linspace(0, 1, 5).half()
+
+def test_sum():
+    return torch.arange(10000, dtype=torch.float16)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if _TESTS.search(facts.path):
+            return
+        for name in ("arange", "linspace"):
+            for call in facts.calls.get(name, ()):
+                given = call.argument(None, "dtype")
+                if given is None or facts.called_path(call) != f"torch.{name}":
+                    continue
+                low = self._low(facts.dtypes(given, call), call, call, facts)
+                if low:
+                    edit = mend.replaced(given, call, f"{mend.name_of_torch(facts)}.float32")
+                    yield self._at(call, low, edit if mend.name_of_torch(facts) else None)
+        for cast in facts.events("cast"):
+            made = self._arange(cast, facts)
+            low = self._low(cast.dtypes, made, cast.call, facts) if made is not None else ""
+            if low:
+                yield self._at(cast.call, low, self._upcast(cast, facts))
+
+    def _at(self, call: Call, dtype: str, edit: Edit | None) -> Diagnostic:
+        fix = Fix("Compute in float32", "unsafe", (edit,)) if edit is not None else None
+        said = "FP16" if dtype == "float16" else "BF16"
+        return self.at(call, dtype=said, exact=f"{_EXACT[dtype]:,}", fix=fix)
+
+    def _low(self, dtypes: tuple[tuple[object, str | None], ...], made: Call, at: Record, facts: Facts) -> str:
+        """The low dtype that positions have, if it cannot hold them."""
+        if any(scope.kind == "function" and scope.name.startswith("test") for scope in at.scope.within()):
+            return ""
+        most = self._most(made, facts)
+        return next((name for _, name in dtypes if name in _EXACT and not (most and most <= _EXACT[name])), "") or ""
+
+    def _most(self, call: Call, facts: Facts) -> float | None:
+        """The largest position, where it is a literal."""
+        if call.name == "linspace":
+            steps = facts.scalars.number(call.argument(2, "steps"), call)
+            return steps.value if steps is not None else None
+        end = call.argument(1 if len(call.positional) > 1 else 0, "end")
+        number = facts.scalars.number(end, call)
+        return abs(number.value) if number is not None else None
+
+    def _arange(self, cast: Event, facts: Facts) -> Call | None:
+        """The `arange` that is cast: at once, moved, or under its name."""
+        node: cst.CSTNode | None = cast.subject
+        for _ in range(4):
+            call = facts.walker.call_of.get(node) if node is not None else None
+            if call is not None:
+                if call.name == "arange":
+                    return call if facts.called_path(call) == "torch.arange" and "dtype" not in call.keywords else None
+                node = call.receiver if call.name in ("to", "cuda", "view", "unsqueeze", "expand", "reshape") else None
+                continue
+            bindings = (
+                facts.values.reaching(cast.key, cast.scope, cast.order, cast.call.guard) if node is cast.subject else []
+            )
+            if len(bindings) != 1 or bindings[0].kind != "assign" or bindings[0].key.startswith("self."):
+                return None
+            node = bindings[0].value
+        return None
+
+    def _upcast(self, cast: Event, facts: Facts) -> Edit | None:
+        call, torch = cast.call, mend.name_of_torch(facts)
+        if call.name in ("half", "bfloat16"):
+            return mend.without_method(call, ".float()")
+        given = call.argument(0, "dtype")
+        if torch is None or given is None or constant(given) is not None or len(call.positional) > 1:
+            return None
+        return mend.replaced(given, call, f"{torch}.float32")
