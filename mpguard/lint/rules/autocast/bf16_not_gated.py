@@ -18,7 +18,7 @@ class Bf16NotGated(Rule):
     """A script offers BF16 as a choice and never asks whether the GPU has it.
 
     ## What it does
-    Reports a CUDA autocast whose dtype is BF16 under one value of an option and another dtype under the others, in a
+    Reports the first CUDA autocast whose dtype is BF16 under one value of an option and another dtype under the others, in a
     file that asks neither `torch.cuda.is_bf16_supported()` nor the device's capability.
 
     ## Why is this bad
@@ -71,6 +71,9 @@ import torch
 
 with torch.autocast("cuda", dtype=torch.bfloat16):
     loss = model(x)
+for dtype in (torch.float16, torch.bfloat16):
+    with torch.autocast("cuda", dtype=dtype):
+        loss = model(x)
 with torch.autocast("cpu", dtype=torch.bfloat16 if args.bf16 else torch.float16):
     loss = model(x)
 with torch.autocast("cuda", dtype=getattr(torch, args.dtype)):
@@ -86,12 +89,13 @@ with torch.autocast("cuda", dtype=getattr(torch, args.dtype)):
             region = facts.autocast(event.call, facts.called_path(event.call))
             if region.device == "cuda" and self._chosen(event):
                 yield self.at(event)
+                return  # the choice is one, however many regions take it
 
     def _chosen(self, event: Event) -> bool:
         """Whether the region is BF16 by somebody's choice: a flag of that meaning decides."""
         low = [guard for guard, dtype in event.dtypes if dtype == "bfloat16"]
         others = {dtype for _, dtype in event.dtypes} - {"bfloat16", None}
-        if low and others:
+        if others and any(low):  # under a flag; not both in turn, as a loop of a test does
             return True
         flags = set().union(*(event.guard.joined(guard).flags() for guard in low)) if low else set()
         return any(_CHOICE.search(flag) for flag in flags)
