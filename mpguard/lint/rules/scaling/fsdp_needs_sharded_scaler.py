@@ -1,0 +1,351 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import libcst as cst
+
+from mpguard.edits import Edit
+from mpguard.lint import mend, unscaled
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.guard import Guard, compatible
+from mpguard.lint.prepared import Wrap, policy_of
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, Span, any_of
+from mpguard.lint.values import Object
+from mpguard.lint.walk import Binding, Call
+
+_PLAIN = frozenset({"torch.amp.GradScaler", "torch.cuda.amp.GradScaler"})
+_SHARDED = "ShardedGradScaler"
+_IMPORT = f"from torch.distributed.fsdp.sharded_grad_scaler import {_SHARDED}"
+
+
+class FsdpNeedsShardedScaler(Rule):
+    """A model sharded by FSDP1 trains in FP16 with a plain GradScaler, or with none.
+
+    ## What it does
+    Reports a `GradScaler` of torch's that scales the loss of a model in `FullyShardedDataParallel`, and a
+    `backward` of such a loss that nothing scales, where FP16 computes it: an FP16 autocast, or
+    `MixedPrecision(param_dtype=torch.float16)`.
+
+    ## Why is this bad
+    Each rank of FSDP1 holds other shards of the gradients. A plain GradScaler looks for infinities in its own
+    shards alone: the rank that finds one skips its step, the others step, and from there on the shards
+    belong to different models and the scales differ. `ShardedGradScaler` asks all ranks (torch 2.13). With
+    no scaler the gradients that are too small for FP16 are zero.
+
+    ## Fix safety
+    Safe where a scaler exists: `ShardedGradScaler` takes the same arguments and does the same on one rank.
+    There is no fix where none exists, and for positional arguments, whose order differs.
+
+    ## Known limits
+    `fully_shard` (FSDP2) is not reported: its gradients are DTensors, which a plain GradScaler reduces
+    itself. `ShardingStrategy.NO_SHARD` is silent too. A scaler, optimizer or model from outside is unknown.
+    """
+
+    code, name = "MPG211", "fsdp-needs-sharded-scaler"
+    severity = "error"
+    message = "{what}"
+    triggers = (any_of(b"FullyShardedDataParallel"), any_of(b"autocast", b"float16", b"half"), any_of(b".backward("))
+    examples = (
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+model = FSDP(torch.nn.Linear(8, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cuda", growth_interval=100)  # !
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+            fixed="""\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+model = FSDP(torch.nn.Linear(8, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = ShardedGradScaler("cuda", growth_interval=100)
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torch.cuda.amp import GradScaler, autocast
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+class Run:
+    def __init__(self, net, args):
+        policy = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
+        self.net = FullyShardedDataParallel(net, mixed_precision=policy)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1)
+        self.scaler = GradScaler(enabled=args.fp16)  # !
+
+    def run(self, x):
+        loss = self.net(x).sum()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+            fixed="""\
+import torch
+from torch.cuda.amp import autocast
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+class Run:
+    def __init__(self, net, args):
+        policy = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
+        self.net = FullyShardedDataParallel(net, mixed_precision=policy)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1)
+        self.scaler = ShardedGradScaler(enabled=args.fp16)
+
+    def run(self, x):
+        loss = self.net(x).sum()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torch.amp import GradScaler
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+def train(net, loader):
+    net = FSDP(net)
+    scaler = GradScaler("cuda", 1024.0)  # !
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = net(x).sum()
+        scaler.scale(loss).backward()
+""",
+            fixed="""\
+import torch
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+def train(net, loader):
+    net = FSDP(net)
+    scaler = ShardedGradScaler("cuda", 1024.0)
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = net(x).sum()
+        scaler.scale(loss).backward()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+
+def policy_alone(net, loader):
+    half = MixedPrecision(param_dtype=torch.half)
+    net = FSDP(net, mixed_precision=half)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for x in loader:
+        net(x).sum().backward()  # !
+        optimizer.step()
+
+def region(net, loader):
+    net = FSDP(net)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = net(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+def sharded(net, loader):
+    net = FSDP(net, mixed_precision=MixedPrecision(param_dtype=torch.float16))
+    optimizer = torch.optim.AdamW(net.parameters())
+    scaler = ShardedGradScaler()
+    for x in loader:
+        scaler.scale(net(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def brain(net, loader):
+    net = FSDP(net, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW(net.parameters())
+    for x in loader:
+        net(x).sum().backward()
+        optimizer.step()
+
+def two(net, loader):
+    fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = net(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def whole(net, loader):
+    net = FSDP(net, sharding_strategy=ShardingStrategy.NO_SHARD)
+    optimizer = torch.optim.AdamW(net.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = net(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def two_ways(args, net, loader):
+    optimizer = torch.optim.AdamW(net.parameters())
+    if args.fsdp:
+        net = FSDP(net)
+        scaler = ShardedGradScaler()
+    else:
+        scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = net(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def outside(net, loader, scaler):
+    net = FSDP(net)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = net(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.declared == "inference" or not facts.events("shard"):
+            return
+        scales = {event.call: event for event in facts.events("scale")}
+        reported: set[Span] = set()
+        for backward in facts.events("backward"):
+            if backward.subject is None or facts.infers(backward.call):
+                continue
+            records = [r for r in facts.flow.backward(backward.subject, backward.call, depth=3) if isinstance(r, Call)]
+            scale = next((scales[record] for record in records if record in scales), None)
+            for wrap, guard in self._half(records, backward, facts):
+                if scale is not None:
+                    found = self._plain(scale, wrap, guard, facts)
+                else:
+                    found = self._missing(backward, wrap, guard, facts)
+                if found is not None:
+                    if found.span not in reported:
+                        reported.add(found.span)
+                        yield found
+                    break
+
+    def _half(self, records: list[Call], backward: Event, facts: Facts) -> Iterator[tuple[Wrap, Guard]]:
+        """The FSDP1 models that the loss comes from where FP16 computes it, and the guard under which both is so."""
+        for call in records:
+            for wrap in facts.prepared.of(call.func, call, "fsdp1") if call.path else ():
+                strategy = wrap.call.argument(None, "sharding_strategy")
+                if strategy is not None and "NO_SHARD" in facts.short(strategy):
+                    continue
+                for guard in self._low(call, wrap, facts):
+                    both = guard.joined(wrap.guard, backward.guard, facts.guard_of(call))
+                    if both.possible:
+                        yield wrap, both
+
+    def _low(self, call: Call, wrap: Wrap, facts: Facts) -> Iterator[Guard]:
+        regions = facts.autocasts(call)
+        for region, guard in regions:
+            for low in region.may_be("float16"):
+                yield low.joined(guard)
+        made = policy_of(wrap)
+        for policy in facts.events("policy") if made is not None and not regions else ():
+            if made is not None and policy.call is made[0]:
+                yield from policy.may_be("float16")
+
+    # -- a scaler that is not sharded ---------------------------------------------------------------
+
+    def _plain(self, scale: Event, wrap: Wrap, guard: Guard, facts: Facts) -> Diagnostic | None:
+        for each in facts.evaluate(scale.subject, scale.call):
+            atom = each.atom
+            if not isinstance(atom, Object) or atom.call is None or atom.path not in _PLAIN:
+                continue
+            made = facts.of(atom.call)
+            if made is facts and compatible(guard, each.guard, scale.guard, facts.enabled(atom.call, atom.path)):
+                notes = (Note("sharded here", wrap.call.span),)
+                what = f"`{facts.short(atom.call.node)}` sees infinities in its own rank's shards alone"
+                fix = self._fix(atom.call, wrap, facts)
+                return self.at(atom.call, what=what, help=f"FSDP1 needs `{_SHARDED}`", notes=notes, fix=fix)
+        return None
+
+    def _fix(self, made: Call, wrap: Wrap, facts: Facts) -> Fix | None:
+        legacy = ".cuda." in facts.called_path(made)
+        if made.starred or len(made.positional) > (0 if legacy else 2):
+            return None
+        edits = [mend.replaced(made.func, made, _SHARDED)]
+        unused = self._import_of(made, facts)
+        if unused is not None and (unused.name != "GradScaler" or self._uses(unused, facts) != 1):
+            unused = None
+        if _SHARDED not in facts.module.bindings:
+            place = self._import_of(wrap.call, facts)
+            if place is None or place.statement is None:
+                return None
+            if unused is not None and unused.statement is not None and len(self._names(unused)) == 1:
+                edits.append(mend.replaced(unused.statement, unused, _IMPORT))
+                return Fix(f"Use `{_SHARDED}`", "safe", tuple(edits))
+            edits.append(mend.line_after(facts, place.statement, place, _IMPORT))
+        if unused is not None and len(self._names(unused)) > 1:
+            edits.append(self._without(unused, facts))
+        return Fix(f"Use `{_SHARDED}`", "safe", tuple(edits))
+
+    def _import_of(self, call: Call, facts: Facts) -> Binding | None:
+        """The top-level import that gives a call its name."""
+        bindings = facts.module.bindings.get(call.path.split(".", 1)[0], [])
+        return bindings[0] if len(bindings) == 1 and bindings[0].kind in ("from", "import") else None
+
+    def _uses(self, binding: Binding, facts: Facts) -> int:
+        return sum(len(scope.uses.get(binding.key, ())) for scope in facts.walker.scopes)
+
+    def _names(self, binding: Binding) -> Sequence[cst.CSTNode]:
+        """The names that the import of a binding takes."""
+        names = getattr(binding.statement, "names", ())
+        return names if isinstance(names, Sequence) else ()
+
+    def _without(self, binding: Binding, facts: Facts) -> Edit:
+        """One name of several is removed from an import, with its comma."""
+        names = self._names(binding)
+        spans = [facts.span(alias, binding) for alias in names]
+        place = next(i for i, alias in enumerate(names) if alias is binding.node)
+        if place + 1 < len(names):
+            return Edit(spans[place][0], spans[place + 1][0], "")
+        return Edit(spans[place - 1][1], spans[place][1], "")
+
+    # -- no scaler ----------------------------------------------------------------------------------
+
+    def _missing(self, backward: Event, wrap: Wrap, guard: Guard, facts: Facts) -> Diagnostic | None:
+        if facts.masters or facts.base_unknown(backward.scope.owner):
+            return None
+        program = facts.reachable(backward.scope)
+        step = unscaled.plain_step(backward, guard, program, facts)
+        if step is None or unscaled.scaled(guard.joined(step.guard), program, facts):
+            return None
+        notes = (Note("sharded here", wrap.call.span), Note("this step applies the gradients", step.span))
+        what = "FP16 under FSDP, but the gradients are never scaled"
+        return self.at(backward, what=what, help=f"scale them with `{_SHARDED}`; or use BF16", notes=notes)
