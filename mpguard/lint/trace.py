@@ -33,6 +33,11 @@ _EVENTS: tuple[Kind, ...] = (
 )  # fmt: skip
 #: Flags that are the rhythm of gradient accumulation: `(i + 1) % n == 0`, `is_accumulating`, `update_now`.
 _RHYTHM = re.compile(r"(?i)%|accum|last_(?:opt_)?step|update_freq|sync_grad|should_(?:step|update)|do_(?:step|update)")
+#: Flags that may choose between scaled and plain gradients; a backend, a device and a framework do too.
+_PRECISION = re.compile(
+    r"(?i)16|amp(?!l)|scal|half|precision|dtype|apex|deepspeed|\bds_|fsdp|accelerat(?!ion_steps|e_grad)|mixed|native"
+    r"|cuda|device|tpu|xla|npu|cpu|gpu|hpu|fabric|backend|engine|#|call"
+)
 #: A condition on overflow, on a bad batch: what is skipped then is skipped by exception.
 CHECKS = re.compile(r"(?i)finite|inf(?![a-z])|nan(?![a-z])|overflow|invalid")
 #: Functions that are handed a scaler and do not use it to step: `save_checkpoint(model, scaler)`.
@@ -331,16 +336,10 @@ def iteration(trace: Trace, moment: Moment) -> list[tuple[int, Moment]]:
     return [(place, each) for place, each in enumerate(trace) if loop is None or loop in each.loops]
 
 
-def follows(later: Guard, earlier: Guard, besides: re.Pattern[str] | None = None) -> bool:
-    """Whether what has one guard happens wherever what has the other does, but for the rhythm of accumulation,
-    and for flags that are known not to choose between scaled and plain gradients."""
-    return all(
-        any(
-            _RHYTHM.search(flag) or (besides is not None and besides.search(flag))
-            for flag in Guard([condition]).flags()
-        )
-        for condition in later - earlier
-    )
+def unrelated(later: Guard, earlier: Guard) -> bool:
+    """Whether what one guard asks more than another has nothing to do with precision: it cannot be the same flag
+    under another name, and choose between scaled and plain gradients."""
+    return not any(_PRECISION.search(flag) for flag in Guard(later - earlier).flags())
 
 
 def rhythm(guard: Guard) -> bool:
@@ -362,7 +361,7 @@ __all__ = [
     "before",
     "between",
     "exceptional",
-    "follows",
     "iteration",
     "rhythm",
+    "unrelated",
 ]

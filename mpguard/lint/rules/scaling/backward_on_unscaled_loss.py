@@ -6,7 +6,10 @@ from mpguard.lint import mend
 from mpguard.lint.facts import Facts
 from mpguard.lint.guard import compatible
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.trace import Moment, Trace, between, follows
+from mpguard.lint.trace import Kind, Moment, Trace, between, unrelated
+
+#: What ends the gradients of a loss: something applies them, or throws them away.
+_APPLIED: tuple[Kind, ...] = ("zero_grad", "step", "other_step", "scaler_step", "framework")
 
 
 class BackwardOnUnscaledLoss(Rule):
@@ -195,25 +198,20 @@ def from_a_cache(model, loader, optimizer, scaler):
         backward, traces = trace[place], facts.traces
         if backward.call in traces.may_scale or "gradient" in backward.call.keywords or self._arms(trace, place):
             return None
+        if any(each.kind in ("handed", "get_scale") and compatible(each.guard, backward.guard) for each in trace):
+            return None  # scaled out of sight, or by hand
         for index in range(place + 1, len(trace)):
-            each = trace[index]
-            if not compatible(each.guard, backward.guard):
+            step = trace[index]
+            if step.kind != "scaler_step" or not compatible(step.guard, backward.guard):
                 continue
-            if each.kind in ("zero_grad", "step", "other_step", "handed", "framework"):
-                return None
-            if each.kind == "scaler_step":
-                break
-        else:
-            return None
-        if not follows(each.guard, backward.guard) or not traces.like_torch(each.scaler, each.record):
-            return None
-        if any(loop not in each.loops for loop in backward.loops[:1]):
-            return None
-        if not backward.guard.joined(each.guard, traces.enabled(each.scaler, each.record)).possible:
-            return None
-        if any(between(trace, -1, index, "get_scale", guard=backward.guard)):
-            return None  # scaled, or unscaled, by hand
-        return each
+            guard = backward.guard.joined(step.guard, traces.enabled(step.scaler, step.record))
+            if backward.guard - step.guard and not unrelated(step.guard, backward.guard):
+                continue
+            if not guard.possible or any(between(trace, place, index, *_APPLIED, guard=guard)):
+                continue
+            if traces.like_torch(step.scaler, step.record) and set(backward.loops[:1]) <= set(step.loops):
+                return step
+        return None
 
     def _arms(self, trace: Trace, place: int) -> bool:
         """Whether another arm of a flag scales the loss: in this one, the scaler is meant to do nothing."""

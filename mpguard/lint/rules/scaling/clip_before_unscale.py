@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
@@ -9,11 +8,8 @@ from mpguard.lint import mend
 from mpguard.lint.facts import Facts
 from mpguard.lint.guard import compatible
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.trace import Moment, Trace, before, between, follows
+from mpguard.lint.trace import Moment, Trace, before, between, unrelated
 from mpguard.lint.values import Ref
-
-#: Flags that ask whether to clip, and never whether gradients are scaled.
-_ABOUT_CLIPPING = re.compile(r"(?i)clip|norm|grad(?!.*scale)")
 
 
 class ClipBeforeUnscale(Rule):
@@ -231,7 +227,7 @@ def of_ones_own(model, loader, optimizer, scaler):
         for index, backward in before(trace, place):
             if backward.scale is None or not facts.traces.like_torch(backward.scaler, backward.scale.call):
                 continue
-            if backward.guard - clip.guard and not follows(clip.guard, backward.guard, _ABOUT_CLIPPING):
+            if backward.guard - clip.guard and not unrelated(clip.guard, backward.guard):
                 continue
             guard = clip.guard.joined(backward.guard, facts.traces.enabled(backward.scaler, backward.scale.call))
             if not guard.possible:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from mpguard.lint.events.event import aliases, called
 from mpguard.lint.facts import Facts
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 from mpguard.lint.walk import Call, Scope
+
+#: The scale by another name: `inv_scale`, `scaler._scale`.
+_FACTOR = re.compile(r"(?i)(?:inv|loss|grad|amp|fp16)\w*_scale|^_scale$|unscale")
 
 
 class GradientPenaltyOnScaledGradients(Rule):
@@ -106,9 +110,9 @@ def helper(out, x, scaler):
         if any(event.scope in around for event in facts.events("get_scale")):
             return True
         return any(
-            "inv_scale" in name or "_scale" in use.path.rsplit(".", 1)[-1]
+            _FACTOR.search(use.path.rsplit(".", 1)[-1])
             for scope in around
-            for name, uses in scope.uses.items()
+            for uses in scope.uses.values()
             for use in uses
         ) or any(
             moment.kind == "handed" and moment.record.scope in around for trace in facts.traces.all for moment in trace

@@ -180,7 +180,9 @@ class Gan:
 
     def _never_updated(self, trace: Trace, place: int, facts: Facts) -> bool:
         step, traces = trace[place], facts.traces
-        if not traces.own(step.scaler, step.record) or facts.base_unknown(step.record.scope.owner):
+        if not traces.own(step.scaler, step.record):
+            return False
+        if facts.short(step.scaler).startswith("self.") and facts.base_unknown(step.record.scope.owner):
             return False
         scaled = next(((i, each) for i, each in before(trace, place) if each.scale is not None), None)
         if scaled is None:

@@ -7,7 +7,7 @@ import libcst as cst
 
 from mpguard.lint.facts import Facts
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.trace import Kind, Moment, Trace, before, between, follows
+from mpguard.lint.trace import Kind, Moment, Trace, before, between, unrelated
 from mpguard.lint.walk import Use, constant, dotted
 
 #: Methods that measure a gradient, and functions that measure or log one.
@@ -17,9 +17,6 @@ _FUNCTIONS = re.compile(r"(?:^|_)norm$|histogram|^Histogram$|^add_scalar|^log_|^
 _VIEWS = frozenset({"data", "detach", "clone", "float", "double", "view", "flatten", "reshape", "cpu", "ravel", "to"})
 #: What asks only whether a gradient is finite, or there at all: it is the same with the scale.
 _LOOKS = frozenset({"isfinite", "isnan", "isinf", "any", "all", "is_nonzero", "count_nonzero", "nonzero"})
-_ABOUT_LOGGING = re.compile(
-    r"(?i)log|norm|grad(?!.*scale)|debug|verbose|track|wandb|rank|main_process|print|writer|step"
-)
 
 
 #: What ends the time in which gradients are scaled, or may end it.
@@ -191,7 +188,7 @@ def clipped_first(model, loader, optimizer):
                 enabled = traces.enabled(backward.scaler, backward.scale.call)
             else:
                 continue
-            if backward.guard - read.guard and not follows(read.guard, backward.guard, _ABOUT_LOGGING):
+            if backward.guard - read.guard and not unrelated(read.guard, backward.guard):
                 continue
             guard = read.guard.joined(backward.guard, enabled)
             by_hand = any(each.kind == "get_scale" and each.record.scope is read.record.scope for each in trace)

@@ -116,14 +116,14 @@ def arms(args, loss, scaler):
 
     def _unscaled(self, trace: Trace, place: int, facts: Facts) -> Moment | None:
         scale = trace[place]
-        loss = facts.short(scale.call.positional[0])
+        loss = facts.short(scale.call.positional[0]).strip("()")
         for each in trace[place + 1 :]:
             if (
                 each.kind == "backward"
                 and each.scale is None
                 and compatible(each.guard, scale.guard)
                 and each.record.scope is scale.record.scope
-                and facts.short(each.call.receiver) == loss
+                and facts.short(each.call.receiver).strip("()") == loss
             ):
                 return each
         return None

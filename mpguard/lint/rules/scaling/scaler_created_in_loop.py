@@ -7,8 +7,8 @@ import libcst as cst
 from mpguard.lint.facts import Event, Facts
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 from mpguard.lint.trace import Moment
-from mpguard.lint.values import Constant, Object
-from mpguard.lint.walk import Call
+from mpguard.lint.values import Object
+from mpguard.lint.walk import Call, Record, constant, dotted
 
 
 class ScalerCreatedInLoop(Rule):
@@ -122,10 +122,9 @@ def sweep(model, loader):
                 step = next((each for each in trace if self._steps(each, made, facts)), None)
                 if step is None:
                     continue
-                often = self._often(made, step, facts)
+                often = self._often(made.call, step, facts)
                 if often:
-                    notes = (Note("the optimizer that it steps is built once", self._optimizer(step, facts)),)
-                    yield self.at(made, often=often, notes=notes)
+                    yield self.at(made, often=often, notes=(Note("its optimizer outlives it", step.span),))
                     break
 
     def _steps(self, each: Moment, made: Event, facts: Facts) -> bool:
@@ -134,37 +133,45 @@ def sweep(model, loader):
             for found in facts.evaluate(each.scaler, each.record)
         )
 
-    def _optimizer(self, step: Moment, facts: Facts) -> tuple[int, int] | None:
-        call = self._made(step, facts)
-        return call.span if call is not None and facts.of(call) is facts else None
-
-    def _made(self, step: Moment, facts: Facts) -> Call | None:
-        """The call that made the optimizer, where there is exactly one."""
-        atoms = [each.atom for each in facts.evaluate(step.optimizer, step.record)]
-        made = {
-            atom.call if isinstance(atom, Object) and atom.kind == "optimizer" else None
-            for atom in atoms
-            if not isinstance(atom, Constant)
-        }
-        return made.pop() if len(made) == 1 else None
-
-    def _often(self, made: Event, step: Moment, facts: Facts) -> str:
-        """How often the scaler is built while its optimizer lives: "for each ..."; empty where it is once."""
-        built, optimizer = made.call, self._made(step, facts)
-        if optimizer is None or facts.of(optimizer) is not facts:
-            return ""
-        if built.guard - built.scope.guard - step.record.guard:
-            return ""  # where there is none yet, as a rule
-        loops = [loop for loop in built.loops if isinstance(loop, (cst.For, cst.While))]
-        if loops:
-            inside = step.record.scope is not built.scope or loops[-1] in step.loops
-            return "in a loop" if inside and not (set(loops) <= set(optimizer.loops)) else ""
+    def _often(self, built: Call, step: Moment, facts: Facts) -> str:
+        """How often the scaler is built while its optimizer lives; empty where it is once, or unknown."""
         scope = built.scope
-        if scope.kind != "function" or scope.name == "__init__" or optimizer.scope is scope:
-            return ""
-        for call in facts.callers(scope):
-            around = [loop for loop in call.loops if isinstance(loop, (cst.For, cst.While))]
-            same = optimizer.scope is call.scope and not set(around) <= set(optimizer.loops)
-            if around and (same or (optimizer.scope.is_method and optimizer.scope.owner is call.scope.owner)):
-                return "anew by each call in a loop"
+        if step.record.scope is not scope or built.guard - scope.guard - step.record.guard:
+            return ""  # built where there is none yet, as a rule
+        around = _loops(built)
+        if around:
+            inside = around[-1] in step.record.loops and self._outlives(step.optimizer, step.record, around[-1], facts)
+            return "in a loop" if inside else ""
+        if scope.kind == "function" and scope.name != "__init__":
+            for call in facts.callers(scope):
+                if _loops(call) and self._outlives(step.optimizer, step.record, _loops(call)[-1], facts, call):
+                    return "by each call in a loop"
         return ""
+
+    def _outlives(
+        self, node: cst.BaseExpression | None, at: Record, loop: cst.CSTNode, facts: Facts, call: Call | None = None
+    ) -> bool:
+        """Whether an object is surely bound outside a loop: one of its function, or one around a call of that."""
+        key = dotted(node)
+        bindings = [
+            each
+            for each in facts.values.reaching(key, at.scope, at.order, at.guard)
+            if each.value is None or constant(each.value) != (None,)
+        ]
+        for each in bindings:
+            if key.startswith("self."):
+                outside = each.scope.name == "__init__" or (
+                    each.scope is at.scope and call is None and loop not in each.loops
+                )
+            elif each.kind == "param":
+                given = facts.values.given(call, each.scope, each.key) if call is not None else None
+                outside = call is None or (given is not None and self._outlives(given, call, loop, facts))
+            else:
+                outside = loop not in each.loops and (call is None or each.scope is not at.scope)
+            if not outside:
+                return False
+        return bool(bindings)
+
+
+def _loops(record: Record) -> list[cst.CSTNode]:
+    return [loop for loop in record.loops if isinstance(loop, (cst.For, cst.While))]

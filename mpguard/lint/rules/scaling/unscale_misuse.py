@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from mpguard.lint.facts import Facts
 from mpguard.lint.guard import Guard, compatible
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.trace import Moment, Trace, between, follows, iteration, rhythm
+from mpguard.lint.trace import Moment, Trace, between, iteration, rhythm
 
 
 class UnscaleMisuse(Rule):
@@ -188,7 +188,7 @@ def both_halves(model, loader, optimizer, scaler):
             return None
         updates = [e for e in trace if e.kind == "update" and compatible(e.guard, unscale.guard)]
         here = [each for each in updates if unscale.loops[-1] in each.loops]
-        if any(not rhythm(_more(each, unscale)) or not follows(each.guard, unscale.guard) for each in here):
+        if any(not rhythm(_more(each, unscale)) for each in here):
             return None
         steps = [
             each

@@ -8,7 +8,7 @@ from mpguard.lint import mend
 from mpguard.lint.facts import Facts
 from mpguard.lint.guard import Guard, compatible, negated
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.trace import Moment, Trace, between, exceptional
+from mpguard.lint.trace import Moment, Trace, between, exceptional, rhythm, unrelated
 
 
 class UnscaleWithoutUpdate(Rule):
@@ -226,9 +226,7 @@ def skipped(model, x, optimizer, scaler):
             return None
         for index in range(place + 1, updates[0]):
             each = trace[index]
-            if self._leaves_step(each, unscale) and self._exceptionally(each, trace[updates[0]], unscale):
-                if any(self._updated_after(trace, place, index)):
-                    continue
+            if self._leaves_step(each, unscale) and not any(self._updated_after(trace, place, index)):
                 return each
         return self._checked(trace, place, updates)
 
@@ -238,8 +236,11 @@ def skipped(model, x, optimizer, scaler):
 
     def _leaves_step(self, each: Moment, unscale: Moment) -> bool:
         """Whether it is a `continue` of a loop around the unscale, or a `return` from the step that it is in."""
-        if each.kind != "exit" or not compatible(each.guard, unscale.guard):
+        more = Guard(each.guard - unscale.guard)
+        if each.kind != "exit" or not more or rhythm(more) or not compatible(each.guard, unscale.guard):
             return False
+        if not unrelated(each.guard, unscale.guard):
+            return False  # the arm of a flag that goes by two names
         if each.ends(cst.Continue):
             return bool(each.loops) and each.loops[-1] in unscale.loops
         if each.ends(cst.Return):
@@ -253,12 +254,6 @@ def skipped(model, x, optimizer, scaler):
             )
             return unscale.via[:depth] == each.via and inner is not None and not inner.loops and not each.record.loops
         return False
-
-    def _exceptionally(self, each: Moment, update: Moment, unscale: Moment) -> bool:
-        """Whether the exit is one condition more than the unscale, whose contrary the update asks for."""
-        more = each.guard - unscale.guard
-        asked = update.guard - unscale.guard
-        return bool(more) and not compatible(Guard(more), Guard(asked))
 
     def _updated_after(self, trace: Trace, place: int, index: int) -> Iterator[Moment]:
         """The updates before an exit, and those of the callers after it."""
