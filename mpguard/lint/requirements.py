@@ -40,7 +40,7 @@ def required(folder: str, top: str, package: str) -> Required:
     """What the nearest files that name a package say about it, from a folder up to the top of its tree."""
     name = re.sub(r"[-_.]", "[-_.]", re.escape(package).replace(r"\-", "-").replace(r"\_", "_"))
     wanted = re.compile(
-        rf"(?<![\w./-]){name}(?:[-_](?:torch|cu\d+))?(?:\[[\w, -]*\])?[\"']?\s*=?\s*[\"'(]?"
+        rf"(?<![\w./-]){name}(?:[-_](?:torch|cu\d+))?(?:\[[\w, -]*\])?(?:[\"']?\s*=\s*[\"']|\s*[(\"']?)\s*"
         r"((?:[<>=!~^]=?=?\s*v?[\d.*]+(?:\s*,\s*)?)+)",
         re.IGNORECASE,
     )

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.compiled import compiled_scopes
+from mpguard.lint.facts import Facts
+from mpguard.lint.fp8 import entered, recipe_of
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+
+
+class DelayedScalingUnderCompile(Rule):
+    """A compiled function enters Transformer Engine's FP8 region with `DelayedScaling`.
+
+    ## What it does
+    Reports a region of `te.autocast` or `te.fp8_autocast` whose recipe is a `DelayedScaling`, inside a function or a
+    module's `forward` that the file compiles with `torch.compile`, or in what such a function calls.
+
+    ## Why is this bad
+    Transformer Engine raises "DelayedScaling is not supported under torch.compile" while the function is traced:
+    its history of maxima is state that a graph cannot hold. With `fullgraph=True` the run stops. Without it dynamo
+    gives the function up: on an H200 (Transformer Engine 2.20, torch 2.11) it ran uncompiled without a warning, or
+    stopped with an `InternalTorchDynamoError` where no FP8 layer had run before. `Float8CurrentScaling` is traced.
+
+    ## Known limits
+    A region around the call of a compiled model is another thing, and not judged; nor is a region without a recipe,
+    whose default depends on the GPU. Modules that a container holds are not followed.
+    """
+
+    code, name = "MPG402", "delayed-scaling-under-compile"
+    severity = "error"
+    message = "`DelayedScaling` in a compiled function: Transformer Engine raises while it is traced"
+    help = "use Float8CurrentScaling, or enter the region around the call of the compiled model"
+    triggers = (any_of(b"DelayedScaling"), any_of(b"compile"), any_of(b"autocast"), any_of(b"transformer_engine"))
+    examples = (
+        Bad(
+            """\
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+recipe = DelayedScaling()
+
+@torch.compile
+def step(x):
+    with te.autocast(recipe=recipe):  # !
+        return layer(x)
+"""
+        ),
+        Bad(
+            """\
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = te.Linear(1024, 1024)
+        self.recipe = recipes.DelayedScaling(amax_history_len=16)
+
+    def forward(self, x):
+        return self.run(x)
+
+    def run(self, x):
+        with te.fp8_autocast(enabled=True, fp8_recipe=self.recipe):  # !
+            return self.fc(x)
+
+model = torch.compile(Block(), fullgraph=True)
+
+def also(x):
+    with te.autocast(recipe=recipes.DelayedScaling()):  # !
+        return model(x)
+
+fast = torch.compile(also)
+"""
+        ),
+        Good(
+            """\
+import re
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+class Block(torch.nn.Module):
+    def __init__(self, recipe):
+        super().__init__()
+        self.fc, self.recipe = te.Linear(1024, 1024), recipe
+
+    def forward(self, x):
+        with te.autocast(recipe=self.recipe):
+            return self.fc(x)
+
+compiled = torch.compile(Block(Float8CurrentScaling()))
+model = torch.compile(torch.nn.Linear(8, 8))
+with te.autocast(recipe=DelayedScaling()):
+    model(x)
+
+def eager(x):
+    with te.autocast(recipe=DelayedScaling()):
+        return model(x)
+
+@torch.compile
+def off(x):
+    with te.autocast(enabled=False, recipe=DelayedScaling()):
+        return model(x)
+
+@torch.compiler.disable
+def apart(x):
+    with te.autocast(recipe=DelayedScaling()):
+        return model(x)
+
+@torch.compile
+def calls(x):
+    return apart(x)
+
+pattern = re.compile("eager")
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        inside = [(item, region) for item, region in entered(facts) if recipe_of(region) == {"DelayedScaling"}]
+        compiled = compiled_scopes(facts) if inside else {}
+        for item, region in inside:
+            place = compiled.get(item.scope)
+            if place is not None:
+                span = region.call.span if region.call is not None and region.facts is facts else item.span
+                yield self.at(span, notes=(Note("compiled here", place),))

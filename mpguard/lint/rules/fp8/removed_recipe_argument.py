@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint import mend, names
+from mpguard.lint.facts import Facts
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+
+#: The fields of the recipes of Transformer Engine 2.20 (`common/recipe/__init__.py`), less what all of them have.
+_FIELDS = {
+    "DelayedScaling": {"margin", "amax_history_len", "amax_compute_algo", "scaling_factor_compute_algo", "reduce_amax"},
+    "Float8CurrentScaling": {"use_power_2_scales"},
+    "MXFP8BlockScaling": {"margin", "enable_2d_quantization"},
+    "Float8BlockScaling": {"use_f32_scales", "x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"},
+    "NVFP4BlockScaling": {"disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "fp4_format"},
+}
+#: Fields of Transformer Engine 1.x that version 2.0 took away.
+_REMOVED = {"interval", "override_linear_precision"}
+_KNOWN = set[str]().union(*_FIELDS.values()) | _REMOVED
+
+
+class RemovedRecipeArgument(Rule):
+    """An argument of an FP8 recipe that Transformer Engine drops without a word.
+
+    ## What it does
+    Reports `interval=` and `override_linear_precision=`, which Transformer Engine 2.0 took away, on its recipes and on
+    accelerate's `TERecipeKwargs` and `FP8RecipeKwargs`; and a setting that only another recipe has, such as
+    `amax_history_len=` on `Float8CurrentScaling`.
+
+    ## Why is this bad
+    The recipes are pydantic dataclasses, which ignore what they have no field for: no error, no warning. With
+    `override_linear_precision=(False, False, True)` the weight gradients were to be computed in high precision; since
+    2.0 they are computed in FP8 all the same. Tried with the recipes of 2.20.
+
+    ## Fix safety
+    Safe: the argument has no effect, so it is removed. What it was meant to do has to be done otherwise.
+
+    ## Known limits
+    Silent where the project asks for a Transformer Engine older than 2.0. An argument that no recipe is known to have
+    had is not judged (a newer version may have it), nor what comes by `**kwargs`.
+    """
+
+    code, name = "MPG407", "removed-recipe-argument"
+    severity = "error"
+    message = "`{argument}=` has no effect: `{recipe}` drops it in silence"
+    help = "remove it; nothing reads it since Transformer Engine 2.0"
+    triggers = (
+        any_of(b"Scaling(", b"RecipeKwargs(", b"Scaling as", b"RecipeKwargs as"),
+        any_of(*(name.encode() for name in sorted(_KNOWN - {"margin"})), b"margin="),
+    )
+    examples = (
+        Bad(
+            """\
+from transformer_engine.common.recipe import DelayedScaling, Format
+
+recipe = DelayedScaling(margin=0, interval=1, fp8_format=Format.HYBRID)  # !
+last = DelayedScaling(
+    margin=0,  # keep
+    override_linear_precision=(False, False, True),  # !
+)
+""",
+            fixed="""\
+from transformer_engine.common.recipe import DelayedScaling, Format
+
+recipe = DelayedScaling(margin=0, fp8_format=Format.HYBRID)
+last = DelayedScaling(
+    margin=0,
+)
+""",
+        ),
+        Bad(
+            """\
+import transformer_engine as te
+from accelerate.utils import TERecipeKwargs as Recipe
+
+current = te.common.recipe.Float8CurrentScaling(amax_history_len=16)  # !
+handler = Recipe(interval=4)  # !
+""",
+            fixed="""\
+import transformer_engine as te
+from accelerate.utils import TERecipeKwargs as Recipe
+
+current = te.common.recipe.Float8CurrentScaling()
+handler = Recipe()
+""",
+        ),
+        Good(
+            """\
+from intel_transformer_engine.recipe import DelayedScaling as Gaudi
+from transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling
+from megatron.core.extensions.transformer_engine import TEDelayedScaling
+
+a = DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo="max", reduce_amax=False, fp8_dpa=True)
+b = MXFP8BlockScaling(margin=0)
+c = DelayedScaling(**options)
+d = DelayedScaling(new_in_3_0=True)
+e = Gaudi(interval=16)
+f = TEDelayedScaling(config=config, override_linear_precision=(False, False, not config.fp8_wgrad))
+"""
+        ),
+        Good(
+            """\
+from transformer_engine.common.recipe import DelayedScaling
+
+recipe = DelayedScaling(interval=1)
+""",
+            files={"requirements.txt": "torch\ntransformer-engine[pytorch]==1.13.0\n", "pyproject.toml": ""},
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        found = []
+        for event in (*facts.events("fp8_recipe"), *facts.events("fp8_handler")):
+            recipe = facts.called_path(event.call).rsplit(".", 1)[-1]
+            dropped = _REMOVED if recipe in names.FP8_HANDLERS else _KNOWN - _FIELDS.get(recipe, _KNOWN)
+            if recipe == "AORecipeKwargs":
+                continue
+            found += [
+                (event.call, recipe, name, value) for name, value in event.call.keywords.items() if name in dropped
+            ]
+        if not found or facts.project.required(facts.path, "transformer_engine").before((2, 0)):
+            return
+        for call, recipe, name, value in found:
+            keyword = next(arg.keyword for arg in call.node.args if arg.value is value)
+            first = call.chunk.span(keyword)[0] if keyword is not None else call.span[0]
+            fix = Fix("Remove the argument", "safe", (mend.without_argument(call, value),))
+            yield self.at((first, call.chunk.span(value)[1]), argument=name, recipe=recipe, fix=fix)
