@@ -23,8 +23,9 @@ from types import FrameType
 from typing import Any
 
 from mpguard import mpyaml, settings
-from mpguard.document import read
+from mpguard.document import Document, read
 from mpguard.errors import ConfigError, MpguardError, NotInForce
+from mpguard.lint.accelerate_keys import OLD, unknown_key
 from mpguard.plugin import Change, Setting, differences, merged, require_carried, show
 from mpguard.runtime import checks, guard
 from mpguard.runtime.plan import Plan, absolute, enforcement, strategy_of
@@ -74,6 +75,7 @@ def prepare(argv: Sequence[str], parser_factory: ParserFactory) -> Prepared | No
     path = Path(options.config_file)
     document = read(path)
     config = document.require()
+    _check_keys(document)
     policy = mpyaml.load_policy(path)
     if options.no_python:
         raise ConfigError(
@@ -105,6 +107,18 @@ def prepare(argv: Sequence[str], parser_factory: ParserFactory) -> Prepared | No
             flags += ["--num_processes", str(plan.processes)]
         environment["ACCELERATE_USE_CPU"] = "true"
     return Prepared(plan, tuple(flags), script, tuple(arguments), environment, header)
+
+
+def _check_keys(document: Document) -> None:
+    """Raises for a key that accelerate would refuse in its own copy of the file, without line or near name."""
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    known = {*ClusterConfig.__dataclass_fields__, *OLD}
+    for key in document.require():
+        if key not in known:
+            entry = document.entry(str(key))
+            where = document.path if entry is None else document.place(entry.key_span[0])
+            raise ConfigError(f"{where}: `{key}`: accelerate has no such key{unknown_key(str(key)) or ''}")
 
 
 def _parsed(argv: list[str], parser_factory: ParserFactory) -> argparse.Namespace:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 _INTERVAL = "Transformer Engine has dropped it (2.0), and ignores it without a word"
 _MOST_RECENT = "accelerate takes it for a default and hands nothing on; Transformer Engine's own is `max`"
 _STOPS = "a list of three is needed; the launch stops with a TypeError"
+_TEXT = "this is text in YAML, and each worker stops with a ValueError; write a list, `[false, false, false]`"
 
 
 class DroppedTeSetting(ConfigRule):
@@ -25,7 +26,8 @@ class DroppedTeSetting(ConfigRule):
       which is `most_recent`; Transformer Engine's is `max`, so that is what the run has.
     - `override_linear_precision: false`: a list of three is needed (`[false, false, false]`). With one
       value, which older versions of `accelerate config` wrote, the launch stops: `TypeError: 'bool'
-      object is not subscriptable` (accelerate#3489).
+      object is not subscriptable` (accelerate#3489). With `(false, false, false)`, which accelerate's
+      documentation teaches, it is text to YAML: `ValueError: invalid truth value (`.
 
     ## Known limits
     Values that are what Transformer Engine does anyway (`interval: 1`, a list of `false`) are not
@@ -63,6 +65,17 @@ fp8_config:
 """,
             name="mp.yaml",
         ),
+        Bad(
+            """\
+mixed_precision: fp8
+fp8_config:
+  amax_compute_algo: max
+  backend: TE
+  interval: 1
+  override_linear_precision: (false, false, false)  # !
+""",
+            name="mp.yaml",
+        ),
         Good(
             """\
 distributed_type: MULTI_GPU
@@ -92,8 +105,9 @@ fp8_config:
         if not is_fp8(document) or backend(document) not in (None, "TE"):
             return
         override = said(document, "fp8_config", "override_linear_precision")
-        if override is not None and isinstance(override.value, (bool, int)):
-            yield self._at(override, _STOPS, "`{key}: {value}`: {why}")
+        if override is not None and isinstance(override.value, (bool, int, str)):
+            stops = _STOPS if not isinstance(override.value, str) else _TEXT
+            yield self._at(override, stops, "`{key}: {value}`: {why}")
             override = None
         if names_recipe(document) or kind(document) == "DEEPSPEED":
             return

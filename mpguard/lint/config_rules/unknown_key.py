@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.errors import near
 from mpguard.lint.accelerate_config import on_sagemaker
 from mpguard.lint.accelerate_keys import SAGEMAKER, TOP, VERSION, unknown_key
 from mpguard.lint.config_mend import renamed
@@ -27,6 +27,8 @@ class UnknownKey(ConfigRule):
     ## Known limits
     The keys are those of accelerate 1.15.0; a key that a newer one reads is reported until mpguard
     knows it. Only files with a `distributed_type`, which accelerate requires, are taken for its configs.
+    A section `..._config` whose name is near no known one is not reported: forks of accelerate have
+    such (KTransformers' `kt_config`).
     """
 
     code, name = "MPG813", "unknown-key"
@@ -75,6 +77,15 @@ tpu_use_cluster: false
         ),
         Good(
             """\
+distributed_type: FSDP
+mixed_precision: bf16
+kt_config:
+  kt_backend: AMXBF16
+""",
+            name="fsdp2_kt.yaml",
+        ),
+        Good(
+            """\
 compute_environment: AMAZON_SAGEMAKER
 distributed_type: DATA_PARALLEL
 ec2_instance_type: ml.p4d.24xlarge
@@ -91,12 +102,21 @@ mixed_precision: bf16
         sagemaker = on_sagemaker(document)
         for entry in document.entries():
             hint = unknown_key(entry.key, sagemaker) if len(entry.path) == 1 else None
-            if hint is not None:
-                yield self.at(entry, fix=_rename(document, entry, sagemaker), key=entry.key, hint=hint)
+            if hint is None:
+                continue
+            meant = _typo(entry.key, SAGEMAKER if sagemaker else TOP)
+            if meant is None and entry.key.endswith("_config") and isinstance(entry.value, dict):
+                continue
+            yield self.at(entry, fix=_rename(document, entry, meant), key=entry.key, hint=hint)
 
 
-def _rename(document: Document, entry: Entry, sagemaker: bool) -> Fix | None:
-    close = near(entry.key, SAGEMAKER if sagemaker else TOP, 2)
-    if len(close) != 1 or close[0] in document.data or entry.key.startswith("mpguard_"):
+def _typo(key: str, known: frozenset[str]) -> str | None:
+    """The one known key that differs by a slip of the hand; None where two do, or none."""
+    close = difflib.get_close_matches(key.lower().replace("-", "_"), known, n=2, cutoff=0.85)
+    return close[0] if len(close) == 1 else None
+
+
+def _rename(document: Document, entry: Entry, meant: str | None) -> Fix | None:
+    if meant is None or meant in document.data:
         return None
-    return renamed(f"Rename it to `{close[0]}`", document, entry, close[0])
+    return renamed(f"Rename it to `{meant}`", document, entry, meant)

@@ -38,7 +38,7 @@ class UnresolvedAuto(ConfigRule):
     message = '`{key}: "auto"` and nothing fills it in: {what}'
     help = "write `true` or `false`"
     kinds = ("deepspeed",)
-    triggers = (any_of(b"auto"), any_of(b"bf16", b"fp16"))
+    triggers = (any_of(b"auto"), any_of(b"bf16", b"fp16", b"bfloat16"))
     examples = (
         Bad(
             """\
@@ -51,6 +51,25 @@ config = {
     "zero_optimization": {"stage": 2},
 }
 engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+""",
+            name="train.py",
+        ),
+        Bad(
+            """\
+import deepspeed
+
+
+class Trainer:
+    def build_engine(self, model, args):
+        ds_config = {
+            "bfloat16": {"enabled": "auto"},  # !
+            "train_micro_batch_size_per_gpu": 1,
+        }
+        if args.zero:
+            ds_config["zero_optimization"] = {"stage": args.stage}
+            if args.offload:
+                ds_config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        return deepspeed.initialize(model=model, config=ds_config)
 """,
             name="train.py",
         ),
