@@ -1,4 +1,4 @@
-"""Imports of one file: what it takes from a library, where it uses that, and whether it only stands in for another."""
+"""What a file imports, or sets a name to: where it uses that, and whether it only stands in for another."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.guard import Flag, Guard, Not
+from mpguard.lint.walk import dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts import Facts
@@ -27,6 +28,14 @@ def imports(facts: Facts) -> Iterator[Binding]:
     for scope in facts.walker.scopes:
         for bindings in scope.bindings.values():
             yield from (binding for binding in bindings if binding.kind in ("from", "import"))
+
+
+def renamed(facts: Facts) -> Iterator[Binding]:
+    """Every plain name that is set to a dotted one: `amp = torch.cuda.amp`."""
+    for scope in facts.walker.scopes:
+        for key, bindings in scope.bindings.items():
+            if "." not in key:
+                yield from (each for each in bindings if each.kind == "assign" and "." in dotted(each.value))
 
 
 def by_statement(bindings: list[Binding]) -> dict[cst.CSTNode, list[Binding]]:

@@ -18,8 +18,8 @@ class Bf16NotGated(Rule):
     """A script offers BF16 as a choice and never asks whether the GPU has it.
 
     ## What it does
-    Reports the first CUDA autocast whose dtype is BF16 under one value of an option and another dtype under the others, in a
-    file that asks neither `torch.cuda.is_bf16_supported()` nor the device's capability.
+    Reports the first CUDA autocast whose dtype is BF16 under one value of an option and another dtype under the others,
+    in a file that asks neither `torch.cuda.is_bf16_supported()` nor the device's capability.
 
     ## Why is this bad
     GPUs before Ampere (compute capability 8.0: V100, T4, RTX 20) have no tensor cores for BF16. torch emulates it there

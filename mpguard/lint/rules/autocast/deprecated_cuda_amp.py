@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import libcst as cst
 
 from mpguard.edits import Edit
+from mpguard.lint import imports
 from mpguard.lint.facts import Facts
-from mpguard.lint.guard import Flag, Guard, Not
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+from mpguard.lint.values import Ref
 from mpguard.lint.walk import Binding, Call, Record, Scope, Use, dotted
 
-_MODULES = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
+_MODULES = frozenset(
+    f"torch.{device}.amp{inner}" for device in ("cuda", "cpu") for inner in ("", ".autocast_mode", ".grad_scaler")
+)
 #: The deprecated names, and what their positional arguments are called.
 _NAMES = {
     "autocast": ("enabled", "dtype", "cache_enabled"),
@@ -19,12 +22,6 @@ _NAMES = {
     "custom_fwd": ("fwd",),
     "custom_bwd": ("bwd",),
 }
-#: A condition that asks for the version of torch, or for what it has.
-_ASKS = re.compile(
-    r"(?i)version|hasattr|torch_?\w*\d|is_torch_\w*than|torch_(?:ge|gt|min)|has_\w*(?:amp|autocast|scaler)"
-)
-#: An arm for torch 1.x and newer is no fallback: it is what runs today.
-_SINCE_1 = re.compile(r">=?\D*1\.\d")
 
 
 class DeprecatedCudaAmp(Rule):
@@ -208,6 +205,56 @@ import torch.amp as amp
 scaler = amp.GradScaler("cuda")
 """,
         ),
+        Bad(
+            """\
+import torch
+from torch.cuda.amp.grad_scaler import GradScaler  # !
+from torch.cuda.amp.autocast_mode import custom_bwd, custom_fwd  # !
+
+amp = torch.cuda.amp  # !
+scaler = GradScaler()
+
+def train(x):
+    autocast = torch.cuda.amp.autocast  # !
+    with amp.autocast(), autocast(False):
+        return model(x)
+
+class Mul(torch.autograd.Function):
+    @staticmethod
+    @custom_fwd
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    @custom_bwd
+    def backward(ctx, grad):
+        return grad
+""",
+            fixed="""\
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.amp.autocast_mode import custom_bwd, custom_fwd
+
+amp = torch.amp
+scaler = GradScaler("cuda")
+
+def train(x):
+    autocast = torch.amp.autocast
+    with amp.autocast("cuda"), autocast("cuda", enabled=False):
+        return model(x)
+
+class Mul(torch.autograd.Function):
+    @staticmethod
+    @custom_fwd(device_type="cuda")
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    @custom_bwd(device_type="cuda")
+    def backward(ctx, grad):
+        return grad
+""",
+        ),
         Good(
             """\
 import torch
@@ -246,28 +293,28 @@ def check(scaler: torch.cuda.amp.GradScaler):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        imported: dict[str, list[Binding]] = {}
-        for scope in facts.walker.scopes:
-            for bindings in scope.bindings.values():
-                for binding in bindings:
-                    if binding.kind in ("from", "import") and (said := self._import(binding)):
-                        imported.setdefault(said, []).append(binding)
-        yield from self._imports([b for found in imported.values() for b in found], facts)
+        taken: dict[Binding, str] = {}
+        for binding in (*imports.imports(facts), *imports.renamed(facts)):
+            path = self._taken(binding, facts)
+            if path and not imports.stands_in(binding) and not self._has_other_arm(binding):
+                taken[binding] = path
+        for statement, found in imports.by_statement(list(taken)).items():
+            if any(self._uses(binding, taken[binding], facts) for binding in found):
+                yield self._at_import(statement, found, taken, facts)
         yield from self._calls(facts)
 
     # -- imports ------------------------------------------------------------------------------------
 
-    def _import(self, binding: Binding) -> str:
-        """The deprecated module that an import takes a name from, or takes as a whole; empty otherwise."""
-        if binding.kind == "from" and binding.target in _MODULES and binding.name in _NAMES:
-            module = binding.target
-        elif binding.kind == "from" and f"{binding.target}.{binding.name}" in _MODULES:
-            module = f"{binding.target}.{binding.name}"
-        elif binding.kind == "import" and binding.target in _MODULES:
-            module = binding.target
+    def _taken(self, binding: Binding, facts: Facts) -> str:
+        """What a name stands for: a deprecated module, or a deprecated name of one; empty otherwise."""
+        if binding.kind == "assign":  # amp = torch.cuda.amp
+            spelled = ".amp" in dotted(binding.value) and binding.value is not None
+            atoms = [each.atom for each in facts.evaluate(binding.value, binding)] if spelled else []
+            path = atoms[0].path if len(atoms) == 1 and isinstance(atoms[0], Ref) else ""
         else:
-            return ""
-        return "" if self._guarded(binding) or self._has_other_arm(binding) else module
+            path = f"{binding.target}.{binding.name}".rstrip(".")
+        module, _, name = path.rpartition(".")
+        return path if path in _MODULES or (module in _MODULES and name in _NAMES) else ""
 
     def _has_other_arm(self, binding: Binding) -> bool:
         """Whether the same name may also come from elsewhere: an arm for another version of torch."""
@@ -279,64 +326,48 @@ def check(scaler: torch.cuda.amp.GradScaler):
             for other in binding.scope.bindings.get(binding.key, ())
         )
 
-    def _imports(self, bindings: list[Binding], facts: Facts) -> Iterator[Diagnostic]:
-        statements: dict[cst.CSTNode, list[Binding]] = {}
-        for binding in bindings:
-            statements.setdefault(binding.statement or binding.node, []).append(binding)
-        for statement, found in statements.items():
-            whole = [b for b in found if f"{b.target}.{b.name}" in _MODULES or b.kind == "import"]
-            if not any(self._uses(b, facts) for b in found):
-                continue  # nothing of it is used here
-            first = found[0]
-            module = first.target if first.target in _MODULES else f"{first.target}.{first.name}"
-            old = module if whole or len(found) > 1 else f"{module}.{first.name}"
-            span = facts.span(statement, first)
-            new = old.replace(".cuda.amp", ".amp").replace(".cpu.amp", ".amp")
-            yield self.at(span, old=old, new=new, fix=self._fix_import(statement, found, module, facts))
-
-    def _uses(self, binding: Binding, facts: Facts) -> list[Use]:
-        """The uses of what is imported: of a name itself, of a module its deprecated names."""
-        scopes = facts.walker.scopes if binding.scope.kind == "module" else list(binding.scope.descendants())
-        found = [
-            use
-            for scope in scopes
-            if scope is binding.scope or binding.key not in scope.bindings
-            for use in scope.uses.get(binding.key.split(".", 1)[0], ())
-            if use.path == binding.key or use.path.startswith(binding.key + ".")
-        ]
-        if binding.name in _NAMES:
+    def _uses(self, binding: Binding, path: str, facts: Facts) -> list[Use]:
+        """The uses of a deprecated name that is taken; of a module, those of its deprecated names."""
+        found = imports.uses(facts, binding)
+        if path not in _MODULES:
             return found
         return [use for use in found if use.path[len(binding.key) + 1 :] in _NAMES]
 
-    def _fix_import(self, statement: cst.CSTNode, found: list[Binding], module: str, facts: Facts) -> Fix | None:
-        names: Sequence[cst.ImportAlias] = getattr(statement, "names", ())
-        if len(names) != len(found) or any(len(self._all(b, facts)) != len(self._uses(b, facts)) for b in found):
+    def _at_import(
+        self, statement: cst.CSTNode, found: list[Binding], taken: dict[Binding, str], facts: Facts
+    ) -> Diagnostic:
+        first, path = found[0], taken[found[0]]
+        old = path if path in _MODULES or len(found) == 1 else path.rpartition(".")[0]
+        fix = self._fix_import(statement, found, taken, facts)
+        return self.at(facts.span(statement, first), old=old, new=_modern(old), fix=fix)
+
+    def _fix_import(
+        self, statement: cst.CSTNode, found: list[Binding], taken: dict[Binding, str], facts: Facts
+    ) -> Fix | None:
+        at, names = found[0], getattr(statement, "names", found)
+        uses = {binding: self._uses(binding, taken[binding], facts) for binding in found}
+        if len(names) != len(found) or any(len(imports.uses(facts, each)) != len(uses[each]) for each in found):
             return None  # other names come by the same import
-        at = found[0]
+        node: cst.CSTNode
         if isinstance(statement, cst.ImportFrom) and statement.module is not None:
-            node: cst.CSTNode = statement.module
+            node = statement.module
+        elif isinstance(statement, cst.Assign):
+            node = statement.value
         else:
             node = names[0].name
-        edits = [Edit(*facts.span(node, at), facts.short(node).replace(".cuda", "").replace(".cpu", ""))]
+        edits = [Edit(*facts.span(node, at), re.sub(r"\.(?:cuda|cpu)\b", "", facts.short(node)))]
         for binding in found:
-            uses = self._uses(binding, facts)
-            if not uses or len(binding.scope.bindings[binding.key]) > 1:
+            if not uses[binding] or len(binding.scope.bindings[binding.key]) > 1:
                 return None  # others may import it from here; or another arm has a stand-in, called alike
-            for use in uses:
-                made = self._use(use, use.path[len(binding.key) + 1 :] or binding.name, _MODULES[module], facts)
+            path = taken[binding]
+            for use in uses[binding]:
+                name = use.path[len(binding.key) + 1 :] or path.rpartition(".")[2]
+                made = self._use(use, name, path.split(".")[1], facts)
                 if made is None:
                     return None
                 edits += made
         elsewhere = at.scope.kind == "module" and any(facts.exported(b.key) for b in found)
         return Fix("Import from torch.amp, and name the device", "unsafe" if elsewhere else "safe", tuple(edits))
-
-    def _all(self, binding: Binding, facts: Facts) -> list[Use]:
-        return [
-            use
-            for scope in facts.walker.scopes
-            if scope is binding.scope or binding.key not in scope.bindings
-            for use in scope.uses.get(binding.key.split(".", 1)[0], ())
-        ]
 
     def _use(self, use: Use, name: str, device: str, facts: Facts) -> list[Edit] | None:
         """The edits that one use of a name needs; None where it cannot be mended."""
@@ -356,15 +387,15 @@ def check(scaler: torch.cuda.amp.GradScaler):
         for name in _NAMES:
             for call in facts.calls.get(name, ()):
                 path = self._legacy(call.path, call.scope, call.order, facts)
-                if path and not self._guarded(call):
+                if path and not imports.stands_in(call):
                     yield from self._report(call.span, path, self._fix_call(call, path, facts))
         for scope in facts.walker.scopes:
             for decorator in scope.decorators:
                 path = self._legacy(dotted(decorator), scope.parent or scope, scope.order, facts)
                 if path:
                     at = next(b for b in (scope.parent or scope).bindings[scope.name] if b.defines is scope)
-                    device = _MODULES[path.rsplit(".", 1)[0]]
-                    edits = (self._modern(decorator, at, facts), self._bare(decorator, at, device, facts))
+                    device = path.split(".")[1]
+                    edits = (self._renamed(decorator, at, facts), self._bare(decorator, at, device, facts))
                     fixable = path.rsplit(".", 1)[1].startswith("custom_") and None not in edits
                     fix = (
                         Fix("Use torch.amp, and name the device", "safe", tuple(e for e in edits if e))
@@ -385,17 +416,17 @@ def check(scaler: torch.cuda.amp.GradScaler):
         return ""
 
     def _report(self, span: tuple[int, int], path: str, fix: Fix | None) -> Iterator[Diagnostic]:
-        yield self.at(span, old=path, new=path.replace(".cuda.amp", ".amp").replace(".cpu.amp", ".amp"), fix=fix)
+        yield self.at(span, old=path, new=_modern(path), fix=fix)
 
     def _fix_call(self, call: Call, path: str, facts: Facts) -> Fix | None:
         module, _, name = path.rpartition(".")
-        edits = self._arguments(call, name, _MODULES[module], facts)
-        func = self._modern(call.func, call, facts)
+        edits = self._arguments(call, name, module.split(".")[1], facts)
+        func = self._renamed(call.func, call, facts)
         if edits is None or func is None:
             return None
         return Fix("Use torch.amp, and name the device", "safe", (func, *edits))
 
-    def _modern(self, node: cst.CSTNode, at: Record, facts: Facts) -> Edit | None:
+    def _renamed(self, node: cst.CSTNode, at: Record, facts: Facts) -> Edit | None:
         text = facts.short(node)
         new = re.sub(r"\.(?:cuda|cpu)\.amp\.", ".amp.", text)
         return Edit(*facts.span(node, at), new) if new != text else None
@@ -426,17 +457,6 @@ def check(scaler: torch.cuda.amp.GradScaler):
         """What parts the first argument from what follows it."""
         return "" if following == ")" else "," if following in "\r\n#\\" else ", "
 
-    def _guarded(self, record: Record) -> bool:
-        """Whether it stands in an `except` arm, or under a condition on the version of torch."""
-        for condition in record.guard:
-            if (
-                isinstance(condition, Not)
-                and isinstance(condition.inner, Flag)
-                and condition.inner.name.startswith("try#")
-            ):
-                return True
-            if isinstance(condition, Flag) and _SINCE_1.search(condition.name):
-                continue
-            if any(_ASKS.search(flag) for flag in Guard([condition]).flags() if not flag.startswith("try#")):
-                return True
-        return False
+
+def _modern(path: str) -> str:
+    return path.replace(".cuda.amp", ".amp").replace(".cpu.amp", ".amp")
