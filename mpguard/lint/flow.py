@@ -181,12 +181,29 @@ class _Forward:
                     if item.item is node and item.asname is not None:
                         self.bind(item.asname.name, at)
                 return
+            elif isinstance(parent, cst.Lambda):
+                self.anonymous(parent, at)
+                return
             elif (isinstance(parent, cst.IfExp) and node is parent.test) or isinstance(
-                parent, (cst.FunctionDef, cst.ClassDef, cst.Decorator, cst.Lambda)
+                parent, (cst.FunctionDef, cst.ClassDef, cst.Decorator)
             ):
                 return
             else:
                 node = parent
+
+    def anonymous(self, node: cst.Lambda, at: Record) -> None:
+        """Follows what a lambda returns: to the calls of its name, or what `map` makes of it."""
+        parents = self.facts.walker.parents
+        parent = parents.get(node)
+        if isinstance(parent, cst.Assign) and isinstance(name := parent.targets[0].target, cst.Name):
+            for call in self.facts.calls.get(name.value, ()):
+                bound = self.facts.values.reaching(name.value, call.scope, call.order)
+                if call.receiver is None and any(binding.value is node for binding in bound) and not self._quiet(call):
+                    self.climb(call.node, call)
+        elif isinstance(parent, cst.Arg) and not self._quiet(at):
+            above = parents[parent]
+            if isinstance(above, cst.Call) and dotted(above.func) == "map":
+                self.climb(above, at)
 
     def cast_back(self, call: Call) -> bool:
         """Whether a kernel's result is cast at once: `kernel(x.half()).float()`, `out = kernel(q.half())`, `out.to(t)`.

@@ -18,9 +18,9 @@ from mpguard.lint import mend, names
 from mpguard.lint.autocast_ops import LOWERED
 from mpguard.lint.events import Event
 from mpguard.lint.flow import UPCASTS, Reach, Sink
-from mpguard.lint.guard import Guard, compatible
+from mpguard.lint.guard import Flag, Guard, compatible, negated
 from mpguard.lint.values import Function, Object, Ref
-from mpguard.lint.walk import Binding, Call, Scope, constant, dotted
+from mpguard.lint.walk import Binding, Call, Record, Scope, constant, dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts import Facts
@@ -32,6 +32,8 @@ _OF_MODULES = frozenset({
 })  # fmt: skip
 #: What a loop over a model's parts goes over: a cast of each is one of the model.
 _PARTS = frozenset({"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"})
+#: The condition under which a loop casts what is not trained.
+_FROZEN = negated(Flag("requires_grad"))
 #: Arguments of a load that quantize: adapters are trained, the weights stay.
 _QUANTIZES = ("quantization_config", "load_in_8bit", "load_in_4bit")
 #: Frameworks that keep FP32 masters of low weights, or cast them up.
@@ -58,7 +60,7 @@ class Training:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
-    """Weights in a low dtype that are trained: `event` (a `cast` or a `load`) is where they became so."""
+    """Weights in a low dtype that are trained: `event` (a `cast`, `construct` or `load`) is where they became so."""
 
     event: Event
     dtype: str
@@ -85,7 +87,10 @@ class Trained:
             return None
         if self.facts.kinds(cast.subject, cast.call) & {"engine", "pipeline"}:
             return None
-        return self._training(self._reach(cast, guards[0]))
+        whole = self._whole(cast)
+        if whole is not None and self.facts.frozen.named(whole[0]):
+            return None
+        return self._training(self._reach(cast, guards[0], whole))
 
     def _training(self, reach: Reach) -> Training | None:
         if reach.meets("peft") or reach.meets("frozen"):
@@ -93,55 +98,53 @@ class Trained:
         sinks = tuple(sink for sink in reach.training_sinks if not self._by_engine(sink))
         return Training(reach, sinks) if sinks else None
 
-    def _reach(self, cast: Event, guard: Guard) -> Reach:
-        whole = self._whole(cast)
+    def _reach(self, cast: Event, guard: Guard, whole: tuple[str, Record] | None) -> Reach:
         if whole is not None:
-            return self.facts.flow.forward_key(whole, cast.call, guard)
+            return self.facts.flow.forward_key(*whole, guard)
         if mend.is_statement(cast.call) and cast.key:
             return self.facts.flow.forward_key(cast.key, cast.call, guard)
         return self.facts.flow.forward(cast.call.node, cast.call, guard)
 
-    def _whole(self, cast: Event) -> str | None:
-        """The name of the model whose parts are cast: in a loop over them, or by what `apply` is given."""
+    def _whole(self, cast: Event) -> tuple[str, Record] | None:
+        """The model whose parts are cast, in a loop over them or by what `apply` is given: its name, and where."""
         parents = self.facts.walker.parents
         above = parents.get(cast.call.node)
         if isinstance(above, cst.Lambda):
-            return self._applied(parents.get(above))
+            arg = parents.get(above)
+            call = self.facts.walker.call_of.get(parents[arg]) if isinstance(arg, cst.Arg) else None
+            return self._applied(call) if call is not None and call.name == "apply" else None
         part = cast.key.removesuffix(".data")
         changed = mend.is_statement(cast.call) or (
-            isinstance(above, cst.Assign)
-            and any(dotted(t.target) in (f"{part}.data", f"{part}.grad") for t in above.targets)
+            isinstance(above, cst.Assign) and any(dotted(target.target) == f"{part}.data" for target in above.targets)
         )
-        if not changed or not part or "." in part or "requires_grad" in cast.call.guard.flags():
+        if not changed or not part or "." in part or _FROZEN in cast.call.guard:
             return None
         for binding in self.facts.values.reaching(part, cast.scope, cast.order):
             if binding.kind == "for":
                 return self._looped(binding)
-            if binding.kind == "param" and not binding.index:
+            if binding.kind == "param":
                 return self._applied_function(binding.scope)
         return None
 
-    def _looped(self, binding: Binding) -> str | None:
+    def _looped(self, binding: Binding) -> tuple[str, Record] | None:
         over = binding.value
         if isinstance(over, cst.Call) and isinstance(over.func, cst.Attribute) and over.func.attr.value in _PARTS:
-            return dotted(over.func.value) or None
-        return None
+            over = over.func.value
+        elif isinstance(over, cst.Attribute):  # model.layers
+            over = over.value
+        key = dotted(over)
+        return (key, binding) if key and key != "self" else None
 
-    def _applied(self, arg: cst.CSTNode | None) -> str | None:
-        call = self.facts.walker.parents.get(arg) if isinstance(arg, cst.Arg) else None
-        if isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute) and call.func.attr.value == "apply":
-            return dotted(call.func.value) or None
-        return None
+    def _applied(self, call: Call) -> tuple[str, Record] | None:
+        key = dotted(call.receiver)
+        return (key, call) if key and key != "self" else None
 
-    def _applied_function(self, scope: Scope) -> str | None:
+    def _applied_function(self, scope: Scope) -> tuple[str, Record] | None:
         """The model that a function of the file is applied to, if that is one."""
         for call in self.facts.calls.get("apply", ()):
-            given = call.argument(0, "fn")
-            if given is not None and any(
-                isinstance(each.atom, Function) and each.atom.scope is scope
-                for each in self.facts.evaluate(given, call)
-            ):
-                return dotted(call.receiver) or None
+            given = self.facts.evaluate(call.argument(0, "fn"), call)
+            if any(isinstance(each.atom, Function) and each.atom.scope is scope for each in given):
+                return self._applied(call)
         return None
 
     def lowered_inputs(self, cast: Event) -> list[Call]:
@@ -204,11 +207,13 @@ class Trained:
         """The models whose weights are in a low dtype when they are trained: cast by hand, or loaded so."""
         if dtype not in self._weights:
             self._weights[dtype] = []
-            for event in (*self.facts.events("cast"), *self.facts.events("load")):
+            events = (event for kind in ("cast", "construct", "load") for event in self.facts.events(kind))
+            for event in events:
                 guards = event.may_be(dtype)
                 if not guards or not self.is_module(event):
                     continue
-                training = self.cast(event, dtype) if event.kind == "cast" else self._loaded(event, dtype, guards[0])
+                loaded = event.kind == "load"
+                training = self._loaded(event, dtype, guards[0]) if loaded else self.cast(event, dtype)
                 if training is not None:
                     self._weights[dtype].append(Weights(event, dtype, guards[0], training))
         return self._weights[dtype]
@@ -245,7 +250,12 @@ class Trained:
         if event.kind == "load":
             return "weightless" not in self.facts.kinds(event.call.node, event.call)
         kinds = self.facts.kinds(event.subject, event.call)
-        if kinds & {"model", "parameters"} or mend.is_statement(event.call) or self._whole(event) is not None:
+        if (
+            event.kind == "construct"
+            or kinds & {"model", "parameters"}
+            or mend.is_statement(event.call)
+            or self._whole(event) is not None
+        ):
             return True
         if "tensor" in kinds:
             return False

@@ -73,6 +73,17 @@ def _is_torch(facts: Facts, call: Call) -> bool:
     return True
 
 
+@finds("construct")
+def _constructs(facts: Facts) -> Iterator[Event]:
+    """A layer of torch that is made in a dtype: `nn.Linear(8, 8, dtype=torch.float16)`."""
+    for name, calls in facts.calls.items():
+        for call in calls if names.CAPITAL.match(name) else ():
+            if "dtype" in call.keywords and any(
+                path.startswith("torch.nn.") and names.kind_of(path) == "model" for _, path in facts.paths(call)
+            ):
+                yield Event("construct", call, facts, call.node, facts.dtypes(call.keywords["dtype"], call))
+
+
 @finds("load")
 def _loads(facts: Facts) -> Iterator[Event]:
     for call in called(facts, *names.LOADERS):

@@ -103,6 +103,17 @@ def evaluate(ema_model, x):
     ema_model.half()
     return ema_model(x.half())
 
+class Trainer:
+    def save(self, path):
+        ema = self.ema.ema
+        ema = deepcopy(ema).half()
+        for v in ema.parameters():
+            torch.nan_to_num_(v)
+        torch.save(ema, path)
+
+    def step(self, model):
+        self.ema.update(model)
+
 def step(other_ema, model):
     torch._foreach_lerp_(list(other_ema.parameters()), list(model.parameters()), 0.001)
     other_ema.update(model)
@@ -132,6 +143,9 @@ def step(other_ema, model):
         if not isinstance(statement, cst.Assign) or len(statement.targets) != 1:
             return ""
         value: cst.CSTNode = statement.value
+        copied = cast.subject.args if isinstance(cast.subject, cst.Call) else ()
+        if any(_EMA.search(dotted(arg.value).rsplit(".", 1)[-1]) for arg in copied):
+            return ""  # a copy of the average, for a checkpoint
         while value is not node:  # what is done to the model after the cast: `.cuda().eval()`
             if not isinstance(value, cst.Call) or not isinstance(value.func, cst.Attribute):
                 return ""
@@ -161,13 +175,16 @@ def step(other_ema, model):
 
     def _updated(self, ema: str, cast: Event, facts: Facts) -> bool:
         """Whether the file updates the average after the cast: by a method, or by its parameters beside others."""
-        last, wanted = ema.rsplit(".", 1)[-1], _UPDATES | {"parameters", "named_parameters"}
         if not any(name in facts.calls for name in _UPDATES):
             return False
-        for scope in facts.walker.scopes:
-            for use in (use for uses in scope.uses.values() for use in uses):
-                parts = use.path.split(".")
-                if len(parts) < 2 or parts[-2] != last or parts[-1] not in wanted or facts.infers(use):
+        wanted = {f"{ema}.{name}" for name in _UPDATES | {"parameters", "named_parameters"}}
+        if ema.startswith("self."):
+            scopes = list(cast.scope.owner.descendants()) if cast.scope.owner is not None else []
+        else:
+            scopes = list(cast.scope.descendants())
+        for scope in scopes:
+            for use in scope.uses.get(ema.split(".", 1)[0], ()):
+                if use.path not in wanted or facts.infers(use):
                     continue
                 if scope is not cast.scope or use.order > cast.order or set(use.loops) & set(cast.call.loops):
                     return True

@@ -213,6 +213,76 @@ class Loop:
         return self.model(x).sum()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def parts(model, loader):
+    for m in model.modules():
+        m.half()  # !
+    for name, p in model.named_parameters():
+        p.data = p.data.to(torch.float16)  # !
+    for layer in model.layers:
+        layer.half()  # !
+    train(model, loader)
+
+def to_half(m):
+    m.half()  # !
+
+def applied(model, other, loader):
+    model.apply(lambda m: m.half())  # !
+    other.apply(to_half)
+    train(model, loader)
+    train(other, loader)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(8, 8, dtype=torch.half)  # !
+
+    def forward(self, x):
+        return self.fc(x)
+
+def made(loader):
+    low = lambda t: t.half()  # !
+    train(Net(), map(lambda b: b.half(), loader))  # !
+    train(torch.nn.Sequential(torch.nn.Conv1d(8, 8, 1, dtype=torch.float16)), low(loader))  # !
+
+def train(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        x = torch.Tensor.half(x)  # !
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def frozen(model, head, loader, tower):
+    for p in model.parameters():
+        if not p.requires_grad:
+            p.data = p.data.half()
+    tower.requires_grad_(False)
+    for m in tower.modules():
+        m.half()
+    tower.apply(lambda m: m.half())
+    for batch in loader:
+        shapes = list(map(lambda b: b.half().shape, batch))
+        (model(batch).sum() + head(tower(batch)).sum()).backward()
+        step(head, shapes)
+
+def step(head, shapes):
+    optimizer = torch.optim.SGD(head.parameters(), 0.1)
+    optimizer.step()
+
+def quick(loader):
+    net = torch.nn.Linear(8, 8, dtype=torch.float16)
+    net.requires_grad_(False)
+    return [net(x) for x in loader]
+"""
+        ),
         Good(
             """\
 import torch
@@ -402,9 +472,15 @@ def train(args, loader, dtype):
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.declared == "inference" or facts.masters:
             return
-        for cast in facts.events("cast"):
+        for cast in (*facts.events("cast"), *facts.events("construct")):
             guards = [guard for guard in cast.may_be("float16") if not any(map(_POLICY.search, guard.flags()))]
             training = facts.trained.cast(cast, "float16", guards)
             if training is not None:
-                note = Note("trained with here", training.sink.call.span)
-                yield self.at(cast, expr=facts.short(cast.call.node), notes=(note,), fix=mend.without_cast(facts, cast))
+                made = cast.kind == "construct"
+                yield self.at(
+                    cast,
+                    message="`{expr}` makes FP16 weights in code that trains" if made else None,
+                    expr=facts.short(cast.call.node),
+                    notes=(Note("trained with here", training.sink.call.span),),
+                    fix=None if made else mend.without_cast(facts, cast),
+                )
