@@ -86,7 +86,9 @@ def _trainers(facts: Facts) -> Iterator[Event]:
 
 @finds("initialize")
 def _initializes(facts: Facts) -> Iterator[Event]:
-    yield from created(facts, "engine")
+    for call in called(facts, "initialize", *aliases(facts, "initialize")):
+        if any(names.kind_of(path) == "engine" for _, path in facts.paths(call)):
+            yield Event("engine", call, facts, call.node)
 
 
 @finds("prepare")
