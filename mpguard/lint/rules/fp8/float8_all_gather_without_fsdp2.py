@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint import mend
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.fp8 import float8_configs, is_true, may_shard
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.walk import Call, constant
+
+if TYPE_CHECKING:
+    from mpguard.lint.project import LaunchConfig
+
+_SETTING = "enable_fsdp_float8_all_gather"
+
+
+class Float8AllGatherWithoutFsdp2(Rule):
+    """Float8 all-gather is on where FSDP2 is not in use: under Accelerate the converted weights never train.
+
+    ## What it does
+    Reports accelerate's `AORecipeKwargs`, whose default turns float8 all-gather on, handed to an `Accelerator` without
+    FSDP2, and torchao's `Float8LinearConfig(enable_fsdp_float8_all_gather=True)` for a model that the file trains and
+    shards nowhere.
+
+    ## Why is this bad
+    All-gather replaces the weights by new Parameter objects. `Accelerator.prepare` converts after the optimizer was
+    built, which keeps the old ones: seen on an H200 with accelerate 1.15, 4 of 4 converted weights unchanged, while
+    the loss fell (biases and norms still learn); with DeepSpeed it stops. With torchao alone the weights train where
+    the optimizer is built after the conversion, but nothing is gathered, and `safetensors` cannot save them
+    ("invalid python storage").
+
+    ## Fix safety
+    Safe: `False` is what such a run was meant to do.
+
+    ## Known limits
+    A launch config that the linter finds decides; without one, FSDP2 could come from a launch flag. A file that
+    names FSDP, sharding or a `parallelize` helper anywhere is not judged, nor a setting from outside.
+    """
+
+    code, name = "MPG413", "float8-all-gather-without-fsdp2"
+    severity = "error"
+    message = "float8 all-gather without FSDP2: {what}"
+    help = "set `enable_fsdp_float8_all_gather=False`, or shard with FSDP2"
+    triggers = (any_of(b"AORecipeKwargs", _SETTING.encode()),)
+    examples = (
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+
+accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])  # !
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+
+accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs(enable_fsdp_float8_all_gather=False)])
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+""",
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+def by_hand(loader):
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024))
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)  # !
+    convert_to_float8_training(model, config=config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+kwargs = {"mixed_precision": "fp8"}
+kwargs["kwargs_handlers"] = [AORecipeKwargs(pad_inner_dim=True, enable_fsdp_float8_all_gather=True)]  # !
+accelerator = Accelerator(**kwargs)
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+def by_hand(loader):
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024))
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=False)
+    convert_to_float8_training(model, config=config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+kwargs = {"mixed_precision": "fp8"}
+kwargs["kwargs_handlers"] = [AORecipeKwargs(pad_inner_dim=True, enable_fsdp_float8_all_gather=False)]
+accelerator = Accelerator(**kwargs)
+""",
+        ),
+        Bad(
+            """\
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+
+accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])  # !
+""",
+            files={
+                "pyproject.toml": "",
+                "mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp8\nfp8_config:\n  backend: AO\n",
+            },
+        ),
+        Good(
+            """\
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+from torchao.float8 import Float8LinearConfig
+
+config = Float8LinearConfig()
+a = Accelerator(kwargs_handlers=[AORecipeKwargs(enable_fsdp_float8_all_gather=False)])
+b = Accelerator(kwargs_handlers=[AORecipeKwargs(config=config)])
+c = Accelerator(kwargs_handlers=[AORecipeKwargs(enable_fsdp_float8_all_gather=args.gather)])
+d = Accelerator(kwargs_handlers=[AORecipeKwargs(**options)])
+"""
+        ),
+        Good(
+            """\
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs, FullyShardedDataParallelPlugin
+
+plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+accelerator = Accelerator(fsdp_plugin=plugin, kwargs_handlers=[AORecipeKwargs()])
+"""
+        ),
+        Good(
+            """\
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+
+accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
+""",
+            files={
+                "pyproject.toml": "",
+                "mp.yaml": "distributed_type: FSDP\nmixed_precision: fp8\nfsdp_config:\n  fsdp_version: 2\n",
+            },
+        ),
+        Good(
+            """\
+from accelerate.utils import AORecipeKwargs
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from transformers import Trainer
+
+def convert(model):
+    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+
+class Fp8Trainer(Trainer):
+    def handlers(self):
+        return [AORecipeKwargs()]
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        handlers = [
+            event
+            for event in facts.events("fp8_handler")
+            if event.call.name not in ("TERecipeKwargs", "FP8RecipeKwargs")
+        ]
+        configs = list(self._trained_configs(facts))
+        if (not handlers and not configs) or may_shard(facts) or facts.declared == "inference":
+            return
+        launched = [self._fsdp2(config) for config in facts.project.configs_for(facts.path)]
+        if True in launched:
+            return
+        for event in handlers:
+            if self._on(event, facts) and not facts.base_unknown(event.scope.owner) and self._accelerates(event, facts):
+                notes = (
+                    ()
+                    if launched
+                    else (Note("FSDP2 from a launch flag (`--use_fsdp --fsdp_version 2`) is out of sight"),)
+                )
+                yield self.at(
+                    event, what="the converted weights never train", notes=notes, fix=self._fix(event.call, facts)
+                )
+        for call in configs:
+            yield self.at(
+                call, what="nothing is gathered, and safetensors cannot save the weights", fix=self._fix(call, facts)
+            )
+
+    def _on(self, event: Event, facts: Facts) -> bool:
+        """Whether accelerate's handler turns all-gather on: by default, said so, or by the config that it is given."""
+        call = event.call
+        config = call.argument(0, "config")
+        if config is not None and constant(config) != (None,):
+            made = float8_configs(facts, config, call)
+            return bool(made) and all(each is not None and each.whole and each.on(_SETTING) for each in made)
+        given = call.argument(3, _SETTING)
+        return not call.starred and (given is None or constant(given) == (None,) or is_true(facts, given, call))
+
+    def _accelerates(self, event: Event, facts: Facts) -> bool:
+        """Whether the file builds the Accelerator that runs it, and nothing says that this one does not train."""
+        return bool(facts.events("accelerator")) and not facts.infers(event.call)
+
+    def _trained_configs(self, facts: Facts) -> Iterator[Call]:
+        """The configs with all-gather that convert a model of this file, which it trains."""
+        for event in facts.events("convert"):
+            given = event.call.argument(None, "config")
+            if given is None or event.subject is None or not event.key or facts.from_outside(event.subject, event.call):
+                continue
+            made = float8_configs(facts, given, event.call)
+            reach = facts.flow.forward_key(event.key, event.call)
+            if reach.outside or not reach.meets("optimizer") or facts.infers(event.call):
+                continue
+            for config in made:
+                if len(made) == 1 and config is not None and config.on(_SETTING):
+                    yield config.calls[0]
+
+    def _fsdp2(self, config: LaunchConfig) -> bool:
+        """Whether a launch config shards with FSDP2."""
+        versions = (config.entry("fsdp_config.fsdp_version"), config.entry("fsdp_config.version"))
+        return config.distributed_type == "FSDP" and any(str(e.value) == "2" for e in versions if e is not None)
+
+    def _fix(self, call: Call, facts: Facts) -> Fix | None:
+        if call.argument(0, "config") is not None and call.name == "AORecipeKwargs":
+            return None
+        if _SETTING in call.keywords:
+            edits = (mend.replaced(call.keywords[_SETTING], call, "False"),)
+        elif len(call.positional) > 3:
+            return None
+        else:
+            edits = (mend.with_argument(facts, call, f"{_SETTING}=False"),)
+        return Fix("Turn float8 all-gather off", "safe", edits)

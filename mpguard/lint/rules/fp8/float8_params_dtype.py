@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.fp8 import TE
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.walk import Call
+
+_STORES = ("enable_layerwise_casting", "apply_layerwise_casting")
+
+
+class Float8ParamsDtype(Rule):
+    """A float8 dtype is given as the dtype of parameters, where nothing can compute with it.
+
+    ## What it does
+    Reports a float8 dtype as `params_dtype=` of a layer of Transformer Engine or a config of Megatron, as the dtype
+    that transformers loads a model in, and a module cast to float8 by hand whose parameters an optimizer is given.
+
+    ## Why is this bad
+    A float8 tensor without a scale is a storage format: it has no addition, no multiplication and no initialisation.
+    `te.Linear(..., params_dtype=torch.float8_e4m3fn)` stops ("normal_kernel_cuda not implemented for
+    Float8_e4m3fn"), `from_pretrained(dtype=torch.float8_e4m3fn)` too ("couldn't find storage object"), and AdamW and
+    SGD cannot step on such parameters; tried with torch 2.11 and 2.13, Transformer Engine 2.20, transformers 5.23.
+    FP8 training comes from a recipe (`te.autocast(recipe=...)`, `convert_to_float8_training`): the parameters stay
+    in BF16 or FP32. `torch.float8_e4m3` does not even exist.
+
+    ## Known limits
+    A module that is cast to float8 to store it (a frozen base under autocast, layerwise casting) works and is not
+    reported. Loading in diffusers, which stores in float8, is not judged.
+    """
+
+    code, name = "MPG403", "float8-params-dtype"
+    severity = "error"
+    message = "parameters in {dtype}: no arithmetic exists for it"
+    help = "keep the parameters in BF16 or FP32; FP8 comes from the recipe"
+    triggers = (
+        any_of(b"float8_e", b"float8"),
+        any_of(b"params_dtype", b".to(", b".type(", b"torch_dtype", b"dtype="),
+        any_of(b"transformer_engine", b"megatron", b"transformers", b"optim"),
+    )
+    examples = (
+        Bad(
+            """\
+import torch
+import transformer_engine.pytorch as te
+
+layer = te.Linear(1024, 1024, params_dtype=torch.float8_e4m3)  # !
+DTYPE = torch.float8_e5m2
+block = te.TransformerLayer(1024, 4096, 16, params_dtype=DTYPE)  # !
+"""
+        ),
+        Bad(
+            """\
+import torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("x", torch_dtype=torch.float8_e4m3fn)  # !
+net = torch.nn.Linear(64, 64).to(torch.float8_e4m3fn)  # !
+optimizer = torch.optim.AdamW(net.parameters())
+for x in loader:
+    net(x).sum().backward()
+    optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+import transformer_engine.pytorch as te
+from diffusers import FluxTransformer2DModel
+from transformers import AutoModelForCausalLM
+
+layer = te.Linear(1024, 1024, params_dtype=torch.bfloat16)
+model = AutoModelForCausalLM.from_pretrained("x", dtype=torch.bfloat16)
+stored = FluxTransformer2DModel.from_pretrained("x", torch_dtype=torch.float8_e4m3fn)
+base = torch.nn.Linear(64, 64).to(torch.float8_e4m3fn)
+base.requires_grad_(False)
+scaled = (weight / scale).to(torch.float8_e4m3fn)
+kernel(x, params_dtype=torch.float8_e4m3fn)
+method.create_weights(layer, params_dtype=torch.float8_e4m3fn)
+chosen = te.Linear(64, 64, params_dtype=getattr(torch, args.dtype))
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for calls in facts.calls.values():
+            for call in calls:
+                given = call.keywords.get("params_dtype")
+                if given is not None and (dtype := self._float8(given, call, facts)) and self._builds(call, facts):
+                    yield self.at(facts.span(given, call), dtype=dtype)
+        for load in facts.events("load"):
+            given = load.call.argument(None, "dtype", "torch_dtype")
+            dtype = self._float8(given, load.call, facts) if given is not None else ""
+            owner = facts.called_path(load.call)
+            if given is not None and dtype and owner.startswith("transformers.") and not self._quantized(load.call):
+                yield self.at(facts.span(given, load.call), dtype=dtype)
+        for cast in facts.events("cast"):
+            dtype = self._all_float8(cast)
+            if dtype and not self._stored(facts) and facts.trained.is_module(cast):
+                training = facts.trained.cast(cast, dtype)
+                steps = training.of("optimizer") if training is not None else []
+                if steps:
+                    yield self.at(cast, dtype=f"torch.{dtype}", notes=(Note("trained here", steps[0].span),))
+
+    def _float8(self, node: cst.BaseExpression, call: Call, facts: Facts) -> str:
+        dtypes = {name for _, name in facts.dtypes(node, call)}
+        name = dtypes.pop() if len(dtypes) == 1 else None
+        return f"torch.{name}" if name is not None and name.startswith("float8") else ""
+
+    def _all_float8(self, cast: Event) -> str:
+        dtypes = {name for _, name in cast.dtypes}
+        name = dtypes.pop() if len(dtypes) == 1 else None
+        return name if name is not None and name.startswith("float8") else ""
+
+    def _builds(self, call: Call, facts: Facts) -> bool:
+        """Whether a call builds layers, or a config of them, of a library that takes the dtype at its word."""
+        path = facts.called_path(call)
+        return path.startswith(TE) or (
+            path.startswith(("megatron.", "nemo.")) and path.rsplit(".", 1)[-1][:1].isupper()
+        )
+
+    def _quantized(self, call: Call) -> bool:
+        return call.starred or "quantization_config" in call.keywords
+
+    def _stored(self, facts: Facts) -> bool:
+        return any(name in facts.calls for name in _STORES)

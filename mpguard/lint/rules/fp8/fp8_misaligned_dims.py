@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.hardware import NEEDS
+from mpguard.lint import names
+from mpguard.lint.facts import Event, Facts
+from mpguard.lint.fp8 import Layer, emulated, float8_configs, layers_in_fp8, layers_of, number, recipe_of
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.values import Object
+from mpguard.lint.walk import Call, constant
+
+_MAKERS = frozenset({"randn", "rand", "zeros", "ones", "empty"})
+#: Rows that Transformer Engine takes in the forward pass; the backward pass needs what the sizes need.
+_ROWS_FORWARD = 8
+
+
+class Fp8MisalignedDims(Rule):
+    """A size that FP8 matrix products refuse, written down as a number.
+
+    ## What it does
+    Reports literal sizes of Transformer Engine's layers that are called in an FP8 region, and of `nn.Linear` layers
+    of a model that torchao converts without a filter, which are no multiple of 16 (of 32 with MXFP8); and the literal
+    number of rows of a tensor that such a layer is called with.
+
+    ## Why is this bad
+    The product stops: "FP8 execution requires the product of all dimensions except the last to be divisible by 8 and
+    the last dimension to be divisible by 16", or in the backward pass "Leading dimension requirement ... Caller must
+    pad". Tried on an H200 with Transformer Engine 2.20 (delayed, current and block scaling) and torchao 0.18
+    (tensorwise, rowwise): a size of 72 or 10 fails in forward or backward, and so do 24 rows where the layer trains.
+    accelerate's conversion to Transformer Engine leaves such a layer out in silence, and all its later siblings.
+
+    ## Known limits
+    Sizes from a config are not judged, nor layers that a container of modules runs in a loop. A filter and
+    `pad_inner_dim=True` of torchao are taken to leave out, or pad, what does not fit. NVFP4 asks for 16 here; 128 is
+    what grouped products are padded to.
+    """
+
+    code, name = "MPG404", "fp8-misaligned-dims"
+    severity = "error"
+    message = "{what} of {size}: FP8 needs multiples of {multiple}"
+    help = "choose or pad to a multiple of {multiple}"
+    triggers = (
+        any_of(b"transformer_engine", b"convert_to_float8_training"),
+        any_of(b"autocast", b"convert_to_float8_training"),
+        any_of(b"Linear(", b"LayerNormMLP(", b"TransformerLayer(", b"MultiheadAttention("),
+    )
+    examples = (
+        Bad(
+            """\
+import torch
+import transformer_engine.pytorch as te
+
+layer = te.Linear(784, 10).cuda()  # !
+with te.autocast():
+    out = layer(torch.randn(64, 784, device="cuda"))
+"""
+        ),
+        Bad(
+            """\
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import MXFP8BlockScaling
+
+HIDDEN = 1000
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = te.LayerNorm(HIDDEN)
+        self.fc = te.LayerNormMLP(HIDDEN, ffn_hidden_size=4096)  # !
+        self.head = torch.nn.Linear(HIDDEN, 10)
+
+    def forward(self, x):
+        return self.head(self.fc(self.norm(x)))
+
+net = Net()
+with te.fp8_autocast(enabled=True):
+    net(x)
+small = te.Linear(48, 64)  # !
+with te.autocast(recipe=MXFP8BlockScaling()):
+    small(x)
+good = te.Linear(64, 64)
+rows = torch.randn(2, 12, 64)  # !
+with te.autocast(enabled=args.fp8):
+    good(rows).sum().backward()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+model = torch.nn.Sequential(
+    torch.nn.Linear(784, 1024),
+    torch.nn.ReLU(),
+    torch.nn.Linear(1024, 10),  # !
+)
+convert_to_float8_training(model)
+"""
+        ),
+        Good(
+            """\
+import torch
+import transformer_engine.pytorch as te
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+a = te.Linear(768, 3072)
+plain = te.Linear(784, 10)
+b = te.Linear(args.hidden, 1000 if args.pad else 1024)
+with te.autocast():
+    a(torch.randn(64, 768))
+    b(x)
+    with te.autocast(enabled=False):
+        plain(x)
+plain(torch.randn(3, 784))
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = te.Linear(1024, 1024)
+        self.head = te.Linear(1024, 10)
+
+    def forward(self, x):
+        x = self.fc(x)
+        with te.autocast(enabled=False):
+            return self.head(x)
+
+net = Net()
+with te.autocast():
+    net(x)
+
+model = torch.nn.Sequential(torch.nn.Linear(784, 10))
+convert_to_float8_training(model, module_filter_fn=fits)
+padded = torch.nn.Sequential(torch.nn.Linear(784, 10))
+convert_to_float8_training(padded, config=Float8LinearConfig(pad_inner_dim=True))
+on_cpu = torch.nn.Sequential(torch.nn.Linear(30, 10))
+convert_to_float8_training(on_cpu, config=Float8LinearConfig(emulate=True))
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        seen: set[cst.CSTNode] = set()
+        for layer in layers_in_fp8(facts):
+            multiple = self._multiple(layer)
+            notes = (Note("called here, in FP8", layer.call.span),) if layer.call is not None else ()
+            if layer.facts is facts:
+                yield from self._sizes(layer, multiple, notes, seen)
+            yield from self._rows(layer, multiple, seen, facts)
+        for event in facts.events("convert"):
+            if event.subject is None or not self._takes_all(event, facts):
+                continue
+            for layer in layers_of(facts, event.subject, event.call, "torch.nn."):
+                if layer.path == "torch.nn.Linear" and layer.facts is facts:
+                    notes = (Note("converted here", event.span),)
+                    yield from self._sizes(layer, NEEDS["tensorwise"].multiple, notes, seen)
+
+    def _multiple(self, layer: Layer) -> int:
+        """What all recipes that the region may have ask for."""
+        recipes = recipe_of(layer.region) if layer.region is not None else {""}
+        return min(NEEDS[names.FP8_RECIPES.get(recipe, "delayed")].multiple for recipe in recipes)
+
+    def _sizes(
+        self, layer: Layer, multiple: int, notes: tuple[Note, ...], seen: set[cst.CSTNode]
+    ) -> Iterator[Diagnostic]:
+        wrong = [str(size) for _, size in layer.sizes() if size > 0 and size % multiple]
+        if wrong and layer.made.node not in seen:
+            seen.add(layer.made.node)
+            what = f"`{layer.path.rsplit('.', 1)[-1]}`"
+            help = self.help.format(multiple=multiple)
+            yield self.at(layer.made, size=" and ".join(wrong), multiple=multiple, what=what, notes=notes, help=help)
+
+    def _rows(self, layer: Layer, multiple: int, seen: set[cst.CSTNode], facts: Facts) -> Iterator[Diagnostic]:
+        """The literal rows of what a layer is called with."""
+        call = layer.call
+        if call is None or not call.positional:
+            return
+        atoms = [each.atom for each in facts.evaluate(call.positional[0], call)]
+        made = atoms[0].call if len(atoms) == 1 and isinstance(atoms[0], Object) else None
+        if made is None or made.name not in _MAKERS or made.starred or made.node in seen or len(made.positional) < 2:
+            return
+        sizes = [number(facts, each, made) for each in made.positional]
+        rows = 1
+        for size in sizes[:-1]:
+            if size is None:
+                return
+            rows *= size
+        needed = multiple if facts.any_training else _ROWS_FORWARD
+        if rows % needed:
+            seen.add(made.node)
+            help = self.help.format(multiple=needed)
+            yield self.at(made, size=f"{rows} rows", multiple=needed, what="an input", help=help)
+
+    def _takes_all(self, event: Event, facts: Facts) -> bool:
+        """Whether a conversion leaves no layer out and pads none."""
+        call = event.call
+        chosen = call.argument(None, "module_filter_fn")
+        if (chosen is not None and constant(chosen) != (None,)) or call.starred or emulated(facts, call):
+            return False
+        config = call.argument(None, "config")
+        if config is None or constant(config) == (None,):
+            return True
+        made = float8_configs(facts, config, call)
+        return all(each is not None and each.whole and each.setting("pad_inner_dim") is None for each in made)
