@@ -11,7 +11,7 @@ from mpguard.lint.walk import Call, constant, dotted, text_of
 
 _SQUARES = frozenset({"pow", "square", "pow_", "square_"})
 _MEANS = frozenset({"mean", "sum"})
-_VARIANCES = frozenset({"var", "std", "var_mean", "std_mean"})
+_VARIANCES = frozenset({"var", "var_mean"})
 
 
 class NormInHalf(Rule):
@@ -31,7 +31,8 @@ class NormInHalf(Rule):
 
     ## Known limits
     Preview: real modules get their input from outside, so that its dtype is seldom known, and whether a variance in
-    half precision matters depends on the values. CUDA's autocast runs `pow` and `**` in FP32 (not `x * x`, `var`).
+    half precision matters depends on the values. `std` is silent: torch computes it in FP32 inside, and it fits.
+    CUDA's autocast runs `pow` and `**` in FP32 (not `x * x`, `var`).
     """
 
     code, name = "MPG605", "norm-in-half"
@@ -40,7 +41,7 @@ class NormInHalf(Rule):
     message = "squares of {dtype} values without an upcast: {effect}"
     triggers = (
         any_of(b"float16", b"torch.half", b".half()", b"autocast(", b"HalfTensor", b".bfloat16()", b"import autocast"),
-        any_of(b"pow(", b"** 2", b"**2", b"square(", b").mean(", b".var(", b".std(", b"var_mean", b").sum("),
+        any_of(b"pow(", b"** 2", b"**2", b"square(", b").mean(", b".var(", b"var_mean", b").sum("),
     )
     examples = (
         Bad(
@@ -94,7 +95,7 @@ def fine(q, k, x, y):
         two = h.float().var(-1)
     x = x.to(torch.float16)
     three = x.float().pow(2).mean(-1)
-    return one, two, three, y.pow(2).mean(), x.mean(), (x * y).mean()
+    return one, two, three, y.pow(2).mean(), x.mean(), (x * y).mean(), x.std()
 """
         ),
     )
