@@ -77,6 +77,10 @@ MODEL_FACTORIES = frozenset(
     {"timm.create_model", "torch.hub.load", "open_clip.create_model", "timm.models.create_model"}
 )
 LOADERS = frozenset({"from_pretrained", "from_config", "from_single_file", "load_from_checkpoint", "_from_config"})
+#: Classes of transformers that are models, built from a config.
+TASK_MODELS = re.compile(
+    r"(?:For(?:CausalLM|ConditionalGeneration|MaskedLM|PreTraining|QuestionAnswering|\w+Classification)|HeadsModel|HeadModel)$"
+)
 #: Classes with `from_pretrained` that hold no weights.
 WEIGHTLESS = re.compile(r"Tokenizer|Processor|Extractor|Scheduler|Config|Collator|Dataset")
 #: Frameworks that run the training loop, or the backward and the step of one.
@@ -218,6 +222,8 @@ def kind_of(path: str) -> str:
     if path.startswith(MODEL_ROOTS) and CAPITAL.match(last) and ".functional." not in path and last != "Parameter":
         return "criterion" if last.endswith("Loss") else "model"
     if path in MODEL_FACTORIES or path.startswith("torchvision.models."):
+        return "model"
+    if root == "transformers" and TASK_MODELS.search(last):
         return "model"
     if MAKES_OPTIMIZER.match(last):
         return "optimizer"

@@ -10,7 +10,7 @@ from mpguard.lint.facts import Event, Facts
 from mpguard.lint.fp8 import Layer, emulated, float8_configs, layers_in_fp8, layers_of, number, recipe_of
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 from mpguard.lint.values import Object
-from mpguard.lint.walk import Call, constant
+from mpguard.lint.walk import constant
 
 _MAKERS = frozenset({"randn", "rand", "zeros", "ones", "empty"})
 #: Rows that Transformer Engine takes in the forward pass; the backward pass needs what the sizes need.

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mpguard.lint import mend
+from mpguard.lint.events import Event
+from mpguard.lint.facts import Facts
+from mpguard.lint.fp8 import emulated
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint.values import Method, Object
+from mpguard.lint.walk import Call, Scope, constant
+
+_LANGUAGE_MODEL = re.compile(r"(?:ForCausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM)$")
+#: Attributes of a model of one's own that are its output head.
+_HEADS = ("lm_head", "embed_out")
+_LAYERS = ("torch.nn.Linear", "transformer_engine.pytorch.Linear")
+
+
+class LmHeadInFp8(Rule):
+    """A whole language model is converted to FP8, its output head too.
+
+    ## What it does
+    Reports `convert_to_float8_training(model)` and accelerate's `convert_model(model)` of a language model (an
+    `AutoModelForCausalLM`, a `...LMHeadModel`, a class with an `lm_head`) without a filter.
+
+    ## Why is this bad
+    The head's logits span many orders of magnitude and feed the loss directly; the recipes of torchao, torchtitan and
+    Megatron keep it in BF16, and so does accelerate's default for torchao, which leaves out the first and the last
+    Linear. A router of a mixture of experts wants the same: a rounding there sends tokens elsewhere. With most
+    vocabularies the head is no multiple of 16 either, so that the product stops.
+
+    ## Fix safety
+    Unsafe: the filter leaves out what is called `lm_head` (`embed_out`); routers and other heads have other names.
+
+    ## Known limits
+    A filter is taken to know what it does. A part of a model (`model.model`, `model.layers`) is not judged, nor is a
+    model from an unknown factory. accelerate's conversion to Transformer Engine has no filter: convert by hand.
+    """
+
+    code, name = "MPG409", "lm-head-in-fp8"
+    severity = "warning"
+    message = "the output head `{head}` is converted to FP8 with the rest of the model"
+    help = "leave the head (and routers) out by a filter"
+    triggers = (
+        any_of(b"convert_to_float8_training", b"convert_model"),
+        any_of(b"ForCausalLM", b"LMHead", b"ForConditionalGeneration", b"ForMaskedLM", b"lm_head", b"embed_out"),
+    )
+    examples = (
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("x", dtype=torch.bfloat16).cuda()
+convert_to_float8_training(model)  # !
+model = torch.compile(model)
+""",
+            fixed="""\
+import torch
+from torchao.float8 import convert_to_float8_training
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("x", dtype=torch.bfloat16).cuda()
+convert_to_float8_training(model, module_filter_fn=lambda module, name: "lm_head" not in name)
+model = torch.compile(model)
+""",
+        ),
+        Bad(
+            """\
+import torch
+from accelerate.utils import convert_model
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from transformers import LlamaForCausalLM
+
+class Gpt(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block(config) for _ in range(4))
+        self.lm_head = torch.nn.Linear(config.dim, config.vocabulary, bias=False)
+
+gpt = Gpt(config)
+convert_to_float8_training(gpt, config=Float8LinearConfig(), module_filter_fn=None)  # !
+llama = LlamaForCausalLM(config)
+convert_model(llama)  # !
+"""
+        ),
+        Good(
+            """\
+import torch
+from accelerate.utils import convert_model, convert_model_to_fp8_ao
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from transformers import AutoModel, AutoModelForCausalLM
+
+def keep(module, name):
+    return "lm_head" not in name
+
+model = AutoModelForCausalLM.from_pretrained("x")
+convert_to_float8_training(model, module_filter_fn=keep)
+convert_to_float8_training(model.model)
+for layer in model.model.layers:
+    convert_to_float8_training(layer)
+convert_model_to_fp8_ao(model)
+encoder = AutoModel.from_pretrained("x")
+convert_to_float8_training(encoder)
+convert_to_float8_training(build("lm_head"))
+small = AutoModelForCausalLM.from_pretrained("x")
+convert_to_float8_training(small, config=Float8LinearConfig(emulate=True))
+convert_model(model, to_transformer_engine=False)
+
+class Gpt(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.lm_head = Head(config)
+
+convert_to_float8_training(Gpt(config))
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for event in (*facts.events("convert"), *facts.events("convert_accelerate")):
+            call = event.call
+            chosen = call.argument(None, "module_filter_fn")
+            if call.starred or (chosen is not None and constant(chosen) != (None,)) or event.subject is None:
+                continue
+            if event.kind == "convert_accelerate" and (
+                "convert_model_to_fp8_ao" in facts.called_path(call) or len(call.node.args) > 1
+            ):
+                continue
+            head = self._head(event, facts)
+            if head is not None and not facts.infers(call) and not emulated(facts, call):
+                name, notes = head
+                yield self.at(event, head=name, notes=notes, fix=self._fix(event, name, facts))
+
+    def _head(self, event: Event, facts: Facts) -> tuple[str, tuple[Note, ...]] | None:
+        """The name of the head of the model that is converted; None where it has none in sight."""
+        found = [self._of(each.atom, facts) for each in facts.evaluate(event.subject, event.call)]
+        return found[0] if found and None not in found else None
+
+    def _of(self, atom: object, facts: Facts) -> tuple[str, tuple[Note, ...]] | None:
+        if not isinstance(atom, Object) or atom.kind != "model" or isinstance(atom, Method):
+            return None
+        if atom.cls is not None:
+            return self._own(atom.cls, facts)
+        maker = atom.path.rsplit(".", 2)
+        owner = maker[-2] if maker[-1].startswith(("from_", "_from")) and len(maker) > 1 else maker[-1]
+        return ("lm_head", ()) if _LANGUAGE_MODEL.search(owner) and atom.path.startswith("transformers.") else None
+
+    def _own(self, cls: Scope, facts: Facts) -> tuple[str, tuple[Note, ...]] | None:
+        attributes = facts.graph.attributes(cls)
+        for name in _HEADS:
+            for binding in attributes.get(name, ()):
+                made = facts.walker.call_of.get(binding.value) if binding.value is not None else None
+                if isinstance(made, Call) and facts.called_path(made) in _LAYERS:
+                    return name, (Note("the head", made.span),)
+        return None
+
+    def _fix(self, event: Event, head: str, facts: Facts) -> Fix | None:
+        if event.kind != "convert" or "module_filter_fn" in event.call.keywords:
+            return None
+        text = f'module_filter_fn=lambda module, name: "{head}" not in name'
+        return Fix("Leave the output head out", "unsafe", (mend.with_argument(facts, event.call, text),))

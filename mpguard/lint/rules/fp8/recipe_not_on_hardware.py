@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mpguard.errors import PolicyError
+from mpguard.hardware import Hardware, named
+from mpguard.lint import names
+from mpguard.lint.facts import Facts
+from mpguard.lint.fp8 import is_true
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.values import Constant
+from mpguard.lint.walk import Call
+
+#: Keywords by which a script asks a cloud for a GPU, or a build for an architecture.
+_ASKS = frozenset({"gpu", "gpus", "gpu_type", "accelerator_type", "instance_gpu"})
+_ARCHITECTURE = "TORCH_CUDA_ARCH_LIST"
+_COUNT = re.compile(r"(?::\d+|!|\+ptx)$", re.IGNORECASE)
+
+
+class RecipeNotOnHardware(Rule):
+    """A recipe that the GPU which the project names cannot run.
+
+    ## What it does
+    Reports recipes of Transformer Engine (and `use_mxfp8_block_scaling=True` of accelerate's `TERecipeKwargs`) that
+    need another GPU, or a newer CUDA, than what `--gpu` or `[tool.mpguard] gpu` says, or the script itself
+    (`gpu="H100"` of a cloud function, `TORCH_CUDA_ARCH_LIST`), or the project's requirements (`+cu124`).
+
+    ## Why is this bad
+    MXFP8 and NVFP4 are arithmetic of Blackwell: on an H200 Transformer Engine 2.20 stops with "Device compute
+    capability 10.0 or higher required". Block scaling of FP8 needs compute capability 9.0 and CUDA 12.9. What each
+    recipe needs is the table that `mpguard doctor` uses.
+
+    ## Known limits
+    A recipe under a condition is not judged: it may ask for the hardware. Nothing is reported where several GPUs are
+    named, or none.
+    """
+
+    code, name = "MPG408", "recipe-not-on-hardware"
+    severity = "error"
+    message = "`{recipe}` {lacks}"
+    help = "use a recipe that this hardware has, such as Float8CurrentScaling"
+    triggers = (any_of(b"BlockScaling", b"CurrentScaling", b"DelayedScaling", b"use_mxfp8_block_scaling"),)
+    examples = (
+        Bad(
+            """\
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
+
+with te.autocast(recipe=MXFP8BlockScaling()):  # !
+    model(x)
+four = NVFP4BlockScaling()  # !
+block = Float8BlockScaling()
+""",
+            files={"mpguard.toml": 'gpu = "h100"\n'},
+        ),
+        Bad(
+            """\
+import modal
+from accelerate.utils import TERecipeKwargs
+
+app = modal.App()
+
+@app.function(gpu="H100:8")
+def train():
+    handler = TERecipeKwargs(use_mxfp8_block_scaling=True)  # !
+"""
+        ),
+        Bad(
+            """\
+import os
+from transformer_engine.common import recipe
+
+os.environ["TORCH_CUDA_ARCH_LIST"] = "9.0"
+mx = recipe.MXFP8BlockScaling()  # !
+block = recipe.Float8BlockScaling()  # !
+""",
+            files={
+                "pyproject.toml": "",
+                "requirements.txt": "--index-url https://download.pytorch.org/whl/cu124\ntorch\n",
+            },
+        ),
+        Good(
+            """\
+import modal
+from transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling
+
+app = modal.App()
+
+@app.function(gpu="B200")
+def train():
+    recipe = MXFP8BlockScaling()
+
+old = DelayedScaling()
+print("H100", gpu)
+""",
+        ),
+        Good(
+            """\
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling
+
+if te.is_mxfp8_available():
+    recipe = MXFP8BlockScaling()
+else:
+    recipe = DelayedScaling()
+
+def made(name):
+    return {"delayed": DelayedScaling}[name]()
+""",
+            files={"mpguard.toml": 'gpu = "sm_90"\n'},
+        ),
+        Good(
+            """\
+from transformer_engine.common.recipe import MXFP8BlockScaling
+
+launch(gpu="H100")
+launch(gpu="B200")
+recipe = MXFP8BlockScaling()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        asked = [(event.call, self._kind(event.call, facts)) for event in facts.events("fp8_recipe")]
+        for event in facts.events("fp8_handler"):
+            if is_true(facts, event.call.keywords.get("use_mxfp8_block_scaling"), event.call):
+                asked.append((event.call, "mxfp8"))
+        asked = [(call, kind) for call, kind in asked if kind and not facts.guard_of(call)]
+        if not asked:
+            return
+        hardware, place = self._hardware(facts)
+        if hardware is None:
+            return
+        for call, kind in asked:
+            lacks = hardware.lacks(kind)
+            if lacks is not None and not (place is not None and hardware.capability is None):
+                notes = (Note("the GPU is named here", place),) if place is not None else ()
+                yield self.at(call, recipe=call.path or call.name, lacks=lacks, notes=notes)
+
+    def _kind(self, call: Call, facts: Facts) -> str:
+        return names.FP8_RECIPES.get(facts.called_path(call).rsplit(".", 1)[-1], "")
+
+    def _hardware(self, facts: Facts) -> tuple[Hardware | None, tuple[int, int] | None]:
+        """What the settings, the script or the requirements say the code runs on, and where the script says it."""
+        said = facts.project.gpu(facts.path)
+        place: tuple[int, int] | None = None
+        if said is None:
+            found = list(self._in_script(facts))
+            if len({name for name, _ in found}) != 1:
+                return None, None
+            said, place = found[0]
+        try:
+            hardware = named(said)
+        except PolicyError:
+            return None, None
+        cuda = facts.project.required(facts.path, "transformer_engine").cuda
+        return Hardware(said, hardware.capability, 1, cuda or hardware.cuda, hardware.libraries), place
+
+    def _in_script(self, facts: Facts) -> Iterator[tuple[str, tuple[int, int]]]:
+        for calls in facts.calls.values():
+            for call in calls:
+                for keyword in _ASKS & set(call.keywords):
+                    for each in facts.evaluate(call.keywords[keyword], call):
+                        if isinstance(each.atom, Constant) and isinstance(each.atom.value, str):
+                            yield _COUNT.sub("", each.atom.value), call.span
+        for scope in facts.walker.scopes:
+            for key, bindings in scope.bindings.items():
+                for binding in bindings:
+                    if _ARCHITECTURE in key or (binding.kind == "item" and _ARCHITECTURE in facts.short(binding.node)):
+                        for each in facts.evaluate(binding.value, binding):
+                            if isinstance(each.atom, Constant) and isinstance(each.atom.value, str):
+                                yield _COUNT.sub("", each.atom.value), binding.span
