@@ -11,7 +11,7 @@ from mpguard.lint.guard import All, Any, Condition, Flag, Guard, compatible
 from mpguard.lint.regions import Region, enabled_argument
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.values import Object
-from mpguard.lint.walk import constant
+from mpguard.lint.walk import constant, dotted
 
 _BF16 = re.compile(r"(?i)(?:use_|is_|with_|torch\.)?(?:bf16|bfloat16)(?:[-_]mixed|_enabled)?")
 #: A condition that asks for FP16: the scaler is for that arm.
@@ -123,7 +123,30 @@ class Run:
     def step(self, x):
         loss = self.loss(x)
         self.always.scale(loss).backward()
-"""
+        return torch.amp.GradScaler("cuda", enabled=args.bf16 and self.cuda)  # !
+""",
+            fixed="""\
+import torch
+
+class Run:
+    def __init__(self, args):
+        self.scaler = torch.amp.GradScaler("cuda", enabled=args.fp16)
+        self.always = torch.amp.GradScaler("cuda", enabled=False)
+        self.dtype = torch.bfloat16
+
+    def forward(self, x):
+        return self.model(x)
+
+    def loss(self, x):
+        with torch.autocast("cuda", dtype=self.dtype):
+            out = self.forward(x)
+        return out.float().mean()
+
+    def step(self, x):
+        loss = self.loss(x)
+        self.always.scale(loss).backward()
+        return torch.amp.GradScaler("cuda", enabled=False)
+""",
         ),
         Good(
             """\
@@ -189,7 +212,9 @@ def from_outside(loss):
                 continue
             given, enabled = enabled_argument(scaler.call, path), facts.enabled(scaler.call, path)
             if any(_asks_for_bf16(condition) for condition in enabled):
-                yield self.at(scaler, fix=self._condition(given, scaler, facts))
+                alone = any(isinstance(condition, Flag) and _asks_for_bf16(condition) for condition in enabled)
+                fix = self._off(given, scaler, facts) if alone else self._condition(given, scaler, facts)
+                yield self.at(scaler, fix=fix)
             elif enabled.possible and not any(_FP16.search(flag) for flag in enabled.flags()):
                 region = self._region(scaler, enabled, facts)
                 if region is not None and region.call is not None:
@@ -228,18 +253,20 @@ def from_outside(loss):
         return Fix("Switch the scaler off", "unsafe", (edit,))
 
     def _condition(self, given: cst.BaseExpression | None, scaler: Event, facts: Facts) -> Fix | None:
-        """`dtype in ("float16", "bfloat16")` becomes `dtype == "float16"`."""
-        if not isinstance(given, cst.Comparison) or len(given.comparisons) != 1:
+        """`dtype in ("float16", "bfloat16")` becomes `dtype == "float16"`, `fp16 or bf16` becomes `fp16`."""
+        if isinstance(given, cst.BooleanOperation):
+            sides = (given.left, given.right)
+            kept = [each for each in sides if not _BF16.fullmatch(dotted(each).rpartition(".")[2])]
+            text = facts.text(kept[0], scaler.call) if len(kept) == 1 else None
+        elif isinstance(given, cst.Comparison) and isinstance(given.comparisons[0].comparator, (cst.Tuple, cst.List)):
+            elements = [element.value for element in given.comparisons[0].comparator.elements]
+            kept = [each for each in elements if not _BF16.fullmatch(str((constant(each) or ("",))[0]))]
+            left = facts.text(given.left, scaler.call)
+            text = f"{left} == {facts.text(kept[0], scaler.call)}" if len(kept) == 1 else None
+        else:
+            text = None
+        if text is None or given is None:
             return None
-        target = given.comparisons[0]
-        if not isinstance(target.operator, cst.In) or not isinstance(target.comparator, (cst.Tuple, cst.List, cst.Set)):
-            return None
-        kept = [
-            e.value for e in target.comparator.elements if not _BF16.fullmatch(str((constant(e.value) or ("",))[0]))
-        ]
-        if len(kept) != 1:
-            return None
-        text = f"{facts.text(given.left, scaler.call)} == {facts.text(kept[0], scaler.call)}"
         return Fix("Enable it for FP16 alone", "unsafe", (mend.replaced(given, scaler.call, text),))
 
 
