@@ -471,7 +471,10 @@ class Precision:
         """The autocast that Accelerate puts around the `forward` of a model that it prepared."""
         if not any(isinstance(e.atom, Object) and e.atom.prepared for e in self.facts.evaluate(call.func, call)):
             return ()
-        said = {constant(event.call.keywords.get("mixed_precision")) for event in self.facts.events("accelerator")}
+        created = self.facts.events("accelerator")
+        said = {constant(event.call.keywords.get("mixed_precision")) for event in created}
+        if said == {None} and not any(event.call.starred or event.call.positional for event in created):
+            said = {(config.mixed_precision,) for config in self.facts.project.configs_for(self.facts.path)}
         modes: dict[tuple[object] | None, str] = {("fp16",): "float16", ("bf16",): "bfloat16", ("no",): "off"}
         dtype = modes.get(said.pop()) if len(said) == 1 else None
         return (State(ALWAYS, dtype, "cuda", call),)
