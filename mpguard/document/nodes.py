@@ -6,6 +6,7 @@ Offsets count code points of the file's text, with its own line endings.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Hashable, Iterator
 from typing import Any, Literal
 
@@ -115,11 +116,4 @@ class Tree:
 def line_starts(text: str) -> Iterator[int]:
     """Offsets at which lines begin; a line ends with LF, CRLF or CR."""
     yield 0
-    position = 0
-    while True:
-        ends = [found for found in (text.find("\n", position), text.find("\r", position)) if found >= 0]
-        if not ends:
-            return
-        position = min(ends)
-        position += 2 if text.startswith("\r\n", position) else 1
-        yield position
+    yield from (match.end() for match in re.finditer(r"\r\n?|\n", text))

@@ -145,6 +145,7 @@ class Facts:
         self.scalars = Scalars(self)
         self.calls: dict[str, list[Call]] = {}
         self._indexed: dict[Scope, int] = {}
+        self._aliases: tuple[int, dict[str, list[str]]] = (-1, {})
         self._waiting: list[Chunk] = list(chunks) if imported else []
         self._mentions: dict[str, list[Chunk]] = _mentions(chunks) if imported else {}
         if not imported:
@@ -207,6 +208,18 @@ class Facts:
         self.module.children.append(scope)
         place = self.walker._place(scope.node)
         self.module.bindings.setdefault(name, []).append(Binding(*place, key=name, kind="stub", defines=scope))
+
+    def aliases(self, name: str) -> list[str]:
+        """What a file calls a thing of this name besides: `from torch import compile as c`, `ac = amp.autocast`."""
+        if self._aliases[0] != self.parsed_bytes:
+            found: dict[str, list[str]] = {}
+            for scope in self.walker.scopes:
+                for key, bindings in scope.bindings.items():
+                    for original in dict.fromkeys(map(_renamed, bindings)):
+                        if original and original != key:
+                            found.setdefault(original, []).append(key)
+            self._aliases = self.parsed_bytes, found
+        return self._aliases[1].get(name, [])
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -505,3 +518,10 @@ def _without_gc() -> Iterator[None]:
 
 
 __all__ = ["Event", "Facts", "NoProject", "Project", "Region"]
+
+
+def _renamed(binding: Binding) -> str:
+    """The last name of what an import or an assignment of a dotted name takes; or empty."""
+    if binding.kind == "from":
+        return binding.name
+    return dotted(binding.value).rpartition(".")[2] if binding.kind == "assign" and "." in dotted(binding.value) else ""

@@ -24,6 +24,7 @@ class Frozen:
         self.facts = facts
         self._named: dict[str, bool] = {}
         self._helpers: dict[Scope, set[str]] = {}
+        self._index: tuple[int, dict[str, list[tuple[Use, str, cst.Call]]], dict[str, list[Binding]]] = (-1, {}, {})
 
     def named(self, key: str) -> bool:
         """Whether a model of this name is never trained: `requires_grad_(False)`, `eval()` and never `train()`."""
@@ -57,30 +58,40 @@ class Frozen:
         return False
 
     def _is_frozen(self, name: str) -> bool:
-        facts = self.facts
+        methods, made = self._by_name()
         frozen = evaluated = trained = False
-        for scope in facts.walker.scopes:
-            for use in _uses(scope):
-                parts = use.path.split(".")
-                parent = facts.walker.parents.get(use.node)
-                if len(parts) < 2 or parts[-2] != name or not isinstance(parent, cst.Call):
-                    continue
-                given = constant(parent.args[0].value) if parent.args else None
-                if parts[-1] == "eval":
-                    evaluated = True
-                elif parts[-1] == "train":
-                    trained = trained or given != (False,)
-                    evaluated = evaluated or given == (False,)
-                elif parts[-1] in ("parameters", "named_parameters") and self._optimized(parent):
-                    trained = True
-                frozen = frozen or self._freezes(use, parts[-1], parent)
-            for key, made in scope.bindings.items():
-                if key.rsplit(".", 1)[-1] == name:
-                    chains = [_chained(binding.value) for binding in made]
-                    frozen = frozen or any(each.get("requires_grad_") == (False,) for each in chains)
-                    evaluated = evaluated or any("eval" in each for each in chains)
-                    frozen = frozen or any(self._made_frozen(binding) for binding in made)
+        for use, method, call in methods.get(name, ()):
+            given = constant(call.args[0].value) if call.args else None
+            if method == "eval":
+                evaluated = True
+            elif method == "train":
+                trained = trained or given != (False,)
+                evaluated = evaluated or given == (False,)
+            elif method in ("parameters", "named_parameters") and self._optimized(call):
+                trained = True
+            frozen = frozen or self._freezes(use, method, call)
+        for binding in made.get(name, ()):
+            chain = _chained(binding.value)
+            frozen = frozen or chain.get("requires_grad_") == (False,) or self._made_frozen(binding)
+            evaluated = evaluated or "eval" in chain
         return frozen or self._handed(name) or (evaluated and not trained)
+
+    def _by_name(self) -> tuple[dict[str, list[tuple[Use, str, cst.Call]]], dict[str, list[Binding]]]:
+        """By the last name of an object: the calls of its methods, and what it is bound to."""
+        walker = self.facts.walker
+        if self._index[0] != self.facts.parsed_bytes:
+            methods: dict[str, list[tuple[Use, str, cst.Call]]] = {}
+            made: dict[str, list[Binding]] = {}
+            for scope in walker.scopes:
+                for use in _uses(scope):
+                    parts = use.path.rsplit(".", 2)
+                    parent = walker.parents.get(use.node)
+                    if len(parts) > 1 and isinstance(parent, cst.Call):
+                        methods.setdefault(parts[-2], []).append((use, parts[-1], parent))
+                for key, bindings in scope.bindings.items():
+                    made.setdefault(key.rsplit(".", 1)[-1], []).extend(bindings)
+            self._index = self.facts.parsed_bytes, methods, made
+        return self._index[1:]
 
     def _freezes(self, use: Use, method: str, call: cst.Call) -> bool:
         """Whether a use of a name with a method of it freezes it: `m.requires_grad_(False)`, a loop over parameters."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint import names
-from mpguard.lint.events.event import Event, aliases, finds
+from mpguard.lint.events.event import Event, finds
 
 if TYPE_CHECKING:
     from mpguard.lint.facts import Facts
@@ -15,16 +15,9 @@ if TYPE_CHECKING:
 @finds("autocast")
 def _autocasts(facts: Facts) -> Iterator[Event]:
     """Calls of an autocast, with the dtypes of its region; see `regions` for where it is entered."""
-    for calls in facts.calls.values():
-        for call in calls:
-            path = (
-                next((path for _, path in facts.paths(call) if path in names.AUTOCASTS), None)
-                if "autocast" in call.name or call.name in _autocast_names(facts)
-                else None
-            )
+    aliases = facts.aliases("autocast")
+    for name, calls in facts.calls.items():
+        for call in calls if "autocast" in name or name in aliases else ():
+            path = next((path for _, path in facts.paths(call) if path in names.AUTOCASTS), None)
             if path is not None:
                 yield Event("autocast", call, facts, call.node, facts.autocast(call, path).dtypes)
-
-
-def _autocast_names(facts: Facts) -> set[str]:
-    return set(aliases(facts, "autocast"))

@@ -107,18 +107,7 @@ def is_optimizer(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
 
 
 def aliases(facts: Facts, name: str) -> list[str]:
-    """What a file calls a function of this name besides: `from torch import compile as c`, `ac = amp.autocast`."""
-    return [
-        key
-        for scope in facts.walker.scopes
-        for key, bindings in scope.bindings.items()
-        if key != name
-        and any(
-            (binding.kind == "from" and binding.name == name)
-            or (binding.kind == "assign" and dotted(binding.value).endswith(f".{name}"))
-            for binding in bindings
-        )
-    ]
+    return facts.aliases(name)
 
 
 def last_name(node: cst.CSTNode) -> str:
