@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint.facts import Facts
+from mpguard.lint.fp8 import emulated
+from mpguard.lint.guard import compatible
+from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+
+_DDP = "torch.nn.parallel."
+
+
+class Fp8DdpCompile(Rule):
+    """torchao float8, DistributedDataParallel and `torch.compile` in one program.
+
+    ## What it does
+    Reports a model that is converted by torchao, compiled and wrapped in DistributedDataParallel.
+
+    ## Why is this bad
+    axolotl documents that this combination fails ("FP8 + DDP + torch.compile" raises an error), and teaches FSDP2 for
+    FP8 instead. Which versions fail is not settled: with torch 2.11 and torchao 0.18 on one H200 (one process over
+    NCCL) it trained in both orders with all three recipes, and with torch 2.13 and emulation on a CPU too.
+
+    ## Known limits
+    Preview, until a run on several GPUs settles which versions fail. A conversion in another file is not seen.
+    """
+
+    code, name = "MPG410", "fp8-ddp-compile"
+    severity = "error"
+    message = "torchao float8 with DistributedDataParallel and compile: some versions fail"
+    help = "shard with FSDP2 (`fully_shard`), or check a first step on two GPUs"
+    preview = True
+    triggers = (
+        any_of(b"convert_to_float8_training"),
+        any_of(b"DistributedDataParallel", b"DDP"),
+        any_of(b"compile"),
+    )
+    examples = (
+        Bad(
+            """\
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torchao.float8 import convert_to_float8_training
+
+model = torch.nn.Sequential(torch.nn.Linear(1024, 1024)).cuda()
+convert_to_float8_training(model)  # !
+model = DDP(torch.compile(model), device_ids=[0])
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+        ),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+def build(args):
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024)).cuda()
+    if args.fp8:
+        convert_to_float8_training(model)
+        model = fully_shard(torch.compile(model))
+    else:
+        model = DDP(torch.compile(model))
+    return model
+
+def slow():
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024)).cuda()
+    convert_to_float8_training(model)
+    return DDP(model)
+
+def on_cpu():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    return DDP(torch.compile(model))
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for event in facts.events("convert"):
+            near = facts.reachable(event.scope) - {facts.module} | {event.scope}
+            wraps = [
+                call
+                for scope in near
+                for call in scope.calls
+                if any(path.startswith(_DDP) for _, path in facts.paths(call))
+                and compatible(facts.guard_of(call), event.guard)
+            ]
+            compiled = [
+                each
+                for each in facts.events("compile")
+                if each.scope in near and wraps and compatible(each.guard, event.guard, wraps[0].guard)
+            ]
+            if wraps and compiled and not emulated(facts, event.call):
+                notes = (Note("wrapped here", wraps[0].span), Note("compiled here", compiled[0].span))
+                yield self.at(event, notes=notes)
