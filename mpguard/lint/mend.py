@@ -54,6 +54,18 @@ def with_argument(facts: Facts, call: Call, text: str) -> Edit:
     return Edit(end, end, text)
 
 
+def through(facts: Facts, backward: Event, owner: str) -> Edit | None:
+    """`loss.backward(...)` becomes `owner.backward(loss, ...)`; None where a gradient is handed to it."""
+    call, loss = backward.call, backward.subject
+    if call.positional or call.starred or loss is None:
+        return None
+    given = "".join(f", {name}={facts.text(value, call)}" for name, value in call.keywords.items())
+    inner = facts.source.text[slice(*facts.span(loss, call))]  # without its own parentheses
+    if isinstance(loss, (cst.Tuple, cst.GeneratorExp, cst.Yield, cst.NamedExpr)):
+        inner = facts.text(loss, call)
+    return replaced(call.node, call, f"{owner}.backward({inner}{given})")
+
+
 def is_statement(call: Call) -> bool:
     """Whether the call is a whole statement: `model.half()`."""
     return isinstance(call.statement, cst.Expr) and call.statement.value is call.node

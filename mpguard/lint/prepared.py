@@ -141,7 +141,11 @@ class _Search:
             self.call(node, guard, depth)
         elif path := dotted(node):
             self.name(path, at, guard, depth)
-        elif (isinstance(node, cst.Attribute) and node.attr.value == "module") or isinstance(node, cst.Subscript):
+        elif (
+            (isinstance(node, cst.Attribute) and node.attr.value == "module")
+            or isinstance(node, cst.Subscript)
+            or isinstance(node, cst.NamedExpr)
+        ):
             self.expression(node.value, at, guard, depth)
         elif isinstance(node, cst.IfExp):
             self.expression(node.body, at, guard, depth)

@@ -258,17 +258,12 @@ class Mul(torch.autograd.Function):
 
     def _fix(self, backward: Event, wrap: Wrap, facts: Facts) -> Fix | None:
         accelerator = receiver_at(wrap, backward.call, facts)
-        call = backward.call
-        if accelerator is None or backward.subject is None or call.positional or call.starred:
+        edit = mend.through(facts, backward, accelerator) if accelerator is not None else None
+        if edit is None:
             return None
-        loss = facts.text(backward.subject, call)
-        if loss.startswith("(") and isinstance(backward.subject, (cst.BinaryOperation, cst.Call, cst.Name)):
-            loss = facts.source.text[slice(*facts.span(backward.subject, call))]
-        given = "".join(f", {facts.text(arg, call)}".rstrip(", ") for arg in call.node.args)
         by_hand = isinstance(backward.subject, cst.BinaryOperation) or any(
             "accum" in flag for flag in backward.guard.flags()
         )
         made = facts.events("accelerator")
         accumulates = not made or any("gradient_accumulation_steps" in each.call.keywords for each in made)
-        edit = mend.replaced(call.node, call, f"{accelerator}.backward({loss}{given})")
         return Fix("Run it through the Accelerator", "unsafe" if by_hand and accumulates else "safe", (edit,))

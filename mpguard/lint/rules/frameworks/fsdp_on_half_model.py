@@ -37,6 +37,7 @@ class FsdpOnHalfModel(Rule):
     triggers = (
         any_of(b"FullyShardedDataParallel", b"fully_shard"),
         any_of(b"float16", b".half", b"import half"),
+        any_of(b"optim"),
     )
     examples = (
         Bad(

@@ -235,13 +235,7 @@ def from_outside(args, net, loader, config, critic):
 
     def _fix(self, backward: Event, forward: Call, facts: Facts) -> Fix | None:
         """Through the engine, by the name that the forward calls it by, where that is one at the backward too."""
-        call, subject = backward.call, backward.subject
+        call = backward.call
         own = forward.path.startswith("self.") and forward.scope.owner is call.scope.owner
-        if call.positional or call.starred or subject is None or not (own or forward.scope is call.scope):
-            return None
-        loss = facts.text(subject, call)
-        if loss.startswith("("):
-            loss = facts.source.text[slice(*facts.span(subject, call))]
-        given = "".join(f", {facts.text(arg, call)}".rstrip(", ") for arg in call.node.args)
-        edit = mend.replaced(call.node, call, f"{forward.path}.backward({loss}{given})")
-        return Fix("Run it through the engine", "safe", (edit,))
+        edit = mend.through(facts, backward, forward.path) if own or forward.scope is call.scope else None
+        return Fix("Run it through the engine", "safe", (edit,)) if edit is not None else None

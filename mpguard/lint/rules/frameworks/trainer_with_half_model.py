@@ -32,7 +32,12 @@ class TrainerWithHalfModel(Rule):
     severity = "warning"
     message = "`{expr}` loads FP16 weights for a Trainer with `fp16=True`, whose GradScaler refuses them"
     help = "load the weights in FP32, or train with `bf16=True`"
-    triggers = (any_of(b"fp16"), any_of(b"Trainer"), any_of(b"float16", b".half", b"import half"))
+    triggers = (
+        any_of(b"fp16=", b"fp16 ="),
+        any_of(b"Trainer"),
+        any_of(b"float16", b".half", b"import half"),
+        any_of(b"from_pretrained", b"from_config"),
+    )
     examples = (
         Bad(
             """\

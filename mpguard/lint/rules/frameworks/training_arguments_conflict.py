@@ -37,7 +37,7 @@ class TrainingArgumentsConflict(Rule):
     severity = "error"
     message = "`{one}=True` and `{other}=True`: {why}"
     help = "keep one of the two"
-    triggers = (any_of(b"TrainingArguments(", b"trl"), any_of(b"fp16"), any_of(b"bf16"))
+    triggers = (any_of(b"TrainingArguments(", b"from trl", b"import trl"), any_of(b"fp16"), any_of(b"bf16"))
     examples = (
         Bad(
             """\
