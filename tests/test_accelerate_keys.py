@@ -265,3 +265,13 @@ def test_behaviour_of_backend_spellings(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=240, env={**os.environ, **variables},
     )  # fmt: skip
     assert "'te' is not a valid FP8BackendType" in done.stderr
+
+
+def test_behaviour_of_dynamo_under_deepspeed(tmp_path: Path) -> None:
+    """What MPG801 and MPG807 say, seen: DeepSpeed's launcher hands no dynamo setting to the workers."""
+    config = (
+        "mixed_precision: bf16\nnum_processes: 1\nmain_process_port: 0\ndynamo_config: {dynamo_backend: INDUCTOR}\n"
+        "distributed_type: "
+    )
+    assert exported(tmp_path, config + "FSDP")["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
+    assert "ACCELERATE_DYNAMO_BACKEND" not in exported(tmp_path, config + "DEEPSPEED")

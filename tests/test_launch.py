@@ -253,7 +253,7 @@ def overriding(fields: str) -> dict[str, object]:
         ({}, "a: [", "mp.yaml:"),
         ({}, "a: !!python/object/apply:os.system ['touch hacked']\n", "mp.yaml:"),
         ({}, "colour: red\n", "`colour`: accelerate has no such key. Remove it"),
-        ({}, "mixed_precission: bf16\n", "`mixed_precission`: accelerate has no such key; did you mean `mixed_precision`"),
+        ({}, "mixed_precission: bf16\n", "accelerate has no such key; did you mean `mixed_precision`"),
         (overriding("pipeline_dtype: fp32"), "", "cannot put into force"),
     ],
 )  # fmt: skip

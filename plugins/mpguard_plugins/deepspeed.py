@@ -158,13 +158,9 @@ def is_config(config: Mapping[str, Any]) -> bool:
         return False
     # `train_batch_size` is a common name: it counts where nothing else is there that DeepSpeed does not have.
     beside = {
-        "optimizer",
-        "scheduler",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "communication_data_type",
-        "data_types",
-    }
+        "optimizer", "scheduler", "steps_per_print", "wall_clock_breakdown", "prescale_gradients",
+        "communication_data_type", "data_types",
+    }  # fmt: skip
     batch = {"train_batch_size", "gradient_accumulation_steps", "gradient_clipping", *beside}
     return (
         any(key in config for key in keys)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.accelerate_config import is_fp8, names_recipe, said
+from mpguard.lint.accelerate_config import is_fp8, kind, names_recipe, said
 from mpguard.lint.beside import mentions
 from mpguard.lint.config_mend import put
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, Note, any_of
@@ -30,7 +30,8 @@ class Fp8WithoutDynamo(ConfigRule):
     ## Known limits
     Silent where Python code beside the config, or in the folder above, compiles or takes transformers'
     `TrainingArguments` from the command line; where the launch command compiles is not seen. Backend
-    `TE` does not need it. Silent where the file names an mpguard recipe.
+    `TE` does not need it. Silent where the file names an mpguard recipe. Under `DEEPSPEED` the file's
+    dynamo settings count for nothing: accelerate 1.15.0 hands them to no worker there.
     """
 
     code, name = "MPG807", "fp8-without-dynamo"
@@ -83,6 +84,18 @@ fp8_config:
   backend: AO
 """,
         ),
+        Bad(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: fp8
+dynamo_config:
+  dynamo_backend: INDUCTOR
+fp8_config:
+  backend: AO  # !
+  enable_fsdp_float8_all_gather: false
+""",
+            name="ds.yaml",
+        ),
         Good(
             """\
 distributed_type: MULTI_GPU
@@ -120,9 +133,12 @@ fp8_config:
         if backend is None or not is_fp8(document, "AO") or names_recipe(document):
             return
         dynamo = document.entry("dynamo_backend") or said(document, "dynamo_config", "backend")
-        if dynamo is not None and str(dynamo.value).lower() not in ("no", "false", "none"):
-            return
         if mentions(document.path, _COMPILES):
+            return
+        if kind(document) == "DEEPSPEED":  # its workers never get a dynamo setting
+            yield self.at(backend, help="compile the model in the code: under DEEPSPEED `dynamo_config` has no effect")
+            return
+        if dynamo is not None and str(dynamo.value).lower() not in ("no", "false", "none"):
             return
         wanted = {"dynamo_config.dynamo_backend": "INDUCTOR"}
         if dynamo is not None:

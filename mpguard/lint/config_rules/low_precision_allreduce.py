@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from mpguard import settings
 from mpguard.errors import MpguardError
+from mpguard.lint.beside import naming
 from mpguard.lint.config_mend import put
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, Note, any_of
+from mpguard.mpyaml import RECIPE
 from mpguard.policy import Dtype
 from mpguard.recipes import recipe
 
@@ -27,8 +29,9 @@ class LowPrecisionAllreduce(ConfigRule):
     Safe: FP32, which no gradient overflows. It sends more bytes.
 
     ## Known limits
-    The recipe is that of the nearest `[tool.mpguard] recipe`. `fp16` under `bf16` is what is reported
-    without one.
+    The recipe is that of an accelerate config beside the file that names it, else of the nearest
+    `[tool.mpguard] recipe`; its overrides are not looked at. Without one only `fp16` under `bf16` is
+    reported.
     """
 
     code, name = "MPG827", "low-precision-allreduce"
@@ -76,6 +79,20 @@ class LowPrecisionAllreduce(ConfigRule):
         ),
         Bad(
             """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enabled": true},
+  "communication_data_type": "bf16"  # !
+}
+""",
+            name="ds_config.json",
+            files={
+                "mp.yaml": "distributed_type: DEEPSPEED\nfp8_config: {mpguard_recipe: bf16_mixed}\n"
+                "deepspeed_config: {deepspeed_config_file: ds_config.json}\n"
+            },
+        ),
+        Bad(
+            """\
 config = {
     "train_micro_batch_size_per_gpu": 1,
     "communication_data_type": "fp16",  # !
@@ -120,7 +137,7 @@ config = {
             notes = (Note("the run is BF16", bf16.key_span),)
             yield self._at(document, said, "under `bf16`: gradients overflow above 65504", notes)
             said = None
-        name = settings.nearest(Path(document.path)).recipe
+        name = _recipe(document)
         if name is None or not _reduces_in_fp32(name):
             return
         for entry in (said, document.entry("data_types.grad_accum_dtype")):
@@ -130,6 +147,15 @@ config = {
     def _at(self, document: Document, entry: Entry, against: str, notes: tuple[Note, ...]) -> Diagnostic:
         fix = put("Reduce in FP32", document, {".".join(entry.path): "fp32"})
         return self.at(entry, notes=notes, fix=fix, key=".".join(entry.path), value=entry.value, against=against)
+
+
+def _recipe(document: Document) -> str | None:
+    """The recipe of an accelerate config that names this file, else that of the settings."""
+    for config in naming(document.path) if document.format == "json" else ():
+        named = config.entry(RECIPE)
+        if named is not None and isinstance(named.value, str):
+            return named.value
+    return settings.nearest(Path(document.path)).recipe
 
 
 def _dtype(entry: Entry) -> Dtype | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mpguard.edits import Edit
 from mpguard.errors import did_you_mean
+from mpguard.lint.accelerate_config import kind, names_recipe, said
 from mpguard.lint.accelerate_keys import ARGUMENTS, SECTIONS, VERSION, Section
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Fix, Good, any_of
 
@@ -22,6 +23,9 @@ class UnknownFp8Key(ConfigRule):
     writes three such keys: with `amax_history_length: 16` Transformer Engine gets a history of 1024
     (accelerate 1.15.0, commands/config/cluster.py against utils/dataclasses.py; transformers#34027,
     accelerate#3710).
+
+    Under `DEEPSPEED` nothing reads `dynamo_config`: its launcher sets no variable for it, and nothing is
+    compiled.
 
     `mpguard_recipe` and `mpguard_overrides` in `fp8_config` are mpguard's. Other names that begin so,
     and overrides that are no field of a policy, are read by nobody either.
@@ -113,6 +117,25 @@ deepspeed_config:
 """,
             name="ds.yaml",
         ),
+        Bad(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+dynamo_config:  # !
+  dynamo_backend: INDUCTOR
+  dynamo_mode: default
+""",
+            name="ds.yaml",
+        ),
+        Good(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+dynamo_config:
+  dynamo_backend: 'NO'
+""",
+            name="ds.yaml",
+        ),
         Good(
             """\
 distributed_type: FSDP
@@ -146,6 +169,13 @@ model:
         from mpguard.mpyaml import OVERRIDES
         from mpguard.policy import FIELD_NAMES
 
+        unread = _unread_dynamo(document)
+        if unread is not None:
+            yield self.at(
+                unread,
+                message="`dynamo_config`: nothing reads it under `DEEPSPEED`, and nothing is compiled",
+                help="compile the model in the code, and remove the section",
+            )
         for entry in document.entries():
             if len(entry.path) == 2 and entry.path[0] in SECTIONS:
                 yield from self._key(document, entry, SECTIONS[entry.path[0]])
@@ -173,6 +203,15 @@ model:
         else:
             hint = f"; the one that is read is `{meant}`"
         yield self.at(entry, section=name, key=entry.key, hint=hint, fix=_rename(document, entry, meant, there))
+
+
+def _unread_dynamo(document: Document) -> Entry | None:
+    """`dynamo_config` with a backend in it, where accelerate hands it to no worker."""
+    if kind(document) != "DEEPSPEED" or names_recipe(document):
+        return None
+    backend = said(document, "dynamo_config", "backend")
+    asked = backend is not None and isinstance(backend.value, str) and backend.value.lower() != "no"
+    return document.entry("dynamo_config") if asked else None
 
 
 def _own_keys() -> set[str]:

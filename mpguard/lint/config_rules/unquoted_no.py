@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from mpguard.edits import Edit
+from mpguard.lint.accelerate_config import kind
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Fix, Good, any_of
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class UnquotedNo(ConfigRule):
     Safe: quotes are put around what was written.
 
     ## Known limits
-    `yes`, `on` and `true` are reported too, and have no fix: what was meant is not clear.
+    `yes`, `on` and `true` are reported too, and have no fix: what was meant is not clear. Under
+    `DEEPSPEED` dynamo's keys do no harm: accelerate hands them to no worker.
     """
 
     code, name = "MPG802", "unquoted-no"
@@ -91,6 +93,15 @@ deepspeed_config:
         ),
         Good(
             """\
+distributed_type: DEEPSPEED
+mixed_precision: fp16
+dynamo_backend: false
+num_processes: 1
+""",
+            name="ds.yaml",
+        ),
+        Good(
+            """\
 distributed_type: "NO"
 mixed_precision: 'no'
 num_processes: 1
@@ -102,17 +113,18 @@ use_cpu: no
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
+        deepspeed = kind(document) == "DEEPSPEED"  # its workers never get a dynamo setting
         for key, what in _KEYS.items():
             entry = document.entry(key)
-            if entry is not None and isinstance(entry.value, bool):
+            if entry is not None and isinstance(entry.value, bool) and not (deepspeed and "dynamo" in key):
                 yield self._at(document, entry, what)
-        kind = document.entry("distributed_type")
-        if kind is not None and isinstance(kind.value, bool):
+        asked = document.entry("distributed_type")
+        if asked is not None and isinstance(asked.value, bool):
             if "num_processes" in document.data:
                 what = "accelerate lets it through, as long as the file says `num_processes`"
-                yield self._at(document, kind, what, "warning")
+                yield self._at(document, asked, what, "warning")
             else:
-                yield self._at(document, kind, "without `num_processes` the launch stops")
+                yield self._at(document, asked, "without `num_processes` the launch stops")
 
     def _at(
         self, document: Document, entry: Entry, what: str, severity: Literal["error", "warning"] = "error"

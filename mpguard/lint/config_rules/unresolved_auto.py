@@ -1,19 +1,16 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpguard.lint.accelerate_config import mode
-from mpguard.lint.beside import mentions
+from mpguard.lint.beside import mentions, naming
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, any_of
 
 if TYPE_CHECKING:
     from mpguard.document import Document, Entry
 
-#: A launch config is some hundred bytes.
-_LARGEST = 64 << 10
 _FP32 = "DeepSpeed drops the key, and the run is FP32"
 
 
@@ -156,31 +153,8 @@ engine = deepspeed.initialize(model=model, config=filled)
 
 
 def _named_by(path: str) -> str | None:
-    """The accelerate config that names this file, beside it or in the folder above, and says no precision.
-
-    None where there is none, or where several name it and one of them says a precision.
-    """
-    from mpguard.document import read
-    from mpguard.errors import ConfigError
-
-    file = Path(path).absolute()
-    found: list[str] = []
-    for folder in (file.parent, file.parent.parent):
-        try:
-            entries = [each for each in os.scandir(folder) if each.name.endswith((".yaml", ".yml")) and each.is_file()]
-        except OSError:
-            continue
-        for each in sorted(entries, key=lambda each: each.name):
-            try:
-                if each.stat().st_size > _LARGEST or b"deepspeed_config_file" not in Path(each.path).read_bytes():
-                    continue
-                config = read(Path(each.path))
-                named = config.entry("deepspeed_config.deepspeed_config_file") if config.require() else None
-            except (OSError, ConfigError):
-                continue
-            if config.kind != "accelerate" or named is None or Path(str(named.value)).name != file.name:
-                continue
-            if mode(config) not in (None, "no"):
-                return None
-            found.append(each.name)
-    return found[0] if found else None
+    """The accelerate config that names this file; None where there is none, or one that names it says a precision."""
+    configs = naming(path)
+    if not configs or any(mode(config) not in (None, "no") for config in configs):
+        return None
+    return Path(configs[0].path).name
