@@ -141,10 +141,8 @@ class _Search:
             self.call(node, guard, depth)
         elif path := dotted(node):
             self.name(path, at, guard, depth)
-        elif (
-            (isinstance(node, cst.Attribute) and node.attr.value == "module")
-            or isinstance(node, cst.Subscript)
-            or isinstance(node, cst.NamedExpr)
+        elif isinstance(node, (cst.Subscript, cst.NamedExpr)) or (
+            isinstance(node, cst.Attribute) and node.attr.value == "module"
         ):
             self.expression(node.value, at, guard, depth)
         elif isinstance(node, cst.IfExp):
