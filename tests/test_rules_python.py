@@ -7,22 +7,21 @@ import textwrap
 
 import pytest
 
-from mpguard.lint.facts import Facts
-from mpguard.lint.rule import Rule, rules
-from mpguard.lint.source import Source
+from mpguard.lint.engine import Engine, Options
+from mpguard.lint.files import Target
+from mpguard.lint.rule import rules
+from mpguard.lint.selection import Selectors
 
-PYTHON = {code: rule for code, rule in rules(own_only=True).items() if issubclass(rule, Rule)}
+RULES = rules(own_only=True)
 MARK = re.compile(r"#\s*!(MPG\d+(?:,MPG\d+)*)\s*$")
 
 
 def found(code: str) -> set[tuple[int, str]]:
-    source = Source.parse(code.encode(), "example.py")
-    facts = Facts(source)
-    return {
-        (source.position(diagnostic.span[0])[0], diagnostic.code)
-        for rule in PYTHON.values()
-        for diagnostic in rule().check(facts)
-    }
+    """What a user sees of the default rules, and of the preview rules that are marked."""
+    selectors = Selectors(extend_select=tuple({code for _, code in marked(code)}))
+    report = Engine(RULES, Options(selectors)).check(Target("example.py", "python", named=True, data=code.encode()))
+    assert not report.defects, report.defects[0].traceback
+    return {(finding.line, finding.code) for finding in report.findings}
 
 
 def marked(code: str) -> set[tuple[int, str]]:
@@ -41,7 +40,7 @@ SHAPES = {
             def forward(self, x):
                 return x
         model = Net().half().cuda()  # !MPG101
-        optimizer = torch.optim.Adam(model.parameters())
+        optimizer = torch.optim.Adam(model.parameters())  # !MPG602
         for x in loader:
             loss = model(x).mean()
             loss.backward()

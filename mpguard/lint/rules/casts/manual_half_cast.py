@@ -53,6 +53,7 @@ class ManualHalfCast(Rule):
             b".prepare",
             b"deepspeed",
             b"Trainer",
+            b"training_step",
             b"ptimizer",
             b"optim.",
             b"import optim",
