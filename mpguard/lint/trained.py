@@ -75,6 +75,7 @@ class Trained:
         self.facts = facts
         self._weights: dict[str, list[Weights]] = {}
         self._modules: set[str] | None = None
+        self._adapted: set[str] | None = None
 
     # -- casts --------------------------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ class Trained:
         if self.facts.kinds(cast.subject, cast.call) & {"engine", "pipeline"}:
             return None
         whole = self._whole(cast)
-        if whole is not None and self.facts.frozen.named(whole[0]):
+        if whole is not None and (self.facts.frozen.named(whole[0]) or self.adapted(whole[0])):
             return None
         return self._training(self._reach(cast, guards[0], whole))
 
@@ -210,7 +211,7 @@ class Trained:
             events = (event for kind in ("cast", "construct", "load") for event in self.facts.events(kind))
             for event in events:
                 guards = event.may_be(dtype)
-                if not guards or not self.is_module(event):
+                if not guards or not self.is_module(event) or self.adapted(event.key):
                     continue
                 loaded = event.kind == "load"
                 training = self._loaded(event, dtype, guards[0]) if loaded else self.cast(event, dtype)
@@ -262,6 +263,19 @@ class Trained:
         bound = self._bound(event.call)
         keys = {event.key, bound.key if bound is not None else ""} - {""}
         return bool({key.rsplit(".", 1)[-1] for key in keys} & self.modules)
+
+    def adapted(self, key: str) -> bool:
+        """Whether something of this (last) name gets adapters: as the argument, the receiver or the result."""
+        if self._adapted is None:
+            self._adapted = set()
+            for name, calls in self.facts.calls.items():
+                for call in calls if names.ADAPTERS.search(name) else ():
+                    given = [call.receiver, *call.positional, call.keywords.get("model")]
+                    if isinstance(call.statement, cst.Assign):
+                        given += [target.target for target in call.statement.targets]
+                    self._adapted.update(dotted(each).rsplit(".", 1)[-1] for each in given)
+            self._adapted.discard("")
+        return key.rsplit(".", 1)[-1] in self._adapted
 
     @property
     def modules(self) -> set[str]:
