@@ -177,6 +177,7 @@ TREE = {"conf/bf16.yaml": BF16, "conf/fp8.yaml": FP8, "src/train.py": "", "besid
         ("run.sh", "accelerate launch --config_file conf/bf16.yaml train.py\n"
                    "accelerate launch --config_file conf/fp8.yaml train.py", "train.py",
          [("conf/bf16.yaml", "bf16"), ("conf/fp8.yaml", "fp8")]),
+        ("run.sh", "accelerate launch --mixed_precision=fp16 train.py", "train.py", [("run.sh", "fp16")]),
         # what is unknown may be right
         ("run.sh", "accelerate launch --config_file $C train.py", "train.py", []),
         ("run.sh", "accelerate launch --config_file conf/bf16.yaml train.py\naccelerate launch $A train.py",
@@ -184,6 +185,7 @@ TREE = {"conf/bf16.yaml": BF16, "conf/fp8.yaml": FP8, "src/train.py": "", "besid
         ("run.sh", "accelerate launch --config_file gone.yaml train.py", "train.py", []),
         ("run.sh", "accelerate launch --config_file conf/fp8.yaml --mixed_precision $P train.py", "train.py", []),
         ("run.sh", "accelerate launch --config_file conf/fp8.yaml train.py --deepspeed conf/ds.json", "train.py", []),
+        ("run.sh", "accelerate launch --mixed_precision $P train.py", "train.py", []),
         # lines without a config say nothing: those beside the script hold
         ("run.sh", "accelerate launch train.py\ntorchrun $A train.py", "train.py", [("beside.yaml", "fp8")]),
         ("run.sh", "accelerate launch --config_file conf/bf16.yaml other.py", "train.py", [("beside.yaml", "fp8")]),

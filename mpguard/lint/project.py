@@ -259,15 +259,10 @@ def _launched(path: str) -> tuple[LaunchConfig, ...] | None:
     top = _top(Path(path).absolute().parent)
     found: list[LaunchConfig] = []
     for launch in launch_lines.in_tree(top).get(os.path.realpath(path), ()):
-        named = _named(launch)
-        if named is None:
+        named, said = _named(launch), launch.options.get("mixed_precision")
+        if named is None and said is None:
             continue
-        try:
-            file = None if named.text is None else launch_lines.located(named.text, launch.path, top)
-            config = None if file is None else launch_config(file, os.path.relpath(file))
-        except ConfigError:
-            config = None
-        said = launch.options.get("mixed_precision")
+        config = _flags_only(launch) if named is None else _found(named, launch, top)
         if config is None or (said is not None and said.text is None):
             return ()
         if said is not None and said.text is not None:
@@ -276,6 +271,21 @@ def _launched(path: str) -> tuple[LaunchConfig, ...] | None:
         if config not in found:
             found.append(config)
     return tuple(found) or None
+
+
+def _found(named: Word, launch: Launch, top: Path) -> LaunchConfig | None:
+    try:
+        file = None if named.text is None else launch_lines.located(named.text, launch.path, top)
+        return None if file is None else launch_config(file, os.path.relpath(file))
+    except ConfigError:
+        return None
+
+
+def _flags_only(launch: Launch) -> LaunchConfig:
+    """A launch without a config file, that says its precision itself."""
+    from mpguard.document import parse
+
+    return LaunchConfig(os.path.relpath(launch.path), parse("", launch.path, "yaml"), None, None)
 
 
 def _named(launch: Launch) -> Word | None:

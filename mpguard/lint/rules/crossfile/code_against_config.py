@@ -16,8 +16,8 @@ class CodeAgainstConfig(Rule):
     Compares `Accelerator(mixed_precision=...)`, the dtype of autocast regions around what is
     trained, a GradScaler, and the dtype that a trained model is loaded in, with the launch configs:
     those of `--config`, of `[tool.mpguard] configs`, those that launch lines in the tree name for the script
-    (`accelerate launch --config_file fsdp.yaml train.py` in shell scripts, Makefiles, workflows, READMEs), or
-    found beside it.
+    (`accelerate launch --config_file fsdp.yaml train.py` in shell scripts, Makefiles, workflows, READMEs; their
+    `--mixed_precision` beats the config), or found beside it.
 
     ## Why is this bad
     The code wins, and nothing says so: accelerate 1.15 takes `mixed_precision` of the code before
@@ -126,6 +126,14 @@ accelerator = Accelerator(mixed_precision="fp16")  # !
                 "other.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp16\n",
                 "run.sh": "accelerate launch --config_file configs/fsdp.yaml \\\n    example.py --lr 1e-4\n",
             },
+        ),
+        Bad(
+            """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="fp16")  # !
+""",
+            files={"README.md": "```\n$ accelerate launch --mixed_precision=bf16 example.py\n```\n"},
         ),
         Good(
             """\
