@@ -7,6 +7,7 @@ from mpguard.lint.facts import Facts
 from mpguard.lint.guard import compatible
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.trace import Kind, Moment, Trace, between, unrelated
+from mpguard.lint.walk import Call
 
 #: What ends the gradients of a loss: something applies them, or throws them away.
 _APPLIED: tuple[Kind, ...] = ("zero_grad", "step", "other_step", "scaler_step", "framework")
@@ -198,8 +199,10 @@ def from_a_cache(model, loader, optimizer, scaler):
         backward, traces = trace[place], facts.traces
         if backward.call in traces.may_scale or "gradient" in backward.call.keywords or self._arms(trace, place):
             return None
-        if any(each.kind in ("handed", "get_scale") and compatible(each.guard, backward.guard) for each in trace):
-            return None  # scaled out of sight, or by hand
+        if any(each.kind == "handed" and compatible(each.guard, backward.guard) for each in trace):
+            return None  # scaled out of sight
+        if self._by_hand(backward, facts):
+            return None
         for index in range(place + 1, len(trace)):
             step = trace[index]
             if step.kind != "scaler_step" or not compatible(step.guard, backward.guard):
@@ -212,6 +215,12 @@ def from_a_cache(model, loader, optimizer, scaler):
             if traces.like_torch(step.scaler, step.record) and set(backward.loops[:1]) <= set(step.loops):
                 return step
         return None
+
+    def _by_hand(self, backward: Moment, facts: Facts) -> bool:
+        """Whether the loss is computed with the scale."""
+        assert backward.call.receiver is not None
+        records = facts.flow.backward(backward.call.receiver, backward.call, depth=1)
+        return any(isinstance(record, Call) and record.name == "get_scale" for record in records)
 
     def _arms(self, trace: Trace, place: int) -> bool:
         """Whether another arm of a flag scales the loss: in this one, the scaler is meant to do nothing."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from mpguard.lint.events.event import aliases, called
 from mpguard.lint.facts import Facts
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.walk import Call, Scope
+from mpguard.lint.walk import Call, Scope, constant
 
 #: The scale by another name: `inv_scale`, `scaler._scale`.
-_FACTOR = re.compile(r"(?i)(?:inv|loss|grad|amp|fp16)\w*_scale|^_scale$|unscale")
+_FACTOR = re.compile(r"(?i)(?:inv|loss|grad|amp|fp16)\w*_scale(?!r)|^_scale$|unscale(?!_$)")
 
 
 class GradientPenaltyOnScaledGradients(Rule):
@@ -24,7 +24,8 @@ class GradientPenaltyOnScaledGradients(Rule):
     torch's AMP examples divide by `scaler.get_scale()` before the penalty is computed, and scale the sum again.
 
     ## Known limits
-    The scaled output must be seen to be one. Any question for the scale in the function, its class or its callers
+    Only where a penalty can be: with `create_graph=True`. The scaled output must be seen to be one. Any question for
+    the scale in the function, its class or its callers
     (`get_scale`, `inv_scale`) is taken for the division; so is a call that is handed gradients and scaler.
     """
 
@@ -77,14 +78,20 @@ def not_scaled(critic, x, scaler):
     return (g.norm(2, dim=1) - 1).pow(2).mean()
 
 def given_away(model, loss, scaler):
-    grads = torch.autograd.grad(scaler.scale(loss), model.parameters())
+    grads = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
     return unscaled(grads, scaler)
+
+def handed_on(model, criterion, x, scaler):
+    image = model(x)
+    (g,) = torch.autograd.grad(scaler.scale(criterion(image)), image)
+    for part, slope in zip(image.split(8), g.split(8)):
+        part.backward(slope, retain_graph=True)
 
 def divided_by_the_caller(model, x, scaler):
     return helper(model(x), x, scaler)[0] / scaler.get_scale()
 
 def helper(out, x, scaler):
-    return torch.autograd.grad(scaler.scale(out), x)
+    return torch.autograd.grad(scaler.scale(out), x, create_graph=True)
 """
         ),
     )
@@ -96,6 +103,8 @@ def helper(out, x, scaler):
         for call in called(facts, "grad", *aliases(facts, "grad")):
             if "torch.autograd.grad" not in (path for _, path in facts.paths(call)):
                 continue
+            if constant(call.keywords.get("create_graph")) != (True,):
+                continue  # no penalty: gradients to be handed to a `backward`, say
             outputs = call.argument(0, "outputs")
             records = facts.flow.backward(outputs, call, depth=1) if outputs is not None else []
             scale = next((scales[r] for r in records if isinstance(r, Call) and r in scales), None)

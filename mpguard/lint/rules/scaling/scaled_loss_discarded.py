@@ -97,15 +97,17 @@ def arms(args, loss, scaler):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        reported: set[object] = set()
         for trace in facts.traces.all:
             for place, scale in enumerate(trace):
-                if scale.kind != "scale" or scale.via or not mend.is_statement(scale.call):
+                if scale.kind != "scale" or scale.record in reported or not mend.is_statement(scale.call):
                     continue
                 if not facts.traces.like_torch(scale.scaler, scale.record):
                     continue
                 backward = self._unscaled(trace, place, facts)
                 if backward is None:
                     continue
+                reported.add(scale.record)
                 notes = (Note("this runs on the loss as it was", backward.span),)
                 yield self.at(
                     scale,
