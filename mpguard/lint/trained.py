@@ -32,8 +32,9 @@ _OF_MODULES = frozenset({
 })  # fmt: skip
 #: What a loop over a model's parts goes over: a cast of each is one of the model.
 _PARTS = frozenset({"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"})
-#: The condition under which a loop casts what is not trained.
+#: The conditions under which a loop casts what is not trained.
 _FROZEN = negated(Flag("requires_grad"))
+_SPARED = re.compile(r"(?i)lora|adapter|frozen|freeze|trainable")
 #: Arguments of a load that quantize: adapters are trained, the weights stay.
 _QUANTIZES = ("quantization_config", "load_in_8bit", "load_in_4bit")
 #: Frameworks that keep FP32 masters of low weights, or cast them up.
@@ -119,6 +120,8 @@ class Trained:
             isinstance(above, cst.Assign) and any(dotted(target.target) == f"{part}.data" for target in above.targets)
         )
         if not changed or not part or "." in part or _FROZEN in cast.call.guard:
+            return None
+        if any(map(_SPARED.search, cast.call.guard.flags())):
             return None
         for binding in self.facts.values.reaching(part, cast.scope, cast.order):
             if binding.kind == "for":

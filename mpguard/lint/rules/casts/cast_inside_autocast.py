@@ -26,7 +26,8 @@ class CastInsideAutocast(Rule):
 
     ## Known limits
     Only casts that stand in the region's own block, and values that are handed on as they are. Casts for kernels that
-    autocast does not know (flash attention, extensions), for storing, and in inference are not reported.
+    autocast does not know (flash attention, extensions), for storing, and in inference are not reported. Where an
+    FP16 cast is trained with, MPG101 speaks.
     """
 
     code, name = "MPG105", "cast-inside-autocast"
@@ -37,7 +38,7 @@ class CastInsideAutocast(Rule):
         any_of(b"autocast"),
         any_of(b".half(", b".bfloat16(", b"float16", b"HalfTensor", b" half", b".half"),
     )
-    yields_to = ("MPG110", "MPG603", "MPG606")
+    yields_to = ("MPG101", "MPG110", "MPG603", "MPG606")
     examples = (
         Bad(
             """\

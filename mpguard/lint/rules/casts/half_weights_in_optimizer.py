@@ -39,9 +39,9 @@ class HalfWeightsInOptimizer(Rule):
     message = "`{expr}` loads weights in FP16 that an optimizer trains"
     help = "load them in FP32 and let autocast, or the Trainer's `fp16=True`, compute in FP16"
     triggers = (
-        any_of(b"float16", b".half", b"fp16"),
+        any_of(b"float16", b"half", b"fp16"),
         any_of(b"from_pretrained(", b"from_config(", b"from_single_file("),
-        any_of(b"dtype="),
+        any_of(b"dtype"),
         any_of(b"optim", b"Trainer("),
         any_of(b".step(", b".train("),
     )

@@ -70,6 +70,8 @@ class Embedding(th.nn.Module):
         super().__init__()
         self.dtype = th.float16 if fp16 else th.float32
         self.steps = th.linspace(0, 1, 1000, dtype=bfloat16)  # !
+        self.periods = 100.0 ** th.arange(0, 1, 4 / dim, dtype=bfloat16)  # !
+        self.inv_freq = 1.0 / (1e4 ** (th.arange(0, dim, 2, dtype=th.int64).to(bfloat16) / dim))  # !
 
     def forward(self, x):
         positions = th.arange(x.shape[1], device=x.device)
@@ -133,6 +135,9 @@ def test_sum():
         if call.name == "linspace":
             steps = facts.scalars.number(call.argument(2, "steps"), call)
             return steps.value if steps is not None else None
+        step = call.argument(2, "step")
+        if step is not None and not isinstance(step, cst.Integer):
+            return None  # fractions
         end = call.argument(1 if len(call.positional) > 1 else 0, "end")
         number = facts.scalars.number(end, call)
         return abs(number.value) if number is not None else None
@@ -144,7 +149,9 @@ def test_sum():
             call = facts.walker.call_of.get(node) if node is not None else None
             if call is not None:
                 if call.name == "arange":
-                    return call if facts.called_path(call) == "torch.arange" and "dtype" not in call.keywords else None
+                    given = call.keywords.get("dtype")
+                    integers = given is None or {name for _, name in facts.dtypes(given, call)} <= {"int64", "int32"}
+                    return call if facts.called_path(call) == "torch.arange" and integers else None
                 node = call.receiver if call.name in ("to", "cuda", "view", "unsqueeze", "expand", "reshape") else None
                 continue
             bindings = (

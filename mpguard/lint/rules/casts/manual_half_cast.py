@@ -260,6 +260,7 @@ def train(model, loader):
         Good(
             """\
 import torch
+from peft import get_peft_model
 
 def frozen(model, head, loader, tower):
     for p in model.parameters():
@@ -277,6 +278,22 @@ def frozen(model, head, loader, tower):
 def step(head, shapes):
     optimizer = torch.optim.SGD(head.parameters(), 0.1)
     optimizer.step()
+
+def lora(model, loader, adapters):
+    model = get_peft_model(model, adapters)
+    for p in model.parameters():
+        p.data = p.data.half()
+    for x in loader:
+        model(x).sum().backward()
+        step(model, x)
+
+def own_lora(model, loader):
+    for name, p in model.named_parameters():
+        if "lora" not in name:
+            p.data = p.data.half()
+    for x in loader:
+        model(x).sum().backward()
+        step(model, x)
 
 def quick(loader):
     net = torch.nn.Linear(8, 8, dtype=torch.float16)

@@ -31,7 +31,7 @@ class NoMasterWeights(Rule):
     help = "keep the weights in FP32 and compute in BF16 by autocast, or use an optimizer with stochastic rounding"
     triggers = (
         any_of(b"bfloat16", b"bf16"),
-        any_of(b".bfloat16()", b".to(", b"dtype="),
+        any_of(b".bfloat16()", b".to(", b".type(", b"dtype"),
         any_of(b"optim", b"Trainer("),
         any_of(b".step(", b".train("),
         any_of(b"arameters()", b"Trainer("),

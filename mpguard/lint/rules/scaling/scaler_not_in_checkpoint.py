@@ -34,7 +34,7 @@ class ScalerNotInCheckpoint(Rule):
     message = "the checkpoint holds `{expr}`, but not the GradScaler's state"
     help = "save `scaler.state_dict()` beside it, and load it on resuming"
     triggers = (
-        any_of(b"Scaler("),
+        any_of(b"Scaler"),
         any_of(b".scale("),
         any_of(b".update("),
         any_of(b".state_dict("),
