@@ -19,9 +19,9 @@ class ApexAmp(Rule):
     `apex.amp`.
 
     ## Why is this bad
-    They are unmaintained: apex's README calls them deprecated since torch has had its own (1.6, in 2020). They patch
-    torch's functions in place (O1), or cast the model to FP16 (O2), know no BF16, and nothing of FSDP and
-    `torch.compile`. `torch.amp` needs no extension to be built.
+    They are unmaintained, and `apex.amp` is gone: NVIDIA took it out of apex in 2025 (NVIDIA/apex#1896), so that the
+    import fails with a new apex (NVIDIA/apex#1912). They patch torch's functions in place (O1), or cast the model to
+    FP16 (O2), and know nothing of FSDP and `torch.compile`. `torch.amp` needs no extension to be built.
 
     ## Known limits
     apex's fused optimizers, norms and losses are another matter and never reported. A stand-in for a torch that has no
