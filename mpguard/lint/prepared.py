@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint import names
-from mpguard.lint.guard import ALWAYS, Guard, compatible
+from mpguard.lint.guard import ALWAYS, Flag, Guard, compatible
 from mpguard.lint.values import Constant, Object
 from mpguard.lint.walk import Binding, Call, Record, Return, dotted
 
@@ -255,7 +255,12 @@ def receiver_at(wrap: Wrap, at: Record, facts: Facts) -> str | None:
 
 def without_accelerator(guard: Guard) -> bool:
     """Whether what happens under a guard may be the way of a run without an Accelerator, or with another engine."""
-    return any(_OTHER_WAY.search(flag) for flag in guard.flags())
+    for condition in guard:
+        if isinstance(condition, Flag) and condition.equals is None and "accelerat" in condition.name.lower():
+            continue  # `if args.use_accelerate:` is its own way
+        if any(_OTHER_WAY.search(flag) for flag in Guard([condition]).flags()):
+            return True
+    return False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,6 +101,21 @@ def run(args, net, loader):
         with context:
             loss = net(x).sum()
         accelerator.backward(loss)
+
+def train(net, optimizer, loader, accelerator, use_accelerate):
+    scaler = torch.amp.GradScaler("cuda")  # !
+    for x in loader:
+        loss = net(x).sum()
+        if use_accelerate:
+            accelerator.backward(scaler.scale(loss))
+        else:
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def main(net, optimizer, loader, accelerator):
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    train(net, optimizer, loader, accelerator, True)
 """,
         ),
         Good(
