@@ -18,7 +18,7 @@ import libcst as cst
 from mpguard.lint import autocast_ops as ops
 from mpguard.lint.guard import ALWAYS, Guard, compatible, negated
 from mpguard.lint.source import Frames
-from mpguard.lint.values import Function, Object, Ref
+from mpguard.lint.values import Class, Function, Object, Ref
 from mpguard.lint.walk import Binding, Call, Record, Scope, constant, dotted
 
 if TYPE_CHECKING:
@@ -277,14 +277,13 @@ class Precision:
     def _call(self, call: Call) -> tuple[Of, ...]:
         facts = self.facts
         atoms = [each.atom for each in facts.evaluate(call.func, call)]
-        if len(atoms) != 1:
-            return _UNKNOWN
-        atom = atoms[0]
-        if isinstance(atom, Ref):
-            return self._function(atom.path, call)
-        if isinstance(atom, Object):
-            return self._module(atom, call)
-        if call.receiver is not None and not isinstance(atom, Function):
+        paths = {atom.path for atom in atoms if isinstance(atom, Ref)}
+        if paths:
+            known = len(paths) == 1 and all(isinstance(atom, Ref) for atom in atoms)
+            return self._function(paths.pop(), call) if known else _UNKNOWN
+        if len(atoms) == 1 and isinstance(atoms[0], Object):
+            return self._module(atoms[0], call)
+        if call.receiver is not None and not any(isinstance(atom, (Function, Object, Class)) for atom in atoms):
             return self._of_method(call)
         found: list[Of] = []
         for function in facts.functions(call):
