@@ -60,3 +60,13 @@ def compiled(facts: Facts, guard: Guard = ALWAYS) -> bool:
         for use in uses
         if not isinstance(facts.walker.parents.get(use.node), cst.Call)
     )
+
+
+def launched_compiled(facts: Facts) -> bool:
+    """Whether a launch config of the file compiles."""
+    for config in facts.project.configs_for(facts.path):
+        for key in ("dynamo_config.dynamo_backend", "dynamo_config.backend", "dynamo_backend"):
+            entry = config.entry(key)
+            if entry is not None and str(entry.value).upper() not in ("NO", "NONE", "FALSE"):
+                return True
+    return False

@@ -12,6 +12,8 @@ from mpguard.lint.values import Ref
 from mpguard.lint.walk import Binding, Use
 
 _MODULE = "transformer_engine.pytorch.fp8"
+#: Modules that hand the deprecated functions on.
+_HOMES = ("transformer_engine.pytorch", "transformer_engine.pytorch.quantization")
 _NEW = {"fp8_autocast": "autocast", "fp8_model_init": "quantized_model_init"}
 _KEYWORDS = {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"}
 #: The first version that has the new names for certain (they came with pull request 2256, October 2025).
@@ -92,21 +94,33 @@ print(te.quantization.check_fp8_support())
         Bad(
             """\
 from torch import autocast
-from transformer_engine.pytorch.fp8 import fp8_autocast  # !
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast  # !
 
-with autocast("cuda"), fp8_autocast():
+with autocast("cuda"), fp8_autocast(fp8_recipe=FP8GlobalStateManager.get_fp8_recipe()):
     model(x)
 """,
             fixed="""\
 from torch import autocast
-from transformer_engine.pytorch.quantization import autocast as fp8_autocast
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast as fp8_autocast
 
-with autocast("cuda"), fp8_autocast():
+with autocast("cuda"), fp8_autocast(recipe=FP8GlobalStateManager.get_fp8_recipe()):
     model(x)
 """,
         ),
+        Bad(
+            """\
+if gaudi:
+    from intel_transformer_engine import fp8_autocast
+else:
+    from transformer_engine.pytorch import fp8_autocast  # !
+
+with fp8_autocast(**options):
+    model(x)
+"""
+        ),
         Good(
             """\
+import transformer_engine.jax as te_jax
 import transformer_engine.pytorch as te
 from intel_transformer_engine import fp8_autocast as gaudi
 from ours import fp8_autocast
@@ -120,7 +134,7 @@ if te_version >= (2, 10):
     region = te.autocast
 else:
     region = te.fp8_autocast
-with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaudi():
+with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaudi(), te_jax.fp8_autocast():
     model(x)
 """
         ),
@@ -128,37 +142,38 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         brought = [b for b in imports.imports(facts) if self._deprecated(b)]
-        for binding in brought:
-            if imports.stands_in(binding) or self._other_arm(binding) or not imports.uses(facts, binding):
-                continue
-            old = binding.target if binding.target == _MODULE else f"{binding.target}.{binding.name}"
-            old = f"{old}.{binding.name}" if binding.name in _NEW and old == _MODULE else old
-            span = facts.span(binding.statement or binding.node, binding)
-            yield self.at(span, old=old, new=_modern(old), fix=self._fix_import(binding, facts))
-        keys = {id(binding.node) for binding in brought}
+        for statement, bindings in imports.by_statement(brought).items():
+            found = [
+                b for b in bindings if not imports.stands_in(b) and not self._other_arm(b) and imports.uses(facts, b)
+            ]
+            if found:
+                first = found[0]
+                module = first.target == _MODULE or first.name == "fp8"
+                old = _MODULE if module else f"{first.target}.{first.name}"
+                fix = self._fix_import(statement, bindings, facts)
+                yield self.at(facts.span(statement, first), old=old, new=_modern(old), fix=fix)
+        roots = {id(binding) for binding in brought}
         for scope in facts.walker.scopes:
             for root, uses in scope.uses.items():
-                if any(
-                    id(binding.node) in keys
-                    for binding in (*scope.bindings.get(root, ()), *facts.module.bindings.get(root, ()))
-                ):
-                    continue
+                bound = (*scope.bindings.get(root, ()), *facts.module.bindings.get(root, ()))
+                if any(id(binding) in roots for binding in bound):
+                    continue  # the import is the place
                 for use in uses:
                     old = self._old(use, facts)
                     if old and not imports.stands_in(use):
                         yield self.at(use, old=old, new=_modern(old), fix=self._fix_use(use, facts))
 
     def _deprecated(self, binding: Binding) -> bool:
-        if binding.kind == "from" and binding.target.startswith("transformer_engine."):
+        if binding.kind == "from" and binding.target in (_MODULE, *_HOMES):
             return binding.name in _NEW or _MODULE in (binding.target, f"{binding.target}.{binding.name}")
         return binding.kind == "import" and binding.target == _MODULE
 
     def _other_arm(self, binding: Binding) -> bool:
-        """Whether the same name also comes from elsewhere: an arm for another version."""
+        """Whether another arm takes the same name from a version of Transformer Engine that has the new one."""
         return any(
             other is not binding
             and other.guard != binding.guard
-            and other.kind == "from"
+            and other.target.startswith("transformer_engine.")
             and not self._deprecated(other)
             for other in binding.scope.bindings.get(binding.key, ())
         )
@@ -170,7 +185,7 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
             return ""
         for each in facts.values.lookup(use.path, use.scope, use.order):
             path = each.atom.path if isinstance(each.atom, Ref) else ""
-            if path.startswith("transformer_engine.") and (last in _NEW or path.startswith(_MODULE + ".")):
+            if path.startswith("transformer_engine.pytorch.") and (last in _NEW or path.startswith(_MODULE + ".")):
                 return path
         return ""
 
@@ -193,12 +208,11 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
         return self._made(edits, facts)
 
     def _keywords(self, use: Use, facts: Facts) -> list[Edit] | None:
-        """The edits of the keywords of a call of a deprecated function; None where it is not called but handed on."""
-        parent = facts.walker.parents.get(use.node)
-        if use.path.rsplit(".", 1)[-1] == "fp8_model_init" or (
-            ".fp8." in f".{use.path}" and "autocast" not in use.path
-        ):
+        """The edits of the keywords of a call of `fp8_autocast`; None where it is not called but handed on."""
+        last = use.path.rsplit(".", 1)[-1]
+        if "." in use.path and last != "fp8_autocast":
             return []
+        parent = facts.walker.parents.get(use.node)
         if not isinstance(parent, cst.Call) or parent.func is not use.node or any(a.star == "**" for a in parent.args):
             return None
         return [
@@ -207,43 +221,41 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
             if arg.keyword is not None and arg.keyword.value in _KEYWORDS
         ]
 
-    def _fix_import(self, binding: Binding, facts: Facts) -> Fix | None:
-        statement = binding.statement
-        if (
-            not isinstance(statement, cst.ImportFrom)
-            or statement.module is None
-            or isinstance(statement.names, cst.ImportStar)
-        ):
+    def _fix_import(self, statement: cst.CSTNode, bindings: list[Binding], facts: Facts) -> Fix | None:
+        if not isinstance(statement, cst.ImportFrom) or statement.module is None:
             return None
-        alias = next(
-            (a for a in statement.names if isinstance(a.name, cst.Name) and a.name.value == binding.name), None
-        )
-        if alias is None or (len(statement.names) > 1 and binding.target == _MODULE) or facts.exported(binding.key):
-            return None
+        first = bindings[0]
         edits: list[Edit] = []
-        if binding.target == _MODULE:
-            edits.append(Edit(*binding.chunk.span(statement.module), _MODULE.replace(".fp8", ".quantization")))
-        if binding.name in _NEW:
-            new = _NEW[binding.name]
-            clash = any(new in scope.bindings or new in scope.uses for scope in facts.walker.scopes)
-            renamed = new if alias.asname is not None or not clash else f"{new} as {binding.name}"
-            edits.append(Edit(*binding.chunk.span(alias.name), renamed))
-            for use in imports.uses(facts, binding):
-                parent = facts.walker.parents.get(use.node)
-                called = isinstance(parent, cst.Call) and parent.func is use.node
-                if binding.name == "fp8_autocast" and (not called or any(a.star == "**" for a in parent.args)):  # type: ignore[union-attr]
+        if first.target == _MODULE:
+            edits.append(Edit(*first.chunk.span(statement.module), _MODULE.replace(".fp8", ".quantization")))
+        for binding in bindings:
+            if binding.name in _NEW:
+                made = self._renamed(statement, binding, facts)
+                if made is None or facts.exported(binding.key):
                     return None
-                if called and isinstance(parent, cst.Call):
-                    edits += [
-                        Edit(*use.chunk.span(arg.keyword), _KEYWORDS[arg.keyword.value])
-                        for arg in parent.args
-                        if arg.keyword is not None and arg.keyword.value in _KEYWORDS
-                    ]
-                if renamed == new and alias.asname is None:
-                    edits.append(Edit(*use.chunk.span(use.node), new))
-        elif binding.target != _MODULE:
-            return None  # the module as a whole: `from transformer_engine.pytorch import fp8`
+                edits += made
+            elif first.target != _MODULE:
+                return None  # the module as a whole: `from transformer_engine.pytorch import fp8`
         return self._made(edits, facts)
+
+    def _renamed(self, statement: cst.ImportFrom, binding: Binding, facts: Facts) -> list[Edit] | None:
+        """The edits that import the new function instead; under the old name where the new one is taken."""
+        names = () if isinstance(statement.names, cst.ImportStar) else statement.names
+        alias = next((a for a in names if isinstance(a.name, cst.Name) and a.name.value == binding.name), None)
+        if alias is None:
+            return None
+        new = _NEW[binding.name]
+        clash = any(new in scope.bindings or new in scope.uses for scope in facts.walker.scopes)
+        keep = alias.asname is not None or clash
+        edits = [
+            Edit(*binding.chunk.span(alias.name), f"{new} as {binding.name}" if clash and not alias.asname else new)
+        ]
+        for use in imports.uses(facts, binding):
+            keywords = self._keywords(use, facts) if binding.name == "fp8_autocast" else []
+            if keywords is None:
+                return None
+            edits += keywords if keep else [Edit(*use.chunk.span(use.node), new), *keywords]
+        return edits
 
 
 def _modern(old: str) -> str:

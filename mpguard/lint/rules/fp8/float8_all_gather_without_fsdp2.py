@@ -166,9 +166,7 @@ class Fp8Trainer(Trainer):
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         handlers = [
-            event
-            for event in facts.events("fp8_handler")
-            if event.call.name not in ("TERecipeKwargs", "FP8RecipeKwargs")
+            event for event in facts.events("fp8_handler") if facts.called_path(event.call).endswith(".AORecipeKwargs")
         ]
         configs = list(self._trained_configs(facts))
         if (not handlers and not configs) or may_shard(facts) or facts.declared == "inference":

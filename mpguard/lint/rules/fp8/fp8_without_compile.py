@@ -4,12 +4,13 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.edits import Edit
 from mpguard.lint import mend
+from mpguard.lint.events.compile import launched_compiled
 from mpguard.lint.facts import Event, Facts
+from mpguard.lint.fp8 import emulated
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.values import Function
-from mpguard.lint.walk import Call, constant, dotted
+from mpguard.lint.walk import Call, dotted
 
 
 class Fp8WithoutCompile(Rule):
@@ -164,6 +165,14 @@ def count_float8_layers():
         Good(
             """\
 from accelerate.utils import AORecipeKwargs
+
+def handlers(arguments):
+    return [AORecipeKwargs(module_filter_func=keep)] if arguments.fp8 else []
+"""
+        ),
+        Good(
+            """\
+from accelerate.utils import AORecipeKwargs
 from transformers import Trainer
 
 class Fp8Trainer(Trainer):
@@ -214,23 +223,20 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
         if facts.declared == "inference":
             return
         found = [
-            event.call
+            event
             for event in facts.events("convert")
-            if not self._outside(event, facts) and not self._emulated(event, facts)
+            if not self._outside(event, facts) and not emulated(facts, event.call)
         ]
-        found += [
-            call
-            for call in facts.calls.get("AORecipeKwargs", ())
-            if any(path.startswith("accelerate.") for _, path in facts.paths(call))
-        ]
-        if not found or self._config_compiles(facts):
+        if facts.events("accelerator"):  # a helper's handlers may go to one that compiles
+            found += [each for each in facts.events("fp8_handler") if _handler(each)]
+        if not found or launched_compiled(facts):
             return
-        for call in found:
+        for event in found:
+            call = event.call
             if facts.infers(call) or facts.base_unknown(call.scope.owner) or self._compiled(call, facts):
                 continue
             note = Note("with Accelerate, a launch flag (`--dynamo_backend inductor`) could supply it out of sight")
-            notes = (note,) if call.name == "AORecipeKwargs" else ()
-            yield self.at(call, notes=notes, fix=self._fix(call, facts))
+            yield self.at(call, notes=(note,) if _handler(event) else (), fix=self._fix(event, facts))
 
     def _outside(self, event: Event, facts: Facts) -> bool:
         """Whether the model is the caller's, and no caller is in sight: it may be compiled there; or nobody's, a local
@@ -243,14 +249,6 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
         reach = facts.flow.forward_key(event.key, event.call)
         return not reach.sinks and not reach.outside
 
-    def _emulated(self, event: Event, facts: Facts) -> bool:
-        """Whether FP8 is only emulated, as on a CPU: then speed is not what the run is for."""
-        config = event.call.argument(1, "config")
-        records = facts.flow.backward(config, event.call, depth=2) if config is not None else []
-        return any(
-            isinstance(record, Call) and constant(record.argument(None, "emulate")) == (True,) for record in records
-        )
-
     def _compiled(self, call: Call, facts: Facts) -> bool:
         if facts.compiles(facts.guard_of(call)):
             return True
@@ -262,16 +260,9 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
                         return True
         return False
 
-    def _config_compiles(self, facts: Facts) -> bool:
-        for config in facts.project.configs_for(facts.path):
-            for key in ("dynamo_config.dynamo_backend", "dynamo_config.backend", "dynamo_backend"):
-                entry = config.entry(key)
-                if entry is not None and str(entry.value).upper() not in ("NO", "NONE", "FALSE"):
-                    return True
-        return False
-
-    def _fix(self, call: Call, facts: Facts) -> Fix | None:
-        if call.name == "AORecipeKwargs":
+    def _fix(self, event: Event, facts: Facts) -> Fix | None:
+        call = event.call
+        if _handler(event):
             return self._fix_accelerator(call, facts)
         torch = mend.name_of_torch(facts)
         statement = call.statement
@@ -288,7 +279,10 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
         made = [event.call for event in facts.events("accelerator") if event.scope is call.scope]
         if len(made) != 1 or made[0].starred or not made[0].node.args:
             return None
-        last = made[0].node.args[-1].value
-        end = made[0].chunk.outer_span(last)[1]
-        edit = Edit(end, end, ', dynamo_backend="inductor"')
+        edit = mend.with_argument(facts, made[0], 'dynamo_backend="inductor"')
         return Fix("Let Accelerate compile the model", "unsafe", (edit,))
+
+
+def _handler(event: Event) -> bool:
+    """Whether it is accelerate's handler for torchao."""
+    return event.kind == "fp8_handler" and event.facts.called_path(event.call).endswith(".AORecipeKwargs")
