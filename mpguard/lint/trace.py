@@ -308,10 +308,23 @@ class Traces:
 
 
 def between(trace: Trace, first: int, last: int, *kinds: Kind, guard: Guard) -> Iterator[Moment]:
-    """The moments of some kinds between two places of a trace that may happen under a guard."""
-    for moment in trace[first + 1 : last]:
-        if moment.kind in kinds and compatible(moment.guard, guard):
+    """The moments of some kinds on the way from one place of a trace to another, that may happen under a guard."""
+    for place in range(first + 1, last):
+        moment = trace[place]
+        if moment.kind in kinds and compatible(moment.guard, guard) and not _left(trace, place, last):
             yield moment
+
+
+def _left(trace: Trace, place: int, last: int) -> bool:
+    """Whether whoever comes by one place leaves before the other: `optimizer.zero_grad(); continue`."""
+    moment, target = trace[place], trace[last]
+    for each in trace[place + 1 : last]:
+        if each.kind != "exit" or each.guard - moment.guard:
+            continue
+        loop = each.loops[-1] if each.loops and not each.ends(cst.Return) and not each.ends(cst.Raise) else None
+        if loop in target.loops if loop is not None else target.via[: len(each.via)] == each.via:
+            return True
+    return False
 
 
 def before(trace: Trace, place: int) -> Iterator[tuple[int, Moment]]:
