@@ -15,6 +15,7 @@ from mpguard.lint.gate import stripped
 
 if TYPE_CHECKING:
     from mpguard.document import Document
+    from mpguard.lint.project import Project
 
 #: Files of a folder, and bytes of a file, that are looked at: enough for a project, bounded for a heap.
 MOST_FILES, LARGEST = 60, 256 << 10
@@ -22,11 +23,22 @@ MOST_FILES, LARGEST = 60, 256 << 10
 LARGEST_CONFIG = 64 << 10
 
 
-def mentions(config: str, pattern: str) -> bool:
-    """Whether code in the folder of a config, or in the one above it, matches a pattern outside comments."""
+def mentions(config: str, pattern: str, project: Project | None = None) -> bool:
+    """Whether code that a config may launch matches a pattern outside comments.
+
+    That is the code in its folder, in the one above, and, with a project, beside the scripts that launch lines of
+    the tree start with it.
+    """
     folder = Path(config).absolute().parent
+    launched = [Path(script).parent for script, _ in project.launched_with(config)] if project is not None else []
     found = re.compile(pattern.encode())
-    return any(found.search(code) for place in (folder, folder.parent) for code in _code(place))
+    return any(found.search(code) for place in {folder, folder.parent, *launched} for code in _code(place))
+
+
+def flagged(config: str, option: str, project: Project | None) -> bool:
+    """Whether a launch line of the tree that names a config gives an option itself, or may."""
+    launches = project.launched_with(config) if project is not None else ()
+    return any(option in launch.options or launch.hidden for _, launch in launches)
 
 
 @functools.cache

@@ -184,6 +184,19 @@ class Project:
         """The file that a command in a file names, if it lies in the tree."""
         return launch_lines.located(name, path, _top(Path(path).absolute().parent))
 
+    def launched_with(self, config: str) -> tuple[tuple[str, Launch], ...]:
+        """The launch lines of the tree that name an accelerate config, each with the script that it starts."""
+        top = _top(Path(config).absolute().parent)
+        found = []
+        for script, launches in launch_lines.in_tree(top).items():
+            for launch in launches:
+                named = launch.options.get("config" if launch.launcher == "mpguard" else "config_file")
+                name = named.text if named is not None else None
+                file = launch_lines.located(name, launch.path, top) if name else None
+                if file is not None and os.path.realpath(file) == os.path.realpath(config):
+                    found.append((script, launch))
+        return tuple(found)
+
     def config_named(self, path: str, name: str) -> Document | None:
         """The config that a file names (`config="ds_config.json"`), beside it or in the working directory."""
         from mpguard import document

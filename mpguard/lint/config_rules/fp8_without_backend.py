@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint.accelerate_config import is_fp8, mixed_precision, names_recipe, said
-from mpguard.lint.beside import mentions
+from mpguard.lint.beside import flagged, mentions
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, any_of
 
 if TYPE_CHECKING:
@@ -81,5 +81,7 @@ mixed_precision: fp8
         entry = mixed_precision(document)
         if entry is None or not is_fp8(document) or names_recipe(document):
             return
-        if said(document, "fp8_config", "backend") is None and not mentions(document.path, r"RecipeKwargs\b"):
+        if said(document, "fp8_config", "backend") is not None or flagged(document.path, "fp8_backend", self.project):
+            return
+        if not mentions(document.path, r"RecipeKwargs\b", self.project):
             yield self.at(entry)

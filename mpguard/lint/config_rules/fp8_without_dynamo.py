@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint.accelerate_config import is_fp8, kind, names_recipe, said
-from mpguard.lint.beside import mentions
+from mpguard.lint.beside import flagged, mentions
 from mpguard.lint.config_mend import put
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, Note, any_of
 from mpguard.plugin import ABSENT
@@ -28,10 +28,11 @@ class Fp8WithoutDynamo(ConfigRule):
     suit its code.
 
     ## Known limits
-    Silent where Python code beside the config, or in the folder above, compiles or takes transformers'
-    `TrainingArguments` from the command line; where the launch command compiles is not seen. Backend
-    `TE` does not need it. Silent where the file names an mpguard recipe. Under `DEEPSPEED` the file's
-    dynamo settings count for nothing: accelerate 1.15.0 hands them to no worker there.
+    Silent where Python code beside the config, in the folder above, or beside a script that a launch
+    line of the tree starts with it, compiles or takes transformers' `TrainingArguments` from the command
+    line; and where such a line has `--dynamo_backend`. Backend `TE` does not need it. Silent where the
+    file names an mpguard recipe. Under `DEEPSPEED` the file's dynamo settings count for nothing:
+    accelerate 1.15.0 hands them to no worker there.
     """
 
     code, name = "MPG807", "fp8-without-dynamo"
@@ -109,6 +110,22 @@ fp8_config:
         ),
         Good(
             """\
+distributed_type: FSDP
+mixed_precision: fp8
+fp8_config:
+  backend: AO
+fsdp_config:
+  fsdp_version: 2
+""",
+            name="mp.yaml",
+            files={
+                "pyproject.toml": "",
+                "train.py": "print()\n",
+                "run.sh": "accelerate launch --dynamo_backend inductor --config_file mp.yaml train.py\n",
+            },
+        ),
+        Good(
+            """\
 distributed_type: MULTI_GPU
 mixed_precision: fp8
 fp8_config:
@@ -133,12 +150,14 @@ fp8_config:
         if backend is None or not is_fp8(document, "AO") or names_recipe(document):
             return
         dynamo = document.entry("dynamo_backend") or said(document, "dynamo_config", "backend")
-        if mentions(document.path, _COMPILES):
+        if mentions(document.path, _COMPILES, self.project):
             return
         if kind(document) == "DEEPSPEED":  # its workers never get a dynamo setting
             yield self.at(backend, help="compile the model in the code: under DEEPSPEED `dynamo_config` has no effect")
             return
         if dynamo is not None and str(dynamo.value).lower() not in ("no", "false", "none"):
+            return
+        if flagged(document.path, "dynamo_backend", self.project):
             return
         wanted = {"dynamo_config.dynamo_backend": "INDUCTOR"}
         if dynamo is not None:

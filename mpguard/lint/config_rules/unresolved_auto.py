@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpguard.lint.accelerate_config import mode
-from mpguard.lint.beside import mentions, naming
+from mpguard.lint.beside import flagged, mentions, naming
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, any_of
 
 if TYPE_CHECKING:
     from mpguard.document import Document, Entry
 
+#: Code that fills it in, or may.
+_FILLS_IN = r"Trainer\b|TrainingArguments|mixed_precision"
 _FP32 = "DeepSpeed drops the key, and the run is FP32"
 
 
@@ -25,8 +27,8 @@ class UnresolvedAuto(ConfigRule):
     ## Known limits
     Reported are a dict that the code hands to `deepspeed.initialize`, and a file that an accelerate
     config beside it names in `deepspeed_config_file` while it says no `mixed_precision`, if the code
-    beside them builds an `Accelerator` with none and has no Trainer. `accelerate launch
-    --mixed_precision` on a command line is not seen. A file that `deepspeed --deepspeed_config` takes
+    beside them builds an `Accelerator` with none and has no Trainer, and no launch line of the tree has
+    `--mixed_precision`. A file that `deepspeed --deepspeed_config` takes
     is not reported: the script may fill it in.
     """
 
@@ -140,21 +142,18 @@ engine = deepspeed.initialize(model=model, config=filled)
             if document.given_to == ("deepspeed.initialize",):
                 yield self._at(first, _FP32)
             return
-        named = _named_by(document.path)
-        if named is None or not mentions(document.path, r"\bAccelerator\("):
+        configs = naming(document.path)
+        if not configs or any(mode(config) not in (None, "no") for config in configs):
             return
-        if not mentions(document.path, r"Trainer\b|TrainingArguments|mixed_precision"):
+        if any(flagged(config.path, "mixed_precision", self.project) for config in configs):
+            return
+        if not any(mentions(config.path, r"\bAccelerator\(", self.project) for config in configs):
+            return
+        if not any(mentions(config.path, _FILLS_IN, self.project) for config in configs):
+            named = Path(configs[0].path).name
             yield self._at(
                 first, f"accelerate fills in `false`, as `{named}` says no `mixed_precision`; the run is FP32"
             )
 
     def _at(self, entry: Entry, what: str) -> Diagnostic:
         return self.at(entry, key=".".join(entry.path), what=what)
-
-
-def _named_by(path: str) -> str | None:
-    """The accelerate config that names this file; None where there is none, or one that names it says a precision."""
-    configs = naming(path)
-    if not configs or any(mode(config) not in (None, "no") for config in configs):
-        return None
-    return Path(configs[0].path).name
