@@ -40,8 +40,8 @@ class LightningPrecision(Rule):
 
     ## Known limits
     Only what is written where the Trainer is built; a precision from options or the command line is
-    unknown. Files that speak of LoRA or adapters, whose trained weights may be FP32, are not judged for
-    `-true`. Trainers of other frameworks are not Lightning's.
+    unknown. Files that speak of LoRA or adapters, whose trained weights may be FP32, and tests are not
+    judged for `-true`. Trainers of other frameworks are not Lightning's.
     """
 
     code, name = "MPG515", "lightning-precision"
@@ -99,6 +99,18 @@ class Lit(L.LightningModule):
         with torch.autocast("cuda", dtype=torch.float16):
             return self.net(batch)
 
+def supported(training):
+    return "16-mixed" if training else "16-true"
+
+def pretrain(model, loader, precision=None):
+    fabric = L.Fabric(precision=precision or supported(training=True))
+    for x in loader:
+        fabric.backward(model(x))
+
+def test_true_precision():
+    trainer = L.Trainer(precision="bf16-true", fast_dev_run=True)
+    trainer.fit(model)
+
 def main(args):
     Trainer(precision="amp_fp16").fit()
     L.Trainer(precision="bf16-mixed").fit(Lit())
@@ -114,14 +126,6 @@ def main(args):
             """\
 import lightning as L
 from litgpt.lora import mark_only_lora_as_trainable
-
-def supported(training):
-    return "16-mixed" if training else "16-true"
-
-def pretrain(model, loader, precision=None):
-    fabric = L.Fabric(precision=precision or supported(training=True))
-    for x in loader:
-        fabric.backward(model(x))
 
 def main(model, loader):
     fabric = L.Fabric(precision="bf16-true")
@@ -168,7 +172,9 @@ def main(model, loader):
         }
 
     def _trains(self, made: Call, facts: Facts) -> bool:
-        """Whether the Trainer is asked to fit, or the Fabric to run a backward, and no adapters are in sight."""
+        """Whether the Trainer is asked to fit, or the Fabric to run a backward; no adapters in sight, no test."""
+        if facts.infers(made):
+            return False
         for scope in facts.walker.scopes:
             if any(_ADAPTERS.search(key) for key in (*scope.bindings, *scope.uses, scope.name)):
                 return False

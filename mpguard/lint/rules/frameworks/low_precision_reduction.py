@@ -180,7 +180,9 @@ def from_config(config):
         if low and param is not None and all(name is not None for _, name in policy.dtypes):
             why = ", the dtype of `param_dtype`: no `reduce_dtype` is given"
             fix = self._fix(policy, given, facts)
-            yield self.at(facts.span(param, policy.call), dtype=_LOW[low[0]], why=why, fix=fix)
+            yield self.at(
+                facts.span(param, policy.call), dtype=" or ".join(_LOW[name] for name in low), why=why, fix=fix
+            )
 
     def _reduces(self, policy: Event, given: cst.BaseExpression, facts: Facts) -> str | None:
         """The low dtype that it reduces in: always, or wherever it computes in it because both are one value."""
@@ -188,7 +190,7 @@ def from_config(config):
         low = [name for name in _LOW if name in reduces]
         if not low or (set(reduces) - set(_LOW) and not self._one_value(policy, given, facts)):
             return None
-        return _LOW[low[0]]
+        return " or ".join(_LOW[name] for name in low)
 
     def _one_value(self, policy: Event, given: cst.BaseExpression, facts: Facts) -> bool:
         """Whether `param_dtype` and `reduce_dtype` are the same name, or set by the same statements."""
