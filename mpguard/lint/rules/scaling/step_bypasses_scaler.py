@@ -296,7 +296,7 @@ def flagged(args, loader, model, optimizer):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        scaled = self._scaled_backwards(facts)
+        scaled = facts.traces.scaled
         if not scaled:
             return
         backwards = {event.call: event for event in facts.events("backward")}
@@ -320,7 +320,7 @@ def flagged(args, loader, model, optimizer):
             if place and not self._surely_after(backward, step):
                 continue
             scale = scaled[backward]
-            if compatible(step.guard, facts.guard_of(backward), self._enabled(scale, facts)):
+            if compatible(step.guard, facts.guard_of(backward), facts.traces.enabled(scale.subject, scale.call)):
                 return _Bypass(step, scale, before, all(each in scaled for each in before))
         return None
 
@@ -328,24 +328,6 @@ def flagged(args, loader, model, optimizer):
         """Whether the step happens wherever the backward does, but for the rhythm of gradient accumulation."""
         more = (Guard([condition]).flags() for condition in step.call.guard - backward.guard)
         return all(any("%" in flag for flag in flags) for flags in more)
-
-    def _scaled_backwards(self, facts: Facts) -> dict[Call, Event]:
-        """The backward passes that run on a scaled loss, with the call that scales it."""
-        scales = {event.call: event for event in facts.events("scale")}
-        found = {}
-        for backward in facts.events("backward"):
-            if backward.subject is None:
-                continue
-            records = facts.flow.backward(backward.subject, backward.call, depth=1)
-            scale = next((scales[record] for record in records if isinstance(record, Call) and record in scales), None)
-            # Each way that the loss comes by must be scaled: an arm that is not may be the one of this step.
-            if (
-                scale is not None
-                and compatible(scale.guard, backward.guard)
-                and not (scale.call.guard - backward.call.guard)
-            ):
-                found[backward.call] = scale
-        return found
 
     def _before(self, step: Event, backwards: dict[Call, Event], facts: Facts) -> list[Call | None]:
         """The backward passes whose gradients the step may apply: the last before it, in its function, in one that
@@ -391,14 +373,6 @@ def flagged(args, loader, model, optimizer):
                         return True
         return False
 
-    def _enabled(self, scale: Event, facts: Facts) -> Guard:
-        """The guard under which the scaler is enabled at all."""
-        guard = Guard()
-        for each in facts.evaluate(scale.subject, scale.call):
-            if isinstance(each.atom, Object) and each.atom.call is not None:
-                guard = guard.joined(facts.of(each.atom.call).enabled(each.atom.call, each.atom.path))
-        return guard
-
     def _fix(self, bypass: _Bypass, found: list[_Bypass], facts: Facts) -> Fix | None:
         step, scale = bypass.step, bypass.scale
         scaler = facts.short(scale.subject)
@@ -438,7 +412,7 @@ def flagged(args, loader, model, optimizer):
         made = facts.evaluate(scale.subject, scale.call)
         if not all(isinstance(each.atom, Object) and implies(step.guard, each.guard) for each in made):
             return False
-        enabled = self._enabled(scale, facts)
+        enabled = facts.traces.enabled(scale.subject, scale.call)
         return all(
             call is not None and not compatible(call.guard, step.guard, enabled)
             for call in bypass.before
