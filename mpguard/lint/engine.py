@@ -200,7 +200,9 @@ class Engine:
 
     def _python(self, data: bytes, target: Target, chosen: Selection) -> Checked:
         on = [rule for code, rule in self.rules.items() if code in chosen.codes and issubclass(rule, Rule)]
-        speaking = gate.relevant(data, on)
+        speaking = [
+            rule for rule in gate.relevant(data, on) if not rule.needs_config or self.project.configs_for(target.path)
+        ]
         about_dicts = self._about_dicts(data, chosen)
         judged = suppress.may_be_judged(data)
         if not speaking and not about_dicts and not judged and not target.named and SYNTAX not in chosen.asked:

@@ -144,7 +144,9 @@ class BaseRule:
 
 
 class Rule(BaseRule):
-    """A rule about Python code."""
+    """A rule about Python code. needs_config: it has nothing to say of a file without launch configs."""
+
+    needs_config: ClassVar[bool] = False
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         raise NotImplementedError

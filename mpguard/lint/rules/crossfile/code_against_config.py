@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from mpguard.lint import launched
 from mpguard.lint.facts import Event, Facts, Region
 from mpguard.lint.launched import SHORT, contradicts, low
+from mpguard.lint.names import LOADERS
 from mpguard.lint.rule import Bad, Diagnostic, Good, Placed, Rule, any_of
 from mpguard.lint.walk import Record
 
@@ -35,9 +36,11 @@ class CodeAgainstConfig(Rule):
     message = "{what} is {found}, the launch config says {wanted}"
     help = "say the precision in one place: leave it to the config, or change the config"
     triggers = (
-        any_of(b"mixed_precision=", b"autocast", b"GradScaler", b"float16", b"fp16", b"bf16", b"Accelerator("),
+        any_of(b"mixed_precision", b"autocast", b"GradScaler", *(name.encode() for name in LOADERS)),
         any_of(b"Accelerator(", b".backward(", b"Trainer(", b"deepspeed"),
+        any_of(b"float16", b"fp16", b"bf16", b"fp8", b"half", b"autocast", b"GradScaler"),
     )
+    needs_config = True
     examples = (
         Bad(
             """\

@@ -34,6 +34,7 @@ class CodeOverridesLaunchConfig(Rule):
     )
     help = "leave it to the config"
     triggers = (any_of(b"mixed_precision"), any_of(b"Accelerator("))
+    needs_config = True
     yields_to = ("MPG862",)
     examples = (
         Bad(

@@ -34,6 +34,7 @@ class FsdpPolicyAgainstConfig(Rule):
     message = "the FSDP policy computes in {found}, the launch config says {wanted}"
     help = "leave the policy to the config, or make both say the same"
     triggers = (any_of(b"MixedPrecision", b"mixed_precision_policy"), any_of(b"ccelerat"))
+    needs_config = True
     examples = (
         Bad(
             """\

@@ -30,8 +30,8 @@ class TrainingArgumentsAgainstConfig(Rule):
     severity = "error"
     message = "`{option}=True` overrides the launch config, which says {wanted}{off}"
     help = "remove the argument, so that the config decides, or change the config"
-    triggers = (any_of(b"TrainingArguments", b"trl"), any_of(b"fp16", b"bf16"))
-    yields_to = ("MPG506",)
+    triggers = (any_of(b"TrainingArguments", b"from trl", b"import trl"), any_of(b"fp16", b"bf16"))
+    needs_config = True
     examples = (
         Bad(
             """\
