@@ -275,3 +275,25 @@ def test_behaviour_of_dynamo_under_deepspeed(tmp_path: Path) -> None:
     )
     assert exported(tmp_path, config + "FSDP")["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
     assert "ACCELERATE_DYNAMO_BACKEND" not in exported(tmp_path, config + "DEEPSPEED")
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_behaviour_of_torchao_with_low_memory_loading(on: bool) -> None:
+    """What MPG808 says, seen with a process that takes itself for one on a GPU."""
+    code = f"""
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin as Plugin
+import torch.distributed
+torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+plugin = Plugin(fsdp_version=2, cpu_ram_efficient_loading={on})
+print("BUILT", Accelerator(mixed_precision="fp8", fsdp_plugin=plugin).distributed_type)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_FP8_BACKEND": "AO"},
+    )  # fmt: skip
+    refused = "torchao with FSDP2 and cpu_ram_efficient_loading is not supported" in done.stderr
+    assert refused is on, done.stderr
+    assert ("BUILT" in done.stdout) is not on

@@ -19,13 +19,12 @@ class LowMemoryLoadingWithHalf(ConfigRule):
     there, `accelerate launch` takes its own default, which is true.
 
     ## Known limits
-    Preview: read in accelerate's source, not run, as FSDP needs a GPU. `fsdp_config` without the key
-    is reported at `backend`; a run that is started without `accelerate launch` has the key off.
+    Seen for FSDP2; for FSDP1 read in the source, which makes no difference between them. Where the key
+    is missing, `backend` is reported; a run that is not started by `accelerate launch` has the key off.
     """
 
     code, name = "MPG808", "low-memory-loading-with-half"
     severity = "warning"
-    preview = True
     message = "`cpu_ram_efficient_loading` {state} beside FSDP and torchao FP8: accelerate stops with a ValueError"
     help = "set `fsdp_cpu_ram_efficient_loading: false`"
     kinds = ("accelerate",)
