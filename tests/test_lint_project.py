@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
 from mpguard import settings
+from mpguard.cli import main
 from mpguard.errors import ConfigError
+from mpguard.lint import launch_lines
 from mpguard.lint import project as module
 from mpguard.lint.engine import Engine, Options
-from mpguard.lint.files import Target
+from mpguard.lint.files import Target, collect
 from mpguard.lint.project import Project, launch_config
 from mpguard.lint.rule import rules
+from mpguard.lint.selection import Selectors
 
 
 @pytest.fixture(autouse=True)
@@ -180,3 +184,113 @@ def test_a_broken_module_is_no_problem_of_the_file_that_imports_it() -> None:
     (report,) = Engine(rules(own_only=True), Options()).run([Target("train.py", "python", named=True)])
     assert not report.defects
     assert "MPG000" not in {finding.code for finding in report.findings}
+
+
+# -- rules about code and its configs -----------------------------------------------------------------
+
+
+def codes(*paths: str, given: str | None = None, fix: Literal["safe"] | None = None, **selected: Any) -> list[str]:
+    launch_lines.in_tree.cache_clear()
+    configs = (launch_config(Path(given), given),) if given else ()
+    selectors = Selectors(select=selected.get("select", ("MPG103", "MPG506", "MPG514", "MPG86")))
+    reports = Engine(rules(), Options(selectors, configs, fix=fix)).run(collect(paths).targets)
+    for report in reports:
+        assert not report.defects, report.defects[0].traceback
+        if report.mended:
+            Path(report.target.path).write_bytes(report.mended.after)
+    return [finding.code for report in reports for finding in report.findings]
+
+
+TRAINER = """\
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+model = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.float16)
+args = TrainingArguments("out", bf16=True)
+Trainer(model, args, train_dataset=data).train()
+"""
+LITERAL = 'from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision="bf16")\n'
+
+
+def test_one_mistake_is_one_finding() -> None:
+    """The config speaks where there is one, and the rules about code alone where there is none."""
+    make({"train.py": TRAINER})
+    assert codes("train.py", select=("MPG103", "MPG506", "MPG862", "MPG863")) == ["MPG103"]
+    make({"mp.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n"})
+    assert codes("train.py") == ["MPG862", "MPG863"]
+
+
+def test_a_config_that_is_given_decides() -> None:
+    make({"train.py": LITERAL, "mp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n",
+          "conf/fp8.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n"})  # fmt: skip
+    assert codes("train.py") == ["MPG514"]
+    assert codes("train.py", given="conf/fp8.yaml") == ["MPG862"]
+    make({"mpguard.toml": "configs = ['conf/fp8.yaml']\n"})
+    settings._of_folder.cache_clear()
+    assert codes("train.py") == ["MPG862"]
+    make({"mpguard.toml": "configs = ['conf/fp8.yaml', 'mp.yaml']\n"})
+    settings._of_folder.cache_clear()
+    assert codes("train.py") == [], "they disagree, and one of them agrees with the code"
+    make({"mpguard.toml": "inference-paths = ['train.py']\n"})
+    settings._of_folder.cache_clear()
+    assert codes("train.py", given="conf/fp8.yaml") == []
+
+
+def test_the_fix_of_514_leaves_the_config_in_charge() -> None:
+    make({"train.py": LITERAL, "mp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n"})
+    assert codes("train.py", fix="safe") == []
+    assert Path("train.py").read_text().endswith("accelerator = Accelerator()\n")
+
+
+def test_a_note_points_into_the_launch_line() -> None:
+    make({"train.py": LITERAL, "run.sh": "# train\naccelerate launch --mixed_precision fp16 train.py\n"})
+    launch_lines.in_tree.cache_clear()
+    (report,) = Engine(rules(), Options(Selectors(select=("MPG862",)))).run(collect(["train.py"]).targets)
+    (note,) = report.findings[0].notes
+    assert (note.path, note.start, note.source) == (
+        "run.sh",
+        (2, 37),
+        "accelerate launch --mixed_precision fp16 train.py",
+    )
+    assert note.message == "the launch line says `fp16`"
+
+
+@pytest.mark.parametrize("recipe", ["bf16_mixed", "fp16_mixed", "bf16_with_fp8_delayed_scaling_mixed"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mp.yaml", "distributed_type: FSDP  # two nodes\nmixed_precision: 'no'\nnum_processes: 4\n"),
+        ("ds.json", '{\n  "zero_optimization": {"stage": 2},\n  "bf16": {"enabled": "auto"}\n}\n'),
+        ("axolotl.yaml", "base_model: gpt2\nbf16: false  # why\nfp16: true\ndatasets: []\n"),
+    ],
+)
+def test_the_fix_of_865_is_what_apply_writes(recipe: str, name: str, text: str) -> None:
+    if name == "mp.yaml":
+        text += f"fp8_config:\n  mpguard_recipe: {recipe}\n"
+        text += "  mpguard_overrides: {fp8_exclude: [], fp8_param_gather: false}\n" if "fp8" in recipe else ""
+    else:
+        make({"mpguard.toml": f"recipe = '{recipe}'\n"})
+    make({name: text, "other/" + name: text})
+    settings._of_folder.cache_clear()
+    if main(["apply", recipe, f"other/{name}"]) != 0:
+        assert codes(name, select=("MPG865",)) == [], "a recipe that the file cannot be for"
+        return
+    expected = Path("other", name).read_text()
+    assert bool(codes(name, select=("MPG865",))) == (expected != text)
+    assert codes(name, select=("MPG865",), fix="safe") == []
+    assert Path(name).read_text() == expected
+
+
+def test_865_is_silent_without_a_recipe_and_says_unknown_ones() -> None:
+    make({"mp.yaml": "distributed_type: FSDP\nmixed_precision: fp16\n"})
+    assert codes("mp.yaml", select=("MPG865",)) == []
+    make({"mpguard.toml": "recipe = 'bf16_mixd'\n"})
+    settings._of_folder.cache_clear()
+    assert codes("mp.yaml", select=("MPG865",)) == ["MPG865"]
+
+
+def test_the_deepspeed_file_beside_the_config_is_found() -> None:
+    make({"conf/mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: bf16\n"
+                          "deepspeed_config: {deepspeed_config_file: ds.json}\n",
+          "conf/ds.json": '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}'})  # fmt: skip
+    assert codes("conf/mp.yaml", select=("MPG861",)) == ["MPG861"]

@@ -30,7 +30,9 @@ class ConfigAgainstRecipe(ConfigRule):
     Safe: what `mpguard apply` writes, key by key. Comments, order and quotes stay.
 
     ## Known limits
-    Keys that the recipe leaves open are not compared. An override belongs in `mpguard_overrides`.
+    Keys that the recipe leaves open are not compared. An override belongs in `mpguard_overrides`. A recipe that
+    cannot be put into force by what the file configures is reported where the file names it; one of `[tool.mpguard]`
+    is passed over there, as the project may have files of several kinds.
     """
 
     code, name = "MPG865", "config-against-recipe"
@@ -117,6 +119,7 @@ mixed_precision: fp16
             policy = self._policy(document, found.recipe)
             if policy is None:
                 return
+            plugin.require_carried(kind, policy, plugin.get(kind).strategy(document.data))
             changes = plugin.differences(document.data, policy, kind)
         except PolicyError as error:
             if place is None and not isinstance(error, UnknownRecipe):

@@ -38,6 +38,7 @@ class TrainingArgumentsConflict(Rule):
     message = "`{one}=True` and `{other}=True`: {why}"
     help = "keep one of the two"
     triggers = (any_of(b"TrainingArguments(", b"from trl", b"import trl"), any_of(b"fp16"), any_of(b"bf16"))
+    yields_to = ("MPG862", "MPG863", "MPG864")
     examples = (
         Bad(
             """\
