@@ -9,6 +9,7 @@ from mpguard.lint import mend, names
 from mpguard.lint.events import Event
 from mpguard.lint.facts import Facts
 from mpguard.lint.guard import compatible
+from mpguard.lint.precision import CASTS_LOW
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 from mpguard.lint.walk import Call, dotted
 
@@ -41,10 +42,21 @@ class EmaInHalf(Rule):
     severity = "warning"
     message = "the moving average `{ema}` is kept in {dtype}: its updates are rounded away"
     triggers = (
-        any_of(b"ema", b"EMA", b"Ema", b"shadow", b"AveragedModel", b"averaged", b"ExponentialMovingAverage"),
-        any_of(b"float16", b"torch.half", b".half()", b".bfloat16()"),
+        any_of(
+            b"_ema",
+            b"ema_",
+            b"ema.",
+            b"ema ",
+            b"EMA",
+            b"Ema",
+            b"shadow",
+            b"AveragedModel",
+            b"averaged",
+            b"ExponentialMovingAverage",
+        ),
+        any_of(*CASTS_LOW),
         any_of(b"lerp", b"mul_(", b"update", b"step_ema"),
-    )
+    )  # fmt: skip
     examples = (
         Bad(
             """\

@@ -8,6 +8,7 @@ import libcst as cst
 from mpguard.lint import mend
 from mpguard.lint.events import Event
 from mpguard.lint.facts import Facts
+from mpguard.lint.precision import CASTS_LOW
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
 from mpguard.lint.walk import constant, dotted, text_of
 
@@ -43,9 +44,10 @@ class IntegersCastToComputeDtype(Rule):
     message = "{what} in {dtype}: integers above {exact} change"
     triggers = (
         any_of(b"input_ids", b"token_ids", b"label_ids", b"token_type_ids", b"output_ids"),
-        any_of(b".half()", b".bfloat16()", b".to(", b".type("),
-        any_of(b"float16", b"torch.half", b".half()", b".bfloat16()"),
-    )
+        any_of(b"ids.to(", b"ids.half", b"ids.bfloat16", b"ids.type(", b'ids"]', b"ids']", b".items()", b"ids.cuda",
+               b"ids.view", b"ids.reshape", b"ids.contiguous", b"ids.clone", b"ids.detach"),
+        any_of(*CASTS_LOW),
+    )  # fmt: skip
     examples = (
         Bad(
             """\

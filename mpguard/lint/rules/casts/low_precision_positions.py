@@ -9,6 +9,7 @@ from mpguard.edits import Edit
 from mpguard.lint import mend
 from mpguard.lint.events import Event
 from mpguard.lint.facts import Facts
+from mpguard.lint.precision import CASTS_LOW
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
 from mpguard.lint.walk import Call, Record, constant
 
@@ -40,7 +41,7 @@ class LowPrecisionPositions(Rule):
     code, name = "MPG108", "low-precision-positions"
     severity = "warning"
     message = "positions in {dtype}, which holds integers exactly up to {exact} only"
-    triggers = (any_of(b"arange(", b"linspace("), any_of(b"float16", b"torch.half", b".half()", b".bfloat16()"))
+    triggers = (any_of(b"arange(", b"linspace("), any_of(*CASTS_LOW))
     examples = (
         Bad(
             """\

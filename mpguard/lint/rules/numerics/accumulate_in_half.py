@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint.facts import Facts
-from mpguard.lint.precision import NUMBER, Of
+from mpguard.lint.precision import NUMBER, SPEAKS_LOW, Of
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 from mpguard.lint.walk import Binding, Call, constant, dotted
 
 #: What a loop over steps goes over; a loop over layers or experts adds up a few terms.
-_STEPS = re.compile(r"(?i)loader|batch|dataset|steps|epoch|_iter\b|\bdl\b|trainset|testset")
+_STEPS = re.compile(r"loader|Loader|batches|dataset|steps|epoch|_iter\b")
 _KINDS = re.compile(
     r"(?i)(?:^|_)(?:loss|losses|total|sum|acc|accuracy|correct|running|metric|count|avg|mean|error|score)s?(?:_|$)"
 )
@@ -38,12 +38,12 @@ class AccumulateInHalf(Rule):
     message = "`{key}` adds up over steps in {dtype}: its sum stops growing"
     help = "Add up in float32, or as a Python number (`.item()`)"
     triggers = (
-        any_of(b"float16", b"torch.half", b".half()", b"HalfTensor", b".bfloat16()", b"autocast("),
-        any_of(b"+=", b"add_(", b" = "),
-        any_of(b"loader", b"batch", b"steps", b"epoch", b"_iter"),
-        any_of(b"+= ", b"add_("),
-        any_of(b"loss", b"total", b"sum", b"acc", b"correct", b"running", b"metric", b"count", b"avg", b"mean"),
-    )
+        any_of(*SPEAKS_LOW),
+        any_of(b"loader", b"Loader", b"batches", b"dataset", b"steps", b"epoch", b"_iter"),
+        any_of(b"loss", b"total", b"sum", b"acc", b"correct", b"running", b"metric", b"count", b"avg", b"mean",
+               b"error", b"score", b"zeros", b"tensor("),
+        any_of(b"+= ", b" + "),
+    )  # fmt: skip
     examples = (
         Bad(
             """\

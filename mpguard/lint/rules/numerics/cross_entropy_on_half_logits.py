@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint.facts import Facts
+from mpguard.lint.precision import CASTS_LOW
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 from mpguard.lint.values import Object, Ref
 from mpguard.lint.walk import Call
@@ -35,7 +36,7 @@ class CrossEntropyOnHalfLogits(Rule):
     message = "`{loss}` on logits that were cast to {dtype} by hand"
     help = "Cast them with `.float()`, or not at all"
     triggers = (
-        any_of(b"float16", b"torch.half", b".half()", b"HalfTensor", b".bfloat16()"),
+        any_of(*CASTS_LOW),
         any_of(b"cross_entropy", b"nll_loss", b"kl_div", b"ctc_loss", b"CrossEntropyLoss", b"NLLLoss", b"BCE", b"KLDiv",
                b"CTCLoss"),
         any_of(b"backward("),

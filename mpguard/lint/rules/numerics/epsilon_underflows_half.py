@@ -6,6 +6,7 @@ import libcst as cst
 
 from mpguard.edits import Edit
 from mpguard.lint.facts import Facts
+from mpguard.lint.precision import SPEAKS_FP16
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.scalars import Meeting
 from mpguard.lint.walk import Call
@@ -41,10 +42,10 @@ class EpsilonUnderflowsHalf(Rule):
     severity = "error"
     message = "{number} is zero in FP16, whose smallest number is 6e-8: {effect}"
     triggers = (
-        any_of(b"torch.float16", b"torch.half", b".half()", b"autocast(", b"HalfTensor", b"import autocast",
-               b"import float16", b'"fp16"', b"'fp16'", b'"float16"', b"'float16'"),
-        any_of(b"e-8", b"e-9", b"e-08", b"e-09", b"e-1", b"e-2", b"e-3", b"** -", b".tiny",
-               b"Adam", b"0.00000", b"RMSprop"),
+        any_of(*SPEAKS_FP16),
+        any_of(b"e-8", b"e-9", b"e-08", b"e-09", b"e-10", b"e-11", b"e-12", b"e-13", b"e-14", b"e-15", b"e-16", b"e-17",
+               b"e-18", b"e-19", b"e-2", b"e-3", b"2**-", b"2 ** -", b"10**-", b"10 ** -", b".tiny", b".00000001",
+               b"Adam(", b"AdamW(", b"Adamax(", b"RMSprop(", b"Adagrad("),
     )  # fmt: skip
     examples = (
         Bad(

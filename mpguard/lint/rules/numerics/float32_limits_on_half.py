@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint.facts import Facts
+from mpguard.lint.precision import SPEAKS_LOW
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 from mpguard.lint.rules.numerics.mask_overflows_half import limit_of_own_dtype
 
@@ -35,7 +36,8 @@ class Float32LimitsOnHalf(Rule):
     triggers = (
         any_of(b"finfo"),
         any_of(b"float32", b"float64", b"torch.float)", b"torch.double", b"np.float"),
-        any_of(b"float16", b"torch.half", b".half()", b"autocast(", b"HalfTensor", b"import autocast", b".bfloat16()"),
+        any_of(*SPEAKS_LOW),
+        any_of(b".min", b".max"),
     )
     examples = (
         Bad(

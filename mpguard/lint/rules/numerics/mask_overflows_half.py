@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from mpguard.lint import mend
 from mpguard.lint.facts import Facts
+from mpguard.lint.precision import SPEAKS_FP16
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.scalars import Meeting
 from mpguard.lint.walk import dotted
@@ -39,11 +40,12 @@ class MaskOverflowsHalf(Rule):
     severity = "error"
     message = "{number} does not fit FP16, which ends at 65504: {effect}"
     triggers = (
-        any_of(b"torch.float16", b"torch.half", b".half()", b"autocast(", b"HalfTensor", b"import autocast",
-               b"import float16", b'"fp16"', b"'fp16'"),
-        any_of(b"1e", b"000", b"e+", b"e4", b"e5", b"e9", b"999", b"**", b"finfo"),
-        any_of(b"masked_fill", b"where(", b"full", b"fill_(", b"clamp", b"pad(", b"] = -", b"- 1", b" + ",
-               b"* -", b"1e"),
+        any_of(*SPEAKS_FP16),
+        any_of(b"1e5", b"1e6", b"1e7", b"1e8", b"1e9", b"1e1", b"1e2", b"1e3", b"e+", b"e5", b"e6", b"e9", b"00000",
+               b"99999", b"-9999", b"-7000", b"-8000", b"-9000", b"-655", b"-656", b"2**", b"2 ** ", b"10**", b"10 ** ",
+               b"finfo(torch.bfloat16"),
+        any_of(b"masked_fill", b"where(", b"full", b"fill_(", b"clamp", b"pad(", b"] = ", b" + ", b" - ", b"* -",
+               b"+= "),
     )  # fmt: skip
     yields_to = ("MPG609",)
     examples = (

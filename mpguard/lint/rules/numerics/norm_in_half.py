@@ -6,6 +6,7 @@ import libcst as cst
 
 from mpguard.edits import Edit
 from mpguard.lint.facts import Facts
+from mpguard.lint.precision import SPEAKS_LOW
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.walk import Call, constant, dotted, text_of
 
@@ -40,7 +41,7 @@ class NormInHalf(Rule):
     preview = True
     message = "squares of {dtype} values without an upcast: {effect}"
     triggers = (
-        any_of(b"float16", b"torch.half", b".half()", b"autocast(", b"HalfTensor", b".bfloat16()", b"import autocast"),
+        any_of(*SPEAKS_LOW),
         any_of(b"pow(", b"** 2", b"**2", b"square(", b").mean(", b".var(", b"var_mean", b").sum("),
     )
     examples = (

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from mpguard.edits import Edit
 from mpguard.lint import mend
 from mpguard.lint.facts import Facts
+from mpguard.lint.precision import CASTS_LOW
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.values import Object
 from mpguard.lint.walk import Call
@@ -39,7 +40,7 @@ class SoftmaxInHalf(Rule):
     severity = "warning"
     message = "`{operation}` on values that were cast to {dtype} by hand"
     triggers = (
-        any_of(b"float16", b"torch.half", b".half()", b"HalfTensor", b".bfloat16()"),
+        any_of(*CASTS_LOW),
         any_of(b"softmax(", b".exp(", b"logsumexp(", b"Softmax("),
         any_of(b"backward("),
     )
