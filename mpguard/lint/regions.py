@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from mpguard.lint.facts import Facts
 
 _REGIONS = frozenset({"autocast", "no_grad", "fp8_autocast", "accelerator_autocast"})
+#: Regions of callers that are looked at.
+_MOST = 32
 #: A context or decorator out of sight that may switch autocast off.
 _MAY_DISABLE = re.compile(r"(?i)autocast|amp(?!le)|precision|float|fp32|custom_fwd|custom_bwd")
 
@@ -57,6 +59,7 @@ class Regions:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self._regions: dict[With, tuple[Region, ...]] = {}
+        self._outer: dict[tuple[Scope, int], list[tuple[Region, Guard]]] = {}
 
     def around(self, record: Record) -> tuple[Region, ...]:
         """The contexts around a record, outermost first: `with` items, and decorators of its functions."""
@@ -90,11 +93,23 @@ class Regions:
         decorated = any(_MAY_DISABLE.search(text_of(each)) for scope in scopes for each in scope.decorators)
         if unclear or around or decorated or depth <= 0 or record.scope.kind != "function":
             return found if not unclear else []
-        for call in self.facts.callers(record.scope):
-            for region, guard in self.facts.of(call).contexts.autocasts(call, depth - 1):
-                if (both := guard.joined(record.guard)).possible:
-                    found.append((region, both))
-        return found
+        return [
+            (region, both)
+            for region, guard in self._of_callers(record.scope, depth)
+            if (both := guard.joined(record.guard)).possible
+        ]
+
+    def _of_callers(self, scope: Scope, depth: int) -> list[tuple[Region, Guard]]:
+        """The autocast regions in force at the calls of a function, the first ones of many."""
+        if (scope, depth) not in self._outer:
+            self._outer[scope, depth] = []
+            found: list[tuple[Region, Guard]] = []
+            for call in self.facts.callers(scope):
+                found += self.facts.of(call).contexts.autocasts(call, depth - 1)
+                if len(found) > _MOST:
+                    break
+            self._outer[scope, depth] = found
+        return self._outer[scope, depth]
 
     def _decorated(self, decorator: cst.BaseExpression, scope: Scope) -> Iterable[Region]:
         outer = scope.parent or self.facts.module

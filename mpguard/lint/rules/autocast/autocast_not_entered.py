@@ -63,6 +63,16 @@ def train(args, model, x):
     return model(x)
 """
         ),
+        Bad(
+            """\
+import torch
+
+amp = torch.autocast("cuda", dtype=torch.bfloat16)  # !
+for x in loader:
+    loss = model(x).sum()
+    loss.backward()
+"""
+        ),
         Good(
             """\
 import contextlib
@@ -144,7 +154,11 @@ def mine(autocast):
             target = dotted(above.targets[0].target)
         else:
             return True
-        if not target or "." in target or target in call.scope.globals or call.scope.kind != "function":
+        if not target or "." in target or target in call.scope.globals:
             return True
         places = call.scope.descendants()
+        if call.scope.kind != "function":  # a script's own, or another module may want it
+            if call.scope.kind == "class" or not facts.any_training or facts.exported(target):
+                return True
+            places = iter(facts.walker.scopes)
         return any(use.path.split(".", 1)[0] == target for place in places for use in place.uses.get(target, ()))

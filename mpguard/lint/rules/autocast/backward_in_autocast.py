@@ -15,6 +15,8 @@ _AFTER = frozenset({
 })  # fmt: skip
 #: What runs a backward pass of its own inside the region.
 _RUNS = frozenset({"accelerator", "engine", "fabric"})
+#: Of a function with more callers than these it is not said that all stand in a region.
+_CALLERS = 8
 
 
 class BackwardInAutocast(Rule):
@@ -201,8 +203,12 @@ for x in loader:
         callers = facts.callers(call.scope) if depth else []
         if facts.regions(call) or facts.escapes(call.scope) or not callers:
             return None
-        regions = [self._region(each, facts.of(each), depth - 1) for each in callers]
-        return regions[0] if None not in regions else None
+        outer: Region | None = None
+        for each in callers if len(callers) <= _CALLERS else ():
+            outer = self._region(each, facts.of(each), depth - 1)
+            if outer is None:
+                return None
+        return outer
 
     def _fix(self, call: Call, facts: Facts) -> Fix | None:
         item = call.withs[-1] if call.withs else None
