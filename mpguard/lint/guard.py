@@ -117,6 +117,11 @@ class Guard(frozenset[Condition]):
         """The names of all flags in it."""
         return {flag.name for condition in self for flag in _flags(condition)}
 
+    def words(self) -> set[str]:
+        """The names of all flags in it, and the strings that they are compared with."""
+        found = [flag for condition in self for flag in _flags(condition)]
+        return {flag.name for flag in found} | {flag.equals for flag in found if isinstance(flag.equals, str)}
+
 
 ALWAYS = Guard()
 

@@ -352,7 +352,7 @@ def iteration(trace: Trace, moment: Moment) -> list[tuple[int, Moment]]:
 def unrelated(later: Guard, earlier: Guard) -> bool:
     """Whether what one guard asks more than another has nothing to do with precision: it cannot be the same flag
     under another name, and choose between scaled and plain gradients."""
-    return not any(_PRECISION.search(flag) for flag in Guard(later - earlier).flags())
+    return not any(_PRECISION.search(word) for word in Guard(later - earlier).words())
 
 
 def rhythm(guard: Guard) -> bool:
