@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: Methods that modules have and tensors have not.
 _OF_MODULES = frozenset({
     "parameters", "named_parameters", "modules", "named_modules", "children", "named_children", "train", "eval",
-    "load_state_dict", "state_dict", "gradient_checkpointing_enable", "save_pretrained",
+    "gradient_checkpointing_enable", "save_pretrained",
 })  # fmt: skip
 #: What a loop over a model's parts goes over: a cast of each is one of the model.
 _PARTS = frozenset({"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"})

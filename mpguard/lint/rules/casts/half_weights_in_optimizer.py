@@ -19,9 +19,10 @@ class HalfWeightsInOptimizer(Rule):
     Trainer that trains all of them.
 
     ## Why is this bad
-    FP16 weights have no FP32 master copy. An update below 2^-11 of a weight is lost, Adam's `eps` of 1e-8
-    is 0 in FP16 (the first step divides by zero), and `GradScaler` raises "Attempting to unscale FP16
-    gradients". Mixed precision keeps the weights in FP32 and computes in FP16.
+    FP16 weights have no FP32 master copy. An update below 2^-12 of a weight is lost; Adam's `eps` of 1e-8 is 0 in
+    FP16 and so is the second moment of a gradient of 1e-3, so that the first step makes infinities (torch 2.13);
+    and `GradScaler` raises "Attempting to unscale FP16 gradients". Mixed precision keeps the weights in FP32 and
+    computes in FP16.
 
     ## Fix safety
     The fix loads the weights in FP32. It is unsafe: they take twice the memory, and without autocast the
