@@ -126,12 +126,13 @@ def run(accelerator, args):
                     help='say `mixed_precision="fp16"`',
                     fix=self._argument(made.call, given, facts),
                 )
+        recipes = {binding.key for binding in self._imports(facts)}
         for scope in facts.walker.scopes:
             for uses in scope.uses.values():
                 for use in uses:
                     if use.path.endswith(".use_fp16"):
                         yield from self._attribute(use, facts)
-                    elif use.path.rsplit(".", 1)[-1] == "FP8RecipeKwargs" or use.path in self._names(facts):
+                    elif use.path in recipes or use.path.endswith(".FP8RecipeKwargs"):
                         yield from self._recipe(use, facts)
 
     # -- Accelerator(fp16=...) ----------------------------------------------------------------------
@@ -166,9 +167,6 @@ def run(accelerator, args):
         yield self.at(use, what=what, help='compare `mixed_precision == "fp16"`', fix=fix)
 
     # -- FP8RecipeKwargs ----------------------------------------------------------------------------
-
-    def _names(self, facts: Facts) -> set[str]:
-        return {binding.key for binding in self._imports(facts)}
 
     def _imports(self, facts: Facts) -> list[Binding]:
         return [
