@@ -155,11 +155,21 @@ def beside_deepspeed_file(settings: dict[str, Setting], config: Mapping[str, Any
 
 @accelerate.recognised
 def is_config(config: Mapping[str, Any]) -> bool:
+    """What accelerate alone has; or a mode, where most of what stands beside it is accelerate's too."""
     if "base_model" in config:  # axolotl
         return False
-    own = ("compute_environment", "distributed_type", "fp8_config", "deepspeed_config", "megatron_lm_config")
-    beside = ("num_processes", "num_machines", "use_cpu", "fsdp_config", "dynamo_config", "main_process_port")
-    return any(key in config for key in own) or ("mixed_precision" in config and any(key in config for key in beside))
+    if "compute_environment" in config or "distributed_type" in config:
+        return True
+    sections = ("fp8_config", "deepspeed_config", "megatron_lm_config")
+    if any(key in config and (config[key] is None or isinstance(config[key], Mapping)) for key in sections):
+        return True
+    beside = {
+        "num_processes", "num_machines", "machine_rank", "use_cpu", "fsdp_config", "dynamo_config", "gpu_ids", "debug",
+        "main_process_ip", "main_process_port", "main_training_function", "rdzv_backend", "same_network", "fp8_config",
+        "downcast_bf16", "enable_cpu_affinity",
+    }  # fmt: skip
+    known = beside & set(config)
+    return "mixed_precision" in config and bool(known) and 2 * len(known) >= len(config) - 1
 
 
 @accelerate.strategist
