@@ -37,6 +37,7 @@ from mpguard.lint.events import FINDERS, Event, compiled, is_optimizer
 from mpguard.lint.flow import Flow
 from mpguard.lint.frozen import Frozen
 from mpguard.lint.guard import ALWAYS, Condition, Guard, compatible
+from mpguard.lint.options import Option, forgotten_dtypes
 from mpguard.lint.precision import Precision
 from mpguard.lint.prepared import Prepared
 from mpguard.lint.regions import Region, Regions
@@ -393,6 +394,11 @@ class Facts:
     def compiles(self, guard: Guard = ALWAYS) -> bool:
         """Whether something may be compiled under a guard: a call, an option, or a decorator."""
         return compiled(self, guard)
+
+    @cached_property
+    def forgotten_dtypes(self) -> dict[Call, Option]:
+        """The autocasts without a dtype in a script whose own option says BF16."""
+        return forgotten_dtypes(self)
 
     # -- training and inference -------------------------------------------------------------------
 

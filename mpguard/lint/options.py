@@ -11,9 +11,10 @@ import libcst as cst
 
 from mpguard.lint import names
 from mpguard.lint.values import Constant, Dtype
-from mpguard.lint.walk import Record, constant, dotted
+from mpguard.lint.walk import Call, Record, constant, dotted
 
 if TYPE_CHECKING:
+    from mpguard.lint.events import Event
     from mpguard.lint.facts import Facts
     from mpguard.lint.guard import Guard
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 _DTYPE = re.compile(
     r"(?i)(?:(?:amp|autocast|compute|mixed|mp|train|training|torch|model)_?)?(?:dtype|precision|mixed_precision)$"
 )
+#: A flag that asks for FP16: what it guards may be the arm of the other dtype.
+_ASKS = re.compile(r"(?i)dtype|fp16|float16|half|precision|bf16|bfloat16")
 _ADDS = ("add_argument", "option", "add_option")
 
 
@@ -46,6 +49,23 @@ class Option:
 def dtype_options(facts: Facts) -> list[Option]:
     """The options and constants of a file that name its compute dtype."""
     return [option for option in _options(facts) if _DTYPE.fullmatch(option.name)]
+
+
+def forgotten_dtypes(facts: Facts) -> dict[Call, Option]:
+    """The autocasts for CUDA that have no dtype, so FP16, beside an option or constant that says BF16."""
+    found = [event.call for event in facts.events("autocast") if _default_fp16(event, facts)]
+    options = dtype_options(facts) if found else []
+    if not options or any(option.dtype != "bfloat16" for option in options):
+        return {}
+    return dict.fromkeys(found, options[0])
+
+
+def _default_fp16(event: Event, facts: Facts) -> bool:
+    call = event.call
+    path = next((path for _, path in facts.paths(call) if path in names.AUTOCASTS), "")
+    if call.argument(1, "dtype") is not None or call.starred or {name for _, name in event.dtypes} != {"float16"}:
+        return False
+    return facts.enabled(call, path).possible and not any(_ASKS.search(flag) for flag in event.guard.flags())
 
 
 def _options(facts: Facts) -> Iterator[Option]:

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from mpguard.lint import mend, names
-from mpguard.lint.facts import Event, Facts
-from mpguard.lint.options import Option, dtype_options
+from mpguard.lint import mend
+from mpguard.lint.facts import Facts
+from mpguard.lint.options import Option
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-
-#: A flag that asks for FP16: what it guards may be the arm of the other dtype.
-_ASKS = re.compile(r"(?i)dtype|fp16|float16|half|precision|bf16|bfloat16")
+from mpguard.lint.walk import Call
 
 
 class AutocastIgnoresDtypeOption(Rule):
@@ -155,31 +152,15 @@ def forward(x, config):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        options: list[Option] | None = None
-        for event in facts.events("autocast"):
-            if not self._fp16_by_default(event, facts):
-                continue
-            options = dtype_options(facts) if options is None else options
-            if not options or any(option.dtype != "bfloat16" for option in options):
-                return
-            option = options[0]
+        for call, option in facts.forgotten_dtypes.items():
             notes = (Note("the option", option.span),)
-            shown = facts.short(event.call.node)
-            fix = self._fix(event, option, facts)
-            yield self.at(event, call=shown, option=option.name, notes=notes, fix=fix)
+            fix = self._fix(call, option, facts)
+            yield self.at(call, call=facts.short(call.node), option=option.name, notes=notes, fix=fix)
 
-    def _fp16_by_default(self, event: Event, facts: Facts) -> bool:
-        call = event.call
-        path = next((path for _, path in facts.paths(call) if path in names.AUTOCASTS), "")
-        if call.argument(1, "dtype") is not None or call.starred or {name for _, name in event.dtypes} != {"float16"}:
-            return False
-        enabled = facts.enabled(call, path)
-        return enabled.possible and not any(_ASKS.search(flag) for flag in event.guard.flags())
-
-    def _fix(self, event: Event, option: Option, facts: Facts) -> Fix | None:
+    def _fix(self, call: Call, option: Option, facts: Facts) -> Fix | None:
         torch = mend.name_of_torch(facts)
-        known = option.constant and option.record.scope.kind == "module" and option.record.order < event.order
+        known = option.constant and option.record.scope.kind == "module" and option.record.order < call.order
         dtype = option.name if known else f"{torch}.bfloat16"
         if torch is None and not known:
             return None
-        return Fix("Pass the dtype", "unsafe", (mend.with_argument(facts, event.call, f"dtype={dtype}"),))
+        return Fix("Pass the dtype", "unsafe", (mend.with_argument(facts, call, f"dtype={dtype}"),))

@@ -330,6 +330,22 @@ def train(args, loader, dtype):
         optimizer.step()
 """
         ),
+        Good(
+            """\
+import torch
+
+AMP_DTYPE = torch.bfloat16
+
+def forgets_the_dtype(loader):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -365,7 +381,8 @@ def train(args, loader, dtype):
                     both = guard.joined(record.guard, backward.guard)
                     if both.possible and "mixed_precision" not in both.flags() and region.facts is facts:
                         assert region.call is not None
-                        yield region, region.call.span, both
+                        if region.call not in facts.forgotten_dtypes:  # BF16 was meant: MPG310 says so
+                            yield region, region.call.span, both
         for load in facts.events("load"):
             for guard in load.may_be("float16"):
                 both = guard.joined(backward.guard)
