@@ -45,6 +45,7 @@ class ClipOutsideAccelerator(Rule):
     message = "`{expr}` clips gradients of `{model}` that may be scaled or sharded"
     help = "call `accelerator.{name}`"
     triggers = (any_of(b"ccelerator"), any_of(b"clip_grad_"), any_of(b".prepare"))
+    yields_to = ("MPG205",)
     examples = (
         Bad(
             """\

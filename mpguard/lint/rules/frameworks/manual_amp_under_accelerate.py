@@ -39,6 +39,7 @@ class ManualAmpUnderAccelerate(Rule):
     message = "`{expr}` around `{model}`, which an Accelerator prepared"
     help = "leave the precision to the Accelerator: `accelerator.autocast()`, `accelerator.backward(loss)`"
     triggers = (any_of(b"ccelerator"), any_of(b".prepare"), any_of(b"autocast", b"Scaler"))
+    yields_to = ("MPG862",)
     examples = (
         Bad(
             """\

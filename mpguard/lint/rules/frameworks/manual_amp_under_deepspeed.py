@@ -33,6 +33,7 @@ class ManualAmpUnderDeepspeed(Rule):
     message = "`{expr}` around `{model}`, which is a DeepSpeed engine"
     help = "use the `bf16`, `fp16` or `torch_autocast` section of the DeepSpeed config"
     triggers = (any_of(b"deepspeed"), any_of(b"initialize("), any_of(b"autocast", b"Scaler"))
+    yields_to = ("MPG862",)
     examples = (
         Bad(
             """\
