@@ -38,6 +38,7 @@ class TrainerWithHalfModel(Rule):
         any_of(b"float16", b".half", b"import half"),
         any_of(b"from_pretrained", b"from_config"),
     )
+    yields_to = ("MPG862",)
     examples = (
         Bad(
             """\
