@@ -15,6 +15,8 @@ from mpguard.lint.walk import Binding, Call, Record, Scope, Use, dotted
 _MODULES = frozenset(
     f"torch.{device}.amp{inner}" for device in ("cuda", "cpu") for inner in ("", ".autocast_mode", ".grad_scaler")
 )
+#: The version of torch that deprecated them.
+_DEPRECATED = (2, 4)
 #: The deprecated names, and what their positional arguments are called.
 _NAMES = {
     "autocast": ("enabled", "dtype", "cache_enabled"),
@@ -46,7 +48,8 @@ class DeprecatedCudaAmp(Rule):
 
     ## Known limits
     A fallback for old versions of torch is fine: in an `except` arm, beside an import from
-    `torch.amp`, or under a condition that asks for the version.
+    `torch.amp`, or under a condition that asks for the version. So is a project whose requirements allow no torch
+    from 2.4 on.
     """
 
     code, name = "MPG302", "deprecated-cuda-amp"
@@ -290,9 +293,19 @@ def check(scaler: torch.cuda.amp.GradScaler):
     assert isinstance(scaler, torch.cuda.amp.GradScaler), "torch.cuda.amp.autocast() is old"
 """
         ),
+        Good(
+            """\
+import torch
+
+scaler = torch.cuda.amp.GradScaler()
+""",
+            files={"requirements.txt": "numpy\ntorch>=1.10,<2.1\n"},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.project.required(facts.path, "torch").before(_DEPRECATED):
+            return
         taken: dict[Binding, str] = {}
         for binding in (*imports.imports(facts), *imports.renamed(facts)):
             path = self._taken(binding, facts)

@@ -6,6 +6,9 @@ from mpguard.lint.facts import Facts
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 from mpguard.lint.walk import Call, With, constant
 
+#: The first torch with which the weights were seen to get their gradients.
+_MENDED = (2, 11)
+
 
 class NoGradInAutocastCache(Rule):
     """A forward pass under `no_grad` leaves casts of the weights in autocast's cache, and they carry no gradient.
@@ -21,9 +24,9 @@ class NoGradInAutocastCache(Rule):
 
     ## Known limits
     Preview, since it concerns old versions only. It was mended by pytorch/pytorch#165068, merged in December 2025: with
-    torch 2.13 on a CPU and with 2.11 on an H100 the weights do get their gradients, in FP16 and BF16, after `no_grad`
-    and after `inference_mode`. Whether 2.10 has it was not tried. Silent with `cache_enabled=False`, after
-    `torch.clear_autocast_cache()`, and for frozen models.
+    torch 2.13 on a CPU (FP16 and BF16) and with 2.11 on an H100 (FP16) the weights do get their gradients, after
+    `no_grad` and after `inference_mode`. Whether 2.10 has it was not tried. Silent where the project requires torch
+    2.11 or newer, with `cache_enabled=False`, after `torch.clear_autocast_cache()`, and for frozen models.
     """
 
     code, name = "MPG313", "no-grad-in-autocast-cache"
@@ -87,9 +90,22 @@ for x in loader:
         loss = net(x)
 """
         ),
+        Good(
+            """\
+import torch
+
+with torch.autocast("cuda"):
+    with torch.no_grad():
+        first = model(x)
+    loss = (model(x) - first).pow(2).mean()
+""",
+            files={"requirements.txt": "torch>=2.11\n"},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.project.required(facts.path, "torch").since(_MENDED):
+            return
         for scope in facts.walker.scopes:
             calls = [call for call in scope.calls if len(call.withs) > 1 and call.path]
             for call in calls:
