@@ -57,7 +57,9 @@ _ALL = 100_000
 _DEEP = 60
 _WIDE = 12
 #: What runs code under autocast.
-_AUTOCASTS = re.compile(r"(?i)autocast|\bamp\b|accelerat|deepspeed|lightning|trainer|fabric|precision")
+_AUTOCASTS = re.compile(
+    r"(?i:autocast|\bamp\b|accelerat|deepspeed|lightning|fabric|mixed.?precision)|import [^\n]*Trainer|\(\w*Trainer\)"
+)
 _DEVICE = re.compile(r"(?i)device|cuda|gpu|rank|cpu")
 _TENSOR = re.compile(r"(?i)tensor|param|weight|module")
 _CONSTANTS = frozenset({"math.pi", "math.e", "numpy.pi", "math.tau"})
@@ -469,7 +471,9 @@ class Precision:
                 guard = state.guard.joined(call.guard)
                 if guard.possible:
                     found.append(dataclasses.replace(state, guard=guard))
-        if not callers and self._alone and self.facts.graph.class_kind(scope.owner or scope) != "model":
+        model = scope.owner is not None and self.facts.graph.class_kind(scope.owner) == "model"
+        backward = any(call.name == "backward" for call in scope.calls)  # nobody runs that under autocast
+        if not callers and not model and (backward or self._alone):
             found.append(State(ALWAYS, "off"))
         elif not callers or len(callers) > _WIDE or self.facts.escapes(scope):
             found.append(State(ALWAYS, None))

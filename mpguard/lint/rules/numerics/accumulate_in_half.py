@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 from mpguard.lint.walk import Binding, Call, constant, dotted
 
 #: What a loop over steps goes over; a loop over layers or experts adds up a few terms.
-_STEPS = re.compile(r"loader|Loader|batches|dataset|steps|epoch|_iter\b")
+_STEPS = re.compile(r"loader|Loader|batches|dataset|steps|epoch|_iter")
 _KINDS = re.compile(
     r"(?i)(?:^|_)(?:loss|losses|total|sum|acc|accuracy|correct|running|metric|count|avg|mean|error|score)s?(?:_|$)"
 )
@@ -61,7 +62,7 @@ def validate(model, loader):
 import torch
 
 def train(model, head, loader, optimizer, steps):
-    running_loss = 0.0
+    running_loss, seen = 0.0, 0
     correct = torch.tensor(0, dtype=torch.bfloat16)
     for epoch in range(3):
         for x, y in loader:
@@ -144,8 +145,10 @@ def features(model, loader):
 
     def _grows(self, binding: Binding, bindings: list[Binding], added: cst.BaseExpression, facts: Facts) -> Of | None:
         """The low dtype in which a sum grows over the steps of a loop around it."""
-        begins = [b for b in bindings if b.order < binding.order and b.kind == "assign" and b is not binding]
-        begin = begins[-1] if begins else None
+        begins = [
+            b for b in bindings if b.order < binding.order and b.kind in ("assign", "element") and b is not binding
+        ]
+        begin = self._single(begins[-1]) if begins else None
         if begin is None or not set(begin.loops) < set(binding.loops):
             return None
         if not any(self._steps(loop, facts) for loop in binding.loops if loop not in begin.loops):
@@ -159,6 +162,15 @@ def features(model, loader):
         if binding.kind == "augmented":  # in place: the sum keeps its dtype
             return facts.precision.low(begin.value, begin)
         return facts.precision.low(binding.value, binding)
+
+    def _single(self, begin: Binding) -> Binding | None:
+        """A binding with its own value: that of `loss` in `loss, steps = 0.0, 0`."""
+        if begin.kind == "assign":
+            return begin
+        value, place = begin.value, begin.index[0]
+        if not isinstance(value, (cst.Tuple, cst.List)) or place >= len(value.elements) or len(begin.index) > 1:
+            return None
+        return dataclasses.replace(begin, kind="assign", value=value.elements[place].value, index=())
 
     def _steps(self, loop: cst.CSTNode, facts: Facts) -> bool:
         return isinstance(loop, cst.For) and bool(_STEPS.search(facts.short(loop.iter)))
