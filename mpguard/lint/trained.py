@@ -39,6 +39,11 @@ _SPARED = re.compile(r"(?i)lora|adapter|frozen|freeze|trainable")
 _QUANTIZES = ("quantization_config", "load_in_8bit", "load_in_4bit")
 #: Frameworks that keep FP32 masters of low weights, or cast them up.
 _SHARDS = re.compile(r"(?i)deepspeed|fsdp|megatron|colossal|zero_?(?:stage|optimizer|redundancy)")
+#: Arguments of a Trainer that put adapters on its model or bring another optimizer; of its settings, that shard.
+_OTHER = ("peft_config", "optimizers", "optimizer_cls_and_kwargs")
+_SHARDING = frozenset({"deepspeed", "fsdp", "fsdp_config"})
+#: Optimizers of a Trainer that update the weights as they are.
+_PLAIN = re.compile(r"(?:paged_)?(?:adamw|lion|sgd|rmsprop|adagrad)(?:_torch|_hf|_fused|_bnb|_8bit|_32bit)*$")
 #: Where Trainers come from that build their own optimizer.
 _TRAINER_ROOTS = frozenset({"transformers", "trl", "sentence_transformers", "setfit"})
 
@@ -339,15 +344,16 @@ class Trained:
         what the file says: no adapters, no DeepSpeed, no optimizer handed in, arguments in sight."""
         found = []
         for call in training.of("trainer"):
-            path = self.facts.called_path(call)
+            root = self.facts.called_path(call).split(".", 1)[0]
             given = call.argument(1, "args")
-            adapters = any(key in call.keywords for key in ("peft_config", "optimizers", "optimizer_cls_and_kwargs"))
-            if path.split(".", 1)[0] not in _TRAINER_ROOTS or call.starred or adapters or given is None:
+            other = any(key in call.keywords and constant(call.keywords[key]) != (None,) for key in _OTHER)
+            if root not in _TRAINER_ROOTS or call.starred or other or given is None:
                 continue
             arguments = self.arguments(given, call)
-            if arguments is None or arguments.starred or "deepspeed" in arguments.keywords:
+            if arguments is None or arguments.starred or not _SHARDING.isdisjoint(arguments.keywords):
                 continue
-            found.append(call)
+            if (optim := arguments.keywords.get("optim")) is None or _is_plain_name(constant(optim)):
+                found.append(call)
         return found
 
     def arguments(self, node: cst.BaseExpression, at: Call) -> Call | None:
@@ -358,3 +364,8 @@ class Trained:
             if isinstance(record, Call) and record.name.endswith(("Arguments", "Config", "Args"))
         ]
         return records[0] if len(records) == 1 else None
+
+
+def _is_plain_name(literal: tuple[object] | None) -> bool:
+    """Whether the optimizer that a setting names is a plain one; what is no literal may be any."""
+    return literal is not None and isinstance(literal[0], str) and bool(_PLAIN.match(literal[0]))

@@ -84,6 +84,10 @@ def in_parts(model, loader):
 def trainer(data):
     model = AutoModel.from_pretrained("x", dtype=torch.bfloat16)  # !
     Trainer(model, TrainingArguments("out", bf16=True), train_dataset=data).train()
+
+def eight_bit(data):
+    model = AutoModel.from_pretrained("x", dtype=torch.bfloat16)  # !
+    Trainer(model=model, args=TrainingArguments("out", optim="paged_adamw_8bit"), train_dataset=data).train()
 """
         ),
         Good(
@@ -125,6 +129,13 @@ def masters(loader):
         for m, p in zip(masters, model.parameters()):
             m.grad = p.grad.float()
         optimizer.step()
+
+def trainers(data, config):
+    model = AutoModel.from_pretrained("x", dtype=torch.bfloat16)
+    Trainer(model, TrainingArguments("out", optim="adamw_anyprecision"), train_dataset=data).train()
+    Trainer(model, TrainingArguments("out", optim=config.optim), train_dataset=data).train()
+    Trainer(model, TrainingArguments("out", fsdp="full_shard"), train_dataset=data).train()
+    Trainer(model, TrainingArguments("out", deepspeed="zero2.json"), train_dataset=data).train()
 
 def parsed(parser, data):
     args = parser.parse_args_into_dataclasses()
