@@ -108,6 +108,14 @@ BOTH = '"train_batch_size": 8, "bf16": {"enabled": True}, "fp16": {"enabled": Tr
         (f"config = {{{BOTH}}}\nconfig.update(more)", False),
         (f"config = {{{BOTH}}}\nconfig['fp16'].update(enabled=False)", False),
         (f"config = {{{BOTH}}}\nconfig.pop('fp16')", False),
+        (
+            "ON = True\ndef f():\n    return {'train_batch_size': 8, 'bf16': {'enabled': ON}, 'fp16': {'enabled': ON}}",
+            True,
+        ),
+        (
+            "def config(on):\n    return {'train_batch_size': 8, 'bf16': {'enabled': on}, 'fp16': {'enabled': on}}",
+            False,
+        ),
         ("config = {'train_batch_size': 8, 'bf16': True, 'fp16': True}", False),
         ("config = {'bf16': {'enabled': True}, 'fp16': {'enabled': True}}", False),
         ("text = '''config = {" + BOTH + "}'''", False),
@@ -176,7 +184,7 @@ def test_other_files_are_no_configs(tmp_path: Path, name: str, text: str) -> Non
 @pytest.mark.parametrize(
     "text",
     [
-        "distributed_type: [1, 2]\nmixed_precision: {a: b}\nfp8_config: 3\ndeepspeed_config: [x]\nfsdp_config: null\n",
+        "distributed_type: [1, 2]\nuse_cpu: true\nmixed_precision: {a: b}\nfp8_config: 3\ndeepspeed_config: [x]\n",
         "distributed_type: DEEPSPEED\ndeepspeed_config: {1: 2, null: 3, true: 4}\nfp8_config: {backend: 7}\n7: 8\n",
         "base_model: x\ndatasets: []\nfp8: {a: 1}\nbf16: [full]\nfsdp_version: [2]\nfsdp_config: 3\n",
         '{"zero_optimization": 3, "bf16": 3, "fp16": [], "torch_autocast": "x", "data_types": null, "amp": 1}',

@@ -15,6 +15,8 @@ import libcst as cst
 
 from mpguard.document import Document
 from mpguard.document.nodes import MAX_DEPTH, Node, Pair
+from mpguard.lint.guard import ALWAYS
+from mpguard.lint.values import Constant
 from mpguard.lint.walk import constant, dotted
 
 if TYPE_CHECKING:
@@ -170,8 +172,16 @@ class _Written:
         if isinstance(node, (cst.List, cst.Tuple)) and depth < MAX_DEPTH:
             items = [self._node(each.value, depth + 1) for each in node.elements]
             return Node("sequence", start, end, flow=True, items=items)
+        return Node("scalar", start, end, self._value(node))
+
+    def _value(self, node: cst.BaseExpression) -> object:
+        """A literal, or what a name stands for where that is one literal under all flags."""
         literal = constant(node)
-        return Node("scalar", start, end, UNKNOWN if literal is None else literal[0])
+        if literal is not None:
+            return literal[0]
+        found = self.facts.evaluate(node, self.at) if isinstance(node, cst.Name) else ()
+        atom = found[0].atom if len(found) == 1 and found[0].guard == ALWAYS else None
+        return atom.value if isinstance(atom, Constant) else UNKNOWN
 
     def _mapping(self, node: cst.Dict, made: Node, depth: int) -> Node:
         for element in node.elements:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mpguard.edits import Edit
 from mpguard.errors import did_you_mean
-from mpguard.lint.accelerate_config import kind, names_recipe, said
+from mpguard.lint.accelerate_config import kind, names_recipe, on_sagemaker, said
 from mpguard.lint.accelerate_keys import ARGUMENTS, SECTIONS, VERSION, Section
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Fix, Good, any_of
 
@@ -164,7 +164,7 @@ model:
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        if document.data.get("compute_environment") == "AMAZON_SAGEMAKER":
+        if on_sagemaker(document):
             return
         from mpguard.mpyaml import OVERRIDES
         from mpguard.policy import FIELD_NAMES

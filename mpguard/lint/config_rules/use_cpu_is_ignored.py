@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mpguard.lint.accelerate_config import on_sagemaker
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, Note, any_of
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ num_processes: 1
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         kind = document.entry("distributed_type")
-        if kind is None or document.data.get("compute_environment") == "AMAZON_SAGEMAKER":
+        if kind is None or not isinstance(kind.value, str) or on_sagemaker(document):
             return
         asked = Note("this decides how the processes are started", kind.value_span)
         use_cpu = document.entry("use_cpu")
