@@ -121,6 +121,13 @@ def test_what_would_crash_the_parser_is_refused_at_its_place(code: str) -> None:
     assert error.line >= 1
 
 
+def test_what_libcst_parses_and_then_refuses_has_the_place_of_its_statement() -> None:
+    source = Source.parse(b"a = 1\n\ndef f():\n    return.5\n", "a.py")
+    with pytest.raises(Unparsable, match="parse limit") as caught:
+        _ = [chunk.module for chunk in source.chunks]
+    assert caught.value.line == 3
+
+
 def test_the_first_bad_place_is_named() -> None:
     error = unparsable("a = 1\nx = " + "(" * 10_000 + ")" * 10_000)
     assert (error.line, error.column) == (2, 205)

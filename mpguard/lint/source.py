@@ -83,8 +83,9 @@ class Chunk:
         """Its tree; raises `Unparsable`."""
         try:
             return _parsed(self.text)
-        except cst.ParserSyntaxError as error:
-            line, column = error.editor_line, error.editor_column
+        except (cst.ParserSyntaxError, cst.CSTValidationError) as error:
+            place = (error.editor_line, error.editor_column) if isinstance(error, cst.ParserSyntaxError) else (1, 1)
+            line, column = place  # what libcst parses and then refuses (`return.5`) has none
             first = self.source.position(self.source.offset(self.start))[0]
             message = "parse limit: Python accepts this, the linter's parser (libcst) does not"
             raise Unparsable(message, first + line - 1, column, self.source.path) from None
@@ -242,7 +243,7 @@ class Source:
         except SyntaxError as error:
             try:
                 _parsed(self.normal)  # syntax newer than the Python that runs us
-            except cst.ParserSyntaxError:
+            except (cst.ParserSyntaxError, cst.CSTValidationError):
                 line = error.lineno or 1
                 raise Unparsable(f"syntax error: {error.msg}", line, max(error.offset or 1, 1)) from None
         except (RecursionError, MemoryError, ValueError) as error:
