@@ -18,8 +18,9 @@ class DelayedScalingUnderCompile(Rule):
     ## Why is this bad
     Transformer Engine raises "DelayedScaling is not supported under torch.compile" while the function is traced:
     its history of maxima is state that a graph cannot hold. With `fullgraph=True` the run stops. Without it dynamo
-    gives the function up: on an H200 (Transformer Engine 2.20, torch 2.11) it ran uncompiled without a warning, or
-    stopped with an `InternalTorchDynamoError` where no FP8 layer had run before. `Float8CurrentScaling` is traced.
+    gives the function up: on an H200 (Transformer Engine 2.20, torch 2.11; benchmarks/results/fp8_limits.json) it
+    stopped with an `InternalTorchDynamoError` where no FP8 layer had run before, and ran uncompiled, without a
+    warning, where one had. With `Float8CurrentScaling` the same function ran at once.
 
     ## Known limits
     A region around the call of a compiled model is another thing, and not judged; nor is a region without a recipe,

@@ -17,9 +17,10 @@ class Fp8DdpCompile(Rule):
     Reports a model that is converted by torchao, compiled and wrapped in DistributedDataParallel.
 
     ## Why is this bad
-    axolotl documents that this combination fails ("FP8 + DDP + torch.compile" raises an error), and teaches FSDP2 for
-    FP8 instead. Which versions fail is not settled: with torch 2.11 and torchao 0.18 on one H200 (one process over
-    NCCL) it trained in both orders with all three recipes, and with torch 2.13 and emulation on a CPU too.
+    axolotl's documentation says that this combination raises an error, and teaches FSDP2 for FP8 instead. Which
+    versions fail is not settled: with torch 2.11 and torchao 0.18 on one H200 (one process over NCCL,
+    benchmarks/results/fp8_limits.json) it trained in both orders with all three recipes, and with torch 2.13 and
+    emulation on a CPU too.
 
     ## Known limits
     Preview, until a run on several GPUs settles which versions fail. A conversion in another file is not seen.

@@ -22,9 +22,9 @@ class Fp8Fsdp2CheckpointingCompile(Rule):
     ## Why is this bad
     axolotl warns that FP8 "may be slower than BF16" with activation checkpointing under FSDP2: the casts are computed
     again too. It is not so everywhere: on one H200 (torch 2.11, torchao 0.18, six blocks of width 4096, 8192 tokens,
-    FSDP2 on one GPU) a compiled step with full checkpointing took 107 ms in FP8 with float8 all-gather, 119 ms
-    with the rowwise recipe, and 134 ms in BF16. torchao's own numbers (+25 % on eight H100) use selective
-    checkpointing. Measure both before you keep it.
+    FSDP2 on one GPU; benchmarks/results/fp8_limits.json) a compiled step with full checkpointing took 105 ms with
+    float8 all-gather, 118 ms with the rowwise recipe, and 132 ms in BF16; uncompiled FP8 is the slow one (200 ms).
+    torchao's own numbers (+25 % on eight H100) use selective checkpointing. Measure both before you keep it.
 
     ## Known limits
     Preview, because the measurement contradicts the claim for large layers. Selective checkpointing is not reported.

@@ -1,0 +1,70 @@
+"""What the project requires, which alignment FP8 needs, and what the rules about FP8 make of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpguard.hardware import NEEDS
+from mpguard.lint import names
+from mpguard.lint.engine import Engine, FileReport, Options
+from mpguard.lint.files import Target
+from mpguard.lint.requirements import Required, required
+from mpguard.lint.rule import rules
+from mpguard.lint.selection import Selectors
+from mpguard.policy import BACKENDS
+
+OLD = "import transformer_engine.pytorch as te\n\nwith te.fp8_autocast(fp8_recipe=recipe):\n    model(x)\n"
+NEW = "import transformer_engine.pytorch as te\n\nwith te.autocast(recipe=recipe):\n    model(x)\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("requirements.txt", "transformer-engine[pytorch]==1.13.0", Required((1, 13, 0), (1, 13, 1))),
+        ("pyproject.toml", 'dependencies = ["transformer_engine[pytorch]>=2.10,<3"]', Required((2, 10), (3,))),
+        ("pyproject.toml", 'transformer-engine = "^2.11"', Required((2, 11))),
+        ("setup.py", "install_requires=['transformer-engine']", Required()),
+        ("requirements.txt", "transformer_engine>=2.10\ntransformer_engine<2.12", Required()),
+        ("requirements-gpu.txt", "transformer_engine_cu12 ~= 2.9  # FP8", Required((2, 9))),
+        ("requirements.txt", "my-transformer-engine==9.9", Required()),
+        ("requirements.txt", "--index-url https://download.pytorch.org/whl/cu124\ntorch", Required(cuda=(12, 4))),
+        ("Dockerfile", "FROM nvidia/cuda:12.9.1-devel\n", Required(cuda=(12, 9))),
+    ],
+)
+def test_requirements(file: str, text: str, expected: Required, tmp_path: Path) -> None:
+    (tmp_path / file).write_text(text)
+    assert required(str(tmp_path), str(tmp_path), "transformer_engine") == expected
+
+
+def test_the_nearest_file_that_names_it_decides(tmp_path: Path) -> None:
+    inner = tmp_path / "app"
+    inner.mkdir()
+    (tmp_path / "requirements.txt").write_text("transformer-engine==2.11")
+    (inner / "requirements.txt").write_text("torch")
+    assert required(str(inner), str(tmp_path), "transformer_engine").since((2, 10))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "requirements.txt").write_text("transformer-engine==1.9")
+    assert required(str(tmp_path / "other"), str(tmp_path), "transformer_engine").before((2, 0))
+
+
+@pytest.mark.parametrize(("version", "level"), [("2.20", "safe"), ("2.3", "unsafe")])
+def test_the_new_names_are_safe_where_the_project_asks_for_them(version: str, level: str, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text(f"transformer-engine>={version}\n")
+    path = tmp_path / "train.py"
+    path.write_text(OLD)
+
+    def run(fix: str | None) -> FileReport:
+        engine = Engine(rules(own_only=True), Options(Selectors(select=("MPG406",)), fix=fix))
+        return engine.run([Target(str(path), "python", named=True)])[0]
+
+    assert [finding.fix.applicability for finding in run(None).findings if finding.fix is not None] == [level]
+    mended = run("safe").mended
+    assert (mended.after.decode() if mended is not None else OLD) == (NEW if level == "safe" else OLD)
+
+
+def test_every_recipe_of_te_has_its_needs() -> None:
+    assert set(names.FP8_RECIPES.values()) <= set(NEEDS)
+    assert all(NEEDS[row].multiple > 1 for row in names.FP8_RECIPES.values())
+    assert {row for row in BACKENDS if NEEDS[row].multiple == 1} == set()
