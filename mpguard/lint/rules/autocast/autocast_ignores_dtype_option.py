@@ -33,7 +33,11 @@ class AutocastIgnoresDtypeOption(Rule):
     severity = "error"
     message = "`{call}` has no dtype and runs FP16; `{option}` says BF16"
     help = "pass it: `dtype=torch.bfloat16`"
-    triggers = (any_of(b"autocast("), any_of(b"bfloat16", b"bf16"), any_of(b"dtype", b"precision", b"DTYPE"))
+    triggers = (
+        any_of(b"autocast(", b"autocast as"),
+        any_of(b"bfloat16", b"bf16"),
+        any_of(b"dtype", b"precision", b"DTYPE"),
+    )
     examples = (
         Bad(
             """\

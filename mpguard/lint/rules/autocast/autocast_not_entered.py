@@ -34,7 +34,7 @@ class AutocastNotEntered(Rule):
     severity = "error"
     message = "`{call}` is never entered: nothing runs under it"
     help = "enter it: `with torch.autocast(...):`, or decorate a function with it"
-    triggers = (any_of(b"autocast("),)
+    triggers = (any_of(b"autocast(", b"autocast as"),)
     examples = (
         Bad(
             """\

@@ -34,7 +34,7 @@ class Bf16NotGated(Rule):
     preview = True
     message = "BF16 is a choice here, and nothing asks whether the GPU supports it"
     help = "ask `torch.cuda.is_bf16_supported(including_emulation=False)` first"
-    triggers = (any_of(b"autocast("), any_of(b"torch.bfloat16", b"bfloat16"))
+    triggers = (any_of(b"autocast(", b"autocast as"), any_of(b"torch.bfloat16", b"bfloat16"))
     examples = (
         Bad(
             """\

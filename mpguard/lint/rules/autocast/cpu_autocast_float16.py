@@ -40,7 +40,7 @@ class CpuAutocastFloat16(Rule):
     help = "use BF16 on the CPU, or run on a GPU"
     triggers = (
         any_of(b"cpu", b"Accelerator("),
-        any_of(b"fp16=", b"fp16 =", b'"fp16"', b"'fp16'", b"autocast(", b"Accelerator("),
+        any_of(b"fp16=", b"fp16 =", b'"fp16"', b"'fp16'", b"autocast(", b"autocast as", b"Accelerator("),
     )
     examples = (
         Bad(

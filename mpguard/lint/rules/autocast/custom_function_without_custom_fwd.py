@@ -42,7 +42,7 @@ class CustomFunctionWithoutCustomFwd(Rule):
     severity = "warning"
     message = "`{function}` does matrix work under autocast, and its backward pass does not know of it"
     help = "decorate forward with torch.amp.custom_fwd and backward with torch.amp.custom_bwd"
-    triggers = (any_of(b"Function)"), any_of(b"autocast"), any_of(b".apply"), any_of(b"save_for_backward", b"ctx."))
+    triggers = (any_of(b"Function)", b"Function,"), any_of(b"autocast"), any_of(b".apply"), any_of(b"def backward"))
     examples = (
         Bad(
             """\
