@@ -8,6 +8,7 @@ from mpguard.edits import Edit
 from mpguard.lint import mend
 from mpguard.lint.facts import Event, Facts
 from mpguard.lint.guard import compatible
+from mpguard.lint.prepared import policy_of
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
 from mpguard.lint.walk import constant, dotted
 
@@ -33,8 +34,9 @@ class LowPrecisionReduction(Rule):
     or more exact, and need more memory while they are reduced.
 
     ## Known limits
-    A reduction that an option chooses between FP32 and lower is taken as meant. Policies under
-    `torch.no_grad`, in tests, and those that are only compared are silent.
+    A reduction that an option chooses between FP32 and lower is taken as meant. Policies of models that
+    are frozen or only evaluated, under `torch.no_grad`, in tests, and those that are only compared are
+    silent. Where the policy is used out of sight, it is taken to train.
     """
 
     code, name = "MPG509", "low-precision-reduction"
@@ -127,7 +129,7 @@ def by_name(name):
             """\
 import torch
 from composer.core import MixedPrecision as Other
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision, MixedPrecisionPolicy
 
 one = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 two = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -153,6 +155,12 @@ def to_dtype(precision):
         return torch.float16
     return torch.float32
 
+def serve(net, prompts):
+    half = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
+    net = FSDP(net, mixed_precision=half)
+    net.eval()
+    return [net(prompt) for prompt in prompts]
+
 def from_config(config):
     param, reduce = to_dtype(config.param), to_dtype(config.reduce)
     return MixedPrecision(param_dtype=param, reduce_dtype=reduce)
@@ -165,13 +173,25 @@ def from_config(config):
             above = facts.walker.parents.get(policy.call.node)
             if policy.call.starred or facts.infers(policy.call):
                 continue
-            if isinstance(above, (cst.Comparison, cst.ComparisonTarget)):
+            if isinstance(above, (cst.Comparison, cst.ComparisonTarget)) or self._only_frozen(policy, facts):
                 continue
             given = policy.call.argument(1, "reduce_dtype")
             if given is None or constant(given) == (None,):
                 yield from self._default(policy, given, facts)
             elif (dtype := self._reduces(policy, given, facts)) is not None:
                 yield self.at(facts.span(given, policy.call), dtype=dtype, why="", fix=self._fix(policy, given, facts))
+
+    def _only_frozen(self, policy: Event, facts: Facts) -> bool:
+        """Whether all models in sight that get the policy are frozen, or only evaluated."""
+        shards = [
+            shard
+            for shard in facts.events("shard")
+            for wrap in facts.prepared.of(shard.call.node, shard.call, "fsdp")
+            if (found := policy_of(wrap)) is not None and found[0] is policy.call
+        ]
+        return bool(shards) and all(
+            facts.frozen.value(shard.call.node) or facts.frozen.named(shard.key) for shard in shards
+        )
 
     def _default(self, policy: Event, given: cst.BaseExpression | None, facts: Facts) -> Iterator[Diagnostic]:
         """No `reduce_dtype`: that of the parameters."""
