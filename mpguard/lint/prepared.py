@@ -36,8 +36,8 @@ _HANDS_ON = frozenset({
     "unwrap_model", "compile", "list", "tuple", "filter", "chain", "get_peft_model", "DistributedDataParallel", "DDP",
     "extract_model_from_parallel", "iter", "sorted",
 })  # fmt: skip
-#: Under a flag of such a name something other than the Accelerator may run the loop.
-_OTHER_WAY = re.compile(r"(?i)accelerat|distributed_type|deepspeed")
+#: Under a flag of such a name one of several frameworks may run the loop.
+_OTHER_WAY = re.compile(r"(?i)accelerat|distributed_type|deepspeed|use_ds|backend|strategy")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -253,11 +253,12 @@ def receiver_at(wrap: Wrap, at: Record, facts: Facts) -> str | None:
     return None
 
 
-def without_accelerator(guard: Guard) -> bool:
-    """Whether what happens under a guard may be the way of a run without an Accelerator, or with another engine."""
+def other_way(guard: Guard, own: str) -> bool:
+    """Whether what happens under a guard may be the way of a run without `own` (`accelerat`, `deepspeed`), by the
+    names of its flags: `if args.use_accelerate:` is its own way, the `else` of it is not."""
     for condition in guard:
-        if isinstance(condition, Flag) and condition.equals is None and "accelerat" in condition.name.lower():
-            continue  # `if args.use_accelerate:` is its own way
+        if isinstance(condition, Flag) and condition.equals is None and own in condition.name.lower():
+            continue
         if any(_OTHER_WAY.search(flag) for flag in Guard([condition]).flags()):
             return True
     return False

@@ -7,7 +7,7 @@ import libcst as cst
 from mpguard.lint import mend
 from mpguard.lint.facts import Event, Facts
 from mpguard.lint.guard import compatible
-from mpguard.lint.prepared import Wrap, receiver_at, without_accelerator
+from mpguard.lint.prepared import Wrap, other_way, receiver_at
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.walk import Call
 
@@ -219,7 +219,7 @@ class Mul(torch.autograd.Function):
             return
         scales = {event.call for event in facts.events("scale")}
         for backward in facts.events("backward"):
-            if without_accelerator(backward.guard) or facts.infers(backward.call):
+            if other_way(backward.guard, "accelerat") or facts.infers(backward.call):
                 continue
             records = facts.flow.backward(backward.subject, backward.call, depth=3) if backward.subject else []
             if any(record in scales for record in records):

@@ -7,7 +7,7 @@ import libcst as cst
 from mpguard.lint import mend
 from mpguard.lint.facts import Event, Facts
 from mpguard.lint.guard import compatible
-from mpguard.lint.prepared import Wrap, receiver_at, without_accelerator
+from mpguard.lint.prepared import Wrap, other_way, receiver_at
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.walk import Call, dotted
 
@@ -157,7 +157,7 @@ def unscaled(model, optimizer, loader):
             path = facts.called_path(clip.call)
             if not path.startswith("torch.nn.utils.") or clip.subject is None:
                 continue
-            if facts.infers(clip.call) or without_accelerator(clip.guard):
+            if facts.infers(clip.call) or other_way(clip.guard, "accelerat"):
                 continue
             found = self._prepared(clip, facts)
             if found is not None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from mpguard.lint import mend
 from mpguard.lint.facts import Event, Facts
 from mpguard.lint.guard import compatible
-from mpguard.lint.prepared import Wrap, receiver_at, without_accelerator
+from mpguard.lint.prepared import Wrap, other_way, receiver_at
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.values import Object
 from mpguard.lint.walk import Call
@@ -191,7 +191,7 @@ def two_ways(args, model, loader):
                 place = region.call
                 if place is None or place in reported or facts.of(place) is not facts or facts.infers(place):
                     continue
-                if compatible(guard, wrap.guard) and not without_accelerator(guard):
+                if compatible(guard, wrap.guard) and not other_way(guard, "accelerat"):
                     reported.add(place)
                     yield self._found(place, call, wrap, self._fix(place, wrap, facts), facts)
         for scale in facts.events("scale"):
@@ -203,7 +203,7 @@ def two_ways(args, model, loader):
             if not isinstance(record, Call) or not record.path:
                 continue
             for wrap in facts.prepared.of(record.func, record, "accelerate"):
-                if not compatible(wrap.guard, scale.guard) or without_accelerator(scale.guard):
+                if not compatible(wrap.guard, scale.guard) or other_way(scale.guard, "accelerat"):
                     continue
                 place = self._made(scale, facts)
                 if place is not None and place not in reported:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mpguard.lint.facts import Event, Facts
 from mpguard.lint.guard import compatible
-from mpguard.lint.prepared import Wrap, settings_of
+from mpguard.lint.prepared import Wrap, other_way, settings_of
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 from mpguard.lint.values import Object
 from mpguard.lint.walk import Call
@@ -121,11 +121,12 @@ def from_outside(engine, loader):
                 place = region.call
                 if place is None or place in reported or facts.of(place) is not facts:
                     continue
-                if compatible(guard, wrap.guard):
+                if compatible(guard, wrap.guard) and not other_way(guard, "deepspeed"):
                     reported.add(place)
                     yield self._found(place, call, wrap, facts)
         for scale in facts.events("scale"):
-            yield from self._scaled(scale, reported, facts)
+            if not other_way(scale.guard, "deepspeed"):
+                yield from self._scaled(scale, reported, facts)
 
     def _scaled(self, scale: Event, reported: set[Call], facts: Facts) -> Iterator[Diagnostic]:
         """A scaler of torch's, where it scales an engine's loss."""

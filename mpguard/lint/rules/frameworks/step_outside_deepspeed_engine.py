@@ -7,7 +7,7 @@ import libcst as cst
 from mpguard.lint import mend
 from mpguard.lint.facts import Event, Facts
 from mpguard.lint.guard import compatible
-from mpguard.lint.prepared import Settings, Wrap, settings_of
+from mpguard.lint.prepared import Settings, Wrap, other_way, settings_of
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.walk import Call, dotted
 
@@ -161,6 +161,18 @@ def two_ways(args, net, loader):
             loss.backward()
             optimizer.step()
 
+def two_flags(args, net, loader, is_deepspeed):
+    optimizer = torch.optim.AdamW(net.parameters())
+    if args.deepspeed_config:
+        engine, _, _, _ = deepspeed.initialize(args=args, model=net, optimizer=optimizer)
+    for x in loader:
+        if is_deepspeed:
+            engine.backward(engine(x))
+            engine.step()
+        else:
+            net(x).sum().backward()
+            optimizer.step()
+
 def from_outside(args, net, loader, config, critic):
     engine, _, _, _ = deepspeed.initialize(args=args, model=net, config=config)
     grown = {"train_batch_size": 1}
@@ -180,6 +192,8 @@ def from_outside(args, net, loader, config, critic):
         if not facts.events("initialize"):
             return
         for step in facts.events("step"):
+            if other_way(step.guard, "deepspeed"):
+                continue
             wrap = self._client(step.subject, step.call, step, _DEPTH, facts)
             if wrap is not None:
                 why = "steps the optimizer that DeepSpeed's engine was given: it applies nothing of the engine's"
@@ -213,7 +227,7 @@ def from_outside(args, net, loader, config, critic):
 
     def _loss(self, backward: Event, facts: Facts) -> tuple[str, Wrap, Call] | None:
         """Why the engine that a loss comes from does not take this backward, and the call of it."""
-        if backward.subject is None or facts.infers(backward.call):
+        if backward.subject is None or facts.infers(backward.call) or other_way(backward.guard, "deepspeed"):
             return None
         records = [r for r in facts.flow.backward(backward.subject, backward.call, depth=3) if isinstance(r, Call)]
         scaled = any(
