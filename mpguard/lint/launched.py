@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
+from mpguard.lint.guard import Guard
 from mpguard.lint.rule import Note
 from mpguard.lint.values import Constant
 
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
 #: What a config asks for -> the dtype that autocast computes in; FP8 keeps BF16 around its matrices.
 _COMPUTES = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
 SHORT = {"float16": "FP16", "bfloat16": "BF16"}
+#: What an option of precision, or of who takes care of it, is called.
+_OPTION = re.compile(
+    r"(?i)16|half|amp(?![a-z])|autocast|precision|scaler|dtype|mixed|quant|cuda|device|gpu|accelerat|deepspeed"
+)
 #: Where a config says it, in the order in which accelerate heeds them.
 _KEYS = ("deepspeed_config.mixed_precision", "mixed_precision", "fp16", "bf16.enabled", "fp16.enabled")
 
@@ -32,6 +38,11 @@ def configs(facts: Facts) -> Configs:
 def contradicts(dtype: str, configs: Configs) -> bool:
     """Whether every config computes in another dtype. Under one that says `no`, the code is taken as meant."""
     return all(config.mixed_precision in _COMPUTES and _COMPUTES[config.mixed_precision] != dtype for config in configs)
+
+
+def decided(guard: Guard) -> bool:
+    """Whether something stands under no condition about precision: an option that is off contradicts nothing."""
+    return not any(_OPTION.search(word) for word in guard.words())
 
 
 def low(dtypes: list[str | None]) -> str | None:

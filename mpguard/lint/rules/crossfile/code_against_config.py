@@ -26,7 +26,8 @@ class CodeAgainstConfig(Rule):
     else than its config says, and the next edit of the config changes nothing.
 
     ## Known limits
-    Only literal, unconditional settings are compared. Where there are several configs, nothing says
+    Only settings that are in force for certain are compared: not an autocast with `enabled=args.amp`, and not
+    what stands under an option for precision. Where there are several configs, nothing says
     which one is used: a setting is reported only if it contradicts all of them. Under a config
     that says `no`, autocast of one's own is taken as meant.
     """
@@ -109,6 +110,30 @@ def main(args, loader):
         ),
         Good(
             """\
+import torch
+from accelerate import Accelerator
+from transformers import AutoModel
+
+def main(args, loader, scaler):
+    accelerator = Accelerator(mixed_precision="fp16") if args.fp16 else Accelerator()
+    if args.half:
+        model = AutoModel.from_pretrained("gpt2", torch_dtype=torch.float16)
+    else:
+        model = AutoModel.from_pretrained("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16, enabled=scaler is not None):
+            loss = model(x).sum()
+        if args.use_amp:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+""",
+            files={"mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: bf16\n"},
+        ),
+        Good(
+            """\
 from accelerate import Accelerator
 
 accelerator = Accelerator(mixed_precision="fp16")
@@ -182,7 +207,8 @@ accelerator = Accelerator(mixed_precision="fp16")
         for event in facts.events("accelerator"):
             given = event.call.argument(2, "mixed_precision")
             found = launched.literal(facts.evaluate(given, event.call)) if given is not None else None
-            if given is not None and found and all(config.mixed_precision != found for config in configs):
+            other = found is not None and all(config.mixed_precision != found for config in configs)
+            if given is not None and other and launched.decided(event.guard):
                 yield self._against(facts.span(given, event.call), "`mixed_precision`", f"`{found}`", configs)
         regions = self._trained_regions(facts)
         for call, dtype in regions:
@@ -192,7 +218,8 @@ accelerator = Accelerator(mixed_precision="fp16")
             yield from self._scalers(facts, configs)
         for event in facts.events("load"):
             loaded = low([name for _, name in event.dtypes])
-            if loaded is not None and contradicts(loaded, configs) and self._trained(event, facts):
+            decided = launched.decided(event.guard)
+            if loaded is not None and decided and contradicts(loaded, configs) and self._trained(event, facts):
                 yield self._against(event, "the dtype of the trained weights", SHORT[loaded], configs)
 
     def _trained_regions(self, facts: Facts) -> list[tuple[Record, str]]:
@@ -208,13 +235,15 @@ accelerator = Accelerator(mixed_precision="fp16")
                     continue
                 for region in around:
                     dtype = self._dtype(region)
-                    if dtype is not None and region.call is not None and region.facts is facts:
+                    if dtype is not None and region.facts is facts and region.call is not None:
                         found[region.call] = dtype
         return list(found.items())
 
     def _dtype(self, region: Region) -> str | None:
-        if region.kind != "autocast" or not region.guard.possible:
+        if region.kind != "autocast" or region.call is None or not launched.decided(region.guard):
             return None
+        if region.facts.enabled(region.call, region.facts.called_path(region.call)):
+            return None  # it may be off
         return low([name for _, name in region.dtypes])
 
     def _scalers(self, facts: Facts, configs: launched.Configs) -> Iterator[Diagnostic]:

@@ -93,7 +93,8 @@ model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(param_dty
             return
         for policy in facts.events("policy"):
             dtype = low([name for _, name in policy.dtypes])
-            if dtype is not None and contradicts(dtype, configs) and not facts.infers(policy.call):
+            meant = dtype is not None and contradicts(dtype, configs) and launched.decided(policy.guard)
+            if dtype is not None and meant and not facts.infers(policy.call):
                 yield self._against(policy, dtype, configs)
         for call in plugins:
             given = call.argument(None, "mixed_precision_policy")

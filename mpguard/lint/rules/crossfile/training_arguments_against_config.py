@@ -90,7 +90,11 @@ args = TrainingArguments("out", bf16=True)
             return
         for made in facts.events("arguments"):
             said = [option for option in ("fp16", "bf16") if self._is_true(made, option, facts)]
-            if len(said) != 1 or any(config.mixed_precision == said[0] for config in configs):
+            if (
+                len(said) != 1
+                or not launched.decided(made.guard)
+                or any(config.mixed_precision == said[0] for config in configs)
+            ):
                 continue
             off = ": FP8 is off" if any(config.mixed_precision == "fp8" for config in configs) else ""
             yield self.at(
