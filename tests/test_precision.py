@@ -39,7 +39,7 @@ EXPRESSIONS = [
     "h if h is not None else h", "h / h.size(-1)", "abs(h)", "h.chunk(2)[0]", "torch.tensor(2.0) * h",
     "torch.finfo(torch.float32).eps + h", "F.cross_entropy(h, torch.arange(4))", "torch.arange(4).half()",
     "h.square().mean(-1)", "h.exp()", "torch.linspace(0, 1, 3)", "(z := h)", "h.norm(dim=-1)",
-    "h.type(torch.HalfTensor)",
+    "h.type(torch.HalfTensor)", "F.normalize(h)",
 ]  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def test_table_is_that_of_the_installed_torch() -> None:
     raised = listed("AT_FORALL_FP32") | listed("AT_FORALL_FP32_SET_OPT_DTYPE")
     raised |= listed("AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE")
     assert {name for name in raised if not name.startswith("upsample")} <= autocast_ops.FLOAT32_ON_CUDA
-    composed = {"cross_entropy", "gaussian_nll_loss", "interpolate", "upsample", "softmin", "square"}
+    composed = {"cross_entropy", "gaussian_nll_loss", "interpolate", "upsample", "softmin", "square", "normalize"}
     assert autocast_ops.FLOAT32_ON_CUDA - raised == composed
     assert not autocast_ops.LOWERED & autocast_ops.FLOAT32_ON_CUDA
     assert not autocast_ops.KEEPS & (autocast_ops.LOWERED | autocast_ops.FLOAT32_ON_CUDA)

@@ -26,7 +26,7 @@ FLOAT32_ON_CUDA = frozenset({
     "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp",
     "prod", "softmax", "log_softmax", "cumprod", "cumsum", "vector_norm", "matrix_norm", "sum", "norm",
     # made of those above
-    "cross_entropy", "gaussian_nll_loss", "interpolate", "upsample", "softmin", "square",
+    "cross_entropy", "gaussian_nll_loss", "interpolate", "upsample", "softmin", "square", "normalize",
 })  # fmt: skip
 #: Layers of `torch.nn` that are one of the operations.
 LOWERED_LAYERS = frozenset({
@@ -47,7 +47,7 @@ KEEPS = frozenset({
     "clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_", "clip", "abs", "neg", "sqrt",
     "sigmoid", "tanh", "relu", "relu_", "gelu", "silu", "leaky_relu", "elu", "dropout", "mean", "var", "std", "amax",
     "amin", "sort", "topk", "cummax", "sin", "cos", "floor", "ceil", "round", "sign", "nan_to_num", "pad", "rearrange",
-    "requires_grad_", "to_sparse", "index_fill", "fill_", "zero_", "pin_memory", "view_as_real", "normalize",
+    "requires_grad_", "to_sparse", "index_fill", "fill_", "zero_", "pin_memory", "view_as_real",
     "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "batch_norm", "unfold", "fold", "retain_grad", "hardtanh",
     "mul_", "div_", "add_", "sub_", "copy_", "addcmul_", "addcdiv_", "scatter_", "scatter_add_", "index_add_",
     "scatter",

@@ -75,6 +75,7 @@ class Scalars:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
+        self._known: dict[cst.CSTNode, Number | None] = {}
 
     # -- numbers ------------------------------------------------------------------------------------
 
@@ -82,6 +83,12 @@ class Scalars:
         """The number that an expression is for certain, if nobody hands in another; None where it is unknown."""
         if node is None or depth < 0:
             return None
+        if node not in self._known:
+            self._known[node] = None  # a name that is made of itself is no number
+            self._known[node] = self._number(node, at, depth)
+        return self._known[node]
+
+    def _number(self, node: cst.CSTNode, at: Record, depth: int) -> Number | None:
         literal = constant(node)
         if literal is not None:
             value = literal[0]

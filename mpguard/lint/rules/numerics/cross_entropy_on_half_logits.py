@@ -9,8 +9,8 @@ from mpguard.lint.values import Object, Ref
 from mpguard.lint.walk import Call
 
 _LOSSES = frozenset({
-    "cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "binary_cross_entropy", "kl_div", "ctc_loss",
-    "CrossEntropyLoss", "NLLLoss", "BCEWithLogitsLoss", "BCELoss", "KLDivLoss", "CTCLoss",
+    "cross_entropy", "binary_cross_entropy_with_logits", "binary_cross_entropy",
+    "CrossEntropyLoss", "BCEWithLogitsLoss", "BCELoss",
 })  # fmt: skip
 
 
@@ -18,8 +18,9 @@ class CrossEntropyOnHalfLogits(Rule):
     """A loss is computed on logits that were cast to FP16 or BF16 by hand, outside autocast.
 
     ## What it does
-    Follows casts by hand to the first argument of `cross_entropy`, `nll_loss`, `binary_cross_entropy`, `kl_div` and
-    `ctc_loss`, as functions and as layers, in code that trains.
+    Follows casts by hand to the first argument of `cross_entropy` and `binary_cross_entropy` (with logits or without),
+    as functions and as layers, in code that trains. Losses of log-probabilities are MPG603's: their softmax is the
+    place.
 
     ## Why is this bad
     The loss comes out in the dtype of the logits: between 8 and 16 a BF16 number has steps of 0.06, so a loss that
@@ -37,10 +38,9 @@ class CrossEntropyOnHalfLogits(Rule):
     help = "Cast them with `.float()`, or not at all"
     triggers = (
         any_of(*CASTS_LOW),
-        any_of(b"cross_entropy", b"nll_loss", b"kl_div", b"ctc_loss", b"CrossEntropyLoss", b"NLLLoss", b"BCE", b"KLDiv",
-               b"CTCLoss"),
+        any_of(b"cross_entropy", b"CrossEntropyLoss", b"BCELoss", b"BCEWithLogitsLoss"),
         any_of(b"backward("),
-    )  # fmt: skip
+    )
     examples = (
         Bad(
             """\
@@ -97,6 +97,7 @@ def train(model, loader, optimizer):
     for x, y in loader:
         logits = model(x).half()
         loss = F.cross_entropy(logits.float(), y) + F.cross_entropy(model(x), y)
+        loss = loss + F.nll_loss(F.log_softmax(logits, dim=-1), y)  # MPG603
         loss.backward()
         optimizer.step()
 
