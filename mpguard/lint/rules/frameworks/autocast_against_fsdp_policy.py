@@ -25,7 +25,7 @@ class AutocastAgainstFsdpPolicy(Rule):
     overflow of the other, and is slower than either.
 
     ## Known limits
-    Both dtypes must be written out. A region around FP32 parameters (`param_dtype` not given) is right.
+    Both dtypes must be written out; evaluation is not judged. A region around FP32 parameters (`param_dtype` not given) is right.
     """
 
     code, name = "MPG512", "autocast-against-fsdp-policy"
@@ -112,11 +112,15 @@ def main(args, net, loader, dtype, frozen):
             return
         reported: set[Call] = set()
         for call, wrap in facts.prepared.forwards("fsdp"):
+            if facts.infers(call):
+                continue
             found = policy_of(wrap)
             policy = policies.get(found[0]) if found is not None else None
             for region, guard in facts.autocasts(call) if policy is not None else ():
                 place = region.call
                 if policy is None or place is None or place in reported or facts.of(place) is not facts:
+                    continue
+                if facts.infers(place):
                     continue
                 pair = self._differ(region, policy, guard.joined(wrap.guard))
                 if pair is not None:

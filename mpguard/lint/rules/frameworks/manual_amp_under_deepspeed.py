@@ -102,6 +102,19 @@ def evaluate(net, loader):
     with torch.autocast("cuda"):
         return [net(x) for x in loader]
 
+def loss_of(engine, x):
+    return engine(x).sum()
+
+def both(args, net, loader):
+    engine, _, _, _ = deepspeed.initialize(args=args, model=net)
+    for x in loader:
+        engine.backward(loss_of(engine, x))
+    validate(engine, loader)
+
+def validate(engine, loader):
+    with torch.autocast("cuda"):
+        return [loss_of(engine, x) for x in loader]
+
 def from_outside(engine, loader):
     for x in loader:
         with torch.autocast("cuda"):
@@ -119,7 +132,7 @@ def from_outside(engine, loader):
                 continue
             for region, guard in facts.autocasts(call):
                 place = region.call
-                if place is None or place in reported or facts.of(place) is not facts:
+                if place is None or place in reported or facts.of(place) is not facts or facts.infers(place):
                     continue
                 if compatible(guard, wrap.guard) and not other_way(guard, "deepspeed"):
                     reported.add(place)
