@@ -24,10 +24,15 @@ _NOISE = re.compile(
     re.DOTALL,
 )
 
-#: What a Python file with a DeepSpeed config in a dict holds: a key that such a config must have, or alone has.
+#: What a Python file with a DeepSpeed config in a dict holds: a key that such a config must have, or alone has, in
+#: quotes (`per_device_train_batch_size` is everywhere).
 DEEPSPEED_DICT = (
-    any_of(b"zero_optimization", b"train_micro_batch_size_per_gpu", b"train_batch_size", b"torch_autocast"),
-)
+    any_of(*(
+        quote + key + quote
+        for key in (b"zero_optimization", b"train_micro_batch_size_per_gpu", b"train_batch_size", b"torch_autocast")
+        for quote in (b'"', b"'")
+    )),
+)  # fmt: skip
 
 
 def speaks(triggers: tuple[tuple[bytes, ...], ...], data: bytes) -> bool:
