@@ -125,8 +125,8 @@ other = Accelerator(cpu=True)
             given = event.call.argument(2, "mixed_precision")
             if self._is(event.call, "mixed_precision", "fp16", facts) and self._is(event.call, "cpu", True, facts):
                 yield self.at(event, what="Accelerate's FP16")
-            elif given is None and not event.call.starred and self._launched_on_cpu(facts):
-                yield self.at(event, what="Accelerate's FP16, which the launch config asks for,")
+            elif given is None and not event.call.starred and (notes := self._launched_on_cpu(facts)):
+                yield self.at(event, what="Accelerate's FP16, which the launch config asks for,", notes=notes)
         for call in facts.calls.get("TrainingArguments", ()):
             if self._is(call, "fp16", True, facts) and self._is(call, "use_cpu", True, facts):
                 yield self.at(call, what="the Trainer's FP16")
@@ -146,12 +146,15 @@ other = Accelerator(cpu=True)
         atoms = [each.atom for each in facts.evaluate(node, call)]
         return bool(atoms) and all(isinstance(atom, Constant) and atom.value == value for atom in atoms)
 
-    def _launched_on_cpu(self, facts: Facts) -> bool:
-        configs = facts.project.configs_for(facts.path)
-        entries = [(config.mixed_precision, config.entry("use_cpu")) for config in configs]
-        return bool(entries) and all(
-            precision == "fp16" and entry is not None and entry.value is True for precision, entry in entries
-        )
+    def _launched_on_cpu(self, facts: Facts) -> tuple[Note, ...]:
+        """Where the launch configs say FP16 and the CPU, if all of them do."""
+        notes = []
+        for config in facts.project.configs_for(facts.path):
+            entry = config.entry("use_cpu")
+            if config.mixed_precision != "fp16" or entry is None or entry.value is not True:
+                return ()
+            notes.append(Note("the config says `use_cpu: true`", entry.span, config.path))
+        return tuple(notes)
 
     def _model_on_cpu(self, event: Event, facts: Facts) -> Call | None:
         """A model that is called in the region, and is moved to the CPU for certain."""
