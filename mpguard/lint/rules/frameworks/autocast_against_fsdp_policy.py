@@ -25,7 +25,8 @@ class AutocastAgainstFsdpPolicy(Rule):
     overflow of the other, and is slower than either.
 
     ## Known limits
-    Both dtypes must be written out; evaluation is not judged. A region around FP32 parameters (`param_dtype` not given) is right.
+    Both dtypes must be written out; evaluation is not judged. A region around FP32 parameters
+    (`param_dtype` not given) is right.
     """
 
     code, name = "MPG512", "autocast-against-fsdp-policy"
@@ -76,6 +77,18 @@ def local(net, loader):
     for x in loader:
         with torch.autocast("cuda", dtype=torch.bfloat16):  # !
             net(x).sum().backward()
+"""
+        ),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+
+policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+model = FSDP(torch.nn.Linear(8, 8), mixed_precision=policy)
+for x in loader:
+    loss = model(x).sum()
+    loss.backward()
 """
         ),
         Good(

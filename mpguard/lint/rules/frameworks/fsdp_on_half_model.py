@@ -85,6 +85,19 @@ class Run:
         Good(
             """\
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+
+policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+model = FSDP(torch.nn.Linear(8, 8), mixed_precision=policy)
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
 from peft import get_peft_model
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
 from transformers import AutoModelForCausalLM

@@ -85,6 +85,13 @@ def loop(loader, model):
         Good(
             """\
 import lightning as L
+
+trainer = L.Trainer(max_epochs=1, precision="16-mixed")
+"""
+        ),
+        Good(
+            """\
+import lightning as L
 import pytorch_lightning as pl
 import torch
 from composer import Trainer

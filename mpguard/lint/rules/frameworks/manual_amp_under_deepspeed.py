@@ -72,6 +72,18 @@ class Run:
         Good(
             """\
 import deepspeed
+
+config = {"train_batch_size": 8, "fp16": {"enabled": True}}
+engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+for x in loader:
+    loss = engine(x).sum()
+    engine.backward(loss)
+    engine.step()
+"""
+        ),
+        Good(
+            """\
+import deepspeed
 import torch
 
 CONFIG = {"train_batch_size": 8, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}

@@ -23,9 +23,9 @@ class StepOutsideDeepspeedEngine(Rule):
     names) says ZeRO stage 0, or FP16 and nothing calls `engine.scale`.
 
     ## Why is this bad
-    Tried with DeepSpeed 0.19.8: under BF16, and under ZeRO 1 and 2 in any precision, the client optimizer
-    holds gradients that are never filled: its step changes no weight, and nothing says so. In FP32 at
-    stage 0 it steps, but the engine's gradient clipping, accumulation and schedule are skipped.
+    Tried with DeepSpeed 0.19.8: under BF16 at stage 0, and at ZeRO 1 and 2 in FP32 and BF16, the client
+    optimizer holds gradients that are never filled: its step changes no weight, and nothing says so. In
+    FP32 at stage 0 it steps, but the engine's gradient clipping, accumulation and schedule are skipped.
     `loss.backward()` raises a RuntimeError at stage 0 ("Direct calls to tensor.backward() are not
     supported in this configuration"), and under FP16 where the loss was not scaled. From ZeRO 1 on
     without loss scaling it works, and is not reported.
@@ -126,6 +126,21 @@ def main(args, net):
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     engine, _, _, _ = deepspeed.initialize(args=args, model=net, optimizer=optimizer)
     step(optimizer)
+"""
+        ),
+        Good(
+            """\
+import deepspeed
+import torch
+
+config = {"train_batch_size": 8, "bf16": {"enabled": True}}
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+for x in loader:
+    loss = engine(x).sum()
+    engine.backward(loss)
+    engine.step()
 """
         ),
         Good(

@@ -75,6 +75,17 @@ class Run:
         Good(
             """\
 import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float32)
+args = TrainingArguments(output_dir="out", fp16=True)
+trainer = Trainer(model=model, args=args, train_dataset=data)
+trainer.train()
+"""
+        ),
+        Good(
+            """\
+import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer

@@ -70,6 +70,13 @@ def build(eval_half):
         ),
         Good(
             """\
+from transformers import TrainingArguments
+
+args = TrainingArguments(output_dir="out", bf16=True)
+"""
+        ),
+        Good(
+            """\
 import torch
 from transformers import TrainingArguments
 from ours import TrainingArguments as Ours
