@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from mpguard.lint.backends import switches
 from mpguard.lint.facts import Facts
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
+
+
+#: Code that lowers its precision in the open claims no FP32.
+_OPEN = re.compile(r"(?i)autocast|bf16|bfloat16|fp16|float16|mixed")
 
 
 class MatmulPrecisionMedium(Rule):
@@ -19,7 +24,8 @@ class MatmulPrecisionMedium(Rule):
     bits, and may change. What is meant is nearly always "high": the same speed on CUDA, and what it says.
 
     ## Known limits
-    A value from an option is unknown.
+    A value from an option is unknown. Silent in files that speak of FP16, BF16 or autocast themselves: what they lower
+    in the open, the switch does not hide.
     """
 
     code, name = "MPG704", "matmul-precision-medium"
@@ -56,9 +62,20 @@ def main(args, trainer):
     trainer.set_float32_matmul_precision("medium")
 """
         ),
+        Good(
+            """\
+import torch
+from lightning import Trainer
+
+torch.set_float32_matmul_precision("medium")
+trainer = Trainer(precision="bf16-mixed")
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if _OPEN.search(facts.source.text):
+            return
         for switch in switches(facts):
             if switch.path == "torch.set_float32_matmul_precision" and switch.value == "medium":
                 yield self.at(switch)
