@@ -118,6 +118,14 @@ other = Accelerator(cpu=True)
                 "b.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp16\n",
             },
         ),
+        Good(
+            """\
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+""",
+            files={"mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp16\nuse_cpu: true\nnum_processes: 2\n"},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -153,7 +161,9 @@ other = Accelerator(cpu=True)
             entry = config.entry("use_cpu")
             if config.mixed_precision != "fp16" or entry is None or entry.value is not True:
                 return ()
-            notes.append(Note("the config says `use_cpu: true`", entry.span, config.path))
+            if config.distributed_type not in ("NO", "MULTI_CPU"):
+                return ()  # the launcher ignores `use_cpu` there: MPG811
+            notes.append(Note("the config asks for the CPU", entry.span, config.path))
         return tuple(notes)
 
     def _model_on_cpu(self, event: Event, facts: Facts) -> Call | None:
