@@ -28,8 +28,8 @@ class UnresolvedAuto(ConfigRule):
     Reported are a dict that the code hands to `deepspeed.initialize`, and a file that an accelerate
     config beside it names in `deepspeed_config_file` while it says no `mixed_precision`, if the code
     beside them builds an `Accelerator` with none and has no Trainer, and no launch line of the tree has
-    `--mixed_precision`. A file that `deepspeed --deepspeed_config` takes
-    is not reported: the script may fill it in.
+    `--mixed_precision`. A file that `deepspeed --deepspeed_config` takes is not reported: the script may
+    fill it in.
     """
 
     code, name = "MPG824", "unresolved-auto"
@@ -89,21 +89,6 @@ class Trainer:
         ),
         Good(
             """\
-{
-  "train_micro_batch_size_per_gpu": "auto",
-  "zero_optimization": {"stage": 2},
-  "bf16": {"enabled": "auto"}
-}
-""",
-            name="ds_config.json",
-            files={
-                "ds.yaml": "distributed_type: DEEPSPEED\nnum_processes: 8\n"
-                "deepspeed_config:\n  deepspeed_config_file: ds_config.json\n",
-                "train.py": "from trl import SFTTrainer\naccelerator = Accelerator()\n",
-            },
-        ),
-        Good(
-            """\
 import deepspeed
 from transformers import TrainingArguments
 
@@ -126,6 +111,21 @@ fill_in(filled)
 engine = deepspeed.initialize(model=model, config=filled)
 """,
             name="train.py",
+        ),
+        Good(
+            """\
+{
+  "train_micro_batch_size_per_gpu": "auto",
+  "zero_optimization": {"stage": 2},
+  "bf16": {"enabled": "auto"}
+}
+""",
+            name="ds_config.json",
+            files={
+                "ds.yaml": "distributed_type: DEEPSPEED\nnum_processes: 8\n"
+                "deepspeed_config:\n  deepspeed_config_file: ds_config.json\n",
+                "train.py": "from trl import SFTTrainer\naccelerator = Accelerator()\n",
+            },
         ),
     )
 
