@@ -23,7 +23,7 @@ class DeprecatedAccelerateArgument(Rule):
 
     ## Why is this bad
     In accelerate 1.15 `Accelerator(fp16=True)` is a TypeError and `accelerator.use_fp16` an
-    AttributeError. `FP8RecipeKwargs` warns, and goes in 2.0.
+    AttributeError: errors, where `FP8RecipeKwargs` warns, and goes in 2.0.
 
     ## Fix safety
     Safe: `mixed_precision="fp16"`, `accelerator.mixed_precision == "fp16"`, `TERecipeKwargs` or
@@ -124,6 +124,7 @@ def run(accelerator, args):
                     facts.span(given, made.call),
                     what=what,
                     help='say `mixed_precision="fp16"`',
+                    severity="error",
                     fix=self._argument(made.call, given, facts),
                 )
         recipes = {binding.key for binding in self._imports(facts)}
@@ -164,7 +165,7 @@ def run(accelerator, args):
             text = f"({text})"
         fix = Fix("Compare `mixed_precision`", "safe", (mend.replaced(use.node, use, text),))
         what = "`use_fp16` is gone: an AttributeError in accelerate 1.15"
-        yield self.at(use, what=what, help='compare `mixed_precision == "fp16"`', fix=fix)
+        yield self.at(use, what=what, help='compare `mixed_precision == "fp16"`', fix=fix, severity="error")
 
     # -- FP8RecipeKwargs ----------------------------------------------------------------------------
 
