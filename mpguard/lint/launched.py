@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts import Facts
     from mpguard.lint.project import LaunchConfig
     from mpguard.lint.values import Alternatives
+    from mpguard.lint.walk import Record
 
     Configs = tuple[LaunchConfig, ...]
 
@@ -21,8 +22,11 @@ _COMPUTES = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
 SHORT = {"float16": "FP16", "bfloat16": "BF16"}
 #: What an option of precision, or of who takes care of it, is called.
 _OPTION = re.compile(
-    r"(?i)16|half|amp(?![a-z])|autocast|precision|scaler|dtype|mixed|quant|cuda|device|gpu|accelerat|deepspeed"
+    r"(?i:16|half|autocast|prec|scaler|dtype|mixed|quant|cuda|device|gpu|accelerat|deepspeed)"
+    r"|(?i:(?:^|_)amp(?:_|$))|amp[A-Z_]|A(?:mp|MP)"
 )
+#: A function or class for one precision, that something else chooses: `AMPOptimizer`, `training_step_amp`.
+_CHOSEN = re.compile(r"(?i:16|half|autocast|precision)|(?i:(?:^|_)amp(?:_|$))|amp[A-Z_]|A(?:mp|MP)")
 #: Where a config says it, in the order in which accelerate heeds them.
 _KEYS = ("deepspeed_config.mixed_precision", "mixed_precision", "fp16", "bf16.enabled", "fp16.enabled")
 
@@ -40,9 +44,11 @@ def contradicts(dtype: str, configs: Configs) -> bool:
     return all(config.mixed_precision in _COMPUTES and _COMPUTES[config.mixed_precision] != dtype for config in configs)
 
 
-def decided(guard: Guard) -> bool:
-    """Whether something stands under no condition about precision: an option that is off contradicts nothing."""
-    return not any(_OPTION.search(word) for word in guard.words())
+def decided(guard: Guard, at: Record | None) -> bool:
+    """Whether something is in force for certain: under no option for precision, and not in what one chooses."""
+    if any(_OPTION.search(word) for word in guard.words()):
+        return False
+    return at is None or not any(_CHOSEN.search(scope.name) for scope in at.scope.within())
 
 
 def low(dtypes: list[str | None]) -> str | None:

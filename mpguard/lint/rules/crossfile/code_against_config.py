@@ -116,7 +116,7 @@ from transformers import AutoModel
 
 def main(args, loader, scaler):
     accelerator = Accelerator(mixed_precision="fp16") if args.fp16 else Accelerator()
-    if args.half:
+    if args.half_weights:
         model = AutoModel.from_pretrained("gpt2", torch_dtype=torch.float16)
     else:
         model = AutoModel.from_pretrained("gpt2")
@@ -129,6 +129,13 @@ def main(args, loader, scaler):
                 loss = model(x).sum()
         loss.backward()
         optimizer.step()
+
+class AMPOptimizer:
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
 """,
             files={"mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: bf16\n"},
         ),
@@ -208,7 +215,7 @@ accelerator = Accelerator(mixed_precision="fp16")
             given = event.call.argument(2, "mixed_precision")
             found = launched.literal(facts.evaluate(given, event.call)) if given is not None else None
             other = found is not None and all(config.mixed_precision != found for config in configs)
-            if given is not None and other and launched.decided(event.guard):
+            if given is not None and other and launched.decided(event.guard, event.call):
                 yield self._against(facts.span(given, event.call), "`mixed_precision`", f"`{found}`", configs)
         regions = self._trained_regions(facts)
         for call, dtype in regions:
@@ -218,7 +225,7 @@ accelerator = Accelerator(mixed_precision="fp16")
             yield from self._scalers(facts, configs)
         for event in facts.events("load"):
             loaded = low([name for _, name in event.dtypes])
-            decided = launched.decided(event.guard)
+            decided = launched.decided(event.guard, event.call)
             if loaded is not None and decided and contradicts(loaded, configs) and self._trained(event, facts):
                 yield self._against(event, "the dtype of the trained weights", SHORT[loaded], configs)
 
@@ -240,7 +247,7 @@ accelerator = Accelerator(mixed_precision="fp16")
         return list(found.items())
 
     def _dtype(self, region: Region) -> str | None:
-        if region.kind != "autocast" or region.call is None or not launched.decided(region.guard):
+        if region.kind != "autocast" or region.call is None or not launched.decided(region.guard, region.call):
             return None
         if region.facts.enabled(region.call, region.facts.called_path(region.call)):
             return None  # it may be off
@@ -252,7 +259,8 @@ accelerator = Accelerator(mixed_precision="fp16")
             return
         for event in facts.events("scaler"):
             path = facts.called_path(event.call)
-            if path.rsplit(".", 1)[-1] == "GradScaler" and not event.call.guard and not facts.enabled(event.call, path):
+            sure = not event.call.guard and launched.decided(event.guard, event.call)
+            if path.rsplit(".", 1)[-1] == "GradScaler" and sure and not facts.enabled(event.call, path):
                 yield self._against(event, "this GradScaler's precision", "FP16", configs)
 
     def _trained(self, event: Event, facts: Facts) -> bool:

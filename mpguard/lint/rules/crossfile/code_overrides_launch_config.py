@@ -105,7 +105,12 @@ accelerator = Accelerator(mixed_precision="bf16")
             return
         for event in facts.events("accelerator"):
             given = event.call.argument(2, "mixed_precision")
-            if given is None or constant(given) is None or event.call.starred or not launched.decided(event.guard):
+            if (
+                given is None
+                or constant(given) is None
+                or event.call.starred
+                or not launched.decided(event.guard, event.call)
+            ):
                 continue
             found = launched.literal(facts.evaluate(given, event.call))
             if found is None or any(config.mixed_precision != found for config in configs):

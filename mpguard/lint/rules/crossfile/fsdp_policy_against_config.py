@@ -93,7 +93,7 @@ model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(param_dty
             return
         for policy in facts.events("policy"):
             dtype = low([name for _, name in policy.dtypes])
-            meant = dtype is not None and contradicts(dtype, configs) and launched.decided(policy.guard)
+            meant = dtype is not None and contradicts(dtype, configs) and launched.decided(policy.guard, policy.call)
             if dtype is not None and meant and not facts.infers(policy.call):
                 yield self._against(policy, dtype, configs)
         for call in plugins:

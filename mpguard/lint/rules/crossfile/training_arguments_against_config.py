@@ -92,7 +92,7 @@ args = TrainingArguments("out", bf16=True)
             said = [option for option in ("fp16", "bf16") if self._is_true(made, option, facts)]
             if (
                 len(said) != 1
-                or not launched.decided(made.guard)
+                or not launched.decided(made.guard, made.call)
                 or any(config.mixed_precision == said[0] for config in configs)
             ):
                 continue
