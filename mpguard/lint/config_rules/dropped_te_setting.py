@@ -31,9 +31,9 @@ class DroppedTeSetting(ConfigRule):
 
     ## Known limits
     Values that are what Transformer Engine does anyway (`interval: 1`, a list of `false`) are not
-    reported. Silent where the file names an mpguard recipe, whose policy builds the recipe itself, and
-    under DeepSpeed, where nothing of the section arrives (MPG810). `most_recent` is reported only where
-    the backend is `TE`, or there is none.
+    reported. Silent where the file names an mpguard recipe, whose policy builds the recipe itself.
+    `most_recent` is reported only where the backend is `TE`, or there is none; under DeepSpeed no such
+    key arrives (MPG810).
     """
 
     code, name = "MPG809", "dropped-te-setting"
@@ -88,6 +88,17 @@ fp8_config:
 """,
             name="mp.yaml",
         ),
+        Bad(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+  interval: 4  # !
+  amax_compute_algo: most_recent
+""",
+            name="ds.yaml",
+        ),
         Good(
             """\
 distributed_type: MULTI_GPU
@@ -109,7 +120,7 @@ fp8_config:
             stops = _STOPS if not isinstance(override.value, str) else _TEXT
             yield self._at(override, stops, "`{key}: {value}`: {why}")
             override = None
-        if names_recipe(document) or kind(document) == "DEEPSPEED":
+        if names_recipe(document):
             return
         interval = said(document, "fp8_config", "interval")
         if interval is not None and interval.value not in (1, "1", None):
@@ -120,7 +131,7 @@ fp8_config:
             if entry is not None and entry.value is True:
                 yield self._at(entry, _INTERVAL)
         algorithm = said(document, "fp8_config", "amax_compute_algo")
-        if algorithm is not None and algorithm.value == "most_recent":
+        if algorithm is not None and algorithm.value == "most_recent" and kind(document) != "DEEPSPEED":
             yield self._at(algorithm, _MOST_RECENT)
 
     def _at(self, entry: Entry, why: str, message: str | None = None) -> Diagnostic:
