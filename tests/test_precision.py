@@ -176,6 +176,48 @@ def test_prepared_models_run_in_the_accelerators_dtype() -> None:
     assert dtypes(code.replace('mixed_precision="fp16"', "")) == {None}
 
 
+def test_layers_run_where_their_hosts_do() -> None:
+    code = """
+        import torch
+        from torch import nn
+
+        class Attention(nn.Module):
+            def __init__(self, dim):
+                super().__init__()
+                self.q = nn.Linear(dim, dim)
+
+            def forward(self, x):
+                use(self.q(x) / 8)
+
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.attention = Attention(8)
+
+            def forward(self, x):
+                return x + self.attention(x)
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+            def forward(self, x):
+                for block in self.blocks:
+                    x = block(x)
+                return x
+
+        def train(loader):
+            model = nn.parallel.DistributedDataParallel(Net().cuda())
+            for x in loader:
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = model(x).sum()
+    """
+    assert dtypes(code) == {"float16"}
+    assert dtypes(code.replace("for block in self.blocks:", "with self.amp():\n" + " " * 20 + "pass")) == {None}
+    assert dtypes(code + "\n        other = Block()\n") == {None}
+
+
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [

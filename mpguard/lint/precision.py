@@ -56,6 +56,8 @@ _MOST = 600
 _ALL = 100_000
 _DEEP = 60
 _WIDE = 12
+#: Callers and hosts that an autocast is looked for at.
+_FAR = 6
 #: What runs code under autocast.
 _AUTOCASTS = re.compile(
     r"(?i:autocast|\bamp\b|accelerat|deepspeed|lightning|fabric|mixed.?precision)|import [^\n]*Trainer|\(\w*Trainer\)"
@@ -122,7 +124,7 @@ class Precision:
             return None
         return found
 
-    def states(self, record: Record, depth: int = 4) -> tuple[State, ...]:
+    def states(self, record: Record, depth: int = _FAR) -> tuple[State, ...]:
         """The autocasts that may be in force where a record stands: its own, else those of its callers."""
         with Frames():
             return self._state(record, depth)
@@ -440,7 +442,7 @@ class Precision:
 
     # -- autocast -----------------------------------------------------------------------------------
 
-    def _state(self, record: Record, depth: int = 4) -> tuple[State, ...]:
+    def _state(self, record: Record, depth: int = _FAR) -> tuple[State, ...]:
         found: list[State] = []
         for region in reversed(self.facts.regions(record)):
             if region.kind in ("no_grad", "fp8_autocast"):
@@ -472,16 +474,35 @@ class Precision:
                 if guard.possible:
                     found.append(dataclasses.replace(state, guard=guard))
         model = scope.owner is not None and self.facts.graph.class_kind(scope.owner) == "model"
+        hosts = self._hosts(scope) if model and not callers and depth else []
+        for host in hosts:
+            found += self._outer(host, depth - 1)
         backward = any(call.name == "backward" for call in scope.calls)  # nobody runs that under autocast
         if not callers and not model and (backward or self._alone):
             found.append(State(ALWAYS, "off"))
-        elif not callers or len(callers) > _WIDE or self.facts.escapes(scope):
+        elif not (callers or hosts) or len(callers) > _WIDE or self.facts.escapes(scope):
             found.append(State(ALWAYS, None))
-        if depth == 4:
+        if depth == _FAR:
             self._states[scope] = tuple(found)
         else:
             del self._states[scope]
         return tuple(found)
+
+    def _hosts(self, scope: Scope) -> list[Scope]:
+        """The `forward`s that run that of a layer, where all of its instances are made by modules of the file for
+        themselves: `self.layers = ModuleList([Block() for _ in range(12)])`. None where one may enter an autocast."""
+        owner, found = scope.owner, []
+        if owner is None or scope.name != "forward" or scope.decorators:
+            return []
+        for call in self.facts.calls.get(owner.name, ()):
+            atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
+            if not any(isinstance(atom, Class) and atom.scope is owner for atom in atoms):
+                continue
+            host = call.scope.owner.method("forward") if call.scope.owner is not None else None
+            if host is None or host is scope or host.withs or host.decorators:
+                return []
+            found.append(host)
+        return list(dict.fromkeys(found))
 
     @functools.cached_property
     def _alone(self) -> bool:

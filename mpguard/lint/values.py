@@ -398,8 +398,10 @@ class Values:
         if path in ("torch.compile", "copy.copy") or last in names.WRAPPERS:
             inner = call.argument(0, "model", "module")
             found = self.evaluate(inner, call.scope, call.order)
-            if last in names.PARALLEL:
-                return (Alternative(ALWAYS, Object("model", call, path)),)
+            if last in names.PARALLEL:  # its `forward` is that of the model inside
+                inside = [each.atom for each in found if isinstance(each.atom, Object) and each.atom.cls is not None]
+                cls = inside[0] if len(inside) == len(found) == 1 else Object("")
+                return (Alternative(ALWAYS, Object("model", call, path, cls.cls, cls.facts)),)
             return found
         if path == "copy.deepcopy":
             return tuple(
