@@ -100,6 +100,27 @@ class Prepared:
         bindings = self.facts.values.reaching(key.split(".", 1)[0], call.scope, call.order, call.guard)
         return any(binding.kind in ("assign", "element", "param", "with") for binding in bindings)
 
+    def differentiated(self, loss: cst.CSTNode | None, at: Call, kind: str) -> Iterator[tuple[Call, Wrap]]:
+        """The calls of wrapped models that a loss is differentiated through: neither detached nor under `no_grad`."""
+        if loss is None or not self.calls:
+            return
+        records = [record for record in self.facts.flow.backward(loss, at, depth=3) if isinstance(record, Call)]
+        cut: set[Record] = set()
+        for record in records:
+            if record.name in ("detach", "detach_", "item") and record.receiver is not None:
+                cut |= set(self.facts.flow.backward(record.receiver, record, depth=3))
+        for record in records:
+            if not record.path or record in cut or any(r.kind == "no_grad" for r in self.facts.regions(record)):
+                continue
+            for wrap in self.of(record.func, record, kind):
+                if compatible(wrap.guard, self.facts.guard_of(record), self.facts.guard_of(at)):
+                    yield record, wrap
+
+    def _same(self, key: str, one: Record, other: Record) -> bool:
+        """Whether a name may stand for one object at two places."""
+        first, second = (set(self.facts.values.reaching(key, r.scope, r.order, r.guard)) for r in (one, other))
+        return bool(first & second) or not (first or second)
+
     def handed(self, node: cst.CSTNode | None, at: Record, kind: str) -> list[Wrap]:
         """The wraps whose call is given an object under the name by which an expression refers to it.
 
@@ -115,7 +136,7 @@ class Prepared:
             if key.startswith("self.") and call.scope.owner is not at.scope.owner:
                 continue
             given = [*call.positional, *call.keywords.values()]
-            if any(dotted(value) == key for value in given):
+            if any(dotted(value) == key for value in given) and self._same(key, at, call):
                 found.append(Wrap(each, call, self.facts, self.facts.guard_of(call)))
         return found
 

@@ -9,7 +9,6 @@ from mpguard.lint.facts import Event, Facts
 from mpguard.lint.guard import compatible
 from mpguard.lint.prepared import Wrap, other_way, receiver_at
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.walk import Call
 
 
 class BackwardOutsideAccelerator(Rule):
@@ -183,6 +182,7 @@ def critic_by_itself(critic, model, optimizer, loader, critic_optimizer):
         with torch.no_grad():
             fake = model(x)
         critic(fake).mean().backward()
+        critic(model(x).detach()).mean().backward()
         critic_optimizer.step()
         accelerator.backward(critic(model(x)).mean())
         optimizer.step()
@@ -224,23 +224,17 @@ class Mul(torch.autograd.Function):
             records = facts.flow.backward(backward.subject, backward.call, depth=3) if backward.subject else []
             if any(record in scales for record in records):
                 continue
-            found = self._model(backward, [r for r in records if isinstance(r, Call)], facts) or self._step(
-                backward, facts
-            )
+            found = self._model(backward, facts) or self._step(backward, facts)
             if found is not None:
                 wrap, what = found
                 notes = (Note("prepared here", wrap.call.span),)
                 expr = facts.short(backward.call.node)
                 yield self.at(backward, expr=expr, what=what, notes=notes, fix=self._fix(backward, wrap, facts))
 
-    def _model(self, backward: Event, records: list[Call], facts: Facts) -> tuple[Wrap, str] | None:
+    def _model(self, backward: Event, facts: Facts) -> tuple[Wrap, str] | None:
         """The wrap of the model that the loss comes from."""
-        for call in records:
-            if not call.path or any(region.kind == "no_grad" for region in facts.regions(call)):
-                continue
-            for wrap in facts.prepared.of(call.func, call, "accelerate"):
-                if compatible(wrap.guard, backward.guard, facts.guard_of(call)):
-                    return wrap, f"`{call.path}`"
+        for call, wrap in facts.prepared.differentiated(backward.subject, backward.call, "accelerate"):
+            return wrap, f"`{call.path}`"
         return None
 
     def _step(self, backward: Event, facts: Facts) -> tuple[Wrap, str] | None:

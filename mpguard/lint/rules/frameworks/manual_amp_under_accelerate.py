@@ -199,17 +199,14 @@ def two_ways(args, model, loader):
 
     def _scaled(self, scale: Event, reported: set[Call], facts: Facts) -> Iterator[Diagnostic]:
         """A scaler, where it scales the loss of a prepared model."""
-        for record in facts.flow.backward(scale.call.positional[0], scale.call, depth=3):
-            if not isinstance(record, Call) or not record.path:
-                continue
-            for wrap in facts.prepared.of(record.func, record, "accelerate"):
-                if not compatible(wrap.guard, scale.guard) or other_way(scale.guard, "accelerat"):
-                    continue
-                place = self._made(scale, facts)
-                if place is not None and place not in reported:
-                    reported.add(place)
-                    yield self._found(place, record, wrap, None, facts)
-                return
+        if other_way(scale.guard, "accelerat"):
+            return
+        for call, wrap in facts.prepared.differentiated(scale.call.positional[0], scale.call, "accelerate"):
+            place = self._made(scale, facts)
+            if place is not None and place not in reported:
+                reported.add(place)
+                yield self._found(place, call, wrap, None, facts)
+            return
 
     def _made(self, scale: Event, facts: Facts) -> Call | None:
         """Where the scaler is made: torch's own, and enabled; the place of its use where that is out of sight."""

@@ -155,20 +155,17 @@ def from_outside(engine, loader):
 
     def _scaled(self, scale: Event, reported: set[Call], facts: Facts) -> Iterator[Diagnostic]:
         """A scaler of torch's, where it scales an engine's loss."""
-        for record in facts.flow.backward(scale.call.positional[0], scale.call, depth=3):
-            if not isinstance(record, Call) or not record.path:
+        for call, wrap in facts.prepared.differentiated(scale.call.positional[0], scale.call, "deepspeed"):
+            if wrap.index not in (0, None):
                 continue
-            for wrap in facts.prepared.of(record.func, record, "deepspeed"):
-                if wrap.index not in (0, None) or not compatible(wrap.guard, scale.guard):
+            for each in facts.evaluate(scale.subject, scale.call):
+                atom = each.atom
+                if not isinstance(atom, Object) or atom.call is None or not atom.path.startswith("torch."):
                     continue
-                for each in facts.evaluate(scale.subject, scale.call):
-                    atom = each.atom
-                    if not isinstance(atom, Object) or atom.call is None or not atom.path.startswith("torch."):
-                        continue
-                    if facts.of(atom.call) is facts and atom.call not in reported:
-                        reported.add(atom.call)
-                        yield self._found(atom.call, record, wrap, facts)
-                return
+                if facts.of(atom.call) is facts and atom.call not in reported:
+                    reported.add(atom.call)
+                    yield self._found(atom.call, call, wrap, facts)
+            return
 
     def _found(self, place: Call, call: Call, wrap: Wrap, facts: Facts) -> Diagnostic:
         notes = (Note("the engine is made here", wrap.call.span), Note("called here", call.span))

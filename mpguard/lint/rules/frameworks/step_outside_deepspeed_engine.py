@@ -248,11 +248,10 @@ def from_outside(args, net, loader, config, critic):
         scaled = any(
             record.name == "scale" and facts.prepared.of(record.receiver, record, "deepspeed") for record in records
         )
-        for record in records:
-            for wrap in facts.prepared.of(record.func, record, "deepspeed") if record.path else ():
-                if wrap.index in (0, None) and compatible(wrap.guard, backward.guard, facts.guard_of(record)):
-                    why = self._wrong(settings_of(wrap), scaled)
-                    return (why, wrap, record) if why else None
+        for record, wrap in facts.prepared.differentiated(backward.subject, backward.call, "deepspeed"):
+            if wrap.index in (0, None):
+                why = self._wrong(settings_of(wrap), scaled)
+                return (why, wrap, record) if why else None
         return None
 
     def _wrong(self, settings: Settings, scaled: bool) -> str:

@@ -247,7 +247,7 @@ def outside(net, loader, scaler):
                 continue
             records = [r for r in facts.flow.backward(backward.subject, backward.call, depth=3) if isinstance(r, Call)]
             scale = next((scales[record] for record in records if record in scales), None)
-            for wrap, guard in self._half(records, backward, facts):
+            for wrap, guard in self._half(backward, facts):
                 if scale is not None:
                     found = self._plain(scale, wrap, guard, facts)
                 else:
@@ -258,17 +258,16 @@ def outside(net, loader, scaler):
                         yield found
                     break
 
-    def _half(self, records: list[Call], backward: Event, facts: Facts) -> Iterator[tuple[Wrap, Guard]]:
+    def _half(self, backward: Event, facts: Facts) -> Iterator[tuple[Wrap, Guard]]:
         """The FSDP1 models that the loss comes from where FP16 computes it, and the guard under which both is so."""
-        for call in records:
-            for wrap in facts.prepared.of(call.func, call, "fsdp1") if call.path else ():
-                strategy = wrap.call.argument(None, "sharding_strategy")
-                if strategy is not None and "NO_SHARD" in facts.short(strategy):
-                    continue
-                for guard in self._low(call, wrap, facts):
-                    both = guard.joined(wrap.guard, backward.guard, facts.guard_of(call))
-                    if both.possible:
-                        yield wrap, both
+        for call, wrap in facts.prepared.differentiated(backward.subject, backward.call, "fsdp1"):
+            strategy = wrap.call.argument(None, "sharding_strategy")
+            if strategy is not None and "NO_SHARD" in facts.short(strategy):
+                continue
+            for guard in self._low(call, wrap, facts):
+                both = guard.joined(wrap.guard, backward.guard, facts.guard_of(call))
+                if both.possible:
+                    yield wrap, both
 
     def _low(self, call: Call, wrap: Wrap, facts: Facts) -> Iterator[Guard]:
         regions = facts.autocasts(call)
