@@ -46,7 +46,7 @@ def _scaler_steps(facts: Facts) -> Iterator[Event]:
 @finds("get_scale")
 def _scale_reads(facts: Facts) -> Iterator[Event]:
     """The scale is asked for: gradients may be unscaled by hand, a skipped step be noticed."""
-    for call in called(facts, "get_scale"):
+    for call in called(facts, "get_scale", "_get_scale_async", "_unscale_grads_"):
         yield Event("get_scale", call, facts, call.receiver)
 
 

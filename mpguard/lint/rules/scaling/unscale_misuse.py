@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from mpguard.lint.facts import Facts
 from mpguard.lint.guard import Guard, compatible
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 from mpguard.lint.trace import Moment, Trace, between, iteration, rhythm
+
+#: Flags that are the same in each micro-batch: whether to clip, whether to scale.
+_OPTION = re.compile(r"(?i)clip|norm|amp(?!l)|scal|16")
 
 
 class UnscaleMisuse(Rule):
@@ -127,6 +131,15 @@ def accumulated(args, model, loader, optimizer, scaler):
             scaler.step(optimizer)
             scaler.update()
 
+def at_the_last(args, model, loader, optimizer, scaler):
+    for group in loader:
+        for i, x in enumerate(group):
+            scaler.scale(model(x)).backward()
+            if i == len(group) - 1:
+                scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
 def both_halves(model, loader, optimizer, scaler):
     for x, y in loader:
         scaler.scale(model(x)).backward()
@@ -182,8 +195,9 @@ def both_halves(model, loader, optimizer, scaler):
         if not unscale.loops:
             return None
         own = iteration(trace, unscale)
-        if not any(each.kind == "backward" and each.scale is not None for _, each in own):
-            return None  # a loop over optimizers
+        scaled = [each for _, each in own if each.kind == "backward" and each.scale is not None]
+        if not any(self._each_time(unscale, each) for each in scaled):
+            return None  # a loop over optimizers, or the last micro-batch
         if any(each.kind == "handed" and compatible(each.guard, unscale.guard) for each in trace):
             return None
         updates = [e for e in trace if e.kind == "update" and compatible(e.guard, unscale.guard)]
@@ -205,6 +219,14 @@ def both_halves(model, loader, optimizer, scaler):
         if not here and not any(set(each.loops) < set(unscale.loops) for each in updates):
             return None
         return "comes for each micro-batch, the step once for several", step
+
+    def _each_time(self, unscale: Moment, backward: Moment) -> bool:
+        """Whether it happens as often as a backward, but for options of the run."""
+        return all(
+            _OPTION.search(flag) and not rhythm(Guard([more]))
+            for more in unscale.guard - backward.guard
+            for flag in Guard([more]).flags()
+        )
 
 
 def _more(each: Moment, unscale: Moment) -> Guard:

@@ -172,6 +172,16 @@ def inner(model, loader, optimizers, scaler):
             scaler.step(optimizer)
         scaler.update()
 
+def one_of_several(model, loader, optimizers, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+            if optimizer.paused:
+                continue
+            scaler.step(optimizer)
+        scaler.update()
+
 def two_names_of_a_flag(args, model, loader, optimizer, scaler):
     for x in loader:
         if args.amp:
@@ -260,11 +270,13 @@ def skipped(model, x, optimizer, scaler):
         exits = trace[index]
         # a plain step: the other arm of a flag that goes by two names
         yield from between(trace, place, index, "update", "handed", "step", "other_step", guard=exits.guard)
-        if exits.ends(cst.Return):
-            for each in trace[index:]:
-                outer = len(each.via) < len(exits.via) or each.via[: len(exits.via)] != exits.via
-                if outer and each.kind in ("update", "handed") and compatible(each.guard, exits.guard):
-                    yield each
+        for each in trace[index:]:
+            if exits.ends(cst.Return):
+                reached = each.via[: len(exits.via)] != exits.via
+            else:
+                reached = exits.loops[-1] not in each.loops
+            if reached and each.kind in ("update", "handed") and compatible(each.guard, exits.guard):
+                yield each
 
     def _checked(self, trace: Trace, place: int, updates: list[int]) -> Moment | None:
         """The update that a check of the gradients guards, where there is no other."""
