@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import libcst as cst
-
 from mpguard.lint import mend
 from mpguard.lint.facts import Event, Facts
 from mpguard.lint.guard import compatible
@@ -11,6 +9,7 @@ from mpguard.lint.prepared import Wrap, other_way, receiver_at
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.walk import Call, dotted
 
+_PARAMETERS = ("parameters", "named_parameters")
 #: The arguments that the Accelerator's functions take too.
 _ARGUMENTS = {
     "clip_grad_norm_": {"parameters", "max_norm", "norm_type"},
@@ -122,6 +121,18 @@ def main(model, critic, optimizer, loader, other):
         optimizer.step()
         torch.nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
 
+def again(make, loader):
+    accelerator = Accelerator()
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
 def two_ways(args, model, loader, accelerator=None):
     if accelerator is not None:
         model = accelerator.prepare(model)
@@ -175,12 +186,14 @@ def unscaled(model, optimizer, loader):
     def _prepared(self, clip: Event, facts: Facts) -> tuple[str, Wrap] | None:
         """The model whose parameters are clipped, and what prepared it."""
         assert clip.subject is not None
-        calls = [clip.subject] if isinstance(clip.subject, cst.Call) else []
-        records = [r for r in facts.flow.backward(clip.subject, clip.call, depth=2) if isinstance(r, Call)]
-        calls += [record.node for record in records]
-        for node in calls:
-            call = facts.walker.call_of.get(node)
-            if call is None or call.name not in ("parameters", "named_parameters") or call.receiver is None:
+        first, last = facts.span(clip.subject, clip.call)
+        asked = [call for name in _PARAMETERS for call in facts.calls.get(name, ()) if call.scope is clip.scope]
+        calls = [call for call in asked if first <= call.span[0] and call.span[1] <= last]
+        if not calls:  # a name: what it was made of
+            records = facts.flow.backward(clip.subject, clip.call, depth=2)
+            calls = [record for record in records if isinstance(record, Call) and record.name in _PARAMETERS]
+        for call in calls:
+            if call.receiver is None:
                 continue
             wraps = facts.prepared.of(call.receiver, call, "accelerate")
             wraps += facts.prepared.handed(call.receiver, call, "accelerate")
