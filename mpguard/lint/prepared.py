@@ -104,7 +104,7 @@ class Prepared:
         """The calls of wrapped models that a loss is differentiated through: neither detached nor under `no_grad`."""
         if loss is None or not self.calls:
             return
-        records = [record for record in self.facts.flow.backward(loss, at, depth=3) if isinstance(record, Call)]
+        records = [record for record in self._computed(loss, at) if isinstance(record, Call)]
         cut: set[Record] = set()
         for record in records:
             if record.name in ("detach", "detach_", "item") and record.receiver is not None:
@@ -115,6 +115,17 @@ class Prepared:
             for wrap in self.of(record.func, record, kind):
                 if compatible(wrap.guard, self.facts.guard_of(record), self.facts.guard_of(at)):
                     yield record, wrap
+
+    def _computed(self, loss: cst.CSTNode, at: Call) -> list[Record]:
+        """What a loss is computed from: by the last values of its name, where it is one."""
+        found: list[Record] = []
+        key = dotted(loss)
+        bindings = self.facts.values.reaching(key, at.scope, at.order, at.guard) if key else []
+        for binding in bindings:
+            if binding.kind != "assign" or binding.value is None:
+                return self.facts.flow.backward(loss, at, depth=3)
+            found += self.facts.flow.backward(binding.value, binding, depth=3)
+        return found if bindings else self.facts.flow.backward(loss, at, depth=3)
 
     def _same(self, key: str, one: Record, other: Record) -> bool:
         """Whether a name may stand for one object at two places."""

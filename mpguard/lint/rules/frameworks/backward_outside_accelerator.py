@@ -175,6 +175,22 @@ def flagged(args, model, optimizer, loader):
             loss.backward()
         optimizer.step()
 
+def one_after_the_other(make, loader):
+    accelerator = Accelerator()
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        loss = model(x).sum()
+        accelerator.backward(loss)
+        optimizer.step()
+    other = make()
+    own = torch.optim.SGD(other.parameters(), 0.1)
+    for x in loader:
+        loss = other(x).sum()
+        loss.backward()
+        own.step()
+
 def critic_by_itself(critic, model, optimizer, loader, critic_optimizer):
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(model, optimizer)
