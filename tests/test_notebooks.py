@@ -186,6 +186,16 @@ def test_cells_of_other_languages_are_left_out() -> None:
     assert program("%%bash\nrm -r x\n", "x = 1", "%%writefile a.py\ny = (\n", "  \n", "y = 2") == "x = 1\ny = 2\n"
 
 
+def test_an_indented_cell_runs_as_ipython_runs_it(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = "".join(f"    {line}\n" for line in LOOP.splitlines())
+    write(notebook(*TRAINING["cells"][:3], code("# why\n" + lines), code("z = 1")))
+    (found,) = lint(capsys, "a.ipynb", "--select", "MPG000,MPG203")
+    assert (found["code"], found["cell"], found["line"], found["column"]) == ("MPG203", 4, 6, 9)
+    assert main(["lint", "--select", "MPG203", "--fix", "a.ipynb"]) == 0
+    after = json.loads(Path("a.ipynb").read_bytes())["cells"][3]["source"]
+    assert after == ["# why\n", *lines.replace("optimizer.step()", "scaler.step(optimizer)").splitlines(keepends=True)]
+
+
 # -- fixes --------------------------------------------------------------------------------------------
 
 

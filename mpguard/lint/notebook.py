@@ -35,6 +35,8 @@ _MAGIC = re.compile(
     rf"[ \t]*(?:([%!?]{_LINE})|([\w.]+\?\??[ \t]*)(?=\r?$)|((?:pip|conda)[ \t]+install\b{_LINE}))", re.M
 )
 _ASSIGNED = re.compile(rf"[ \t]*[\w.,* \[\]]+=[ \t]*([%!]{_LINE})")
+#: A cell that begins with an indented line of code.
+_INDENTED = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]+[^\s#]")
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -97,6 +99,8 @@ class Notebook:
             code, blanked = _without_magics(cell.text)
             if not cell.text.strip() or code is None:
                 continue
+            if _INDENTED.match(code):
+                program.append("if True:\n")  # IPython takes the indentation away; no cell begins with this
             cells.append(dataclasses.replace(cell, start=sum(map(len, program)), blanked=tuple(blanked)))
             program.append(code if code.endswith("\n") else code + "\n")
         self.cells = tuple(cells)
