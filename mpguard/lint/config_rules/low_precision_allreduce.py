@@ -9,9 +9,7 @@ from mpguard.errors import MpguardError
 from mpguard.lint.beside import naming
 from mpguard.lint.config_mend import put
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, Note, any_of
-from mpguard.mpyaml import RECIPE
 from mpguard.policy import Dtype
-from mpguard.recipes import recipe
 
 if TYPE_CHECKING:
     from mpguard.document import Document, Entry
@@ -151,6 +149,8 @@ config = {
 
 def _recipe(document: Document) -> str | None:
     """The recipe of an accelerate config that names this file, else that of the settings."""
+    from mpguard.mpyaml import RECIPE
+
     for config in naming(document.path) if document.format == "json" else ():
         named = config.entry(RECIPE)
         if named is not None and isinstance(named.value, str):
@@ -163,6 +163,8 @@ def _dtype(entry: Entry) -> Dtype | None:
 
 
 def _reduces_in_fp32(name: str) -> bool:
+    from mpguard.recipes import recipe
+
     try:
         return recipe(name).reduce_dtype is Dtype.FP32
     except MpguardError:
