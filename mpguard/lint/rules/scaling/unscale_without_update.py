@@ -6,7 +6,7 @@ import libcst as cst
 
 from mpguard.lint import mend
 from mpguard.lint.facts import Facts
-from mpguard.lint.guard import Guard, compatible, negated
+from mpguard.lint.guard import All, Guard, compatible, negated
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.trace import Moment, Trace, between, exceptional, rhythm, unrelated
 
@@ -83,6 +83,16 @@ def checked(model, loader, optimizer, scaler):
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if torch.isfinite(norm):
+            scaler.step(optimizer)
+            scaler.update()  # !
+        optimizer.zero_grad()
+
+def two_checks(model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not (norm.isnan() or norm.isinf()):
             scaler.step(optimizer)
             scaler.update()  # !
         optimizer.zero_grad()
@@ -282,9 +292,9 @@ def skipped(model, x, optimizer, scaler):
         """The update that a check of the gradients guards, where there is no other."""
         unscale, update = trace[place], trace[updates[0]]
         more = Guard(update.guard - unscale.guard)
-        if len(more) != 1 or not exceptional(more):
+        if not more or not all(exceptional(Guard([condition])) for condition in more):
             return None
-        otherwise = unscale.guard.given(*(negated(condition) for condition in more))
+        otherwise = unscale.guard.given(negated(All(tuple(more))))
         loop = unscale.loops[0] if unscale.loops else None
         for index, each in enumerate(trace):
             if not compatible(each.guard, otherwise):
