@@ -37,9 +37,11 @@ class Float8ParamsDtype(Rule):
     message = "parameters in {dtype}: no arithmetic exists for it"
     help = "keep the parameters in BF16 or FP32; FP8 comes from the recipe"
     triggers = (
-        any_of(b"float8_e", b"float8"),
+        any_of(b".float8_e", b"import float8_e"),
         any_of(b"params_dtype", b".to(", b".type(", b"torch_dtype", b"dtype="),
-        any_of(b"transformer_engine", b"megatron", b"transformers", b"optim"),
+        any_of(
+            b"transformer_engine", b"megatron", b"nemo", b"import transformers", b"from transformers", b"parameters("
+        ),
     )
     examples = (
         Bad(

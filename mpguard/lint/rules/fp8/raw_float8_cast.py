@@ -7,8 +7,7 @@ import libcst as cst
 
 from mpguard.lint.facts import Event, Facts
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
-from mpguard.lint.values import Object
-from mpguard.lint.walk import Binding, Call, dotted
+from mpguard.lint.walk import Binding, dotted
 
 #: What shows that somebody thought of a scale, or of the range.
 _SCALES = re.compile(r"(?i)scale|amax|absmax|quant|clamp|clip|448|57344|finfo|fp8_max")
@@ -16,11 +15,11 @@ _PARTS = frozenset({"parameters", "named_parameters"})
 
 
 class RawFloat8Cast(Rule):
-    """Weights, activations or gradients are cast to float8 without a scale.
+    """Weights or gradients are cast to float8 without a scale.
 
     ## What it does
-    Reports `.to(torch.float8_e4m3fn)` (and E5M2) of a model's weight, of its parameters in a loop, of a gradient, or of
-    what a model returns, in a function that mentions no scale.
+    Reports `.to(torch.float8_e4m3fn)` (and E5M2) of a layer's weight, of a model's parameters in a loop, or of a
+    gradient, in a function that mentions no scale.
 
     ## Why is this bad
     E4M3 ends at 448 and has no infinity; below 2^-6 it loses bits, and below 2^-10 all. Of normal weights with a
@@ -38,9 +37,9 @@ class RawFloat8Cast(Rule):
     message = "`{subject}` is cast to {dtype} without a scale"
     help = "divide by a scale that maps the largest value to the end of the range, and keep the scale"
     triggers = (
-        any_of(b"float8_e"),
+        any_of(b".float8_e", b"import float8_e"),
         any_of(b".to(", b".type("),
-        any_of(b".weight", b"parameters()", b".grad", b"Linear("),
+        any_of(b".weight.", b".grad.", b"parameters("),
     )
     examples = (
         Bad(
@@ -55,8 +54,6 @@ def one(layer):
     return layer.weight.to(torch.float8_e4m3fn)  # !
 
 net = torch.nn.Linear(64, 64)
-out = net(x)
-low = out.to(dtype=torch.float8_e5m2)  # !
 grad = net.weight.grad.to(torch.float8_e5m2)  # !
 """
         ),
@@ -94,7 +91,7 @@ same = layer.weight.to(other.dtype)
                 yield self.at(cast, subject=facts.short(cast.subject), dtype=f"torch.{name}")
 
     def _plain(self, cast: Event, facts: Facts) -> bool:
-        """Whether what is cast is a weight, a gradient, a parameter in a loop, or what a model gives."""
+        """Whether what is cast is a weight, a gradient, or a parameter in a loop."""
         subject = cast.subject
         path = dotted(subject)
         while path.endswith((".data", ".detach")):
@@ -102,24 +99,13 @@ same = layer.weight.to(other.dtype)
         if path.endswith((".weight", ".grad")):
             return True
         for binding in facts.values.reaching(path, cast.scope, cast.order) if path and "." not in path else ():
-            if self._part(binding) or self._output(binding, facts):
+            if self._part(binding):
                 return True
         return False
 
     def _part(self, binding: Binding) -> bool:
         over = binding.value
         return binding.kind == "for" and isinstance(over, cst.Call) and dotted(over.func).rsplit(".", 1)[-1] in _PARTS
-
-    def _output(self, binding: Binding, facts: Facts) -> bool:
-        made = facts.walker.call_of.get(binding.value) if binding.value is not None else None
-        return (
-            binding.kind == "assign"
-            and isinstance(made, Call)
-            and any(
-                isinstance(each.atom, Object) and each.atom.kind == "model" and each.atom.call is not made
-                for each in facts.evaluate(made.func, made)
-            )
-        )
 
     def _scales(self, cast: Event) -> bool:
         """Whether the function, or its class, has to do with scales."""
