@@ -109,10 +109,20 @@ def main(args, data, lora):
     Trainer(chosen, TrainingArguments("out", fp16=args.low == "fp16"), train_dataset=data).train()
 """
         ),
+        Good(
+            """\
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float16)
+trainer = Trainer(model=model, args=TrainingArguments("out", fp16=True), eval_dataset=data)
+print(trainer.evaluate())
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference" or not facts.events("trainer"):
+        if facts.declared == "inference" or not facts.events("trainer") or self._only_evaluates(facts):
             return
         for weights in facts.trained.weights("float16"):
             if weights.event.kind != "load":
@@ -124,6 +134,10 @@ def main(args, data, lora):
                     expr = facts.short(weights.event.call.func)
                     yield self.at(weights.event, expr=expr, notes=notes)
                     break
+
+    def _only_evaluates(self, facts: Facts) -> bool:
+        """Whether the file asks its Trainers for figures and predictions, and never to train."""
+        return "train" not in facts.calls and bool(facts.calls.keys() & {"evaluate", "predict"})
 
     def _mixed(self, trainer: Call, weights: Weights, facts: Facts) -> Call | None:
         """The Trainer's arguments, where they say `fp16=True` for certain when the weights are FP16."""
