@@ -36,7 +36,8 @@ class ClipOutsideAccelerator(Rule):
 
     ## Known limits
     Only parameters whose model is seen to be prepared. Files that call
-    `accelerator.unscale_gradients()` themselves are silent.
+    `accelerator.unscale_gradients()` themselves are silent, and so are functions that unscale with a
+    scaler of their own (502).
     """
 
     code, name = "MPG503", "clip-outside-accelerator"
@@ -159,12 +160,30 @@ def unscaled(model, optimizer, loader):
         optimizer.step()
 """
         ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+def by_hand(model, optimizer, loader, scaler):
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        accelerator.backward(scaler.scale(model(x)))
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if "unscale_gradients" in facts.calls or not facts.events("prepare"):
             return
+        unscaled = {event.scope for event in facts.events("unscale")}  # by a scaler of one's own, which is 502's
         for clip in facts.events("clip"):
+            if clip.scope in unscaled:
+                continue
             path = facts.called_path(clip.call)
             if not path.startswith("torch.nn.utils.") or clip.subject is None:
                 continue

@@ -36,7 +36,7 @@ class ManualAmpUnderAccelerate(Rule):
 
     code, name = "MPG502", "manual-amp-under-accelerate"
     severity = "error"
-    message = "`{expr}` around `{model}`, which an Accelerator prepared"
+    message = "`{expr}` of one's own beside the Accelerator that prepared `{model}`"
     help = "leave the precision to the Accelerator: `accelerator.autocast()`, `accelerator.backward(loss)`"
     triggers = (any_of(b"ccelerator"), any_of(b".prepare"), any_of(b"autocast", b"Scaler"))
     yields_to = ("MPG862",)

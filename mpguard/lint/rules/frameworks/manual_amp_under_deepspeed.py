@@ -30,7 +30,7 @@ class ManualAmpUnderDeepspeed(Rule):
 
     code, name = "MPG505", "manual-amp-under-deepspeed"
     severity = "error"
-    message = "`{expr}` around `{model}`, which is a DeepSpeed engine"
+    message = "`{expr}` of one's own beside the DeepSpeed engine `{model}`"
     help = "use the `bf16`, `fp16` or `torch_autocast` section of the DeepSpeed config"
     triggers = (any_of(b"deepspeed"), any_of(b"initialize("), any_of(b"autocast", b"Scaler"))
     yields_to = ("MPG862",)
