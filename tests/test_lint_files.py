@@ -162,3 +162,18 @@ def test_a_folder_without_permission_is_a_problem_of_its_own(tmp_path: Path) -> 
     assert "('closed', 'the folder cannot be read: no permission to read it')" in done.stdout, done.stderr
     assert "('open/a.py', None)" in done.stdout
     assert "named.py: no permission to read it" in done.stdout
+
+
+def test_scripts_without_a_suffix_are_what_their_first_line_says() -> None:
+    make(train="#!/usr/bin/env python3\n", plain="x = 1\n", run="#!/bin/bash\n", tool="#!/usr/bin/ruby\n")
+    result = collect(["train", "plain", "run", "tool"])
+    assert [(target.path, target.kind) for target in result.targets] == [
+        ("train", "python"), ("plain", "python"), ("run", "launch"),
+    ]  # fmt: skip
+    assert result.refused == (f"tool: mpguard reads {files.READS}",)
+
+
+def test_what_is_not_read_is_passed_over_for_pre_commit() -> None:
+    make("x.zsh", "notes.txt", "a.py")
+    result = collect(["x.zsh", "notes.txt", "a.py"], force_exclude=True)
+    assert ([target.path for target in result.targets], result.refused) == (["a.py"], ())

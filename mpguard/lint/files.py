@@ -71,7 +71,8 @@ def collect(paths: Iterable[str], force_exclude: bool = False, include_markdown:
     """The files that `paths` stand for, each once, in the order of `paths` and then by name.
 
     force_exclude: treat files that are named like found ones: `exclude` holds for them too, and a
-    YAML or JSON that is no config is passed over (for pre-commit, which names every file).
+    YAML or JSON that is no config is passed over, and so is what mpguard does not read (for pre-commit, which
+    names every file).
     include_markdown: read the blocks of Python in Markdown too.
     """
     targets: dict[str, Target] = {}
@@ -93,7 +94,9 @@ def collect(paths: Iterable[str], force_exclude: bool = False, include_markdown:
                 f"{given}: is {_what(status.st_mode)}, not a regular file, and is not opened; for stdin give `-`"
             )
             continue
-        elif (kind := kind_of(os.path.abspath(path), include_markdown)) is None:
+        elif (kind := _named_kind(path, include_markdown)) is None:
+            if force_exclude:
+                continue
             refused.append(f"{given}: mpguard reads {READS}")
             continue
         elif not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
@@ -126,6 +129,20 @@ def kind_of(path: str, include_markdown: bool = False) -> Kind | None:
     if suffix in SHELL or name in ("Makefile", "makefile", "GNUmakefile"):
         return "launch"
     return "python" if suffix in PYTHON or not suffix else None
+
+
+def _named_kind(path: str, include_markdown: bool) -> Kind | None:
+    """The same, and a script without a suffix is what its first line says."""
+    kind = kind_of(os.path.abspath(path), include_markdown)
+    if kind == "python" and not os.path.splitext(path)[1]:
+        try:
+            with Path(path).open("rb") as file:
+                first = file.readline(200)
+        except OSError:
+            return kind  # it is said that it cannot be read
+        if first.startswith(b"#!") and b"python" not in first:
+            return "launch" if b"sh" in first else None
+    return kind
 
 
 def _found_kind(folder: str, name: str, include_markdown: bool) -> Kind | None:
