@@ -46,7 +46,7 @@ class DeprecatedTeApi(Rule):
     message = "`{old}` is deprecated and will be removed from Transformer Engine: `{new}`"
     triggers = (
         any_of(b"transformer_engine"),
-        any_of(b"fp8_autocast", b"fp8_model_init", b"pytorch.fp8", b"import fp8"),
+        any_of(b"fp8_autocast", b"fp8_model_init", b".fp8", b"import fp8"),
     )
     examples = (
         Bad(
