@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import mend
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts import Event, Facts
 from mpguard.lint.guard import compatible
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 from mpguard.lint.trace import Kind, Moment, Trace, between, unrelated
@@ -12,13 +12,15 @@ from mpguard.lint.walk import Call
 #: What ends the gradients of a loss: something applies them, or throws them away.
 _APPLIED: tuple[Kind, ...] = ("zero_grad", "step", "other_step", "scaler_step", "framework")
 
+_FORGOTTEN = "`{expr}` runs on a loss of FP16 autocast that the GradScaler has not scaled"
+
 
 class BackwardOnUnscaledLoss(Rule):
     """A GradScaler steps on the gradients of a loss that it never scaled.
 
     ## What it does
     Reports `loss.backward()` where the step that surely applies its gradients is `scaler.step`, and no scaler may
-    have scaled the loss.
+    have scaled the loss; and where FP16 autocast computes the loss and a scaler is made that scales nothing.
 
     ## Why is this bad
     `scaler.step` divides the gradients by the scale, 65536 at first, that they never had: the step is as good as
@@ -31,7 +33,6 @@ class BackwardOnUnscaledLoss(Rule):
     ## Known limits
     Silent where another arm of some flag scales the loss, where a plain `optimizer.step()` comes first (its
     network may train without a scaler), and where the loss is handed its gradient (`backward(gradient=...)`).
-    A scaler that is made and used for nothing is not seen here.
     """
 
     code, name = "MPG202", "backward-on-unscaled-loss"
@@ -100,6 +101,44 @@ def arms(args, model, loader, optimizer, scaler):
         else:
             loss.backward()
             optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def forgotten(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def bf16(args, model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+
+def given_away(args, model, loader, run):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    plugin = run.plugin(args, [scaler])
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
 """
         ),
         Good(
@@ -181,6 +220,13 @@ def from_a_cache(model, loader, optimizer, scaler):
                 if backward.kind != "backward" or backward.record in reported:
                     continue
                 step = self._stepped_through(trace, place, facts)
+                made = self._forgotten(trace, place, facts) if step is None else None
+                if made is not None:
+                    reported.add(backward.record)
+                    notes = (Note("the scaler is created here, and scales nothing", made.span),)
+                    expr, loss = facts.short(backward.call.node), facts.short(backward.call.receiver)
+                    help = self.help.format(scaler="scaler", loss=loss) + ", and step and update through the scaler"
+                    yield self.at(backward, notes=notes, help=help, message=_FORGOTTEN.format(expr=expr))
                 if step is None:
                     continue
                 reported.add(backward.record)
@@ -221,6 +267,42 @@ def from_a_cache(model, loader, optimizer, scaler):
         assert backward.call.receiver is not None
         records = facts.flow.backward(backward.call.receiver, backward.call, depth=1)
         return any(isinstance(record, Call) and record.name == "get_scale" for record in records)
+
+    def _forgotten(self, trace: Trace, place: int, facts: Facts) -> Event | None:
+        """A scaler that is made and scales nothing, where FP16 autocast computes this loss and a plain step follows."""
+        backward = trace[place]
+        if facts.events("scale") or any(each.kind == "handed" for each in trace):
+            return None
+        if not any(each.kind == "step" and compatible(each.guard, backward.guard) for each in trace[place:]):
+            return None
+        for made in facts.events("scaler"):
+            assert made.subject is not None
+            guard = backward.guard.joined(made.guard, facts.traces.enabled(made.subject, made.call))
+            scope = backward.record.scope
+            near = made.scope in scope.within() or (scope.owner is not None and made.scope.owner is scope.owner)
+            if near and guard.possible and facts.traces.own(made.subject, made.call) and self._unused(made, facts):
+                records = facts.flow.backward(backward.call.receiver or backward.call.node, backward.call, depth=1)
+                if any(
+                    state.dtype == "float16" and compatible(state.guard, guard)
+                    for record in records
+                    if isinstance(record, Call)
+                    for state in facts.precision.states(record)
+                ):
+                    return made
+        return None
+
+    def _unused(self, made: Event, facts: Facts) -> bool:
+        """Whether the name that a scaler gets is only ever asked for its methods: nobody else scales with it."""
+        keys = [key for key, bindings in made.scope.bindings.items() for b in bindings if b.value is made.call.node]
+        if len(keys) != 1 or (keys[0].startswith("self.") and facts.base_unknown(made.scope.owner)):
+            return False
+        last = keys[0].rsplit(".", 1)[-1]
+        return not any(
+            use.path.rsplit(".", 1)[-1] == last
+            for scope in facts.walker.scopes
+            for uses in scope.uses.values()
+            for use in uses
+        )
 
     def _arms(self, trace: Trace, place: int) -> bool:
         """Whether another arm of a flag scales the loss: in this one, the scaler is meant to do nothing."""
