@@ -7,6 +7,16 @@ from typing import Any
 
 from mpguard.lint.rule import Bad, BaseRule, Example, Good
 
+#: Suffix, or name, of an example's file -> what its block is marked as.
+_LANGUAGES = {
+    "yaml": "yaml",
+    "yml": "yaml",
+    "json": "json",
+    "sh": "bash",
+    "Makefile": "make",
+    "md": "markdown",
+    "toml": "toml",
+}
 _MARK = re.compile(r"[ \t]*# !$", re.M)
 
 
@@ -49,7 +59,7 @@ def as_json(rule: type[BaseRule]) -> dict[str, Any]:
 def _block(example: Example, code: str) -> str:
     blocks = []
     for name, text in {example.name: code, **example.files}.items():
-        language = "yaml" if name.endswith((".yaml", ".yml")) else "json" if name.endswith(".json") else "python"
+        language = _LANGUAGES.get(name.rsplit(".", 1)[-1], "python")
         title = f"`{name}`:\n\n" if example.files and name else ""
         blocks.append(f"{title}```{language}\n{unmarked(text).rstrip()}\n```")
     return "\n\n".join(blocks)

@@ -33,8 +33,9 @@ class ConfigAfterScript(LaunchRule):
     `--config`. The script loses an argument that was not meant for it.
 
     ## Known limits
-    A line whose config cannot be found, or with a variable in its name, is not reported, and neither is one
-    that has a config in front of the script too.
+    A line whose config cannot be found and has no such name, or has a variable in it, is not reported; neither is
+    one that has a config in front of the script too, and one whose config is not there while the script has an option
+    of that name.
     """
 
     code, name = "MPG866", "config-after-script"
@@ -78,6 +79,13 @@ train:
         ),
         Good(
             """\
+accelerate launch own.py --config accelerate.yaml
+""",
+            name="run.sh",
+            files={"own.py": 'parser.add_argument("--config")\n'},
+        ),
+        Good(
+            """\
 accelerate launch --config_file mp.yaml train.py --config own.yaml
 accelerate launch train.py --config own.yaml
 accelerate launch train.py --config $CONFIG
@@ -101,12 +109,13 @@ echo "accelerate launch config.yaml"
             if found is None or "config_file" in launch.options:
                 continue
             option, value = found
-            if value.text is None or not self._is_launch_config(value.text, launch):
+            name = (option.text or "").partition("=")[0]
+            if value.text is None or not self._is_launch_config(value.text, name, launch):
                 continue
             span = (option.span[0], value.span[1])
             yield self.at(
                 span,
-                option=(option.text or "").partition("=")[0],
+                option=name,
                 script=launch.script.text or "",
                 launcher="accelerate launch",
                 config=value.text,
@@ -114,13 +123,22 @@ echo "accelerate launch config.yaml"
                 notes=(Note("the script, and from here on its own arguments", launch.script.span),),
             )
 
-    def _is_launch_config(self, name: str, launch: Launch) -> bool:
+    def _is_launch_config(self, name: str, option: str, launch: Launch) -> bool:
         if not name.endswith((".yaml", ".yml", ".json")):
             return False
         there = self.project.named_in(name, launch.path) if self.project is not None else None
         if there is None:
-            return _LAUNCH_CONFIG.search(name) is not None
+            return _LAUNCH_CONFIG.search(name) is not None and not self._is_scripts(option, launch)
         return _is_accelerates(there)
+
+    def _is_scripts(self, option: str, launch: Launch) -> bool:
+        """Whether the script, as far as it lies in the tree, has an option of that name."""
+        name = launch.script.text if launch.script is not None else None
+        script = self.project.named_in(name, launch.path) if self.project is not None and name else None
+        try:
+            return script is not None and option.encode() in script.read_bytes()
+        except OSError:
+            return False
 
     def _moved(self, launch: Launch, option: Word, value: Word) -> tuple[Edit, ...]:
         before = [launch.script, *launch.arguments]
