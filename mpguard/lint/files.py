@@ -87,7 +87,7 @@ def collect(paths: Iterable[str], force_exclude: bool = False, include_markdown:
             continue
         if stat.S_ISDIR(status.st_mode):
             found = list(_walk(path, force_exclude, include_markdown))
-            if all(target.kind == "launch" for target in found):
+            if not found:
                 empty.append(f"{given}: no Python, YAML or JSON files in this folder; nothing was checked there")
         elif not stat.S_ISREG(status.st_mode):
             refused.append(
