@@ -7,7 +7,6 @@ from mpguard.lint.backends import switches
 from mpguard.lint.facts import Facts
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
 
-
 #: Code that lowers its precision in the open claims no FP32.
 _OPEN = re.compile(r"(?i)autocast|bf16|bfloat16|fp16|float16|mixed")
 
