@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -112,6 +113,8 @@ class BaseRule:
     preview: ClassVar[bool] = False
     #: A conjunction of `any_of(...)`: necessary conditions on a file's bytes. Empty: always.
     triggers: ClassVar[tuple[tuple[bytes, ...], ...]] = ()
+    #: One more necessary condition, on the code without comments: for tokens that are common in harmless forms.
+    pattern: ClassVar[re.Pattern[bytes] | None] = None
     #: Codes of rules that speak first where both see the same expression.
     yields_to: ClassVar[tuple[str, ...]] = ()
     examples: ClassVar[tuple[Example, ...]] = ()

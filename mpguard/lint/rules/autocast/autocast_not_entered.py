@@ -35,6 +35,8 @@ class AutocastNotEntered(Rule):
     message = "`{call}` is never entered: nothing runs under it"
     help = "enter it: `with torch.autocast(...):`, or decorate a function with it"
     triggers = (any_of(b"autocast(", b"autocast as"),)
+    # A line with an autocast (or a name for one) that does not begin as a region or a decorator does.
+    pattern = re.compile(rb"^(?![ \t]*(?:async[ \t]+)?(?:with|def)\b[^:\n]*(?::[ \t]*)?$)[^\n@]*autocast[ (]", re.M)
     examples = (
         Bad(
             """\

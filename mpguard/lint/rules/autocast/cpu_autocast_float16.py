@@ -41,6 +41,7 @@ class CpuAutocastFloat16(Rule):
     triggers = (
         any_of(b"cpu", b"Accelerator("),
         any_of(b"fp16=", b"fp16 =", b'"fp16"', b"'fp16'", b"autocast(", b"autocast as", b"Accelerator("),
+        any_of(b"fp16", b'"cuda', b"'cuda", b"cuda.amp", b"Accelerator("),
     )
     examples = (
         Bad(

@@ -50,8 +50,9 @@ class ManualHalfCast(Rule):
         any_of(b".half", b" half", b"(half", b".float16", b" float16", b"(float16", b"HalfTensor"),
         any_of(
             b"backward(",
-            b".prepare",
-            b"deepspeed",
+            b".prepare(",
+            b".prepare_model(",
+            b"initialize(",
             b"Trainer",
             b"training_step",
             b"ptimizer",
@@ -62,6 +63,7 @@ class ManualHalfCast(Rule):
             b"fully_shard",
         ),
     )
+    pattern = re.compile(rb"\bhalf\b|float16|HalfTensor")  # not `rotate_half`
     yields_to = ("MPG107", "MPG109", "MPG110", "MPG511", "MPG603", "MPG606")
     examples = (
         Bad(
