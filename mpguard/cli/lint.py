@@ -8,71 +8,26 @@ settings, a rule that fails).
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
+from mpguard.cli import lint_output
+from mpguard.cli.lint_options import configure, flat
 from mpguard.edits import write_atomically
-from mpguard.errors import did_you_mean
-from mpguard.lint.engine import Engine, FileReport, Mended, Options
+from mpguard.lint.engine import Engine, FileReport, Options
 from mpguard.lint.files import READS, Target, collect, kind_of
-from mpguard.lint.report import FORMATS, Line, Outcome, as_json, statistics, summary, write
+from mpguard.lint.report import Outcome
 from mpguard.lint.selection import Selectors
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "paths", nargs="*", metavar="PATH", help="files and folders; `-` is stdin (default: this folder)"
-    )
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="FILE",
-        dest="configs",
-        help="a launch config to check the code against, instead of those beside it (repeatable)",
-    )
-    rules = parser.add_argument_group(
-        "which rules", "CODE is a code (MPG201), a prefix (MPG2) or ALL; several with commas"
-    )
-    rules.add_argument(
-        "--select", action="append", type=_codes, metavar="CODE,...", help="these rules instead of the default ones"
-    )
-    rules.add_argument("--extend-select", action="append", type=_codes, metavar="CODE,...", help="these rules too")
-    rules.add_argument("--ignore", action="append", type=_codes, metavar="CODE,...", help="not these rules")
-    rules.add_argument("--preview", action="store_true", help="let prefixes and ALL select preview rules too")
-    fixes = parser.add_argument_group("fixes")
-    fixes.add_argument("--fix", action="store_true", help="apply safe fixes; what is left is reported")
-    fixes.add_argument("--unsafe-fixes", action="store_true", help="apply unsafe ones too (implies --fix)")
-    fixes.add_argument("--diff", action="store_true", help="print what the fixes would change, and change nothing")
-    output = parser.add_argument_group("output")
-    output.add_argument("--format", type=_format, default="full", metavar="|".join(FORMATS), help="default: full")
-    output.add_argument("--statistics", action="store_true", help="how often each rule spoke, instead of the findings")
-    output.add_argument("--exit-zero", action="store_true", help="exit with 0 where there are findings")
-    parser.add_argument(
-        "--gpu", metavar="NAME", help="what the code will run on: a name (h100) or a capability (sm_90)"
-    )
-    parser.add_argument("--stdin-filename", metavar="NAME", help="the name that stdin is reported and checked under")
-    parser.add_argument(
-        "--include-markdown",
-        action="store_true",
-        help="check the blocks of Python in Markdown files too, each as a program of its own",
-    )
-    parser.add_argument(
-        "--force-exclude",
-        action="store_true",
-        help="treat files that are named like found ones: `exclude` holds for them too (for pre-commit)",
-    )
-    parser.add_argument("-j", "--jobs", type=_jobs, metavar="N", help="processes (default: as many as there are cores)")
-    parser.add_argument("--no-cache", action="store_true", help="accepted, without effect: this version keeps no cache")
+__all__ = ["configure", "run"]
 
 
 def run(options: argparse.Namespace) -> int:
     from mpguard.lint.rule import rules as load
     from mpguard.lint.workers import available
 
+    lint_output.check(options)
     paths, stdin = _stdin(options)
     rules = load()
     engine = Engine(rules, _options(options))
@@ -82,36 +37,24 @@ def run(options: argparse.Namespace) -> int:
     targets = (*found.targets, *((stdin,) if stdin else ()))
     reports = engine.run(targets, options.jobs or available())
 
-    trouble = bool(found.refused)
+    trouble = list(found.refused)
     for defect in (defect for report in reports for defect in report.defects):
         _say(f"{defect}\n{defect.traceback.rstrip()}")
-        trouble = True
+        trouble.append(str(defect))
     if engine.options.fix and not options.diff:
-        for report in reports:
-            trouble = not _keep(report) or trouble
+        trouble += [problem for report in reports for problem in _keep(report)]
     findings = [finding for report in reports for finding in report.findings]
     fixed = [report.mended.fixes for report in reports if report.mended and report.mended.fixes]
-    outcome = Outcome(findings, sum(report.ours for report in reports), sum(fixed), len(fixed))
+    checked = sum(report.ours for report in reports)
+    outcome = Outcome(findings, checked, sum(fixed), len(fixed), rules, trouble)
     if targets or not trouble:
-        _report(options, outcome, reports, stdin)
+        if options.diff:
+            lint_output.patch(reports, outcome)
+        else:
+            lint_output.report(options, outcome, bool(stdin) and engine.options.fix is not None)
     if trouble:
         return 2
     return 1 if (findings or (options.diff and fixed)) and not options.exit_zero else 0
-
-
-def _report(options: argparse.Namespace, outcome: Outcome, reports: list[FileReport], stdin: Target | None) -> None:
-    if options.diff:
-        for report in reports:
-            if report.mended:
-                _print_bytes(_diff(report.target.path, report.mended))
-        write([_would(outcome)], sys.stderr)
-        return
-    stream = sys.stderr if stdin and (options.fix or options.unsafe_fixes) else sys.stdout
-    formatted = FORMATS[options.format]
-    if formatted is None:
-        print(as_json(outcome), file=stream)
-    else:
-        write((statistics if options.statistics else formatted)(outcome), stream)
 
 
 def _options(options: argparse.Namespace) -> Options:
@@ -122,9 +65,9 @@ def _options(options: argparse.Namespace) -> Options:
 
         named(options.gpu)
     selectors = Selectors(
-        None if options.select is None else _flat(options.select),
-        _flat(options.extend_select),
-        _flat(options.ignore),
+        None if options.select is None else flat(options.select),
+        flat(options.extend_select),
+        flat(options.ignore),
         options.preview,
     )
     configs = tuple(launch_config(Path(name), name) for name in options.configs)
@@ -149,52 +92,28 @@ def _stdin(options: argparse.Namespace) -> tuple[list[str], Target | None]:
     return [path for path in paths if path != "-"], Target(name, kind, named=True, size=len(data), data=data)
 
 
-def _keep(report: FileReport) -> bool:
-    """Writes a mended file. False where it could not be, or a fix was not applied; it is said why."""
+def _keep(report: FileReport) -> list[str]:
+    """Writes a mended file. Says and returns why it could not be, or a fix was not applied."""
     mended = report.mended
     if report.target.data is not None:
-        _print_bytes(mended.after if mended else report.target.data)
+        lint_output.print_bytes(mended.after if mended else report.target.data)
     if mended is None:
-        return True
-    for problem in mended.problems:
-        _say(f"{report.target.path}:{problem}")
+        return []
+    path = report.target.path
+    problems = [f"{path}:{problem}" for problem in mended.problems]
     if report.target.data is None and mended.after != mended.before:
-        path = Path(report.target.path)
         try:
-            if path.read_bytes() != mended.before:
-                _say(f"{path}: was changed by somebody else in the meantime, and is left as it is. Run it again")
-                return False
-            write_atomically(path, mended.after)
+            if Path(path).read_bytes() != mended.before:
+                problems.append(
+                    f"{path}: was changed by somebody else in the meantime, and is left as it is. Run it again"
+                )
+            else:
+                write_atomically(Path(path), mended.after)
         except OSError as error:
-            _say(f"{path}: cannot be written: {error.strerror or error}")
-            return False
-    return not mended.problems
-
-
-def _diff(path: str, mended: Mended) -> bytes:
-    before, after = (data.decode("utf-8", "surrogateescape") for data in (mended.before, mended.after))
-    lines: list[str] = []
-    for line in difflib.unified_diff(_lines(before), _lines(after), path, path):
-        lines.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
-    return "".join(lines).encode("utf-8", "surrogateescape")
-
-
-def _lines(text: str) -> list[str]:
-    return [line for line in text.replace("\n", "\n\0").split("\0") if line]
-
-
-def _would(outcome: Outcome) -> Line:
-    if not outcome.fixed:
-        return summary(outcome)
-    files = f"{outcome.fixed_files} file{'' if outcome.fixed_files == 1 else 's'}"
-    left = f"; {len(outcome.findings)} would be left" if outcome.findings else ""
-    return [(f"Would fix {outcome.fixed} problem{'' if outcome.fixed == 1 else 's'} in {files}{left}.", "bold")]
-
-
-def _print_bytes(data: bytes) -> None:
-    sys.stdout.flush()
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
+            problems.append(f"{path}: cannot be written: {error.strerror or error}")
+    for problem in problems:
+        _say(problem)
+    return problems
 
 
 def _say(message: str) -> None:
@@ -204,30 +123,3 @@ def _say(message: str) -> None:
 def _usage(message: str) -> int:
     _say(message)
     return 2
-
-
-def _flat(given: Iterable[tuple[str, ...]] | None) -> tuple[str, ...]:
-    return tuple(code for codes in given or () for code in codes)
-
-
-def _codes(text: str) -> tuple[str, ...]:
-    codes = tuple(part.strip().upper() for part in text.split(",") if part.strip())
-    if not codes:
-        raise argparse.ArgumentTypeError("no code is named; MPG201, MPG2 or ALL are needed, several with commas")
-    return codes
-
-
-def _format(text: str) -> str:
-    if text not in FORMATS:
-        raise argparse.ArgumentTypeError(f"there is no format `{text}`{did_you_mean(text, FORMATS)}")
-    return text
-
-
-def _jobs(text: str) -> int:
-    try:
-        jobs = int(text)
-    except ValueError:
-        jobs = 0
-    if jobs < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of processes; 1 or more is needed")
-    return jobs

@@ -13,10 +13,11 @@ import os
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from mpguard.lint.finding import Finding, PlacedNote, Position
+from mpguard.lint.rule import BaseRule
 
 #: Pieces of text, each with a style of rich's (empty: none).
 Line = list[tuple[str, str]]
@@ -29,12 +30,17 @@ _WIDEST = 160
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A whole run. fixed: fixes applied, in `fixed_files` files."""
+    """A whole run. fixed: fixes applied, in `fixed_files` files.
+
+    rules: those that there are, by code. trouble: what could not be checked, and why.
+    """
 
     findings: Sequence[Finding]
     files: int
     fixed: int = 0
     fixed_files: int = 0
+    rules: Mapping[str, type[BaseRule]] = dataclasses.field(default_factory=dict)
+    trouble: Sequence[str] = ()
 
 
 def full(outcome: Outcome) -> Iterator[Line]:
@@ -48,8 +54,8 @@ def full(outcome: Outcome) -> Iterator[Line]:
 def concise(outcome: Outcome) -> Iterator[Line]:
     """A line for each finding."""
     for each in outcome.findings:
-        place = f"{_clean(each.file)}:{each.line}:{each.column}"
-        yield [(place, "bold"), (": ", ""), (each.code, _STYLES[each.severity]), (f" {_clean(each.message)}", "")]
+        place = f"{printable(each.file)}:{each.line}:{each.column}"
+        yield [(place, "bold"), (": ", ""), (each.code, _STYLES[each.severity]), (f" {printable(each.message)}", "")]
     yield summary(outcome)
 
 
@@ -92,7 +98,10 @@ def as_json(outcome: Outcome) -> str:
     return json.dumps(document, indent=2)
 
 
-FORMATS: dict[str, Callable[[Outcome], Iterator[Line]] | None] = {"full": full, "concise": concise, "json": None}
+#: What people read.
+TEXTS: dict[str, Callable[[Outcome], Iterator[Line]]] = {"full": full, "concise": concise}
+#: All formats; those of other programs are in `mpguard.lint.formats`.
+FORMATS = (*TEXTS, "json", "sarif", "github", "gitlab", "junit")
 
 
 def _json(finding: Finding) -> dict[str, Any]:
@@ -183,9 +192,9 @@ def _count(number: int, what: str) -> str:
 def _finding(finding: Finding) -> Iterator[Line]:
     style = _STYLES[finding.severity]
     yield [
-        (f"{_clean(finding.file)}:{finding.line}:{finding.column}", "bold"),
+        (f"{printable(finding.file)}:{finding.line}:{finding.column}", "bold"),
         (f" {finding.code} {finding.severity}", style),
-        (f" [{finding.name}] {_clean(finding.message)}", ""),
+        (f" [{finding.name}] {printable(finding.message)}", ""),
     ]
     here = [note for note in finding.notes if note.start is not None and note.path is None]
     numbers = [number for number, _ in finding.source] + [note.start[0] for note in here if note.start]
@@ -197,7 +206,7 @@ def _finding(finding: Finding) -> Iterator[Line]:
     else:
         gutter = " "
     for label, text in _remarks(finding):
-        yield [(f"{gutter} = ", _GUTTER), (f"{label}: ", "bold"), (_clean(text), "")]
+        yield [(f"{gutter} = ", _GUTTER), (f"{label}: ", "bold"), (printable(text), "")]
 
 
 def _frame(finding: Finding, notes: list[PlacedNote], width: int, style: str) -> Iterator[Line]:
@@ -213,7 +222,7 @@ def _frame(finding: Finding, notes: list[PlacedNote], width: int, style: str) ->
     for note in notes:
         if note.start and note.end:
             last = note.end[1] if note.end[0] == note.start[0] else None
-            marks.setdefault(note.start[0], []).append((note.start[1], last, "-", _clean(note.message), _GUTTER))
+            marks.setdefault(note.start[0], []).append((note.start[1], last, "-", printable(note.message), _GUTTER))
     numbers = [number for number in sorted(code) if number in marks or code[number].strip()]
     previous = None
     for number in numbers:
@@ -263,10 +272,10 @@ def _columns(text: str) -> int:
 
 
 def _shown(text: str) -> str:
-    return _clean(text.replace("\t", "    "))
+    return printable(text.replace("\t", "    "))
 
 
-def _clean(text: str) -> str:
+def printable(text: str) -> str:
     """Without control characters, which a terminal would obey: a file's text and name are not ours."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 

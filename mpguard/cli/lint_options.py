@@ -1,0 +1,100 @@
+"""The options of `mpguard lint`, in groups, and what each accepts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+from mpguard.errors import did_you_mean
+from mpguard.lint.report import FORMATS
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "paths", nargs="*", metavar="PATH", help="files and folders; `-` is stdin (default: this folder)"
+    )
+    _rules(
+        parser.add_argument_group("which rules", "CODE is a code (MPG201), a prefix (MPG2) or ALL; several with commas")
+    )
+    _files(parser.add_argument_group("which files, and what goes with them"))
+    _fixes(parser.add_argument_group("fixes"))
+    _output(parser.add_argument_group("output"))
+    _running(parser.add_argument_group("running"))
+
+
+def flat(given: Iterable[tuple[str, ...]] | None) -> tuple[str, ...]:
+    """The codes of an option that may be given several times."""
+    return tuple(code for codes in given or () for code in codes)
+
+
+def _rules(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--select", action="append", type=_codes, metavar="CODE,...", help="these rules instead of the default ones"
+    )
+    group.add_argument("--extend-select", action="append", type=_codes, metavar="CODE,...", help="these rules too")
+    group.add_argument("--ignore", action="append", type=_codes, metavar="CODE,...", help="not these rules")
+    group.add_argument("--preview", action="store_true", help="let prefixes and ALL select preview rules too")
+
+
+def _files(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        dest="configs",
+        help="a launch config to check the code against, instead of those beside it (repeatable)",
+    )
+    group.add_argument("--gpu", metavar="NAME", help="what the code will run on: a name (h100) or a capability (sm_90)")
+    group.add_argument("--stdin-filename", metavar="NAME", help="the name that stdin is reported and checked under")
+    group.add_argument(
+        "--include-markdown",
+        action="store_true",
+        help="check the blocks of Python in Markdown files too, each as a program of its own",
+    )
+    group.add_argument(
+        "--force-exclude",
+        action="store_true",
+        help="treat files that are named like found ones: `exclude` holds for them too (for pre-commit)",
+    )
+
+
+def _fixes(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--fix", action="store_true", help="apply safe fixes; what is left is reported")
+    group.add_argument("--unsafe-fixes", action="store_true", help="apply unsafe ones too (implies --fix)")
+    group.add_argument("--diff", action="store_true", help="print what the fixes would change, and change nothing")
+
+
+def _output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--format", type=_format, default="full", metavar="|".join(FORMATS), help="default: full")
+    group.add_argument("--output-file", metavar="FILE", help="write the report there, and only a summary to stderr")
+    group.add_argument("--statistics", action="store_true", help="how often each rule spoke, instead of the findings")
+    group.add_argument("--exit-zero", action="store_true", help="exit with 0 where there are findings")
+
+
+def _running(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("-j", "--jobs", type=_jobs, metavar="N", help="processes (default: as many as there are cores)")
+    group.add_argument("--no-cache", action="store_true", help="accepted, without effect: this version keeps no cache")
+
+
+def _codes(text: str) -> tuple[str, ...]:
+    codes = tuple(part.strip().upper() for part in text.split(",") if part.strip())
+    if not codes:
+        raise argparse.ArgumentTypeError("no code is named; MPG201, MPG2 or ALL are needed, several with commas")
+    return codes
+
+
+def _format(text: str) -> str:
+    if text not in FORMATS:
+        raise argparse.ArgumentTypeError(f"there is no format `{text}`{did_you_mean(text, FORMATS)}")
+    return text
+
+
+def _jobs(text: str) -> int:
+    try:
+        jobs = int(text)
+    except ValueError:
+        jobs = 0
+    if jobs < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of processes; 1 or more is needed")
+    return jobs

@@ -1,0 +1,109 @@
+"""What `mpguard lint` prints or writes: the report in its format, or the patch that the fixes are."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import io
+import stat
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from mpguard.edits import write_atomically
+from mpguard.errors import ConfigError
+from mpguard.lint.engine import FileReport, Mended
+from mpguard.lint.report import TEXTS, Line, Outcome, as_json, statistics, summary, write
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises `ConfigError` for what cannot be printed or written, before anything is checked."""
+    if options.statistics and options.format not in (*TEXTS, "json"):
+        raise ConfigError(f"--statistics is for people, and has no --format {options.format}; leave one of them out")
+    if options.output_file is None:
+        return
+    if options.diff:
+        raise ConfigError("--output-file takes the report, and --diff prints a patch; leave one of them out")
+    file = Path(options.output_file)
+    if file.is_dir() or not file.parent.is_dir():
+        what = "is a folder" if file.is_dir() else f"there is no folder `{file.parent}`"
+        raise ConfigError(f"--output-file {file}: {what}; a file in a folder that is there is needed")
+
+
+def report(options: argparse.Namespace, outcome: Outcome, to_stderr: bool) -> None:
+    """Prints the report, or writes it to `--output-file`. Raises `ConfigError` where that cannot be written."""
+    if options.output_file is not None:
+        _write_file(Path(options.output_file), options, outcome)
+        write([summary(outcome)], sys.stderr)
+        return
+    stream = sys.stderr if to_stderr else sys.stdout
+    text = _document(options, outcome)
+    if text is None:
+        write(_lines_of(options, outcome), stream)
+    elif text:
+        write(([(line, "")] for line in text.split("\n")), stream)
+
+
+def patch(reports: Iterable[FileReport], outcome: Outcome) -> None:
+    """Prints what the fixes would change as a patch, and a summary to stderr."""
+    for each in reports:
+        if each.mended:
+            print_bytes(_diff(each.target.path, each.mended))
+    write([_would(outcome)], sys.stderr)
+
+
+def print_bytes(data: bytes) -> None:
+    sys.stdout.flush()
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def _document(options: argparse.Namespace, outcome: Outcome) -> str | None:
+    """The report for another program; None where the format is for people."""
+    if options.format in TEXTS:
+        return None
+    if options.format == "json":
+        return as_json(outcome)
+    from mpguard.lint import formats
+
+    return formats.document(options.format, outcome)
+
+
+def _lines_of(options: argparse.Namespace, outcome: Outcome) -> Iterable[Line]:
+    return (statistics if options.statistics else TEXTS[options.format])(outcome)
+
+
+def _write_file(file: Path, options: argparse.Namespace, outcome: Outcome) -> None:
+    text = _document(options, outcome)
+    if text is None:
+        stream = io.StringIO()
+        write(_lines_of(options, outcome), stream)
+        text = stream.getvalue().removesuffix("\n")
+    data = f"{text}\n".encode(errors="backslashreplace") if text else b""
+    try:
+        if file.exists() and not stat.S_ISREG(file.stat().st_mode):  # /dev/stdout: not to be replaced by a file
+            file.write_bytes(data)
+        else:
+            write_atomically(file, data)
+    except OSError as error:
+        raise ConfigError(f"--output-file {file}: cannot be written: {error.strerror or error}") from None
+
+
+def _diff(path: str, mended: Mended) -> bytes:
+    before, after = (data.decode("utf-8", "surrogateescape") for data in (mended.before, mended.after))
+    lines: list[str] = []
+    for line in difflib.unified_diff(_lines(before), _lines(after), path, path):
+        lines.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
+    return "".join(lines).encode("utf-8", "surrogateescape")
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in text.replace("\n", "\n\0").split("\0") if line]
+
+
+def _would(outcome: Outcome) -> Line:
+    if not outcome.fixed:
+        return summary(outcome)
+    files = f"{outcome.fixed_files} file{'' if outcome.fixed_files == 1 else 's'}"
+    left = f"; {len(outcome.findings)} would be left" if outcome.findings else ""
+    return [(f"Would fix {outcome.fixed} problem{'' if outcome.fixed == 1 else 's'} in {files}{left}.", "bold")]

@@ -1,0 +1,26 @@
+"""What a finding is by, wherever in its file it has moved to: its path, its code and its line of source."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+
+from mpguard.lint.finding import Finding
+
+
+def source_line(finding: Finding) -> str:
+    """The line that a finding begins on, without what reformatting changes: indentation and runs of spaces."""
+    return " ".join(dict(finding.source).get(finding.line, "").split())
+
+
+def fingerprints(findings: Iterable[Finding]) -> list[str]:
+    """A digest for each; those that are alike in all are told apart by their order."""
+    seen: Counter[tuple[str, str, str]] = Counter()
+    digests = []
+    for finding in findings:
+        key = (finding.path.replace("\\", "/"), finding.code, source_line(finding))
+        seen[key] += 1
+        text = "\0".join((*key, str(seen[key])))
+        digests.append(hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32])
+    return digests

@@ -1,0 +1,35 @@
+"""The Code Quality report of GitLab (`artifacts: reports: codequality:`)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mpguard.lint.finding import Finding
+from mpguard.lint.fingerprint import fingerprints
+from mpguard.lint.formats import below_root, first_line, headline
+from mpguard.lint.report import Outcome, printable
+
+_SEVERITIES = {"error": "critical", "warning": "major", "info": "info"}
+
+
+def report(outcome: Outcome) -> str:
+    findings = outcome.findings
+    return json.dumps([_issue(*pair) for pair in zip(findings, fingerprints(findings), strict=True)], indent=2)
+
+
+def _issue(finding: Finding, fingerprint: str) -> dict[str, Any]:
+    begin = {"line": first_line(finding), "column": finding.column}
+    end = {"line": finding.end_line, "column": finding.end_column}
+    if finding.cell is not None:
+        begin = end = {"line": 1, "column": 1}
+    return {
+        "description": f"{finding.code}: {headline(finding)}",
+        "check_name": finding.name,
+        "fingerprint": fingerprint,
+        "severity": _SEVERITIES[finding.severity],
+        "location": {
+            "path": printable(below_root(finding.path, "gitlab")),
+            "positions": {"begin": begin, "end": end},
+        },
+    }
