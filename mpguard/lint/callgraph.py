@@ -45,6 +45,8 @@ class CallGraph:
         self._contexts: dict[Scope, Guard] = {}
         self._active: set[object] = set()
         self._escapes: dict[Scope, bool] = {}
+        self._given: set[str] = set()
+        self._given_of = -1
         self._near: dict[Scope, list[Scope]] = {}
         self._deep = 0
         self._named: dict[str, list[Scope]] = {}
@@ -211,14 +213,17 @@ class CallGraph:
         return self._escapes[scope]
 
     def _handed_on(self, scope: Scope) -> bool:
-        for place in self.facts.walker.scopes:
-            roots = place.uses.get(scope.name, ()) if not scope.is_method else place.uses.get("self", ())
-            for use in roots:
-                if use.path in (scope.name, f"self.{scope.name}"):
-                    parent = self.facts.walker.parents.get(use.node)
-                    if isinstance(parent, (cst.Arg, cst.Element)):
-                        return True
-        return False
+        if self._given_of != self.facts.parsed_bytes:
+            parents = self.facts.walker.parents
+            self._given_of = self.facts.parsed_bytes
+            self._given = {
+                use.path
+                for place in self.facts.walker.scopes
+                for uses in place.uses.values()
+                for use in uses
+                if isinstance(parents.get(use.node), (cst.Arg, cst.Element))
+            }
+        return (f"self.{scope.name}" if scope.is_method else scope.name) in self._given
 
     # -- guards ---
 

@@ -191,6 +191,16 @@ class Values:
 
     def lookup(self, path: str, scope: Scope, order: int) -> Alternatives:
         """What a dotted name may be at a place."""
+        found = self._named(path, scope, order)
+        if found is not None:
+            return found
+        self.facts.need("*")
+        if self.facts.module.bindings.get("*"):
+            return self._starred(path)
+        return (Alternative(ALWAYS, Ref(path)),) if path.split(".", 1)[0] in _BUILTINS else NOTHING_KNOWN
+
+    def _named(self, path: str, scope: Scope, order: int) -> Alternatives | None:
+        """The same where the file itself binds the name; None where it does not."""
         parts = path.split(".")
         for length in range(len(parts), 0, -1):
             key = ".".join(parts[:length])
@@ -207,19 +217,25 @@ class Values:
             for name in parts[length:]:
                 found = self._attribute(found, name)
             return found
-        self.facts.need("*")
-        if self.facts.module.bindings.get("*"):
-            return self._starred(path)
-        return (Alternative(ALWAYS, Ref(path)),) if parts[0] in _BUILTINS else NOTHING_KNOWN
+        return None
 
     def _starred(self, path: str) -> Alternatives:
-        for binding in self.facts.module.bindings["*"]:
-            other = self.facts.imported(binding.target)
-            if other is not None:
-                found = other.values.lookup(path, other.module, 1 << 60)
-                if all(alternative.atom is not UNKNOWN for alternative in found):
-                    return found
-        return NOTHING_KNOWN
+        """What one of the modules that are imported with `*` binds, or one of those that they import so."""
+        seen = {self.facts}
+        pending = _starred(self.facts)
+        while pending:
+            other = pending.pop()
+            if other in seen:
+                continue
+            seen.add(other)
+            found = other.values._named(path, other.module, 1 << 60)
+            if found is None:
+                pending += _starred(other)
+            elif all(alternative.atom is not UNKNOWN for alternative in found):
+                return found
+        return (
+            (Alternative(ALWAYS, Ref(path)),) if len(seen) > 1 and path.split(".", 1)[0] in _BUILTINS else NOTHING_KNOWN
+        )
 
     def reaching(self, key: str, scope: Scope, order: int, guard: Guard = ALWAYS) -> list[Binding]:
         """The bindings whose value `key` may have at a place, the latest first."""
@@ -466,6 +482,13 @@ class Values:
         if owner.kind == "pipeline":
             return NOTHING_KNOWN
         return NOTHING_KNOWN
+
+
+def _starred(facts: Facts) -> list[Facts]:
+    """The modules of the linted tree that a file imports with `*`, the last first."""
+    facts.need("*")
+    found = (facts.imported(binding.target) for binding in facts.module.bindings.get("*", ()))
+    return [other for other in found if other is not None][::-1]
 
 
 def _prepared(alternatives: Alternatives) -> Alternatives:
