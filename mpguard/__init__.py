@@ -6,6 +6,7 @@
     fully_shard(model, mp_policy=policy.to("fsdp2"))
     config, changes = mpguard.inject(config, policy, "deepspeed")
     mpguard.activate(policy)  # everything that is built from here on
+    mpguard.convert(model, "bf16_with_fp8_current_scaling_mixed")  # FP8 layers in a model of one's own
 
 Importing mpguard imports no torch.
 """
@@ -32,6 +33,7 @@ from mpguard.policy import Dtype, Policy
 from mpguard.recipes import recipe, recipes, register
 
 if TYPE_CHECKING:
+    from mpguard.conversion import convert, revert
     from mpguard.runtime import activate, prove
 
 __version__ = "0.1.0"
@@ -52,11 +54,13 @@ __all__ = [
     "SettingsError",
     "UnknownRecipe",
     "activate",
+    "convert",
     "inject",
     "prove",
     "recipe",
     "recipes",
     "register",
+    "revert",
 ]
 
 
@@ -65,4 +69,8 @@ def __getattr__(name: str) -> object:
         from mpguard import runtime
 
         return getattr(runtime, name)
+    if name in ("convert", "revert"):
+        from mpguard import conversion
+
+        return getattr(conversion, name)
     raise AttributeError(f"module 'mpguard' has no attribute {name!r}")

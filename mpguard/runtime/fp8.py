@@ -7,14 +7,12 @@ import sys
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
-from mpguard.hardware import NEEDS
+from mpguard.conversion import choice
+from mpguard.conversion.choice import is_of, matches
 from mpguard.policy import DEFAULT_FP8_EXCLUDE, Policy
 
 if TYPE_CHECKING:
     from torch import nn
-
-#: FP8 products take sizes that are multiples of this (torch._scaled_mm; TE's assert_dim_for_fp8_exec).
-MULTIPLE = NEEDS["tensorwise"].multiple
 
 
 @dataclasses.dataclass
@@ -53,8 +51,7 @@ def find(modules: list[tuple[str, nn.Module]], policy: Policy, te_recipes: list[
     layers: dict[str, list[tuple[str, Any]]] = {"torchao": [], "te": []}
     plain: list[tuple[str, torch.nn.Linear]] = []
     for name, module in modules:
-        kind = type(module)
-        if kind.__module__.startswith("torchao.float8") and kind.__name__ == "Float8Linear":
+        if is_of(module, "torchao.float8"):
             layers["torchao"].append((name, module))
         elif is_te(module):
             if any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
@@ -64,10 +61,14 @@ def find(modules: list[tuple[str, nn.Module]], policy: Policy, te_recipes: list[
     backend = "torchao" if layers["torchao"] else "te"
     if not layers[backend]:
         return None
-    kept_out = policy.kept_out_of_fp8
     found = Fp8Found(backend, [name for name, _ in layers[backend]])
-    found.left = {name: _reason(name, module, kept_out) for name, module in plain}
-    found.against = [name for name in found.converted if matches(name, kept_out)]
+    reasons = choice.reasons(modules, policy)
+    frozen = {id(module) for _, module in plain if not module.weight.requires_grad}
+    found.left = {name: reasons[id(module)] or ("frozen" if id(module) in frozen else "") for name, module in plain}
+    ends = choice.in_end_blocks(modules, policy)
+    found.against = [
+        name for name, module in layers[backend] if id(module) in ends or matches(name, policy.kept_out_of_fp8)
+    ]
     if backend == "torchao":
         configs = [module.config for _, module in layers["torchao"]]
         found.emulated = all(config.emulate for config in configs)
@@ -85,26 +86,27 @@ def find(modules: list[tuple[str, nn.Module]], policy: Policy, te_recipes: list[
     return found
 
 
-def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
-
-
 def is_te(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("transformer_engine")
+    return is_of(module, "transformer_engine")
 
 
-def te_recipe_in_force() -> dict[str, Any]:
-    """Class and fields of Transformer Engine's recipe here and now; empty outside its FP8 autocast."""
+def te_recipe_in_force(module: Any) -> dict[str, Any]:
+    """Class and fields of Transformer Engine's recipe for a module that has just run; empty outside FP8 autocast."""
+    if hasattr(module, "_mpguard_fp8"):  # enters FP8 autocast itself, and has left it
+        return _fields(module.fp8_meta["recipe"]) if module.fp8 else {}
     for name in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):
         manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
         if manager is None:
             continue
         if not manager.is_fp8_enabled():
             return {}
-        recipe = manager.get_fp8_recipe()
-        fields = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
-        return {"recipe": type(recipe).__name__, **{name: _plain(value) for name, value in fields.items()}}
+        return _fields(manager.get_fp8_recipe())
     return {}
+
+
+def _fields(recipe: Any) -> dict[str, Any]:
+    fields = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+    return {"recipe": type(recipe).__name__, **{name: _plain(value) for name, value in fields.items()}}
 
 
 def _plain(value: Any) -> Any:
@@ -114,15 +116,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "use_split_accumulator"):
         return {"use_split_accumulator": value.use_split_accumulator}
     return getattr(value, "name", None) or repr(value)
-
-
-def _reason(name: str, module: nn.Linear, kept_out: tuple[str, ...]) -> str:
-    if matches(name, kept_out):
-        return "fp8_exclude"
-    sizes = [size for size in (module.out_features, module.in_features) if size % MULTIPLE]
-    if sizes:
-        return f"{' and '.join(map(str, sizes))} {'is' if len(sizes) == 1 else 'are'} no multiple of {MULTIPLE}"
-    return "" if module.weight.requires_grad else "frozen"
 
 
 def _torchao_recipe(config: Any) -> str:

@@ -1,0 +1,86 @@
+"""Rows that are no multiple of what FP8 products need: padded with zeros inside the layer, and cut off again.
+
+Zeros change no maximum, so no scale, and add nothing to a gradient. The last batch of an epoch and odd
+sequence lengths cost a little; a run that pads all the time is told what multiple to use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+
+import torch
+from torch import nn
+
+from mpguard.errors import MpguardWarning
+from mpguard.policy import Policy
+
+#: Calls of FP8 layers before the share of padded work is judged, and the share that is too much.
+CALLS, SHARE = 100, 0.05
+
+
+@dataclasses.dataclass
+class Padding:
+    """Of the layers of one model: multiply-adds in all, those on padding, and what has been said."""
+
+    multiple: int
+    calls: int = 0
+    work: int = 0
+    padded: int = 0
+    said: bool = False
+    warned: bool = False
+
+    def count(self, layer: str, rows: int, added: int, size: int) -> None:
+        self.calls += 1
+        self.work += (rows + added) * size
+        self.padded += added * size
+        if added and not self.said:
+            self.said = True
+            _warn(
+                f"{layer or 'the model'}: its input has {rows} rows, FP8 products need a multiple of {self.multiple}; "
+                f"padded to {rows + added} inside the layer and cut off again (said once)"
+            )
+        if not self.warned and self.calls >= CALLS and self.padded > SHARE * self.work:
+            self.warned = True
+            _warn(
+                f"{100 * self.padded / self.work:.0f} % of the work of the FP8 layers is on padding: rows (batch x "
+                f"sequence length) are no multiple of {self.multiple}. Make them one"
+            )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(MpguardWarning(text), stacklevel=2)
+
+
+@dataclasses.dataclass
+class State:
+    """What a converted layer knows: its name, the policy, which attributes came with the conversion."""
+
+    name: str
+    policy: Policy
+    padding: Padding
+    added: tuple[str, ...] = ()
+
+
+class Padded(nn.Module):
+    """Goes before the FP8 layer of a library: its `forward` sees multiples only."""
+
+    in_features: int
+    out_features: int
+    _mpguard_fp8: State
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        state = self._mpguard_fp8
+        multiple = state.padding.multiple
+        *lead, width = input.shape
+        rows = math.prod(lead)
+        added = -rows % multiple if rows else multiple
+        if not torch.compiler.is_compiling():
+            state.padding.count(state.name, rows, added, self.in_features * self.out_features)
+        if not added:
+            result: torch.Tensor = super().forward(input)
+            return result
+        padded = nn.functional.pad(input.reshape(rows, width), (0, 0, 0, added))
+        result = super().forward(padded)
+        return result[:rows].reshape(*lead, self.out_features)

@@ -1,0 +1,150 @@
+"""FP8 layers put in, and taken out, where the layers stand.
+
+What makes an `nn.Linear` one of a library's FP8 layers is its class and a few attributes: those are
+given to the module that is there. So nothing that refers to the module or its parameters (optimizers,
+tied layers, hooks, wrappers around the model) has to know.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from mpguard import hardware
+from mpguard.conversion import Conversion, choice
+from mpguard.conversion.padding import Padded, Padding, State
+from mpguard.errors import NotCarried, NotInForce, PolicyError
+from mpguard.plugin import carriers
+from mpguard.policy import Policy
+from mpguard.recipes import recipe
+
+#: What a policy may ask of FP8 and converted layers do not have.
+NOT_CARRIED = (
+    "fp8_param", "fp4_param", "fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention", "fuse",
+)  # fmt: skip
+
+MARK = "_mpguard_fp8"
+
+
+def convert(model: nn.Module, policy: Policy | str) -> Conversion:
+    """Makes the Linear layers of a model FP8 layers, as a policy (or recipe) says. Returns what was done.
+
+    Before or after the optimizer is built, and before or after the model is moved or wrapped by DDP;
+    before `torch.compile`, scripting, and `fully_shard` of single layers. Layers stay the same objects with
+    the same parameters. Left out, each with its reason: what `fp8_exclude` names, output heads, MoE routers, LoRA
+    adapters, quantized layers, other classes, sizes that FP8 products cannot have, blocks at the ends under
+    `first_last_layers_bf16`. Called again with the same policy it converts what has been added since.
+
+    Raises `PolicyError` for a policy without FP8 or a pattern that matches nothing, `NotInForce` where
+    this machine cannot run it or nothing would be FP8, `MissingExtra` for a library that is not installed;
+    the model is then as it was.
+    """
+    policy = recipe(policy) if isinstance(policy, str) else policy
+    if policy.low_bit_recipe is None:
+        raise PolicyError(f"convert: the policy `{policy.name}` has neither FP8 nor FP4. Set fp8 and fp8_recipe")
+    _check(model)
+    modules = list(model.named_modules(remove_duplicate=False))
+    choice.check_patterns(modules, policy)
+    if policy.first_last_layers_bf16 and not choice.stacks(modules):
+        raise PolicyError(
+            f"convert: `{policy.name}` keeps blocks at the ends in {policy.compute_dtype}, and the model has no "
+            "ModuleList or Sequential of blocks. Name the layers in fp8_exclude, and set first_last_layers_bf16=False"
+        )
+    reasons = choice.reasons(modules, policy)
+    names: dict[int, str] = {}
+    layers: dict[int, nn.Linear] = {}
+    for name, module in modules:
+        if id(module) in reasons and id(module) not in layers:
+            names[id(module)], layers[id(module)] = name, module
+    before = {key: layer for key, layer in layers.items() if MARK in layer.__dict__}
+    _check_policy(names, before, policy)
+    todo = {key: layer for key, layer in layers.items() if not reasons[key] and key not in before}
+    skipped = tuple((names[key], reasons[key]) for key in layers if reasons[key] and key not in before)
+    if not todo and not before:
+        said = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in skipped[:5])
+        raise NotInForce(f"convert: nothing in the model can be FP8: {said or 'it has no Linear layer'}")
+    backend, library = _library(policy)
+    for field in NOT_CARRIED:
+        if policy.explicit(field):
+            warnings.warn(NotCarried(field, policy.text_of(field), "convert", carriers(field)), stacklevel=2)
+    padding = next((layer.__dict__[MARK].padding for layer in before.values()), Padding(choice.multiple(policy)))
+    template = library.templates(policy)
+    made = {key: template(layer) for key, layer in todo.items()}  # all of them before the first change
+    for key, layer in todo.items():
+        become(layer, library.Float8Linear, made[key], State(names[key], policy, padding))
+    if backend == "te":
+        library.around(model, policy)
+    return Conversion(
+        backend, str(policy.low_bit_recipe), policy.compute_dtype.short, policy.fp8_emulate,
+        tuple(names[key] for key in todo), tuple(names[key] for key in before), skipped,
+    )  # fmt: skip
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Takes back what `convert` did: plain `nn.Linear` layers with the same parameters. Returns the model."""
+    layers = [module for module in model.modules() if MARK in module.__dict__]
+    for layer in layers:
+        if not type(layer).__module__.startswith(__package__):
+            raise PolicyError(
+                f"revert: {layer.__dict__[MARK].name or 'the model'} has become a {type(layer).__name__} since it was "
+                "converted. Revert before fully_shard, or others, change the layer"
+            )
+    for layer in layers:
+        for name in (*layer.__dict__[MARK].added, MARK):
+            layer.__dict__.pop(name, None)
+        layer.__class__ = nn.Linear
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for key, hook in list(hooks.items()):
+            owner = getattr(hook, "__self__", None)
+            if type(owner).__module__ == f"{__package__}.te":
+                del hooks[key]
+    return model
+
+
+def become(layer: nn.Linear, kind: type[Padded], template: nn.Module, state: State) -> None:
+    """Gives a layer another class, and the attributes that a template of it has and the layer has not."""
+    added = {key: value for key, value in template.__dict__.items() if key not in layer.__dict__}
+    layer.__dict__.update(added)
+    state.added = tuple(added)
+    layer.__dict__[MARK] = state
+    layer.__class__ = kind  # type: ignore[assignment]
+
+
+def _check(model: nn.Module) -> None:
+    """Raises for what cannot be changed any more."""
+    for name, module in model.named_modules():
+        what = f"convert: {name or 'the model'} ({type(module).__name__})"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PolicyError(f"{what} is scripted: its code is fixed. Convert before torch.jit.script or trace")
+        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+            raise PolicyError(f"{what} is compiled. Convert before torch.compile")
+
+
+def _check_policy(names: dict[int, str], before: dict[int, nn.Linear], policy: Policy) -> None:
+    for key, layer in before.items():
+        state: State = layer.__dict__[MARK]
+        if state.policy != policy:
+            raise PolicyError(
+                f"convert: {names[key] or 'the model'} is FP8 already, under `{state.policy.name}`; the policy now is "
+                f"`{policy.name}`. Call mpguard.revert(model) first"
+            )
+
+
+def _library(policy: Policy) -> tuple[str, ModuleType]:
+    """The backend that is there, and its half of the conversion."""
+    here = hardware.detect()
+    if lacking := here.refuses(policy):
+        raise NotInForce(f"convert: the policy `{policy.name}` does not run here: {lacking}")
+    backend = next(each for each in policy.backends if each in here.libraries)
+    try:
+        return backend, importlib.import_module(f"{__package__}.{backend}")
+    except (ImportError, OSError, RuntimeError) as error:
+        library = {"te": "transformer_engine"}.get(backend, backend)
+        raise NotInForce(
+            f"convert: {library} is installed and cannot be imported ({type(error).__name__}: {error}). Install the "
+            f"build for this torch and CUDA, or name another backend than {backend}"
+        ) from error

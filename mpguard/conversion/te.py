@@ -1,0 +1,97 @@
+"""Transformer Engine's FP8 layer. Imports Transformer Engine: for `swap` alone. Read against 2.20.
+
+Current and block scaling hold no state: each layer enters FP8 autocast itself, so that it is in force
+wherever the layer is called (a part of the model, an activation checkpoint that computes anew). Delayed
+scaling updates its history when the outermost autocast ends, once per forward pass of the model: that one is
+entered around the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+from torch import nn
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from mpguard.conversion.padding import Padded
+from mpguard.errors import NotInForce
+from mpguard.plugin import get
+from mpguard.policy import Policy
+
+
+class Float8Linear(Padded, te.Linear, nn.Linear):  # type: ignore[misc]
+    """Transformer Engine's `Linear` in the place of an `nn.Linear`, which it still is.
+
+    The state of delayed scaling is no part of the `state_dict`, whose keys stay those of the plain model.
+    """
+
+    _mpguard_recipe: Any
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+    reset_parameters = nn.Linear.reset_parameters
+    extra_repr = nn.Linear.extra_repr
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not input.is_cuda:
+            raise NotInForce(
+                f"{self._mpguard_fp8.name}: its input is on {input.device}; Transformer Engine computes on a GPU. "
+                'Move the model and the batch there (`model.to("cuda")`)'
+            )
+        if FP8GlobalStateManager.is_fp8_enabled():
+            return super().forward(input)
+        recipe = self._mpguard_recipe
+        if recipe.delayed() and torch.is_grad_enabled():
+            raise NotInForce(
+                f"{self._mpguard_fp8.name} is called outside the forward pass of the model that was converted (a part "
+                "of it, or an activation checkpoint of torch's that computes anew), where delayed scaling has no "
+                "history. Call the whole model, use transformer_engine.pytorch.checkpoint, or a recipe with "
+                "current scaling"
+            )
+        with te.autocast(recipe=recipe):
+            return super().forward(input)
+
+
+class Region:
+    """Hooks that have a whole model run inside FP8 autocast."""
+
+    def __init__(self, recipe: Any) -> None:
+        self.recipe = recipe
+        self.open: list[Any] = []
+
+    def enter(self, _model: nn.Module, _inputs: Any) -> None:
+        self.open.append(te.autocast(recipe=self.recipe))
+        self.open[-1].__enter__()
+
+    def leave(self, _model: nn.Module, _inputs: Any, _output: Any) -> None:
+        self.open.pop().__exit__(None, None, None)
+
+
+def templates(policy: Policy) -> Callable[[nn.Linear], nn.Module]:
+    """A function from a plain layer to Transformer Engine's, of the same sizes, without data."""
+    recipe = get("te").build(policy)
+
+    def template(layer: nn.Linear) -> nn.Module:
+        made: nn.Module = te.Linear(
+            layer.in_features, layer.out_features,
+            bias=layer.bias is not None, params_dtype=layer.weight.dtype, device="meta",
+        )  # fmt: skip
+        made.__dict__["_mpguard_recipe"] = recipe
+        return made
+
+    return template
+
+
+def around(model: nn.Module, policy: Policy) -> None:
+    """FP8 autocast around the forward pass of the model, where the recipe has a history."""
+    recipe = get("te").build(policy)
+    if recipe.delayed() and not any(map(is_ours, model._forward_pre_hooks.values())):
+        region = Region(recipe)
+        model.register_forward_pre_hook(region.enter)
+        model.register_forward_hook(region.leave, always_call=True)
+
+
+def is_ours(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), Region)

@@ -1,0 +1,39 @@
+"""torchao's FP8 layer. Imports torchao: for `swap` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torchao.float8 import convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear as Torchao
+
+from mpguard.conversion.padding import Padded
+from mpguard.plugin import get
+from mpguard.policy import Policy
+
+
+class Float8Linear(Padded, Torchao):  # type: ignore[misc]
+    """torchao's `Float8Linear` for rows of any number, and under autocast of any device."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        device = input.device.type
+        if torch.is_autocast_enabled(device):  # torchao asks CUDA's alone
+            input = input.to(torch.get_autocast_dtype(device))
+        return super().forward(input)
+
+
+def templates(policy: Policy) -> Callable[[nn.Linear], nn.Module]:
+    """A function from a plain layer to torchao's, of the same sizes, without data.
+
+    Without float8 all-gather, which would put other parameters into the model.
+    """
+    config = get("torchao").build(policy)
+
+    def template(layer: nn.Linear) -> nn.Module:
+        empty = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        made: nn.Module = convert_to_float8_training(empty, config=config)
+        return made
+
+    return template
