@@ -15,17 +15,22 @@ import pkgutil
 from types import ModuleType
 
 from mpguard.errors import ExtensionError
+from mpguard.settings import are_isolated
 
 GROUPS = ("mpguard.plugins", "mpguard.recipes", "mpguard.rules")
 
 
-@functools.cache
 def load(group: str, own_only: bool = False) -> tuple[ModuleType, ...]:
     """Imports every module of every package that `group` names; once per process.
 
     Ours come first, so that a clash is the other package's error; then by name.
-    own_only: leave out what other distributions than mpguard bring.
+    own_only: leave out what other distributions than mpguard bring; under `settings.isolated()` that is always so.
     """
+    return _load(group, own_only or are_isolated())
+
+
+@functools.cache
+def _load(group: str, own_only: bool) -> tuple[ModuleType, ...]:
     modules: list[ModuleType] = []
     found = [
         (entry.dist.name if entry.dist else "an unknown distribution", entry)

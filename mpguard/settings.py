@@ -6,11 +6,13 @@ otherwise do nothing, in silence.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +57,32 @@ class Settings:
         return paths
 
 
+_ISOLATED: ContextVar[bool] = ContextVar("isolated", default=False)
+
+
+@contextlib.contextmanager
+def isolated(on: bool = True) -> Iterator[None]:
+    """Within it there are no settings, whatever files say (`--isolated`)."""
+    token = _ISOLATED.set(on)
+    try:
+        yield
+    finally:
+        _ISOLATED.reset(token)
+
+
+def are_isolated() -> bool:
+    """Whether settings, and what other distributions bring, are to be left out."""
+    return _ISOLATED.get()
+
+
 def nearest(path: Path) -> Settings:
     """The settings for a file or a folder: those of the nearest folder above that has some.
 
     A `pyproject.toml` without `[tool.mpguard]` is passed over. Raises `SettingsError`.
     """
     path = path.absolute()
+    if are_isolated():
+        return Settings(Path(path.anchor))
     return _of_folder(path if path.is_dir() else path.parent)
 
 

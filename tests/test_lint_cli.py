@@ -105,7 +105,13 @@ def test_exit_zero_hides_findings_and_nothing_else(mpguard: Any) -> None:
         (["-j", "none"], "none is no number of processes"),
         (["--stdin-filename", "x.py"], "--stdin-filename names what is on stdin"),
         (["notes.txt"], "notes.txt: mpguard reads Python (.py), notebooks (.ipynb), YAML (.yaml, .yml), JSON"),
-        (["--add-noqa"], "--add-noqa"),
+        (["--add-noqa", "--fix"], "--add-noqa suppresses what --fix would mend"),
+        (["--baseline", "b.json", "--fix"], "--fix changes all that is found, and --baseline is about a part"),
+        (["--baseline", "b.json"], "b.json: cannot be read: No such file or directory; `--write-baseline b.json`"),
+        (["--baseline", "own.yaml"], "own.yaml: is no JSON, which a baseline is"),
+        (["--write-baseline", "notes.txt"], "notes.txt: is no JSON, which a baseline is"),
+        (["--write-baseline", "b.json", "--diff-from", "main"], "--diff-from takes some of it out"),
+        (["--diff-from", "main", "-"], "stdin has no history"),
     ],
 )
 def test_what_cannot_run_is_2_and_says_why(mpguard: Any, arguments: list[str], message: str) -> None:

@@ -92,7 +92,6 @@ def test_a_named_file_is_checked_though_it_is_ignored_and_excluded() -> None:
 def test_exclude_and_include() -> None:
     make("a.py", "third/b.py", "pkg/third/c.py", "pkg/d.py", "run.cfg", **{"mpguard.toml": "exclude = ['third']\n"})
     assert found() == ["a.py", "pkg/d.py"]
-    files._configured.cache_clear()
     from mpguard import settings
 
     settings._of_folder.cache_clear()

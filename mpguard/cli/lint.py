@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from mpguard.cli import lint_output
+from mpguard import settings
+from mpguard.cli import lint_adoption, lint_output
 from mpguard.cli.lint_options import configure, flat
 from mpguard.edits import write_atomically
 from mpguard.lint.engine import Engine, FileReport, Options
@@ -24,11 +25,18 @@ __all__ = ["configure", "run"]
 
 
 def run(options: argparse.Namespace) -> int:
+    lint_output.check(options)
+    lint_adoption.check(options)
+    with settings.isolated(options.isolated):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     from mpguard.lint.rule import rules as load
     from mpguard.lint.workers import available
 
-    lint_output.check(options)
     paths, stdin = _stdin(options)
+    adoption = lint_adoption.Adoption(options)
     rules = load()
     engine = Engine(rules, _options(options))
     found = collect(paths, options.force_exclude, options.include_markdown)
@@ -44,14 +52,19 @@ def run(options: argparse.Namespace) -> int:
     if engine.options.fix and not options.diff:
         trouble += [problem for report in reports for problem in _keep(report)]
     findings = [finding for report in reports for finding in report.findings]
+    if options.write_baseline is not None:
+        return 2 if trouble else adoption.write(findings)
+    findings, left_out = adoption.narrowed(findings, [target.path for target in targets])
     fixed = [report.mended.fixes for report in reports if report.mended and report.mended.fixes]
     checked = sum(report.ours for report in reports)
-    outcome = Outcome(findings, checked, sum(fixed), len(fixed), rules, trouble)
+    outcome = Outcome(findings, checked, sum(fixed), len(fixed), rules, trouble, left_out, suppressed=options.add_noqa)
     if targets or not trouble:
         if options.diff:
             lint_output.patch(reports, outcome)
         else:
             lint_output.report(options, outcome, bool(stdin) and engine.options.fix is not None)
+        if options.add_noqa:
+            lint_adoption.say_left(findings)
     if trouble:
         return 2
     return 1 if (findings or (options.diff and fixed)) and not options.exit_zero else 0
@@ -71,10 +84,13 @@ def _options(options: argparse.Namespace) -> Options:
         options.preview,
     )
     configs = tuple(launch_config(Path(name), name) for name in options.configs)
-    fix: Literal["safe", "unsafe"] | None = (
-        "unsafe" if options.unsafe_fixes else "safe" if options.fix or options.diff else None
-    )
-    return Options(selectors, configs, options.gpu, fix)
+    return Options(selectors, configs, options.gpu, _fixing(options))
+
+
+def _fixing(options: argparse.Namespace) -> Literal["safe", "unsafe", "noqa"] | None:
+    if options.add_noqa:
+        return "noqa"
+    return "unsafe" if options.unsafe_fixes else "safe" if options.fix or options.diff else None
 
 
 def _stdin(options: argparse.Namespace) -> tuple[list[str], Target | None]:

@@ -18,6 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     _files(parser.add_argument_group("which files, and what goes with them"))
     _fixes(parser.add_argument_group("fixes"))
+    _adoption(parser.add_argument_group("taking it up in an old project"))
     _output(parser.add_argument_group("output"))
     _running(parser.add_argument_group("running"))
 
@@ -65,6 +66,21 @@ def _fixes(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--diff", action="store_true", help="print what the fixes would change, and change nothing")
 
 
+def _adoption(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--baseline", metavar="FILE", help="leave out the findings that FILE knows, wherever they have moved to"
+    )
+    group.add_argument("--write-baseline", metavar="FILE", help="write all findings there, as known from now on")
+    group.add_argument(
+        "--diff-from",
+        metavar="REV",
+        help="only what lines changed since a git revision bring; `main...`: since branching",
+    )
+    group.add_argument(
+        "--add-noqa", action="store_true", help="suppress all findings with `# noqa: CODE` comments (see first: --diff)"
+    )
+
+
 def _output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--format", type=_format, default="full", metavar="|".join(FORMATS), help="default: full")
     group.add_argument("--output-file", metavar="FILE", help="write the report there, and only a summary to stderr")
@@ -73,6 +89,9 @@ def _output(group: argparse._ArgumentGroup) -> None:
 
 
 def _running(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--isolated", action="store_true", help="no settings of any pyproject.toml, no rules of other distributions"
+    )
     group.add_argument("-j", "--jobs", type=_jobs, metavar="N", help="processes (default: as many as there are cores)")
     group.add_argument("--no-cache", action="store_true", help="accepted, without effect: this version keeps no cache")
 

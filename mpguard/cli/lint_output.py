@@ -106,4 +106,5 @@ def _would(outcome: Outcome) -> Line:
         return summary(outcome)
     files = f"{outcome.fixed_files} file{'' if outcome.fixed_files == 1 else 's'}"
     left = f"; {len(outcome.findings)} would be left" if outcome.findings else ""
-    return [(f"Would fix {outcome.fixed} problem{'' if outcome.fixed == 1 else 's'} in {files}{left}.", "bold")]
+    verb = "suppress" if outcome.suppressed else "fix"
+    return [(f"Would {verb} {outcome.fixed} problem{'' if outcome.fixed == 1 else 's'} in {files}{left}.", "bold")]

@@ -85,12 +85,12 @@ class FileReport:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line decides. configs: launch configs; fix: which fixes to apply."""
+    """What the command line decides. configs: launch configs; fix: which fixes to apply, or comments to add."""
 
     selectors: Selectors = dataclasses.field(default_factory=Selectors)
     configs: tuple[LaunchConfig, ...] = ()
     gpu: str | None = None
-    fix: Literal["safe", "unsafe"] | None = None
+    fix: Literal["safe", "unsafe", "noqa"] | None = None
 
 
 @dataclasses.dataclass
@@ -163,11 +163,14 @@ class Engine:
         ours, mended = checked.ours, None
         if self.options.fix is None:
             return FileReport(target, tuple(checked.findings), tuple(checked.defects), mended, ours)
-        from mpguard.lint import fixes
+        from mpguard.lint import fixes, noqa
 
         # As if it were named: then the result of a fix is parsed, whether or not a rule could speak.
         check = functools.partial(self.content, target=dataclasses.replace(target, named=True))
-        mended, checked = fixes.mend(data, checked, check, self.options.fix)
+        if self.options.fix == "noqa":
+            mended, checked = noqa.mend(data, checked, check, target)
+        else:
+            mended, checked = fixes.mend(data, checked, check, self.options.fix)
         return FileReport(target, tuple(checked.findings), tuple(checked.defects), mended, ours)
 
     def content(self, data: bytes, target: Target) -> Checked:

@@ -304,7 +304,6 @@ class _Configured:
         return self.exclude is not None and bool(self.exclude.match(path, is_folder))
 
 
-@functools.cache
 def _configured(folder: str) -> _Configured:
     return _Configured(settings.nearest(Path(folder)))
 

@@ -30,9 +30,10 @@ _WIDEST = 160
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A whole run. fixed: fixes applied, in `fixed_files` files.
+    """A whole run. fixed: fixes applied, or findings suppressed (`suppressed`), in `fixed_files` files.
 
     rules: those that there are, by code. trouble: what could not be checked, and why.
+    left_out: findings that are not among these, by why ("known by baseline.json").
     """
 
     findings: Sequence[Finding]
@@ -41,6 +42,8 @@ class Outcome:
     fixed_files: int = 0
     rules: Mapping[str, type[BaseRule]] = dataclasses.field(default_factory=dict)
     trouble: Sequence[str] = ()
+    left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    suppressed: bool = False
 
 
 def full(outcome: Outcome) -> Iterator[Line]:
@@ -91,7 +94,9 @@ def as_json(outcome: Outcome) -> str:
             "infos": severities["info"],
             "fixable": safe,
             "fixable_unsafe": unsafe,
-            "fixed": outcome.fixed,
+            "fixed": 0 if outcome.suppressed else outcome.fixed,
+            "suppressed": outcome.fixed if outcome.suppressed else 0,
+            "left_out": sum(outcome.left_out.values()),
             "codes": dict(sorted(counts.items())),
         },
     }
@@ -154,12 +159,15 @@ def manual_url(code: str) -> str:
 
 def summary(outcome: Outcome) -> Line:
     """One line: what was found, or that nothing was; what can be fixed, and what was."""
+    verb = "Suppressed" if outcome.suppressed else "Fixed"
     fixed = (
-        f"Fixed {_count(outcome.fixed, 'problem')} in {_count(outcome.fixed_files, 'file')}. " if outcome.fixed else ""
+        f"{verb} {_count(outcome.fixed, 'problem')} in {_count(outcome.fixed_files, 'file')}. " if outcome.fixed else ""
     )
     findings = outcome.findings
+    left_out = ", ".join(f"{number:,} {why}" for why, number in outcome.left_out.items())
     if not findings:
-        return [(f"{fixed}No problems in {_count(outcome.files, 'file')}.", "bold green")]
+        new, more = ("new ", f" ({left_out})") if left_out else ("", "")
+        return [(f"{fixed}No {new}problems in {_count(outcome.files, 'file')}{more}.", "bold green")]
     severities = Counter(finding.severity for finding in findings)
     kinds = ", ".join(
         _count(severities[severity], severity) if severity != "info" else f"{severities[severity]} info"
@@ -169,11 +177,11 @@ def summary(outcome: Outcome) -> Line:
     bad = len({finding.path for finding in findings})
     where = _count(bad, "file") if bad == outcome.files else f"{bad} of {_count(outcome.files, 'file')}"
     safe, unsafe = _fixable(findings)
-    can = ""
+    can = f" Left out: {left_out}." if left_out else ""
     if safe:
-        can = f" {safe} can be fixed with --fix" + (f", {unsafe} more with --unsafe-fixes." if unsafe else ".")
+        can += f" {safe} can be fixed with --fix" + (f", {unsafe} more with --unsafe-fixes." if unsafe else ".")
     elif unsafe:
-        can = f" {unsafe} can be fixed with --unsafe-fixes."
+        can += f" {unsafe} can be fixed with --unsafe-fixes."
     return [(f"{fixed}Found {_count(len(findings), 'problem')} in {where}", "bold"), (f" ({kinds}).{can}", "")]
 
 
