@@ -48,7 +48,7 @@ from mpguard.lint.source import Chunk, Frames, Source
 from mpguard.lint.trace import Traces
 from mpguard.lint.trained import Trained
 from mpguard.lint.values import DEPTH, Alternatives, Constant, Dtype, Function, Object, Ref, Values
-from mpguard.lint.walk import Binding, Call, Record, Scope, Walker, dotted
+from mpguard.lint.walk import Binding, Call, Record, Scope, Use, Walker, dotted
 
 if TYPE_CHECKING:
     from mpguard.document import Document
@@ -481,7 +481,19 @@ class Facts:
                         given = self.short(binding.value)
                         if _GRAD.search(given) and key not in given:
                             return True
+            if any(_GRAD.search(use.path) and self._goes_to_grad(use) for uses in scope.uses.values() for use in uses):
+                return True
         return False
+
+    def _goes_to_grad(self, use: Use) -> bool:
+        """Whether a value is assigned to the gradient of an element: `masters[n].grad = p.grad.float()`."""
+        node: cst.CSTNode | None = use.node
+        while node is not None and not isinstance(node, (cst.BaseSmallStatement, cst.BaseCompoundStatement)):
+            node = self.walker.parents.get(node)
+        return isinstance(node, cst.Assign) and any(
+            isinstance(each.target, cst.Attribute) and each.target.attr.value == "grad" and not dotted(each.target)
+            for each in node.targets
+        )
 
     # -- text -------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import libcst as cst
 from mpguard.lint import names
 from mpguard.lint.guard import Guard, compatible
 from mpguard.lint.values import Ref
-from mpguard.lint.walk import Call, Record, Scope, children, dotted
+from mpguard.lint.walk import Call, Record, Scope, Use, children, dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts import Facts
@@ -49,7 +49,7 @@ _LOOKS = frozenset(
 )
 _GATHERS = frozenset({"append", "extend", "add", "insert", "setdefault", "appendleft"})
 #: Methods whose result a framework calls `backward` on.
-_FRAMEWORK_STEPS = frozenset({"training_step", "compute_loss"})
+FRAMEWORK_STEPS = frozenset({"training_step", "compute_loss"})
 _TRAIN_SINKS = frozenset({"backward", "optimizer", "prepare", "initialize", "trainer", "parallel"})
 
 
@@ -92,7 +92,7 @@ class Flow:
         return _Forward(self.facts, at.guard if guard is None else guard).start(node, at)
 
     def forward_key(self, key: str, at: Record, guard: Guard | None = None) -> Reach:
-        """The same for an object that is changed in place (`model.half()`): the uses of its name from there on."""
+        """The same for an object that is cast (`model.half()`, `x = x.half()`): the uses of its name from there on."""
         walk = _Forward(self.facts, at.guard if guard is None else guard)
         walk.cast = (key, at.scope)
         walk.taint(key, at.scope, at.order)
@@ -119,8 +119,8 @@ class _Forward:
         return self.reach
 
     def sink(self, kind: str, call: Call) -> None:
-        if kind == "backward" and not self.facts.steps(call.scope):
-            kind = "gradient"
+        if self.facts.trained.probes or (kind == "backward" and not self.facts.steps(call.scope)):
+            kind = "gradient" if kind in _TRAIN_SINKS else kind
         self.reach.sinks.append(Sink(kind, call))
 
     def climb(self, node: cst.CSTNode, at: Record) -> None:
@@ -280,21 +280,33 @@ class _Forward:
                 self.used(use.path[len(key) + 1 :], use)
 
     def ends(self, key: str, scope: Scope, order: int) -> int:
-        """Where an object that is cast in place (`model.half()`) is cast up again: `model.float()`."""
+        """Where an object that is cast (`model.half()`) is cast up again: `model.float()`."""
         if self.cast is None or (key, scope) != self.cast:
             return 1 << 60
         ups = (
-            call.order
-            for name in UPCASTS
-            for call in self.facts.calls.get(name, ())
-            if call.scope is scope
-            and call.order > order
-            and dotted(call.receiver) == key
-            and not call.node.args
-            and not (call.guard - self.guard)
-            and isinstance(self.facts.walker.parents.get(call.node), cst.Expr)
+            use.order
+            for use in scope.uses.get(key.split(".", 1)[0], ())
+            if use.order > order and not (use.guard - self.guard) and self.upcasts(use, key)
         )
         return min(ups, default=1 << 60)
+
+    def upcasts(self, use: Use, key: str) -> bool:
+        """Whether a use is `model.float()` or `model.to(torch.float32)`, in place or as the name's new value."""
+        if use.path.rpartition(".")[0] != key or not (use.path.endswith(".to") or use.path[len(key) + 1 :] in UPCASTS):
+            return False
+        parent = self.facts.walker.parents.get(use.node)
+        call = self.facts.walker.call_of.get(parent) if isinstance(parent, cst.Call) else None
+        if call is None or call.func is not use.node:
+            return False
+        if call.name == "to":
+            given = [call.keywords["dtype"]] if "dtype" in call.keywords else call.positional[:2]
+            dtypes = {name for each in given for _, name in self.facts.dtypes(each, call)} - {None}
+            if not dtypes or not dtypes <= {"float32", "float64"}:
+                return False
+        above = self.facts.walker.parents.get(call.node)
+        if isinstance(above, cst.Assign):
+            return any(dotted(each.target) == key for each in above.targets)
+        return isinstance(above, cst.Expr)
 
     def rebound(self, key: str, scope: Scope, order: int, use: Record) -> bool:
         """Whether the name has another value by then."""
@@ -373,7 +385,7 @@ class _Forward:
         if facts.frozen.named(dotted(call.receiver)) or facts.frozen.named(call.path):
             self.sink("frozen", call)
             return False
-        if names.ADAPTERS.search(name):
+        if names.ADAPTERS.search(name) or names.LOADS_ADAPTERS.search(call.path):
             self.sink("peft", call)
         carries, known = False, False
         for each in facts.evaluate(call.func, call):
@@ -473,7 +485,7 @@ class _Forward:
             return
         self.seen.add(("returned", scope))
         callers = self.facts.callers(scope) if scope.kind == "function" else []
-        if scope.name in _FRAMEWORK_STEPS and scope.is_method and self.facts.base_unknown(scope.owner):
+        if scope.name in FRAMEWORK_STEPS and scope.is_method and self.facts.base_unknown(scope.owner):
             call = next(iter(scope.calls), None)
             if call is not None:
                 self.sink("trainer", call)

@@ -109,6 +109,8 @@ ADAPTERS = re.compile(
     r"^(?:get_peft_model|PeftModel|PeftMixedModel|mark_only_\w*trainable|(?:add|inject|train|init|apply|inject_trainable)"
     r"_(?:adapters?|lora\w*)|prepare_model_for_(?:kbit|int8)_training)"
 )
+#: The same where a class loads: `PeftModel.from_pretrained(base, ...)`, `AutoPeftModel.from_pretrained(...)`.
+LOADS_ADAPTERS = re.compile(r"(?:^|\.)(?:Auto)?Peft\w*\.from_pretrained$")
 #: Functions that write a file: `torch.save`, `save_checkpoint`.
 SAVES = re.compile(r"(?:^|_)save(?:_|d?$)|^save[A-Z]")
 #: A module for FP16 in a path: `apex.fp16_utils`, `fairseq.optim.fp16_optimizer`, `parlai.utils.fp16`.

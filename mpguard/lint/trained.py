@@ -17,7 +17,7 @@ import libcst as cst
 from mpguard.lint import mend, names
 from mpguard.lint.autocast_ops import LOWERED
 from mpguard.lint.events import Event
-from mpguard.lint.flow import UPCASTS, Reach, Sink
+from mpguard.lint.flow import FRAMEWORK_STEPS, UPCASTS, Reach, Sink
 from mpguard.lint.guard import Flag, Guard, compatible, negated
 from mpguard.lint.values import Function, Object, Ref
 from mpguard.lint.walk import Binding, Call, Record, Scope, constant, dotted
@@ -44,6 +44,8 @@ _OTHER = ("peft_config", "optimizers", "optimizer_cls_and_kwargs")
 _SHARDING = frozenset({"deepspeed", "fsdp", "fsdp_config"})
 #: Optimizers of a Trainer that update the weights as they are.
 _PLAIN = re.compile(r"(?:paged_)?(?:adamw|lion|sgd|rmsprop|adagrad)(?:_torch|_hf|_fused|_bnb|_8bit|_32bit)*$")
+#: Marks for a profiler, in a script that does nothing else.
+_PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
 #: Where Trainers come from that build their own optimizer.
 _TRAINER_ROOTS = frozenset({"transformers", "trl", "sentence_transformers", "setfit"})
 
@@ -92,7 +94,7 @@ class Trained:
             return None
         if self.facts.frozen.value(cast.subject) or self.facts.frozen.value(cast.call.node):
             return None
-        if self.facts.kinds(cast.subject, cast.call) & {"engine", "pipeline"}:
+        if self.facts.kinds(cast.subject, cast.call) & {"engine", "pipeline", "criterion"}:
             return None
         whole = self._whole(cast)
         if whole is not None and (self.facts.frozen.named(whole[0]) or self.adapted(whole[0])):
@@ -110,6 +112,9 @@ class Trained:
             return self.facts.flow.forward_key(*whole, guard)
         if mend.is_statement(cast.call) and cast.key:
             return self.facts.flow.forward_key(cast.key, cast.call, guard)
+        bound = self._bound(cast.call)
+        if bound is not None and bound.key == cast.key:
+            return self.facts.flow.forward_key(bound.key, bound, guard)
         return self.facts.flow.forward(cast.call.node, cast.call, guard)
 
     def _whole(self, cast: Event) -> tuple[str, Record] | None:
@@ -205,6 +210,8 @@ class Trained:
     def _by_engine(self, sink: Sink) -> bool:
         """Whether an engine of DeepSpeed or the like runs the backward: its parameters may be FP16."""
         call = sink.call
+        if sink.kind == "trainer" and call.scope.name in FRAMEWORK_STEPS:  # Lightning's, maybe with DeepSpeed
+            return self.masters
         if sink.kind != "backward" or not call.positional or call.receiver is None:
             return False
         kinds = self.facts.kinds(call.receiver, call)
@@ -229,6 +236,8 @@ class Trained:
 
     def _loaded(self, load: Event, dtype: str, guard: Guard) -> Training | None:
         call = load.call
+        if names.LOADS_ADAPTERS.search(call.path):
+            return None
         if any(constant(call.keywords.get(name)) not in (None, (None,), (False,)) for name in _QUANTIZES):
             return None
         if any(name in call.keywords and constant(call.keywords[name]) is None for name in _QUANTIZES):
@@ -277,7 +286,10 @@ class Trained:
         if self._adapted is None:
             self._adapted = set()
             for name, calls in self.facts.calls.items():
-                for call in calls if names.ADAPTERS.search(name) else ():
+                adapts = names.ADAPTERS.search(name)
+                for call in calls if adapts or name == "from_pretrained" else ():
+                    if not adapts and not names.LOADS_ADAPTERS.search(call.path):
+                        continue
                     given = [call.receiver, *call.positional, call.keywords.get("model")]
                     if isinstance(call.statement, cst.Assign):
                         given += [target.target for target in call.statement.targets]
@@ -316,6 +328,36 @@ class Trained:
         )
 
     # -- what trains --------------------------------------------------------------------------------
+
+    @cached_property
+    def probes(self) -> bool:
+        """Whether the file computes gradients only to look at them: all from made-up ones, as the test of a layer does
+        (`out.backward(torch.ones_like(out))`), or a few times with no data, between a profiler's marks."""
+        calls = self.facts.calls.get("backward", ())
+        if not calls or self.facts.calls.get("manual_backward"):
+            return False
+        if all(self._starts(call) for call in calls):
+            return True
+        if not _PROFILES.search(self.facts.source.text):
+            return False
+        return not any(
+            isinstance(loop, cst.While) or (isinstance(loop, cst.For) and not _counts(loop))
+            for call in calls
+            for loop in call.loops
+        )
+
+    def _starts(self, call: Call) -> bool:
+        """Whether a backward pass starts from a gradient that is made up, or detached."""
+        node = call.argument(0, "gradient")
+        if isinstance(node, cst.Subscript):
+            node = node.value
+        if isinstance(node, cst.Name):
+            found = self.facts.values.reaching(node.value, call.scope, call.order, call.guard)
+            node = found[0].value if len(found) == 1 and found[0].kind == "assign" else None
+        return isinstance(node, cst.Call) and (
+            dotted(node.func).rsplit(".", 1)[-1] in names.TENSOR_MAKERS
+            or (isinstance(node.func, cst.Attribute) and node.func.attr.value in ("detach", "clone"))
+        )
 
     def trainer_of(self, call: Call) -> Call | None:
         """What trains in the program that a call belongs to: a backward pass beside a step, `prepare`, a Trainer."""
@@ -364,6 +406,11 @@ class Trained:
             if isinstance(record, Call) and record.name.endswith(("Arguments", "Config", "Args"))
         ]
         return records[0] if len(records) == 1 else None
+
+
+def _counts(loop: cst.For) -> bool:
+    """Whether a loop only counts: `for _ in range(10)`."""
+    return isinstance(loop.iter, cst.Call) and dotted(loop.iter.func) in ("range", "trange")
 
 
 def _is_plain_name(literal: tuple[object] | None) -> bool:

@@ -153,7 +153,7 @@ def trainer(data):
         Good(
             """\
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModel, BitsAndBytesConfig, Trainer, TrainingArguments
 from trl import SFTTrainer
 
@@ -165,6 +165,11 @@ def lora(loader):
 def adapters(loader):
     model = AutoModel.from_pretrained("x", torch_dtype=torch.float16)
     model.add_adapter(LoraConfig())
+    train(model, loader)
+
+def resumed(loader):
+    base = AutoModel.from_pretrained("x", torch_dtype=torch.float16)
+    model = PeftModel.from_pretrained(base, "adapter", is_trainable=True)
     train(model, loader)
 
 def quantized(loader):

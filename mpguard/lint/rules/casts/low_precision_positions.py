@@ -11,10 +11,12 @@ from mpguard.lint.events import Event
 from mpguard.lint.facts import Facts
 from mpguard.lint.precision import CASTS_LOW
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
-from mpguard.lint.walk import Call, Record, constant
+from mpguard.lint.walk import Call, Record, constant, dotted
 
 #: Up to here a dtype holds all integers.
 _EXACT = {"float16": 2048, "bfloat16": 256}
+#: What says how many examples there are: more than 256 at once are rare.
+_BATCH = re.compile(r"(?i)(?:^|[._])(?:batch_?size|bsz|bs|num_?examples)$")
 _TESTS = re.compile(r"(?:^|[/\\])(?:tests?|testing)[/\\]|(?:^|[/\\])(?:test_[^/\\]*|conftest)\.py$|_test\.py$")
 
 
@@ -34,8 +36,8 @@ class LowPrecisionPositions(Rule):
     In FP32 what is computed from the positions becomes FP32 too: unsafe.
 
     ## Known limits
-    Silent for ends that are literals and small enough, for dtypes that are unknown (`dtype=x.dtype`), and in tests,
-    which use `arange` for data.
+    Silent for ends that are literals and small enough, or the size of a batch, for a `linspace` of unknown length,
+    for dtypes that are unknown (`dtype=x.dtype`), and in tests, which use `arange` for data.
     """
 
     code, name = "MPG108", "low-precision-positions"
@@ -95,6 +97,11 @@ def tables(dim, length, x, dtype):
     scaled = (torch.arange(length) / length).half()
     return table, other, eight, mask, scaled, torch.arange(2048).half(), torch.linspace(0, 1, 5).half()
 
+def times(batch_size, rows, x):
+    t = torch.rand(1) + torch.arange(batch_size, dtype=torch.bfloat16) / batch_size
+    data = torch.linspace(-0.75, 0.75, steps=rows * 8, dtype=torch.float16).reshape(rows, 8)
+    return t, data, torch.arange(x.batch.bsz).half()
+
 def test_sum():
     return torch.arange(10000, dtype=torch.float16)
 """
@@ -109,6 +116,8 @@ def test_sum():
                 given = call.argument(None, "dtype")
                 if given is None or facts.called_path(call) != f"torch.{name}":
                     continue
+                if name == "linspace" and self._most(call, facts) is None:
+                    continue  # data as often as positions
                 low = self._low(facts.dtypes(given, call), call, call, facts)
                 if low:
                     edit = mend.replaced(given, call, f"{mend.name_of_torch(facts)}.float32")
@@ -140,6 +149,8 @@ def test_sum():
         if step is not None and not isinstance(step, cst.Integer):
             return None  # fractions
         end = call.argument(1 if len(call.positional) > 1 else 0, "end")
+        if dotted(end) and _BATCH.search(dotted(end)):
+            return 1
         number = facts.scalars.number(end, call)
         return abs(number.value) if number is not None else None
 

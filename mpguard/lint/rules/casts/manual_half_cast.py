@@ -351,11 +351,20 @@ def train(loader):
     model = Attention()
     model.half()
     model.float()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    again = Attention().cuda()
+    again = again.half()
+    again = again.to("cuda", torch.float32)
+    third = Attention()
+    third = third.half()
+    third = third.float()
+    parameters = [*again.parameters(), *third.parameters()]
+    criterion = torch.nn.CrossEntropyLoss().cuda()
+    criterion.half()
+    optimizer = torch.optim.SGD([*model.parameters(), *parameters], 0.1)
     for q, k, v in loader:
         if HALF:
             q = q.half()
-        model(q, k, v).sum().backward()
+        criterion(model(q, k, v) + again(q, k, v) + third(q, k, v), v).backward()
         optimizer.step()
 """
         ),
@@ -429,6 +438,60 @@ def train(loader, head):
 def gradients():
     model = torch.nn.Linear(8, 8).half()
     model(torch.randn(8, 8).half()).sum().backward()
+"""
+        ),
+        Good(
+            """\
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def test_norm(made, fp16):
+    norm = torch.nn.BatchNorm2d(8).cuda()
+    if fp16:
+        norm.half()
+    norm = DDP(norm)
+    optimizer = torch.optim.SGD(norm.parameters(), 1.0)
+    gradient = made.clone().detach()
+    norm(made).backward(gradient)
+    optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def main(net):
+    net = net.cuda().half()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    x = torch.rand(8, 8).cuda().half()
+    for _ in range(2):
+        net(x).sum().backward()
+        optimizer.step()
+    with torch.autograd.profiler.emit_nvtx():
+        net(x).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import os
+
+import deepspeed
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+
+class Model(pl.LightningModule):
+    def forward(self, ids):
+        x = deepspeed.checkpointing.checkpoint(self.block, ids)
+        c = self.attend(x)
+        if os.environ["FLOAT_MODE"] == "fp16":
+            c = c @ F.one_hot(ids, num_classes=50257).half()
+        return self.head(x) + c
+
+    def training_step(self, batch, index):
+        ids, targets = batch
+        return F.cross_entropy(self(ids), targets)
 """
         ),
         Good(

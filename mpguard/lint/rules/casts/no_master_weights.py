@@ -130,6 +130,16 @@ def masters(loader):
             m.grad = p.grad.float()
         optimizer.step()
 
+def masters_by_name(loader):
+    model = torch.nn.Linear(8, 8).to(torch.bfloat16)
+    named = {n: p.detach().float().clone() for n, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(named.values())
+    for x in loader:
+        model(x).sum().backward()
+        for n, p in model.named_parameters():
+            named[n].grad = None if p.grad is None else p.grad.float()
+        optimizer.step()
+
 def trainers(data, config):
     model = AutoModel.from_pretrained("x", dtype=torch.bfloat16)
     Trainer(model, TrainingArguments("out", optim="adamw_anyprecision"), train_dataset=data).train()
@@ -141,6 +151,43 @@ def parsed(parser, data):
     args = parser.parse_args_into_dataclasses()
     model = AutoModel.from_pretrained("x", dtype=torch.bfloat16)
     Trainer(model, args, train_dataset=data).train()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def main(layers):
+    model = torch.nn.ModuleList(layers)
+    model.to(device="cuda", dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        x = torch.randn(8, 8, device="cuda")
+        for layer in model:
+            x = layer(x)
+        x.backward(torch.ones_like(x))  # the memory is of interest, not the result
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoModel
+
+def resumed(data):
+    base = AutoModel.from_pretrained("x", torch_dtype=torch.bfloat16)
+    model = PeftModel.from_pretrained(base, "adapter", is_trainable=True)
+    train(model, data)
+
+def resumed_at_once(data):
+    train(AutoPeftModelForCausalLM.from_pretrained("adapter", dtype=torch.bfloat16, is_trainable=True), data)
+
+def train(model, data):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in data:
+        model(x).loss.backward()
+        optimizer.step()
 """
         ),
         Good(
