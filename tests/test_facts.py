@@ -291,6 +291,37 @@ def test_of_a_large_file_only_what_matters_is_parsed() -> None:
     assert [sink.kind for sink in facts.flow.forward(cast.call.node, cast.call).sinks] == ["backward"]
 
 
+def test_of_a_large_class_only_the_methods_that_matter_are_parsed() -> None:
+    filler = "".join(f"    def filler_{n}(self):\n        return self.size + {n}\n\n" for n in range(400))
+    code = f"""import torch
+class Run:
+    def __init__(self, model):
+        self.model = model
+
+{filler}    def sets(self, loss):
+        self.loss = loss
+
+    def helps(self, x):
+        return x
+
+    def epoch(self, loader):
+        for x in loader:
+            self.train(x)
+
+    def train(self, x):
+        self.model(self.helps(x.half())).backward()
+        optimizer.step()
+"""
+    facts = facts_of(code)
+    (chunk,) = [each for each in facts.source.chunks if each.methods]
+    skipped = {each.name for each in chunk.skipped}
+    assert skipped == {f"filler_{n}" for n in range(400)}
+    assert facts.parsed_bytes < len(code) * 0.65
+    (cast,) = facts.events("cast")
+    assert [sink.kind for sink in facts.flow.forward(cast.call.node, cast.call).sinks] == ["backward"]
+    assert facts.source.position(cast.span[0])[0] == code[: code.index("x.half")].count("\n") + 1
+
+
 def test_names_of_the_tree_are_followed_into_their_modules(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "precision.py").write_text("import torch\nHALF = torch.float16\ndef unused():\n    return 1\n")

@@ -76,7 +76,7 @@ def test_examples_pass_their_own_gate(rule: type[Rule]) -> None:
 
 
 def test_little_is_parsed() -> None:
-    """The regression to fear is a loose trigger: of transformers, under 4 % may reach the parser."""
+    """The regression to fear is a loose trigger: of transformers, under 5 % may reach the parser."""
     read = parsed = 0
     for path in sorted(Path(transformers.__file__).parent.rglob("*.py")):
         data = path.read_bytes()
@@ -84,4 +84,4 @@ def test_little_is_parsed() -> None:
         if gate.relevant(data, PYTHON):
             parsed += Facts(Source.parse(data, str(path))).parsed_bytes
     assert read > 20_000_000
-    assert parsed < 0.04 * read
+    assert parsed < 0.05 * read

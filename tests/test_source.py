@@ -175,3 +175,59 @@ def test_an_unknown_encoding_is_named() -> None:
 
 def test_newer_syntax_than_the_running_python_is_no_syntax_error() -> None:
     Source.parse(b"type A[T] = list[T]\ndef f[T](x: T) -> T: return x\n", "example.py")
+
+
+CLASS = '''\
+@decorated
+class Big(Base):
+    """Not a method:
+    def text(self): ...
+    """
+
+    size = (
+        1,
+    )
+
+    @property
+    def one(self):
+        # a comment
+        return """
+def fake(self):
+    pass
+"""
+
+    def short(self): return 1
+
+    async def two(
+        self, x=")", *, y={"a": [1]},
+    ):
+        if x:
+            def inner():
+                pass
+        return y  # the end
+
+    # about three
+    def three(self):
+        return 3
+'''
+
+
+def test_the_methods_of_a_class() -> None:
+    (chunk,) = Source.parse(CLASS.encode(), "x.py").chunks
+    assert [(each.name, CLASS[each.body : each.end].rsplit(maxsplit=1)[-1]) for each in chunk.methods] == [
+        ("one", '"""'),
+        ("two", "three"),
+        ("three", "3"),
+    ]
+
+
+def test_skipped_bodies_leave_all_else_in_its_place() -> None:
+    (chunk,) = Source.parse(CLASS.encode(), "x.py").chunks
+    chunk.skipped = tuple(each for each in chunk.methods if each.name != "three")
+    assert len(chunk.code) == len(CLASS)
+    assert "fake" not in chunk.code and "inner" not in chunk.code
+    cls = cst.ensure_type(chunk.module.body[0], cst.ClassDef)
+    methods = [each for each in cls.body.body if isinstance(each, cst.FunctionDef)]
+    assert [each.name.value for each in methods] == ["one", "short", "two", "three"]
+    first, last = chunk.span(methods[-1])
+    assert CLASS[first:last].strip() == "def three(self):\n        return 3"

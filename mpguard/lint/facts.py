@@ -58,12 +58,20 @@ if TYPE_CHECKING:
 WHOLE = 8_000
 #: What makes a top-level statement matter: precision, training, and what decides between them.
 _MATTERS = re.compile(
-    r"half|float16|bf16|fp16|autocast|[sS]caler|backward|\.step\(|\bamp\b|float8|fp8|\.prepare\(|deepspeed|accelerat|"
-    r"compile|no_grad|inference_mode|Trainer|Optimizer|optim\b|HalfTensor|requires_grad|tf32|fp32_precision|"
+    r"\bhalf\b|float16|bf16|fp16|autocast|[sS]caler|backward|\.step\(|\bamp\b|float8|fp8|\.prepare\(|deepspeed|accelerat|"
+    r"(?<!\bre\.)compile|no_grad|inference_mode|Trainer|Optimizer|optim\b|HalfTensor|requires_grad|tf32|fp32_precision|"
     r"transformer_engine|\bte\.|Scaling\(|RecipeKwargs|fully_shard|matmul_precision"
 )
 #: What has a `step` and applies no gradients.
 _NO_OPTIMIZER = re.compile(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\b|\bema\b")
+#: What a method may do to the facts without a word that matters: give an attribute a value, be a context manager.
+_SETS = re.compile(
+    r"^[ \t]*[^\n=(#]*\b(?:self|cls)\.[\w.]+[^\n=()]*(?<![<>!])=(?!=)|\byield\b|\bglobal\b|\bas[ \t]+self\.",
+    re.MULTILINE,
+)
+#: Methods that are called without their names.
+_ENTRIES = frozenset({"__init__", "__call__", "forward"})
+_NAMED = re.compile(r"\.[ \t]*(\w+)")
 _GRAD = re.compile(r"\.grad\b")
 _NAME = re.compile(r"[^\W\d]\w*")
 _HEADER = re.compile(r"^(async[ \t]+def|def|class)[ \t]+(\w+)[ \t]*(?:\(([^()]*)\))?", re.MULTILINE)
@@ -150,7 +158,7 @@ class Facts:
         self._waiting: list[Chunk] = list(chunks) if imported else []
         self._mentions: dict[str, list[Chunk]] = _mentions(chunks) if imported else {}
         if not imported:
-            self._walk(self._wanted(chunks))
+            self._walk(_skimmed(self._wanted(chunks)))
             for chunk in self._waiting:
                 self._stub(chunk)
             self._waiting = []
@@ -164,12 +172,13 @@ class Facts:
     def need(self, name: str) -> None:
         """Parses what may bind a top-level name; at once for the file that is linted, on demand for an imported one."""
         if self._waiting and name in self._mentions:
-            self._walk([chunk for chunk in self._mentions.pop(name) if chunk in self._waiting])
+            self._walk(_skimmed([chunk for chunk in self._mentions.pop(name) if chunk in self._waiting]))
 
     def need_all(self) -> None:
         """Parses what matters of an imported module: its events are asked for."""
         if self._waiting:
-            self._walk([chunk for chunk in self._waiting if chunk.defines is None or _MATTERS.search(chunk.text)])
+            wanted = [chunk for chunk in self._waiting if chunk.defines is None or _MATTERS.search(chunk.text)]
+            self._walk(_skimmed(wanted))
             self._waiting = []
 
     def _walk(self, chunks: Sequence[Chunk]) -> None:
@@ -177,7 +186,7 @@ class Facts:
             for chunk in chunks:
                 if chunk in self._waiting:
                     self._waiting.remove(chunk)
-                self.parsed_bytes += chunk.end - chunk.start
+                self.parsed_bytes += chunk.end - chunk.start - sum(each.end - each.body for each in chunk.skipped)
                 self.walker.chunk(chunk)
         for scope in self.walker.scopes:
             done = self._indexed.get(scope, 0)
@@ -521,6 +530,31 @@ def _mentions(chunks: tuple[Chunk, ...]) -> dict[str, list[Chunk]]:
         if name is None and "import *" in chunk.text:
             found.setdefault("*", []).append(chunk)
     return found
+
+
+def _skimmed(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+    """Skips, in large classes, the methods that do not matter, and neither call nor are called by those that do."""
+    left = {
+        method: chunk
+        for chunk in chunks
+        if chunk.end - chunk.start > WHOLE
+        for method in chunk.methods
+        if not (method.name in _ENTRIES or _MATTERS.search(chunk.text, method.start, method.end))
+        and not _SETS.search(chunk.text, method.start, method.end)
+    }
+    if not left:
+        return chunks
+    mattering = {m.name for chunk in chunks for m in chunk.methods if m not in left} - _ENTRIES
+    for chunk in chunks:
+        chunk.skipped = tuple(method for method, home in left.items() if home is chunk)
+    read = set().union(*(_NAMED.findall(chunk.code) for chunk in chunks))
+    for chunk in chunks:
+        chunk.skipped = tuple(
+            method
+            for method in chunk.skipped
+            if method.name not in read and mattering.isdisjoint(_NAMED.findall(chunk.text, method.body, method.end))
+        )
+    return chunks
 
 
 @contextlib.contextmanager

@@ -57,6 +57,7 @@ def relevant(data: bytes, rules: Iterable[R]) -> list[R]:
 def _speaking(data: bytes, rules: Iterable[R], words: Mapping[bytes, bytes]) -> list[R]:
     """As `speaks`, for many rules: each token is looked for once, and not at all without the word in it."""
     found: dict[bytes, bool] = {}
+    met: dict[tuple[bytes, ...], bool] = {}
 
     def stands(token: bytes) -> bool:
         known = found.get(token)
@@ -65,7 +66,13 @@ def _speaking(data: bytes, rules: Iterable[R], words: Mapping[bytes, bytes]) -> 
             known = found[token] = (word is None or stands(word)) and token in data
         return known
 
-    return [rule for rule in rules if all(any(map(stands, tokens)) for tokens in rule.triggers)]
+    def holds(tokens: tuple[bytes, ...]) -> bool:
+        known = met.get(tokens)
+        if known is None:
+            known = met[tokens] = any(map(stands, tokens))
+        return known
+
+    return [rule for rule in rules if all(map(holds, rule.triggers))]
 
 
 #: Words of tokens that are in every other file.

@@ -14,7 +14,7 @@ import re
 import sys
 import warnings
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import libcst as cst
 from libcst._nodes.internal import CodegenState
@@ -44,6 +44,10 @@ _COUNTED = re.compile(
     r"(\*\*|//|[-+*/%@|&^~<>=!]+|\b(?:and|or|not|if|lambda|await)\b)",
     re.DOTALL,
 )
+#: Where logical lines begin: a newline outside brackets and strings, before something that is no comment.
+_LINES = re.compile(rf"(?:{_STRING}|#[^\n]*|\\\n)|([()\[\]{{}}])|\n(?=([ \t]*)[^\s#])", re.DOTALL)
+_METHOD = re.compile(r"(?:async[ \t]+)?def[ \t]+(\w+)")
+_OPERATOR_LINES = re.compile(r"^[ \t]*(?:\.|[-+*/|&]|and\b|or\b)|(?:[-+*/|&\\.]|and|or)[ \t]*$", re.MULTILINE)
 _CONTINUES = re.compile(r"(?:else|elif|except|finally)\b|[)\]}]")
 _DEFINES = re.compile(r"(?:@|(?:async[ \t]+)?def\b|class\b)")
 _NAMED = re.compile(r"^(?:async[ \t]+)?(def|class)[ \t]+(\w+)", re.MULTILINE)
@@ -60,15 +64,63 @@ class Unparsable(Exception):
         self.message, self.line, self.column, self.path = message, line, column, path
 
 
+class Method(NamedTuple):
+    """A method of a class that is a chunk; its body is the lines below `def`, offsets are the chunk's."""
+
+    name: str
+    start: int
+    body: int
+    end: int
+    indent: str
+
+
 class Chunk:
-    """One top-level statement, or the whole file; offsets are those of the normalised text."""
+    """One top-level statement, or the whole file; offsets are those of the normalised text.
+
+    `text` as it stands; `code`, which is parsed, is as long, but the bodies of methods in `skipped` are `...`.
+    """
 
     def __init__(self, source: Source, start: int, end: int) -> None:
         self.source, self.start, self.end = source, start, end
+        self.skipped: tuple[Method, ...] = ()
 
     @property
     def text(self) -> str:
         return self.source.normal[self.start : self.end]
+
+    @property
+    def code(self) -> str:
+        text, parts, last = self.text, [], 0
+        for method in self.skipped:
+            body = text[method.body : method.end]
+            filled = f"{method.indent}..."
+            ending = "\n" if body.endswith("\n") else ""
+            parts += [text[last : method.body], filled.ljust(len(body) - len(ending)), ending]
+            last = method.end
+        return "".join((*parts, text[last:]))
+
+    @cached_property
+    def methods(self) -> tuple[Method, ...]:
+        """The methods of a class in their order, those on one line left out; empty for what is no class."""
+        text, depth = self.text, 0
+        if self.defines is None or not re.search(r"^class\b", text, re.MULTILINE):
+            return ()
+        lines: list[tuple[int, str]] = []
+        for match in _LINES.finditer(text):
+            if match.lastindex == 1:
+                depth += 1 if match.group(1) in "([{" else -1
+            elif match.lastindex == 2 and depth == 0:
+                lines.append((match.end(), match.group(2)))
+        members = next((indent for _, indent in lines if indent), "")
+        found: list[Method] = []
+        for index, (start, indent) in enumerate(lines):
+            header = _METHOD.match(text, start + len(indent)) if indent and indent == members else None
+            below = lines[index + 1 :]
+            if header is None or not below or len(below[0][1]) <= len(indent):
+                continue
+            end = next((place for place, deeper in below if len(deeper) <= len(indent)), len(text))
+            found.append(Method(header.group(1), start, below[0][0], end, below[0][1]))
+        return tuple(method for method in found if method.end - method.body > len(method.indent) + len("...\n"))
 
     @cached_property
     def defines(self) -> str | None:
@@ -82,7 +134,7 @@ class Chunk:
     def module(self) -> cst.Module:
         """Its tree; raises `Unparsable`."""
         try:
-            return _parsed(self.text)
+            return _parsed(self.code)
         except (cst.ParserSyntaxError, cst.CSTValidationError) as error:
             place = (error.editor_line, error.editor_column) if isinstance(error, cst.ParserSyntaxError) else (1, 1)
             line, column = place  # what libcst parses and then refuses (`return.5`) has none
@@ -312,10 +364,14 @@ def _suspect(text: str) -> bool:
     if text.count("elif") > MOST_TERMS:
         return True
     # chains over many lines: operators at line starts or ends
-    return (
-        len(re.findall(r"^[ \t]*(?:\.|[-+*/|&]|and\b|or\b)|(?:[-+*/|&\\.]|and|or)[ \t]*$", text, re.MULTILINE))
-        > MOST_LINKS // 2
-    )
+    run, lines = 0, len(_OPERATOR_LINES.findall(text))
+    if lines > 2 * MOST_TERMS:
+        return True
+    for each in text.splitlines() if lines > MOST_LINKS // 2 else ():
+        run = run + 1 if _OPERATOR_LINES.search(each) else 0
+        if run > MOST_LINKS // 2:
+            return True
+    return False
 
 
 def _parsed(text: str) -> cst.Module:

@@ -6,6 +6,7 @@ flag conditions under which it happens), the `with` items and loops around it, a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -256,9 +257,19 @@ def dotted(node: cst.CSTNode | None) -> str:
     return ".".join(reversed(parts))
 
 
+class _Text(CodegenState):
+    """Writes code and takes no notice of places, for which libcst makes a context manager at each node."""
+
+    def record_syntactic_position(self, node: Anything, **_: Anything) -> Anything:  # noqa: ARG002
+        return _NO_PLACE
+
+
+_NO_PLACE = contextlib.nullcontext()
+
+
 def text_of(node: cst.CSTNode) -> str:
     """The code of a node, without white space: what two equal conditions have in common."""
-    state = CodegenState("    ", "\n")
+    state = _Text("    ", "\n")
     node._codegen(state)
     return "".join("".join(state.tokens).split())
 

@@ -49,6 +49,8 @@ def run(
     died: the result for a task whose worker was killed by a signal or left; the others go on.
     `work` must not raise. KeyboardInterrupt ends all workers.
     """
+    # Trees are many objects and little garbage: the collector looks a tenth as often, for a tenth more memory.
+    gc.set_threshold(50_000, 20, 100)
     if jobs < 2 or len(tasks) < FEW or not hasattr(os, "fork"):
         return [work(task) for task in tasks]
     return _Pool(tasks, work, died, weight, jobs).run()

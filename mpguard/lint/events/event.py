@@ -85,8 +85,11 @@ def called(facts: Facts, *wanted: str) -> Iterator[Call]:
 
 
 def created(facts: Facts, kind: str) -> Iterator[Event]:
+    """Where an object of a kind is built; not by methods, whose names begin small."""
     for calls in facts.calls.values():
         for call in calls:
+            if call.receiver is not None and call.name[:1].islower():
+                continue
             if any(names.kind_of(path) == kind for _, path in facts.paths(call)) or any(
                 isinstance(each.atom, Class) and each.atom.facts.class_kind(each.atom.scope) == kind
                 for each in facts.evaluate(call.func, call)
