@@ -292,6 +292,15 @@ def carriers(field: str) -> list[str]:
 MEMORY_ONLY = frozenset({"reuse_grad_buf_for_mxfp8_param_ag"})
 
 
+#: Targets whose runs mpguard guards, with the objects of other targets and its own converter.
+GUARDED = ("accelerate", "deepspeed")
+
+#: What `mpguard.convert` has in force in those: which layers become FP8.
+CONVERTED = frozenset({
+    "fp8_exclude", "fp8_head", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+})  # fmt: skip
+
+
 def fields_that_matter(policy: Policy, strategy: str | None = None) -> list[str]:
     """The fields that a target must carry for the policy to be in force.
 
@@ -314,7 +323,7 @@ def targets_of_run(target: str, policy: Policy, strategy: str | None = None) -> 
     mpguard builds the objects of all of them at run time; foreign trainers (axolotl, megatron, ...)
     are on their own.
     """
-    if target not in ("accelerate", "deepspeed"):
+    if target not in GUARDED:
         return (target,)
     engine = {"fsdp1": "fsdp1", "fsdp2": "fsdp2"}.get(strategy or "")
     if strategy is not None and strategy.startswith("deepspeed"):
@@ -324,7 +333,10 @@ def targets_of_run(target: str, policy: Policy, strategy: str | None = None) -> 
 
 def uncarried(policy: Policy, targets: Iterable[str], strategy: str | None = None) -> list[str]:
     """The fields that matter and that none of the targets of a run carries: they cannot be in force."""
-    lacking = [set(get(target).not_carried(policy, strategy)) for target in targets]
+    lacking = [
+        set(get(target).not_carried(policy, strategy)) - (CONVERTED if target in GUARDED else set())
+        for target in targets
+    ]
     return [field for field in fields_that_matter(policy, strategy) if all(field in each for each in lacking)]
 
 

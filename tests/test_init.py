@@ -185,14 +185,14 @@ def _written(recipe: str) -> Path:
 
 
 def test_what_no_part_of_the_run_can_do_is_said_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
-    init("bf16_with_fp8_current_scaling_mixed")
+    init("bf16_with_nvfp4_mixed")
     out = capsys.readouterr().out
     assert "`mpguard launch` will refuse it" in out and "only megatron can" in out
-    assert "mpguard_overrides: {first_last_layers_bf16: false}" in out
+    assert "mpguard_overrides: {fp4_param: null}" in out
     text = Path("mp.yaml").read_text().replace(
-        "  mpguard_recipe: bf16_with_fp8_current_scaling_mixed\n",
-        "  mpguard_recipe: bf16_with_fp8_current_scaling_mixed\n"
-        "  mpguard_overrides: {first_last_layers_bf16: false}\n",
+        "  mpguard_recipe: bf16_with_nvfp4_mixed\n",
+        "  mpguard_recipe: bf16_with_nvfp4_mixed\n"
+        "  mpguard_overrides: {fp4_param: null}\n",
     )  # fmt: skip
     Path("mp.yaml").write_text(text)
     plugin.require_carried("accelerate", mpyaml.load_policy(Path("mp.yaml")), "single")

@@ -273,8 +273,24 @@ def test_a_layer_that_stayed_out_of_float8_for_no_reason_is_not_in_force(tmp_pat
     assert run.returncode == 1 and "not in fp8: 0" in run.stderr, told(run)
 
 
-def test_fp8_asked_and_none_there_is_not_in_force(tmp_path: Path) -> None:
-    run = trained(tmp_path, "--parameters", "bfloat16", "--autocast", "none", **float8())
+def test_fp8_asked_is_fp8_in_a_script_that_says_nothing_of_it(tmp_path: Path) -> None:
+    """Converted when the optimizer is made; with FP32 parameters, under autocast of the CPU."""
+    run = trained(tmp_path, **float8(master_dtype="fp32"))
+    made = proof(tmp_path / "proof.json")
+    assert (
+        run.returncode == 0 and "mpguard: 2 of 2 Linear layers in FP8 (torchao tensorwise, emulated)" in run.stderr
+    ), told(run)
+    assert made["observed"]["fp8"]["converted"] == ["0", "2"] and made["rows"]["compute"]["found"] == "bf16"
+
+
+def test_a_compiled_model_is_made_fp8_too(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--compile", **float8(master_dtype="fp32"))
+    assert run.returncode == 0 and "2 of 2 Linear (torchao tensorwise, emulated)" in run.stderr, told(run)
+
+
+def test_fp8_asked_and_none_possible_is_not_in_force(tmp_path: Path) -> None:
+    arguments = ("--parameters", "bfloat16", "--autocast", "none")
+    run = trained(tmp_path, *arguments, **float8(fp8_exclude="['0', '2']"))
     assert run.returncode == 1 and "no FP8 module in the model" in run.stderr, told(run)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from types import ModuleType
+from typing import cast
 
 import torch
 from torch import nn
@@ -49,6 +50,14 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
     _check(model)
     modules = list(model.named_modules(remove_duplicate=False))
     choice.check_patterns(modules, policy)
+    for field in NOT_CARRIED:
+        if policy.explicit(field):
+            warnings.warn(NotCarried(field, policy.text_of(field), "convert", carriers(field)), stacklevel=2)
+    return convert_named(model, modules, policy)
+
+
+def convert_named(model: nn.Module, modules: choice.Named, policy: Policy) -> Conversion:
+    """`convert` for modules under names that may be others than the model's own: without those of wrappers."""
     if policy.first_last_layers_bf16 and not choice.stacks(modules):
         raise PolicyError(
             f"convert: `{policy.name}` keeps blocks at the ends in {policy.compute_dtype}, and the model has no "
@@ -59,7 +68,7 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
     layers: dict[int, nn.Linear] = {}
     for name, module in modules:
         if id(module) in reasons and id(module) not in layers:
-            names[id(module)], layers[id(module)] = name, module
+            names[id(module)], layers[id(module)] = name, cast(nn.Linear, module)
     before = {key: layer for key, layer in layers.items() if MARK in layer.__dict__}
     _check_policy(names, before, policy)
     todo = {key: layer for key, layer in layers.items() if not reasons[key] and key not in before}
@@ -68,9 +77,6 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
         said = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in skipped[:5])
         raise NotInForce(f"convert: nothing in the model can be FP8: {said or 'it has no Linear layer'}")
     backend, library = _library(policy)
-    for field in NOT_CARRIED:
-        if policy.explicit(field):
-            warnings.warn(NotCarried(field, policy.text_of(field), "convert", carriers(field)), stacklevel=2)
     padding = next((layer.__dict__[MARK].padding for layer in before.values()), Padding(choice.multiple(policy)))
     template = library.templates(policy)
     made = {key: template(layer) for key, layer in todo.items()}  # all of them before the first change
@@ -103,6 +109,16 @@ def revert(model: nn.Module) -> nn.Module:
             if type(owner).__module__ == f"{__package__}.te":
                 del hooks[key]
     return model
+
+
+def has_others(modules: choice.Named, policy: Policy) -> bool:
+    """Whether there are FP8 layers that `convert` has not made, or has under another policy."""
+    return any(
+        vars(module)[MARK].policy != policy
+        if MARK in vars(module)
+        else choice.is_of(module, "torchao.float8") or choice.is_of(module, "transformer_engine")
+        for _, module in modules
+    )
 
 
 def become(layer: nn.Linear, kind: type[Padded], template: nn.Module, state: State) -> None:

@@ -31,7 +31,7 @@ from mpguard.plugin import Change, require_carried
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
 from mpguard.runtime import imports, proof, verdict
-from mpguard.runtime.observe import Observed, innermost, observe
+from mpguard.runtime.observe import Observed, innermost, models_of, observe, plain_name, updated_by
 from mpguard.runtime.plan import Plan, enforcement
 from mpguard.runtime.proof import Proof, Row
 from mpguard.runtime.recorder import Recorder
@@ -125,6 +125,29 @@ class Guard:
             return
         self._said.add(text)
         log.log(logging.WARNING if rank() == 0 else logging.DEBUG, "%s", text)
+
+    def convert(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes FP8 layers in the models that an optimizer will update, where the policy asks for them.
+
+        A model that has some already is left to the script that put them there; the proof judges it. Raises
+        `NotInForce` where this machine has no FP8, `PolicyError` where no blocks are found for both ends.
+        """
+        policy = self.plan.policy
+        if policy.low_bit_recipe is None:
+            return
+        from mpguard.conversion import choice, swap
+
+        for root in models_of(updated_by(optimizer)):
+            modules = [(plain_name(name), module) for name, module in root.named_modules()]
+            if swap.has_others(modules, policy) or "" not in choice.reasons(modules, policy).values():
+                continue
+            try:
+                done = swap.convert_named(root, modules, policy)
+            except NotInForce as error:
+                self._fail(str(error))
+                return
+            if done.converted and rank() == 0:
+                proof.say(f"mpguard: {str(done).splitlines()[0]}")
 
     # -- steps -------------------------------------------------------------------------------
 

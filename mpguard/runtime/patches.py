@@ -69,15 +69,19 @@ def _accelerator(original: Function) -> Function:
 
 
 def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str, Any]:
-    """The arguments of `Accelerator` with the policy in them."""
+    """The arguments of `Accelerator` with the policy in them; of FP8 the rest, for mpguard converts itself."""
     strategy = _accelerate_strategy(given)
+    policy = guard.plan.policy
+    converts = policy.low_bit_recipe is not None
     with guards.quiet():
-        wanted = guard.plan.policy.to("accelerate", strategy)
+        wanted = (policy.replace(fp8=None, fp4=None) if converts else policy).to("accelerate", strategy)
     wanted.pop("deepspeed_plugin", None)  # the run has one of its own; `deepspeed.initialize` gets the policy
     fsdp = wanted.pop("fsdp_plugin", None)
     mode = wanted["mixed_precision"]
     before = given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
-    if str(before).lower() != mode:
+    if converts:
+        os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # heeded in other modes too (S10)
+    if str(before).lower() not in (mode, "fp8" if converts else mode):
         guard.say_change("Accelerator", Change("mixed_precision", str(before), mode))
     os.environ["ACCELERATE_MIXED_PRECISION"] = mode  # read again by its plugins and by transformers
     result = {**given, "mixed_precision": mode}
@@ -374,6 +378,17 @@ def _compiled_graph(original: Function) -> Function:
     return call_user_compiler
 
 
+def _optimizer_init(original: Function) -> Function:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        guard = guards.current()
+        if guard is not None:
+            guard.convert(self)
+
+    return __init__
+
+
 def _load_state_dict(original: Function) -> Function:
     @functools.wraps(original)
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -472,6 +487,14 @@ PATCHES = (
     ),
     Patch(
         "torch.optim.optimizer",
+        "Optimizer.__init__",
+        ("params",),
+        "every loop makes an optimizer: the models that it updates become FP8, in each engine (S1, S2, S3, S14, S15)",
+        "torch 2.13.0",
+        _optimizer_init,
+    ),
+    Patch(
+        "torch.optim.optimizer",
         "Optimizer.load_state_dict",
         ("state_dict",),
         "a checkpoint can bring other dtypes: the next step is proven again",
@@ -485,7 +508,8 @@ def apply() -> None:
     """Has every patch made as its module is imported; at once where it has been."""
     for patch in PATCHES:
         imports.after(patch.module, functools.partial(_make, patch))
-    imports.after("torch._dynamo.trace_rules", lambda module: module.add("mpguard"))  # our frames are none of its
+    # Our frames are none of its; those of converted layers are.
+    imports.after("torch._dynamo.trace_rules", lambda module: module.add("mpguard.runtime"))
 
 
 def _make(patch: Patch, module: ModuleType) -> None:
