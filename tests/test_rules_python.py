@@ -416,3 +416,36 @@ SHAPES = {
 def test_shape(code: str) -> None:
     code = textwrap.dedent(code)
     assert found(code) == marked(code)
+
+
+UNMENDED = {
+    "an input's cast is alone in its arm, so the model's stays too": """
+        import torch
+        def main(args, loader):
+            model = torch.nn.Linear(8, 8)
+            if args.half:
+                model.half()
+                print("half")
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for x in loader:
+                if args.half:
+                    x = x.half()
+                model(x).sum().backward()
+                optimizer.step()
+    """,
+    "positions get the dtype of the tensor that they are put into": """
+        import torch
+        def ids(prompt):
+            found = torch.zeros(prompt.shape[0], 3, dtype=torch.bfloat16)
+            found[:, 0] = torch.arange(prompt.shape[0], dtype=torch.bfloat16)
+            return found
+    """,
+}
+
+
+@pytest.mark.parametrize("code", UNMENDED.values(), ids=list(UNMENDED))
+def test_no_fix(code: str) -> None:
+    data = textwrap.dedent(code).encode()
+    report = Engine(RULES, Options(Selectors())).check(Target("example.py", "python", named=True, data=data))
+    assert report.findings
+    assert [finding.code for finding in report.findings if finding.fix is not None] == []

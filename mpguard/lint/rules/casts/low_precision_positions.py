@@ -33,7 +33,8 @@ class LowPrecisionPositions(Rule):
     A table that is computed in FP32 and stored in BF16 at the end is fine.
 
     ## Fix safety
-    In FP32 what is computed from the positions becomes FP32 too: unsafe.
+    In FP32 what is computed from the positions becomes FP32 too: unsafe. None for what is stored in another tensor
+    (`ids[:, 0] = torch.arange(n, dtype=...)`), whose dtype it gets.
 
     ## Known limits
     Silent for ends that are literals and small enough, or the size of a batch, for a `linspace` of unknown length,
@@ -83,6 +84,16 @@ class Embedding(th.nn.Module):
         return positions * other
 """
         ),
+        Bad(
+            """\
+import torch
+
+def ids(prompt):
+    found = torch.zeros(prompt.shape[0], 3, dtype=torch.bfloat16)
+    found[:, 0] = torch.arange(prompt.shape[0], dtype=torch.bfloat16)  # !
+    return found
+"""
+        ),
         Good(
             """\
 import torch
@@ -129,7 +140,8 @@ def test_sum():
                 yield self._at(cast.call, low, self._upcast(cast, facts))
 
     def _at(self, call: Call, dtype: str, edit: Edit | None) -> Diagnostic:
-        fix = Fix("Compute in float32", "unsafe", (edit,)) if edit is not None else None
+        stored = isinstance(call.statement, cst.Assign) and isinstance(call.statement.targets[0].target, cst.Subscript)
+        fix = Fix("Compute in float32", "unsafe", (edit,)) if edit is not None and not stored else None
         said = "FP16" if dtype == "float16" else "BF16"
         return self.at(call, dtype=said, exact=f"{_EXACT[dtype]:,}", fix=fix)
 

@@ -29,7 +29,8 @@ class ManualHalfCast(Rule):
     ## Fix safety
     The fix removes the cast and keeps a device move. It is unsafe: what was FP16 becomes what the
     policy says, and code that relied on FP16 (a kernel that takes nothing else) stops working. There
-    is none where nothing but the cast stands in an arm: the flag should go with it.
+    is none where nothing but the cast stands in an arm: the flag should go with it; nor for the other casts
+    of such a file, as a model and its inputs change their dtype together.
 
     ## Known limits
     Casts are silent for inference: under `no_grad`, in functions called `evaluate`, `predict`,
@@ -555,15 +556,19 @@ def train(args, loader, dtype):
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.declared == "inference" or facts.masters:
             return
+        found = []
         for cast in (*facts.events("cast"), *facts.events("construct")):
             guards = [guard for guard in cast.may_be("float16") if not any(map(_POLICY.search, guard.flags()))]
             training = facts.trained.cast(cast, "float16", guards)
             if training is not None:
-                made = cast.kind == "construct"
-                yield self.at(
-                    cast,
-                    message="`{expr}` makes FP16 weights in code that trains" if made else None,
-                    expr=facts.short(cast.call.node),
-                    notes=(Note("trained with here", training.sink.call.span),),
-                    fix=None if made else mend.without_cast(facts, cast),
-                )
+                fix = None if cast.kind == "construct" else mend.without_cast(facts, cast)
+                found.append((cast, training, fix))
+        whole = all(fix is not None for _, _, fix in found)  # a model and its inputs change together
+        for cast, training, fix in found:
+            yield self.at(
+                cast,
+                message="`{expr}` makes FP16 weights in code that trains" if cast.kind == "construct" else None,
+                expr=facts.short(cast.call.node),
+                notes=(Note("trained with here", training.sink.call.span),),
+                fix=fix if whole else None,
+            )
