@@ -92,6 +92,8 @@ class Trained:
         guards = cast.may_be(dtype) if guards is None else guards
         if not guards or cast.subject is None or self.passing(cast, dtype) or self.facts.infers(cast.call):
             return None
+        if isinstance(cast.subject, (cst.Comparison, cst.BooleanOperation)):  # a mask: 0 and 1
+            return None
         if self.facts.frozen.value(cast.subject) or self.facts.frozen.value(cast.call.node):
             return None
         if self.facts.kinds(cast.subject, cast.call) & {"engine", "pipeline", "criterion"}:

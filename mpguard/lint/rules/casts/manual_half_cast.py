@@ -318,7 +318,8 @@ def train(model, teacher, vae, loader):
         with torch.no_grad():
             target = teacher(x.half())
         rounded = x.half().float()
-        loss = (model(rounded) - target).pow(2).mean() + latents.mean()
+        mask = (y > 0).half()
+        loss = ((model(rounded) - target).pow(2) * mask).mean() + latents.mean()
         loss.backward()
         optimizer.step()
     torch.save({k: v.half() for k, v in model.state_dict().items()}, "last.pt")
