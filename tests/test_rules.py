@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from mpguard.lint import catalogue
 from mpguard.lint.engine import Engine, FileReport, Options
 from mpguard.lint.files import Target, kind_of
 from mpguard.lint.pages import page, unmarked
@@ -93,8 +92,13 @@ def test_one_rule_is_one_file() -> None:
         assert len([each for each in own if issubclass(each, BaseRule)]) == 1
 
 
-def test_the_catalogue_has_all_codes() -> None:
-    assert set(RULES) <= catalogue.CODES
+def test_codes_are_an_interface() -> None:
+    """None goes, and none comes unseen. 311, 508 and the gaps of groups 6 and 8 were never given out."""
+    ranges = (
+        (0, 3), (101, 111), (201, 217), (301, 310), (312, 313), (401, 417), (501, 507), (509, 515), (601, 606),
+        (609, 609), (701, 704), (801, 815), (821, 828), (841, 844), (861, 866),
+    )  # fmt: skip
+    assert list(RULES) == [f"MPG{number:03}" for first, last in ranges for number in range(first, last + 1)]
 
 
 def test_names_are_unique() -> None:

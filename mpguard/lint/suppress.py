@@ -18,7 +18,6 @@ import tokenize
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from mpguard.edits import Edit
-from mpguard.lint import catalogue
 from mpguard.lint.finding import Lines, Span
 from mpguard.lint.rule import Diagnostic, Fix
 from mpguard.lint.selection import Rules, suggestion
@@ -230,7 +229,7 @@ def split(
 def judge(
     comments: Comments, used: dict[Suppression, set[str]], rules: Rules, ran: Collection[str], lines: Lines
 ) -> Iterator[Diagnostic]:
-    """MPG001 for codes that neither a rule nor the catalogue has, MPG002 for suppressions that cover nothing.
+    """MPG001 for codes that no rule has, MPG002 for suppressions that cover nothing.
 
     ran: the codes whose rules were run to the end in this file; others are not judged.
     """
@@ -246,11 +245,7 @@ def judge(
                 yield _unused(each, (), lines)
             continue
         for code in each.codes:
-            if (
-                code.code not in rules
-                and code.code not in catalogue.CODES
-                and (code.code.startswith("MPG") or not each.noqa)
-            ):
+            if code.code not in rules and (code.code.startswith("MPG") or not each.noqa):
                 yield Diagnostic(UNKNOWN, code.span, f"there is no rule `{code.code}`{suggestion(code.code, rules)}")
         unused = [
             c

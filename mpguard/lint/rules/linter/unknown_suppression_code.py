@@ -9,9 +9,6 @@ class UnknownSuppressionCode(EngineRule):
     ## Why is this bad
     It looks like a decision that was made and holds. The finding that it was written for is still
     there, or comes back unseen under its right code.
-
-    ## Known limits
-    A code of the published catalogue that this version has no rule for is known.
     """
 
     code, name = "MPG001", "unknown-suppression-code"
