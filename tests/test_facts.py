@@ -407,3 +407,16 @@ def test_what_grows_without_end_is_unknown(code: str) -> None:
         facts.infers(cast.call)
         facts.flow.forward(cast.call.node, cast.call)
         assert all(len(guard) < 60 for guard, _ in cast.dtypes)
+
+
+def test_modules_that_import_each_other_with_a_star(tmp_path: Path) -> None:
+    """What neither binds is looked for in each once, and not without end."""
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "one.py").write_text("from two import *\nhalf = nowhere\n")
+    (tmp_path / "two.py").write_text("from one import *\nfrom three import *\nfrom two import *\n")
+    (tmp_path / "three.py").write_text("from one import *\nimport torch\nhere = torch.float16\n")
+    path = tmp_path / "train.py"
+    source = Source.parse(b"from one import *\nx.to(here)\nx.to(nowhere)\nx.to(half)\n", str(path))
+    facts = Facts(source, Project((), None))
+    here, nowhere, half = (facts.dtypes(call.argument(0), call)[0][1] for call in facts.calls["to"])
+    assert (here, nowhere, half) == ("float16", None, None)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from mpguard.edits import Edit
+from mpguard.lint import limit
 from mpguard.lint import rule as registry
 from mpguard.lint.engine import Engine, FileReport, Options
 from mpguard.lint.files import Target
@@ -106,6 +107,38 @@ def test_a_rule_that_raises_is_a_defect_and_the_others_go_on(tmp_path: Path, mak
     (defect,) = result.defects
     assert f"{tmp_path / 'train.py'}: defect in MPG901: ZeroDivisionError: oops" in str(defect)
     assert "ZeroDivisionError" in defect.traceback
+
+
+def test_a_rule_that_recurses_without_end_is_a_defect_of_its_own(tmp_path: Path, make_rule: MakeRule) -> None:
+    def endless(self: Rule, facts: Any) -> Any:
+        return endless(self, facts)
+
+    broken = make_rule("TST001", "half", check=endless)
+    report = lint(tmp_path, "x.half()\n", broken, make_rule("TST002", "half"))
+    assert [(defect.path, defect.code) for defect in report.defects] == [(report.target.path, "TST001")]
+    assert "RecursionError" in report.defects[0].error
+    assert codes(report) == ["TST002"]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGVTALRM"), reason="there is no limit here")
+def test_a_file_that_takes_too_long_is_left_and_the_next_one_is_checked(
+    tmp_path: Path, make_rule: MakeRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(self: Rule, facts: Any) -> Iterator[Diagnostic]:
+        while "slow" in facts.source.text:
+            pass
+        yield self.at((0, 1))
+
+    monkeypatch.setattr(limit, "SECONDS", 0.05)
+    made = engine(make_rule("TST001", "half", check=hang))
+    slow, quick = (
+        made.check(Target(str(tmp_path / name), "python", data=data, named=True))
+        for name, data in (("slow.py", b"slow.half()\n"), ("quick.py", b"x.half()\n"))
+    )
+    assert [finding.code for finding in slow.findings] == ["MPG000"]
+    assert "parse limit: still not checked after" in slow.findings[0].message
+    assert not slow.defects
+    assert codes(quick) == ["TST001"]
 
 
 def test_a_note_may_point_into_another_file(tmp_path: Path, make_rule: MakeRule) -> None:

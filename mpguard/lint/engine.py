@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import codecs
 import dataclasses
 import functools
 import importlib
+import itertools
 import re
 import traceback
 from collections.abc import Callable, Iterable
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mpguard import settings
 from mpguard.edits import Edit
-from mpguard.lint import gate, suppress, workers
+from mpguard.lint import gate, limit, suppress, workers
 from mpguard.lint.files import MARKDOWN, Target
 from mpguard.lint.finding import Finding, Lines, placed
 from mpguard.lint.project import LaunchConfig, Project
@@ -146,7 +148,14 @@ class Engine:
     def check(self, target: Target) -> FileReport:
         """Checks one file. Never raises: what goes wrong is in the report."""
         try:
-            return self._check(target)
+            with limit.computing():
+                return self._check(target)
+        except limit.TooLong:
+            self.project = Project(self.options.configs, self.options.gpu)  # what was half made is of no use
+            message = (
+                f"parse limit: still not checked after {limit.SECONDS} s of computing; exclude it if it is generated"
+            )
+            return self._unreadable(target, message)
         except Exception as error:
             return FileReport(target, defects=(_defect(target.path, "the engine", error),))
 
@@ -224,7 +233,14 @@ class Engine:
 
                 facts = Facts(source, self.project)
                 diagnostics, defects = self._ask(speaking, facts, target.path, (Unparsable,))
-                for document in self._dicts(facts) if about_dicts else ():
+                try:
+                    documents = self._dicts(facts) if about_dicts else []
+                except Unparsable:
+                    raise
+                except Exception as error:
+                    documents = []
+                    defects += [_defect(target.path, rule.code, error) for rule in about_dicts]
+                for document in documents:
                     found, failed = self._ask(about_dicts, document, target.path)
                     diagnostics += found
                     defects += failed
@@ -435,14 +451,20 @@ def _whole_file(comments: suppress.Comments) -> suppress.Comments:
 
 def _most_specific(diagnostics: list[Diagnostic], rules: Rules) -> list[Diagnostic]:
     """One mistake, one finding: a rule is silent where one that it yields to reports the same expression."""
-    return [
-        each
-        for each in diagnostics
-        if not any(
-            other.code in rules[each.code].yields_to and other.span[0] < each.span[1] and each.span[0] < other.span[1]
-            for other in diagnostics
-        )
-    ]
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for each in diagnostics:
+        spans.setdefault(each.code, []).append(each.span)
+    starts, ends = {}, {}
+    for code, found in spans.items():
+        found.sort()
+        starts[code] = [start for start, _ in found]
+        ends[code] = list(itertools.accumulate((end for _, end in found), max))
+
+    def overlapped(code: str, span: tuple[int, int]) -> bool:
+        before = bisect.bisect_left(starts[code], span[1]) if code in starts else 0  # of those, the furthest end
+        return before > 0 and ends[code][before - 1] > span[0]
+
+    return [each for each in diagnostics if not any(overlapped(code, each.span) for code in rules[each.code].yields_to)]
 
 
 def _written(data: bytes) -> tuple[str, Callable[[str], bytes]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from typing import Any
 
 from mpguard.document.nodes import line_starts
@@ -19,6 +20,7 @@ class Lines:
     def __init__(self, text: str) -> None:
         self.text = text
         self.starts = list(line_starts(text))
+        self._line = functools.lru_cache(64)(self._cut)  # many findings in one long line share it
 
     def position(self, offset: int) -> Position:
         line = bisect.bisect_right(self.starts, offset)
@@ -29,6 +31,9 @@ class Lines:
 
     def line(self, number: int) -> str:
         """The text of a line without its end; empty for one that is not there."""
+        return self._line(number)
+
+    def _cut(self, number: int) -> str:
         if not 1 <= number <= len(self.starts):
             return ""
         end = self.starts[number] if number < len(self.starts) else len(self.text)

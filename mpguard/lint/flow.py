@@ -9,7 +9,9 @@ computed from.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -17,7 +19,7 @@ import libcst as cst
 from mpguard.lint import names
 from mpguard.lint.guard import Guard, compatible
 from mpguard.lint.values import Ref
-from mpguard.lint.walk import Call, Record, Scope, Use, children, dotted
+from mpguard.lint.walk import Binding, Call, Record, Scope, Use, children, dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts import Facts
@@ -239,8 +241,9 @@ class _Forward:
             target = target.value
         key = dotted(target)
         if key:
-            made = [b.order for b in at.scope.bindings.get(key, ()) if b.order > at.order]
-            self.taint(key, at.scope, min(made, default=at.order))
+            bindings = at.scope.bindings.get(key, ())
+            made = bisect.bisect_right(bindings, at.order, key=_order)
+            self.taint(key, at.scope, bindings[made].order if made < len(bindings) else at.order)
 
     def taint(self, key: str, scope: Scope, order: int) -> None:
         """Follows all uses of a name that may have the value."""
@@ -314,11 +317,10 @@ class _Forward:
             order >= 0
             and use.scope is scope
             and any(
-                order < binding.order < use.order
-                and binding.kind not in ("item", "augmented")
+                binding.kind not in ("item", "augmented")
                 and not (binding.guard - use.guard)
                 and set(binding.loops) <= set(use.loops)
-                for binding in scope.bindings.get(key, ())
+                for binding in _between(scope.bindings.get(key, ()), order, use.order)
             )
         )
 
@@ -496,6 +498,18 @@ class _Forward:
                 self.climb(call.node, call)
 
 
+def _order(record: Record) -> int:
+    return record.order
+
+
+def _between(bindings: Sequence[Binding], first: int, last: int) -> Iterator[Binding]:
+    """Of a scope's bindings of a name, those between two places; they are in order."""
+    for place in range(bisect.bisect_right(bindings, first, key=_order), len(bindings)):
+        if bindings[place].order >= last:
+            return
+        yield bindings[place]
+
+
 class _Backward:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -523,10 +537,8 @@ class _Backward:
             key = ".".join(parts[:length])
             bindings = [
                 b
-                for b in scope.bindings.get(key, ())
-                if b.order < order
-                and compatible(b.guard, guard)
-                and b.kind in ("assign", "element", "augmented", "item", "with", "for")
+                for b in _between(scope.bindings.get(key, ()), -1, order)
+                if compatible(b.guard, guard) and b.kind in ("assign", "element", "augmented", "item", "with", "for")
             ] or self.facts.values.reaching(key, scope, order, guard)
             for binding in bindings:
                 if binding in self.seen:

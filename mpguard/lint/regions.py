@@ -59,16 +59,23 @@ class Regions:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self._regions: dict[With, tuple[Region, ...]] = {}
+        self._around: dict[tuple[Scope, tuple[With, ...]], tuple[Region, ...]] = {}
+        self._active = 0
         self._outer: dict[tuple[Scope, int], list[tuple[Region, Guard]]] = {}
 
     def around(self, record: Record) -> tuple[Region, ...]:
         """The contexts around a record, outermost first: `with` items, and decorators of its functions."""
+        place = (record.scope, record.withs)
+        if place in self._around:
+            return self._around[place]
         found: list[Region] = []
         for scope in reversed(list(record.scope.within())):
             for decorator in scope.decorators:
                 found += self._decorated(decorator, scope)
         for item in record.withs:
             found += self.entered(item)
+        if not self._active:  # of what is being entered the regions are not known yet
+            self._around[place] = tuple(found)
         return tuple(found)
 
     def autocasts(self, record: Record, depth: int = 3) -> list[tuple[Region, Guard]]:
@@ -123,6 +130,7 @@ class Regions:
         """What a `with` item enters."""
         if item not in self._regions:
             self._regions[item] = ()
+            self._active += 1
             found: list[Region] = []
             for each in self.facts.values.evaluate(item.expr, item.scope, item.order):
                 atom = each.atom
@@ -141,6 +149,7 @@ class Regions:
                 elif atom is UNKNOWN or isinstance(atom, (Ref, Method)):
                     found.append(Region("", each.guard.joined(item.guard), None, self.facts))
             self._regions[item] = tuple(found)
+            self._active -= 1
         return self._regions[item]
 
     def _region(self, each: Alternative) -> Region:

@@ -27,7 +27,8 @@ MOST_LINKS = 300
 MOST_TERMS = 1000
 #: CPython's own limit of indentation levels.
 MOST_LEVELS = 100
-MOST_BYTES = 8_000_000
+#: A byte of dense code is 250 of tree: 1 GiB.
+MOST_BYTES = 4_000_000
 #: Deep enough for `MOST_TERMS`, a few Python frames each.
 _FRAMES = 12_000
 

@@ -168,7 +168,17 @@ class Trained:
         a model, or one of torch's operations."""
         bound = self._bound(cast.call)
         found = []
-        for call in cast.scope.calls:
+        parents = self.facts.walker.parents
+        given: list[cst.CSTNode] = [cast.call.node]
+        if bound is not None:
+            uses = cast.scope.uses.get(bound.key.split(".", 1)[0], ())
+            given += [use.node for use in uses if use.path == bound.key and use.order > bound.order]
+        calls = {
+            self.facts.walker.call_of.get(parents[arg])
+            for each in given
+            if isinstance(arg := parents.get(each), cst.Arg)
+        }
+        for call in sorted((c for c in calls if c is not None and c.scope is cast.scope), key=lambda c: c.order):
             handed = (*call.positional, *call.keywords.values())
             if cast.call.node in handed or (
                 bound is not None

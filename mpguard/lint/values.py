@@ -7,6 +7,7 @@ be anything, and no rule reports on it.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -117,6 +118,7 @@ class Values:
         self.facts = facts
         self._known: dict[cst.CSTNode, Alternatives] = {}
         self._active: set[object] = set()
+        self._bindings: dict[tuple[Scope, str], tuple[int, list[Binding]]] = {}
 
     def evaluate(self, node: cst.CSTNode | None, scope: Scope, order: int = 1 << 60) -> Alternatives:
         """The alternatives that an expression may be, where it stands (`order`)."""
@@ -251,12 +253,25 @@ class Values:
                 self.facts.need(key.split(".", 1)[0])
             if key.split(".", 1)[0] in place.globals:
                 continue
-            found = [b for b in place.bindings.get(key, ()) if b.kind not in ("item", "del")]
+            found = self._set(place, key)
             if found:
                 if place is scope:
                     return _last(found, order, guard)
                 return _last(found, 1 << 60, guard)
         return []
+
+    def _set(self, scope: Scope, key: str) -> list[Binding]:
+        """A scope's bindings of a name that give it a value, in order."""
+        bindings = scope.bindings.get(key)
+        if bindings is None:
+            return []
+        known = self._bindings.get((scope, key))
+        if known is None or known[0] != len(bindings):
+            known = self._bindings[scope, key] = (
+                len(bindings),
+                [b for b in bindings if b.kind not in ("item", "del")],
+            )
+        return known[1]
 
     def bound(self, binding: Binding) -> Alternatives:
         """What a binding gives its name."""
@@ -531,7 +546,9 @@ def _picked(alternatives: Alternatives, index: tuple[int, ...]) -> Alternatives:
 def _last(bindings: list[Binding], order: int, guard: Guard) -> list[Binding]:
     """Of a scope's bindings in order, those that reach a place: back to one that always happens."""
     found: list[Binding] = []
-    for binding in reversed([b for b in bindings if b.order < order] or bindings):
+    before = bisect.bisect_left(bindings, order, key=lambda binding: binding.order) or len(bindings)
+    for place in range(before - 1, -1, -1):
+        binding = bindings[place]
         if compatible(binding.guard, guard):
             found.append(binding)
             if not (binding.guard - guard - binding.scope.guard) and binding.kind != "augmented":
