@@ -113,11 +113,10 @@ def test_a_rule_that_recurses_without_end_is_a_defect_of_its_own(tmp_path: Path,
     def endless(self: Rule, facts: Any) -> Any:
         return endless(self, facts)
 
-    broken = make_rule("TST001", "half", check=endless)
-    report = lint(tmp_path, "x.half()\n", broken, make_rule("TST002", "half"))
-    assert [(defect.path, defect.code) for defect in report.defects] == [(report.target.path, "TST001")]
-    assert "RecursionError" in report.defects[0].error
-    assert codes(report) == ["TST002"]
+    result = report(tmp_path, "alpha\n", make_rule("MPG901", "alpha", check=endless), make_rule("MPG902", "alpha"))
+    assert [(f.code, f.line) for f in result.findings] == [("MPG902", 1)]
+    (defect,) = result.defects
+    assert f"{tmp_path / 'train.py'}: defect in MPG901: RecursionError" in str(defect)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGVTALRM"), reason="there is no limit here")
@@ -130,15 +129,15 @@ def test_a_file_that_takes_too_long_is_left_and_the_next_one_is_checked(
         yield self.at((0, 1))
 
     monkeypatch.setattr(limit, "SECONDS", 0.05)
-    made = engine(make_rule("TST001", "half", check=hang))
+    made = engine(make_rule("MPG901", "alpha", check=hang))
     slow, quick = (
         made.check(Target(str(tmp_path / name), "python", data=data, named=True))
-        for name, data in (("slow.py", b"slow.half()\n"), ("quick.py", b"x.half()\n"))
+        for name, data in (("slow.py", b"slow.alpha\n"), ("quick.py", b"alpha\n"))
     )
     assert [finding.code for finding in slow.findings] == ["MPG000"]
     assert "parse limit: still not checked after" in slow.findings[0].message
     assert not slow.defects
-    assert codes(quick) == ["TST001"]
+    assert found(quick) == [("MPG901", 1)]
 
 
 def test_a_note_may_point_into_another_file(tmp_path: Path, make_rule: MakeRule) -> None:
