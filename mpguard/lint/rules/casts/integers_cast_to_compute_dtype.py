@@ -45,7 +45,7 @@ class IntegersCastToComputeDtype(Rule):
     triggers = (
         any_of(b"input_ids", b"token_ids", b"label_ids", b"token_type_ids", b"output_ids"),
         any_of(b"ids.to(", b"ids.half", b"ids.bfloat16", b"ids.type(", b'ids"]', b"ids']", b".items()", b"ids.cuda",
-               b"ids.view", b"ids.reshape", b"ids.contiguous", b"ids.clone", b"ids.detach"),
+               b"ids.view", b"ids.reshape", b"ids.contiguous", b"ids.clone", b"ids.detach", b"ids = "),
         any_of(*CASTS_LOW),
     )  # fmt: skip
     examples = (
@@ -90,10 +90,11 @@ def train(args, model, loader, optimizer):
     for batch in loader:
         decoder_input_ids = batch.decoder_input_ids.half()  # !
         other = batch["input_ids"].to(dtype=cast_dtype)  # !
+        input_ids = batch[1][0].to("cuda", dtype=cast_dtype, non_blocking=True)  # !
         batch = {k: v.to("cuda", torch.float16) for k, v in batch.items()}  # !
         for key, value in batch.items():
             batch[key] = value.half()  # !
-        model(**batch, other=other, ids=decoder_input_ids)
+        model(**batch, other=other, ids=decoder_input_ids, more=input_ids)
 """
         ),
         Good(
@@ -125,7 +126,7 @@ def convert(state_dict):
             low = next((name for name in ("bfloat16", "float16") if cast.may_be(name)), None)
             if low is None:
                 continue
-            name = self._ids(cast.subject)
+            name = self._ids(cast.subject) or self._becomes(cast, facts)
             whole = self._whole(cast, facts) if not name else ""
             if not name and not whole:
                 continue
@@ -150,6 +151,13 @@ def convert(state_dict):
         else:
             name = dotted(node).rsplit(".", 1)[-1]
         return name if name in _IDS else ""
+
+    def _becomes(self, cast: Event, facts: Facts) -> str:
+        """The name of ids that the cast value gets at once: `input_ids = batch[1].to(dtype=...)`."""
+        above = facts.walker.parents.get(cast.call.node)
+        if not isinstance(above, cst.Assign) or len(above.targets) != 1:
+            return ""
+        return self._ids(above.targets[0].target)
 
     def _whole(self, cast: Event, facts: Facts) -> str:
         """The batch of whose dict every value is cast."""
