@@ -22,6 +22,8 @@ _SCHEDULER = re.compile(r"sched|warmup")
 _MODEL = re.compile(
     r"model|net(?:work)?(?:_?[gd\d])?$|module|encoder|decoder|generator|discriminator|backbone|ema|critic|actor|policy|head"
 )
+#: Functions that read what was written.
+_LOADS = re.compile(r"(?i)^(?!.*(?:data|batch)).*(?:load|resume|restore)")
 #: Functions that write, read, or make what is written.
 _KEEPS = re.compile(r"(?i)save|checkpoint|ckpt|snapshot|store|dump|resume|state")
 
@@ -58,6 +60,18 @@ class Checkpoints:
 
     def of(self, kind: Literal["state", "restore"], role: Role) -> list[Event]:
         return [event for event in self.facts.events(kind) if self.role(event) == role]
+
+    def resumed(self) -> bool:
+        """Whether an optimizer's state is read back: here, or by what loads (`load_checkpoint(path, optimizer)`)."""
+        if self.of("restore", "optimizer"):
+            return True
+        return any(
+            is_optimizer(self.facts, arg.value, call)
+            for name, calls in self.facts.calls.items()
+            if _LOADS.search(name)
+            for call in calls
+            for arg in call.node.args
+        )
 
     def unclear(self, kind: Literal["state", "restore"]) -> bool:
         """Whether states are taken from, or given to, objects that may be any: elements of a loop, parameters."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from mpguard.lint.facts import Event, Facts
 from mpguard.lint.guard import compatible
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint.scaled import bfloat16_region
 from mpguard.lint.walk import Binding, Scope
 
 
@@ -12,9 +13,9 @@ class ScalerNotInCheckpoint(Rule):
     """A checkpoint to resume from holds the optimizer's state and not the GradScaler's.
 
     ## What it does
-    Reports a saved `optimizer.state_dict()` in a file that scales its losses with a GradScaler of its own and saves
-    no `scaler.state_dict()`; and a scaler whose state is saved where the optimizer's is read back and the scaler's
-    is not.
+    Reports a saved `optimizer.state_dict()` in a file that also reads an optimizer's state back, scales its losses
+    with a GradScaler of its own and saves no `scaler.state_dict()`; and a scaler whose state is saved where the
+    optimizer's is read back and the scaler's is not.
 
     ## Why is this bad
     A new GradScaler begins at a scale of 65536. The run that is resumed overflows again until the scale has come
@@ -23,7 +24,9 @@ class ScalerNotInCheckpoint(Rule):
     is another one than the run that went on.
 
     ## Known limits
-    Checkpoints without an optimizer's state are for inference and not reported. Silent where the scaler comes from
+    Checkpoints without an optimizer's state are for inference and not reported, nor those of a file that never loads
+    one: whether they are resumed from can't be seen. A scaler under BF16 is MPG207's, one that each epoch builds anew
+    is MPG209's: there is nothing to carry on. Silent where the scaler comes from
     outside, is handed to a function that may save it, or goes by a name that cannot be followed (a loop over
     objects), and where nothing calls `update()`: the scale never changes then. A base class out of sight may save it;
     the rule then looks at the file's own checkpoint only.
@@ -48,6 +51,10 @@ import torch
 model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.AdamW(model.parameters())
 scaler = torch.amp.GradScaler("cuda")
+if resume:
+    found = torch.load("last.pt")
+    model.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
 for epoch in range(10):
     for x in loader:
         with torch.autocast("cuda", dtype=torch.float16):
@@ -83,6 +90,22 @@ class Run:
 
     def load(self, folder):
         self.optimizer.load_state_dict(torch.load(os.path.join(folder, "optimizer.pt")))
+"""
+        ),
+        Bad(
+            """\
+import torch
+from project import smart_resume
+
+def train(model, loader, weights):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    smart_resume(torch.load(weights), optimizer)
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")  # !
 """
         ),
         Bad(
@@ -202,6 +225,80 @@ def exclusive(model, loader, args):
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
 """
         ),
+        Good(
+            """\
+import torch
+
+def never_resumed(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+"""
+        ),
+        Good(
+            """\
+import torch
+
+class NewEachEpoch:
+    def epoch(self, loader):
+        scaler = torch.amp.GradScaler("cuda")
+        for x in loader:
+            scaler.scale(self.model(x).sum()).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+
+    def save(self):
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, "last.pt")
+
+    def fit(self, loader, resume):
+        if resume:
+            self.optimizer.load_state_dict(torch.load("last.pt")["optimizer"])
+        for _ in range(10):
+            self.epoch(loader)
+            self.save()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def under_bf16(model, loader, resume):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    if resume:
+        optimizer.load_state_dict(torch.load("last.pt")["optimizer"])
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+"""
+        ),
+        Good(
+            """\
+import torch
+
+class Tests:
+    def amp(self, model, loader):
+        optimizer = torch.optim.AdamW(model.parameters())
+        scaler = torch.amp.GradScaler("cuda")
+        for x in loader:
+            scaler.scale(model(x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    def reload(self, model):
+        optimizer = torch.optim.AdamW(model.parameters())
+        torch.save({"optimizer": optimizer.state_dict()}, "last.pt")
+        optimizer.load_state_dict(torch.load("last.pt")["optimizer"])
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -209,11 +306,11 @@ def exclusive(model, loader, args):
         checkpoints = facts.checkpoints
         if not scalers or not facts.events("state"):
             return
-        names = {name for event in scalers for name in self._names(event, facts)}
+        names = {key.rsplit(".", 1)[-1] for event in scalers for key in self._keys(event, facts)}
         if not names or any(checkpoints.handed_on(name) for name in names):
             return
         states = checkpoints.of("state", "scaler")
-        if not states and not checkpoints.unclear("state"):
+        if not states and not checkpoints.unclear("state") and checkpoints.resumed():
             told: set[Scope | None] = set()
             for saved in checkpoints.saved("optimizer"):
                 scaler = next((each for each in scalers if self._together(each, saved, facts)), None)
@@ -233,16 +330,19 @@ def exclusive(model, loader, args):
     def _adapts(self, scaler: Event, facts: Facts) -> bool:
         """Whether the scale of a scaler changes: something scales with it and updates it."""
         near = facts.reachable(scaler.scope)
-        return scaler.guard.possible and all(
+        if not scaler.guard.possible or not all(
             any(event.scope in near for event in facts.events(kind)) for kind in ("scale", "update")
-        )
+        ):
+            return False
+        enabled = facts.enabled(scaler.call, facts.called_path(scaler.call))
+        return bfloat16_region(scaler, enabled, facts) is None
 
-    def _names(self, scaler: Event, facts: Facts) -> Iterator[str]:
-        """The last names that a scaler is bound to."""
+    def _keys(self, scaler: Event, facts: Facts) -> Iterator[str]:
+        """The names that a scaler is bound to."""
         for scope in facts.walker.scopes:
             for key, bindings in scope.bindings.items():
                 if any(self._binds(binding, scaler) for binding in bindings):
-                    yield key.rsplit(".", 1)[-1]
+                    yield key
 
     def _binds(self, binding: Binding, scaler: Event) -> bool:
         return binding.statement is scaler.call.statement and binding.scope is scaler.scope
@@ -250,4 +350,23 @@ def exclusive(model, loader, args):
     def _together(self, scaler: Event, saved: Event, facts: Facts) -> bool:
         """Whether a scaler and a checkpoint belong to one run."""
         near = facts.reachable(saved.scope)
-        return (scaler.scope in near or scaler.scope.owner in near) and compatible(scaler.guard, saved.guard)
+        if not near & {scaler.scope, scaler.scope.owner} or not compatible(scaler.guard, saved.guard):
+            return False
+        if any(key.startswith("self.") for key in self._keys(scaler, facts)) or scaler.scope.kind != "function":
+            return True
+        lived = self._below(scaler.scope, facts)
+        if saved.scope in lived:
+            return True
+        return saved.key.startswith("self.") and not facts.repeated(scaler.scope)
+
+    def _below(self, scope: Scope, facts: Facts) -> set[Scope]:
+        """A function and those that run within its calls: what its local names live through."""
+        found, pending = {scope}, [scope]
+        while pending:
+            current = pending.pop()
+            inner = [each.scope for call in current.calls for each in facts.functions(call) if each.facts is facts]
+            for each in [*inner, *current.children]:
+                if each not in found:
+                    found.add(each)
+                    pending.append(each)
+        return found

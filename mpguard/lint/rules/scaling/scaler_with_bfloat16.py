@@ -7,10 +7,10 @@ import libcst as cst
 
 from mpguard.lint import mend
 from mpguard.lint.facts import Event, Facts
-from mpguard.lint.guard import All, Any, Condition, Flag, Guard, compatible
-from mpguard.lint.regions import Region, enabled_argument
+from mpguard.lint.guard import All, Any, Condition, Flag
+from mpguard.lint.regions import enabled_argument
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.values import Object
+from mpguard.lint.scaled import bfloat16_region
 from mpguard.lint.walk import constant, dotted
 
 _BF16 = re.compile(r"(?i)(?:use_|is_|with_|torch\.)?(?:bf16|bfloat16)(?:[-_]mixed|_enabled)?")
@@ -216,34 +216,10 @@ def from_outside(loss):
                 fix = self._off(given, scaler, facts) if alone else self._condition(given, scaler, facts)
                 yield self.at(scaler, fix=fix)
             elif enabled.possible and not any(_FP16.search(flag) for flag in enabled.flags()):
-                region = self._region(scaler, enabled, facts)
+                region = bfloat16_region(scaler, enabled, facts)
                 if region is not None and region.call is not None:
                     notes = (Note("the BF16 region", region.call.span),) if region.facts is facts else ()
                     yield self.at(scaler, notes=notes, fix=self._off(given, scaler, facts))
-
-    def _region(self, scaler: Event, enabled: Guard, facts: Facts) -> Region | None:
-        """The BF16 region of a loss that the scaler scales, if all regions of all its losses are BF16 for certain."""
-        found: Region | None = None
-        for scale in facts.events("scale"):
-            made = [each.atom for each in facts.evaluate(scale.subject, scale.call)]
-            if not any(isinstance(atom, Object) and atom.call is scaler.call for atom in made):
-                continue
-            loss = scale.call.argument(0, "outputs")
-            guard = scaler.guard.joined(scale.guard, enabled)
-            records = [scale.call, *facts.flow.backward(loss, scale.call)] if loss is not None else []
-            for record in records:
-                if facts.infers(record):
-                    continue
-                if any(region.kind == "accelerator_autocast" for region in facts.regions(record)):
-                    return None
-                for region, inside in facts.autocasts(record):
-                    for dtype_guard, dtype in region.dtypes:
-                        if not compatible(guard, inside, dtype_guard):
-                            continue
-                        if dtype != "bfloat16":
-                            return None
-                        found = region
-        return found
 
     def _off(self, given: cst.BaseExpression | None, scaler: Event, facts: Facts) -> Fix:
         if given is None:
