@@ -60,7 +60,7 @@ WHOLE = 8_000
 _MATTERS = re.compile(
     r"\bhalf\b|float16|bf16|fp16|autocast|[sS]caler|backward|\.step\(|\bamp\b|float8|fp8|\.prepare\(|deepspeed|accelerat|"
     r"(?<!\bre\.)compile|no_grad|inference_mode|Trainer|Optimizer|optim\b|HalfTensor|requires_grad|tf32|fp32_precision|"
-    r"transformer_engine|\bte\.|Scaling\(|RecipeKwargs|fully_shard|matmul_precision"
+    r"transformer_engine|\bte\.|Scaling\(|RecipeKwargs|fully_shard|matmul_precision|\.(?:load_)?state_dict\("
 )
 #: What has a `step` and applies no gradients.
 _NO_OPTIMIZER = re.compile(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\b|\bema\b")

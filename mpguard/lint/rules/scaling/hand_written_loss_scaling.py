@@ -15,6 +15,7 @@ _SCALE = re.compile(r"(?i)(?:loss|grad|amp|fp16|static|dynamic)_?scal(?:e|ing)|^
 #: The smallest constant that is taken for a loss scale.
 _LEAST = 8
 _DIVIDES, _MULTIPLIES = frozenset({"div_", "div", "divide_"}), frozenset({"mul_", "mul", "multiply_"})
+_OVERFLOW = re.compile(r"(?i)overflow|isfinite|isinf|isnan|inf_or_nan|nan_or_inf")
 _GRAD = re.compile(r"\.grad(?:\.data)?$")
 
 
@@ -32,6 +33,7 @@ class HandWrittenLossScaling(Rule):
     ## Known limits
     Both halves must be in the file and name the same factor. Optimizers that keep FP32 masters of FP16 weights scale
     by themselves, and are no finding. Constants below 8 are taken for weights of a loss.
+    A function that asks for overflows itself does what a GradScaler does: silent.
     """
 
     code, name = "MPG212", "hand-written-loss-scaling"
@@ -111,6 +113,14 @@ def averaged(model, loader, optimizer):
             p.grad /= world_size
         optimizer.step()
 
+def with_a_check(model, loader, optimizer, loss_scaler):
+    for x in loader:
+        (model(x) * loss_scaler.loss_scale).backward()
+        if not loss_scaler.has_overflow(model.parameters()):
+            for p in model.parameters():
+                p.grad.mul_(1.0 / loss_scaler.loss_scale)
+            optimizer.step()
+
 def scaler(model, loader, optimizer, scaler):
     for x in loader:
         scaler.scale(model(x)).backward()
@@ -127,7 +137,7 @@ def scaler(model, loader, optimizer, scaler):
         if not divisions:
             return
         for backward in facts.events("backward"):
-            if facts.infers(backward.call):
+            if facts.infers(backward.call) or self._looks_for_overflows(backward):
                 continue
             for factor in self._factors(backward, facts):
                 undone = next(
@@ -138,6 +148,10 @@ def scaler(model, loader, optimizer, scaler):
                     notes = (Note("the gradients are divided here", undone.span),)
                     yield self.at(backward, factor=factor, notes=notes)
                     break
+
+    def _looks_for_overflows(self, backward: Event) -> bool:
+        """Whether the function of a backward pass asks for overflows, which is what nothing does as a rule."""
+        return any(_OVERFLOW.search(call.name) for call in backward.scope.calls)
 
     def _factors(self, backward: Event, facts: Facts) -> Iterator[str]:
         """What the loss is multiplied with, where that may be a loss scale."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import libcst as cst
 
@@ -10,6 +11,9 @@ from mpguard.lint.facts import Event, Facts, Region
 from mpguard.lint.guard import Guard, compatible
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, Span, any_of
 from mpguard.lint.walk import Record, Scope, dotted
+
+#: Folders (the file's, and two above) whose loops train nothing: they measure, or prove what happens.
+_TESTS = frozenset({"test", "tests"})
 
 
 class MissingGradScaler(Rule):
@@ -40,6 +44,7 @@ class MissingGradScaler(Rule):
     A scaler, optimizer or loss that comes from outside the linted tree makes absence unknown, and
     the rule silent: a parameter that nobody in sight fills, an attribute that nobody sets, a base
     class out of sight. BF16 needs no scaler. A model that is cast to FP16 by hand is MPG101's.
+    Files under `test` or `tests` are passed over: their loops measure or prove something.
     """
 
     code, name = "MPG201", "missing-grad-scaler"
@@ -346,10 +351,25 @@ def forgets_the_dtype(loader):
         optimizer.step()
 """
         ),
+        Good(
+            """\
+import torch
+
+def peak_memory(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(torch.randn(8, 8)).sum()
+    loss.backward()
+    optimizer.step()
+    return torch.cuda.max_memory_allocated()
+""",
+            files={"tests/__init__.py": ""},
+            name="tests/measure.py",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference" or facts.masters:
+        if facts.declared == "inference" or facts.masters or _TESTS & {*Path(facts.path).parts[-4:-1]}:
             return
         reported: set[Scope] = set()
         for backward in facts.events("backward"):

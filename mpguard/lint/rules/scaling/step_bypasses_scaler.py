@@ -52,7 +52,8 @@ class StepBypassesScaler(Rule):
     A step that one arm of a flag scales for is judged where it surely follows that arm.
     Silent where something between `backward` and `step` asks for the scale (`get_scale`: the
     gradients may be unscaled by hand), and where the step happens under a check of finiteness.
-    `unscale_` alone is not enough: nothing then skips a step that overflowed.
+    `unscale_` alone is not enough: nothing then skips a step that overflowed. A constant scale by choice
+    (`GradScaler(2**10)`, never stepped nor updated) before Adam, which divides it out, is silent.
     """
 
     code, name = "MPG203", "step-bypasses-scaler"
@@ -293,6 +294,21 @@ def flagged(args, loader, model, optimizer):
             scaler.update()
 """
         ),
+        Good(
+            """\
+import torch
+
+class DividedOutByAdam:
+    def __init__(self, model):
+        self.optimizer = torch.optim.Adam(model.parameters(), eps=1e-15)
+        self.scaler = torch.cuda.amp.GradScaler(2**10)
+
+    def train(self, loader, model):
+        for x in loader:
+            self.scaler.scale(model(x).sum()).backward()
+            self.optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -317,12 +333,25 @@ def flagged(args, loader, model, optimizer):
         for place, backward in enumerate(before):
             if backward not in scaled or backward is None or self._by_hand(backward, step, facts):
                 continue
+            if self._constant(scaled[backward], step, facts):
+                continue
             if place and not self._surely_after(backward, step):
                 continue
             scale = scaled[backward]
             if compatible(step.guard, facts.guard_of(backward), facts.traces.enabled(scale.subject, scale.call)):
                 return _Bypass(step, scale, before, all(each in scaled for each in before))
         return None
+
+    def _constant(self, scale: Event, step: Event, facts: Facts) -> bool:
+        """Whether the scale is a constant that was chosen, and Adam divides it out: `GradScaler(2**10)`, of which
+        neither `step` nor `update` is called."""
+        if facts.events("scaler_step") or facts.events("update"):
+            return False
+        made = [each.atom for each in facts.evaluate(scale.subject, scale.call)]
+        stepped = [each.atom for each in facts.evaluate(step.subject, step.call)]
+        chosen = [isinstance(atom, Object) and atom.call is not None and bool(atom.call.positional) for atom in made]
+        adam = [isinstance(atom, Object) and atom.call is not None and "Adam" in atom.call.name for atom in stepped]
+        return bool(chosen and adam) and all(chosen + adam)
 
     def _surely_after(self, backward: Call, step: Event) -> bool:
         """Whether the step happens wherever the backward does, but for the rhythm of gradient accumulation."""
