@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 
 #: Seconds of computing for one file. The largest real files take 3; this is for what nobody wrote by hand.
-SECONDS: float = 30
+SECONDS: float = 20
 
 
 class TooLong(BaseException):

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 #: How far calls, parameters and names are followed.
 DEPTH = 24
 _MOST = 16
+#: Expressions that are looked at for one; in real code it is 4 for nearly all, and 1,500 at most.
+_MOST_STEPS = 2_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +120,7 @@ class Values:
         self.facts = facts
         self._known: dict[cst.CSTNode, Alternatives] = {}
         self._active: set[object] = set()
+        self._steps = self._cuts = 0
         self._bindings: dict[tuple[Scope, str], tuple[int, list[Binding]]] = {}
 
     def evaluate(self, node: cst.CSTNode | None, scope: Scope, order: int = 1 << 60) -> Alternatives:
@@ -126,15 +129,22 @@ class Values:
             return NOTHING_KNOWN
         if node in self._known:
             return self._known[node]
-        if node in self._active or len(self._active) > DEPTH:
+        if not self._active:
+            self._steps = 0
+        self._steps += 1
+        if node in self._active or len(self._active) > DEPTH or self._steps > _MOST_STEPS:
+            self._cuts += 1
             return NOTHING_KNOWN
         self._active.add(node)
+        cuts = self._cuts
         try:
             found = self._evaluate(node, scope, order)
         finally:
             self._active.discard(node)
         found = found[:_MOST] if len(found) <= _MOST else (*found[:_MOST], Alternative(ALWAYS, UNKNOWN))
-        if len(self._active) <= DEPTH // 2:
+        if (
+            self._cuts == cuts or len(self._active) <= DEPTH // 2
+        ):  # what was cut short may be more, asked from elsewhere
             self._known[node] = found
         return found
 
@@ -206,7 +216,7 @@ class Values:
         parts = path.split(".")
         for length in range(len(parts), 0, -1):
             key = ".".join(parts[:length])
-            bindings = self.reaching(key, scope, order)
+            bindings = self.reaching(key, scope, order, most=_MOST + 1)
             if not bindings:
                 if key == "self" and scope.owner is not None:
                     found: Alternatives = (self._instance(scope.owner),)
@@ -239,13 +249,14 @@ class Values:
             (Alternative(ALWAYS, Ref(path)),) if len(seen) > 1 and path.split(".", 1)[0] in _BUILTINS else NOTHING_KNOWN
         )
 
-    def reaching(self, key: str, scope: Scope, order: int, guard: Guard = ALWAYS) -> list[Binding]:
-        """The bindings whose value `key` may have at a place, the latest first."""
+    def reaching(self, key: str, scope: Scope, order: int, guard: Guard = ALWAYS, most: int = 1 << 60) -> list[Binding]:
+        """The bindings whose value `key` may have at a place, the latest first; no more than `most`, where those are
+        enough."""
         if key.startswith("self."):
             local = [b for b in scope.bindings.get(key, ()) if b.order < order and b.kind not in ("item", "del")]
             dominating = [b for b in local if not (b.guard - scope.guard)]
             if dominating and scope.name != "__init__":
-                return _last(local, order, guard)
+                return _last(local, order, guard, most)
             owner = scope.owner
             return self.facts.graph.attributes(owner).get(key[5:], []) if owner is not None else []
         for place in scope.chain():
@@ -256,8 +267,8 @@ class Values:
             found = self._set(place, key)
             if found:
                 if place is scope:
-                    return _last(found, order, guard)
-                return _last(found, 1 << 60, guard)
+                    return _last(found, order, guard, most)
+                return _last(found, 1 << 60, guard, most)
         return []
 
     def _set(self, scope: Scope, key: str) -> list[Binding]:
@@ -276,6 +287,7 @@ class Values:
     def bound(self, binding: Binding) -> Alternatives:
         """What a binding gives its name."""
         if binding in self._active:
+            self._cuts += 1
             return NOTHING_KNOWN
         self._active.add(binding)
         try:
@@ -398,6 +410,7 @@ class Values:
     def result(self, call: Call) -> Alternatives:
         """What a call returns."""
         if call in self._active or len(self._active) > DEPTH:
+            self._cuts += 1
             return NOTHING_KNOWN
         self._active.add(call)
         try:
@@ -543,7 +556,7 @@ def _picked(alternatives: Alternatives, index: tuple[int, ...]) -> Alternatives:
     return alternatives
 
 
-def _last(bindings: list[Binding], order: int, guard: Guard) -> list[Binding]:
+def _last(bindings: list[Binding], order: int, guard: Guard, most: int) -> list[Binding]:
     """Of a scope's bindings in order, those that reach a place: back to one that always happens."""
     found: list[Binding] = []
     before = bisect.bisect_left(bindings, order, key=lambda binding: binding.order) or len(bindings)
@@ -551,7 +564,9 @@ def _last(bindings: list[Binding], order: int, guard: Guard) -> list[Binding]:
         binding = bindings[place]
         if compatible(binding.guard, guard):
             found.append(binding)
-            if not (binding.guard - guard - binding.scope.guard) and binding.kind != "augmented":
+            if len(found) >= most or (
+                not (binding.guard - guard - binding.scope.guard) and binding.kind != "augmented"
+            ):
                 break
     return found
 
