@@ -24,10 +24,11 @@ NEW = "import transformer_engine.pytorch as te\n\nwith te.autocast(recipe=recipe
     [
         ("requirements.txt", "transformer-engine[pytorch]==1.13.0", Required((1, 13, 0), (1, 13, 1))),
         ("pyproject.toml", 'dependencies = ["transformer_engine[pytorch]>=2.10,<3"]', Required((2, 10), (3,))),
-        ("pyproject.toml", 'transformer-engine = "^2.11"', Required((2, 11))),
+        ("pyproject.toml", 'transformer-engine = "^2.11"', Required((2, 11), (3,))),
         ("setup.py", "install_requires=['transformer-engine']", Required()),
         ("requirements.txt", "transformer_engine>=2.10\ntransformer_engine<2.12", Required()),
-        ("requirements-gpu.txt", "transformer_engine_cu12 ~= 2.9  # FP8", Required((2, 9))),
+        ("requirements-gpu.txt", "transformer_engine_cu12 ~= 2.9  # FP8", Required((2, 9), (3,))),
+        ("setup.py", "install_requires=['transformer-engine~=1.4.5']", Required((1, 4, 5), (1, 5))),
         ("requirements.txt", "my-transformer-engine==9.9", Required()),
         ("requirements.txt", "--index-url https://download.pytorch.org/whl/cu124\ntorch", Required(cuda=(12, 4))),
         ("Dockerfile", "FROM nvidia/cuda:12.9.1-devel\n", Required(cuda=(12, 9))),
@@ -47,6 +48,14 @@ def test_the_nearest_file_that_names_it_decides(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "requirements.txt").write_text("transformer-engine==1.9")
     assert required(str(tmp_path / "other"), str(tmp_path), "transformer_engine").before((2, 0))
+
+
+def test_setup_py_lies_beside_the_package(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (tmp_path / "setup.py").write_text("install_requires=['transformer-engine<=1.9']")
+    assert required(str(package), str(package), "transformer_engine").before((2, 0))
 
 
 @pytest.mark.parametrize(("version", "level"), [("2.20", "safe"), ("2.3", "unsafe")])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.lint.files import NEVER
 from mpguard.lint.guard import Flag, Guard, Not
 from mpguard.lint.walk import dotted
 
@@ -67,3 +70,15 @@ def stands_in(record: Record) -> bool:
         if any(_ASKS.search(flag) for flag in Guard([condition]).flags() if not flag.startswith("try#")):
             return True
     return False
+
+
+def own(facts: Facts, package: str) -> bool:
+    """Whether a file is of the source tree of a package itself, its tests and examples included: a fork of apex."""
+    return _holds(Path(facts.path).absolute().parent, package)
+
+
+@functools.cache
+def _holds(folder: Path, package: str) -> bool:
+    if folder.name in NEVER or folder.parent == folder:  # an installed package: what lies beside it is not of its tree
+        return False
+    return (folder / package / "__init__.py").is_file() or _holds(folder.parent, package)

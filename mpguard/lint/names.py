@@ -107,7 +107,8 @@ MASTERS = re.compile(
 #: What puts adapters on a model and leaves its own weights frozen: functions and methods.
 ADAPTERS = re.compile(
     r"^(?:get_peft_model|PeftModel|PeftMixedModel|mark_only_\w*trainable|(?:add|inject|train|init|apply|inject_trainable)"
-    r"_(?:adapters?|lora\w*)|prepare_model_for_(?:kbit|int8)_training)"
+    r"_(?:adapters?|q?lora\w*)|(?:swap|convert|replace|wrap)(?:_\w+)?_q?lora\w*"
+    r"|prepare_model_for_(?:kbit|int8)_training)"
 )
 #: The same where a class loads: `PeftModel.from_pretrained(base, ...)`, `AutoPeftModel.from_pretrained(...)`.
 LOADS_ADAPTERS = re.compile(r"(?:^|\.)(?:Auto)?Peft\w*\.from_pretrained$")

@@ -44,7 +44,9 @@ def required(folder: str, top: str, package: str) -> Required:
         r"((?:[<>=!~^]=?=?\s*v?[\d.*]+(?:\s*,\s*)?)+)",
         re.IGNORECASE,
     )
-    here = Path(folder)
+    here, last = Path(folder), Path(top)
+    if (last / "__init__.py").is_file():  # a project without a pyproject.toml: its setup.py lies beside the package
+        last = last.parent
     for place in [here, *here.parents][:_DEEP]:
         bounds: list[str] = []
         cuda: set[tuple[int, int]] = set()
@@ -54,7 +56,7 @@ def required(folder: str, top: str, package: str) -> Required:
             cuda |= {(int(a or c), int(b or d)) for a, b, c, d in _CUDA.findall(text)}
         if bounds or cuda:
             return _bounds(bounds, next(iter(cuda)) if len(cuda) == 1 else None)
-        if str(place) == top:
+        if place == last:
             break
     return Required()
 
@@ -85,6 +87,10 @@ def _bounds(specifiers: list[str], cuda: tuple[int, int] | None) -> Required:
                 low = version
             if sign in ("==", "==="):
                 below = (*version[:-1], version[-1] + 1)
+            elif sign == "~=" and len(version) > 1:
+                below = (*version[:-2], version[-2] + 1)
+            elif sign == "^" and version[0]:
+                below = (version[0] + 1,)
             elif sign in ("<", "<="):
                 below = version if sign == "<" else (*version, 1)
         lows.append(low)

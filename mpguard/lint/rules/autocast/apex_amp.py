@@ -93,9 +93,19 @@ amp.autocast()
 optimizer = apex.optimizers.FusedAdam(model.parameters())
 """
         ),
+        Good(
+            """\
+from apex import amp
+
+amp.init()
+""",
+            files={"apex/__init__.py": ""},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if imports.own(facts, "apex"):
+            return
         found = []
         for binding in imports.imports(facts):
             path = f"{binding.target}.{binding.name}".rstrip(".")

@@ -49,7 +49,7 @@ class DeprecatedCudaAmp(Rule):
     ## Known limits
     A fallback for old versions of torch is fine: in an `except` arm, beside an import from
     `torch.amp`, or under a condition that asks for the version. So is a project whose requirements allow no torch
-    from 2.4 on.
+    from 2.4 on, and the source tree of torch itself.
     """
 
     code, name = "MPG302", "deprecated-cuda-amp"
@@ -301,10 +301,18 @@ scaler = torch.cuda.amp.GradScaler()
 """,
             files={"requirements.txt": "numpy\ntorch>=1.10,<2.1\n"},
         ),
+        Good(
+            """\
+import torch
+
+context = torch.cuda.amp.autocast()
+""",
+            files={"torch/__init__.py": ""},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.project.required(facts.path, "torch").before(_DEPRECATED):
+        if facts.project.required(facts.path, "torch").before(_DEPRECATED) or imports.own(facts, "torch"):
             return
         taken: dict[Binding, str] = {}
         for binding in (*imports.imports(facts), *imports.renamed(facts)):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from mpguard.lint import mend
@@ -15,6 +16,10 @@ _ARGUMENTS = {
     "clip_grad_norm_": {"parameters", "max_norm", "norm_type"},
     "clip_grad_value_": {"parameters", "clip_value"},
 }
+
+
+#: A norm that clips nothing: the call only measures.
+_INFINITE = re.compile(r"""(?:math|np|numpy|torch)\.inf|float\(['"]\+?inf(?:inity)?['"]\)""")
 
 
 class ClipOutsideAccelerator(Rule):
@@ -37,7 +42,7 @@ class ClipOutsideAccelerator(Rule):
     ## Known limits
     Only parameters whose model is seen to be prepared. Files that call
     `accelerator.unscale_gradients()` themselves are silent, and so are functions that unscale with a
-    scaler of their own (502).
+    scaler of their own (502), and a norm of infinity, which clips nothing.
     """
 
     code, name = "MPG503", "clip-outside-accelerator"
@@ -119,6 +124,7 @@ def main(model, critic, optimizer, loader, other):
         accelerator.backward(model(x))
         if accelerator.sync_gradients:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"), error_if_nonfinite=False)
         optimizer.step()
         torch.nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
 
@@ -187,7 +193,7 @@ def by_hand(model, optimizer, loader, scaler):
             path = facts.called_path(clip.call)
             if not path.startswith("torch.nn.utils.") or clip.subject is None:
                 continue
-            if facts.infers(clip.call) or other_way(clip.guard, "accelerat"):
+            if self._measures(clip, facts) or facts.infers(clip.call) or other_way(clip.guard, "accelerat"):
                 continue
             found = self._prepared(clip, facts)
             if found is not None:
@@ -201,6 +207,10 @@ def by_hand(model, optimizer, loader, scaler):
                     notes=(Note("prepared here", wrap.call.span),),
                     fix=self._fix(clip, name, wrap, facts),
                 )
+
+    def _measures(self, clip: Event, facts: Facts) -> bool:
+        given = clip.call.keywords.get("max_norm") or next(iter(clip.call.positional[1:]), None)
+        return given is not None and _INFINITE.fullmatch(facts.short(given)) is not None
 
     def _prepared(self, clip: Event, facts: Facts) -> tuple[str, Wrap] | None:
         """The model whose parameters are clipped, and what prepared it."""

@@ -139,6 +139,15 @@ def adapters(loader, lora):
         model(x).loss.backward()
         optimizer.step()
 
+def swapped(loader, args):
+    model = torch.nn.Linear(8, 8).to(torch.bfloat16)
+    qlora.swap_for_qlora(model, args.lora, torch.bfloat16)
+    model = FSDP(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
 def reference(x):
     model = FSDP(torch.nn.Linear(8, 8).to(torch.bfloat16))
     model.eval()

@@ -18,6 +18,14 @@ _MIXED = frozenset({"16", "bf16", "16-mixed", "bf16-mixed"})
 #: Beside these, a `-true` may be for inference: a helper chooses.
 _UNCLEAR = _MIXED | {""}
 _LOW = {"16-true": "FP16", "bf16-true": "BF16"}
+#: The distributions of Lightning: the new spellings came with 2.0.
+_PACKAGES = ("lightning", "pytorch-lightning", "lightning-fabric")
+#: Arguments of a Trainer that Lightning 2.0 took away: such a call runs with an older one.
+_BEFORE_2 = frozenset({
+    "gpus", "tpu_cores", "ipus", "num_processes", "distributed_backend", "amp_backend", "amp_level", "weights_summary",
+    "checkpoint_callback", "progress_bar_refresh_rate", "resume_from_checkpoint", "auto_lr_find", "terminate_on_nan",
+    "auto_select_gpus", "auto_scale_batch_size", "replace_sampler_ddp", "flush_logs_every_n_steps",
+})  # fmt: skip
 #: What trains with weights of one's own, in a dtype of their own.
 _ADAPTERS = re.compile(r"(?i)lora|peft|adapter")
 
@@ -41,7 +49,9 @@ class LightningPrecision(Rule):
     ## Known limits
     Only what is written where the Trainer is built; a precision from options or the command line is
     unknown. Files that speak of LoRA or adapters, whose trained weights may be FP32, and tests are not
-    judged for `-true`. Trainers of other frameworks are not Lightning's.
+    judged for `-true`. The old spellings are the only ones that Lightning 1 knows: silent where the
+    project asks for one, or the Trainer is given arguments that Lightning 2 has not. Trainers of other
+    frameworks are not Lightning's.
     """
 
     code, name = "MPG515", "lightning-precision"
@@ -131,6 +141,21 @@ def main(args):
         ),
         Good(
             """\
+import pytorch_lightning as pl
+
+trainer = pl.Trainer(gpus=2, precision=16)
+"""
+        ),
+        Good(
+            """\
+import pytorch_lightning as pl
+
+trainer = pl.Trainer(devices=2, precision=16)
+""",
+            files={"setup.py": "install_requires=['pytorch_lightning~=1.4.5', 'torch']"},
+        ),
+        Good(
+            """\
 import lightning as L
 from litgpt.lora import mark_only_lora_as_trainable
 
@@ -153,6 +178,8 @@ def main(model, loader):
                 continue
             place = facts.span(given, call)
             if old := sorted(said & set(_OLD)):
+                if self._before_2(call, facts):
+                    continue
                 what = f"`precision={facts.short(given)}` is an old spelling of `{_OLD[old[0]]}`"
                 yield self.at(place, what=what, help=f'write `precision="{_OLD[old[0]]}"`')
             elif (low := sorted(said & set(_LOW))) and not said & _UNCLEAR and self._trains(call, facts):
@@ -161,6 +188,12 @@ def main(model, loader):
         mixed = mixed or next(self._calls(_PLUGINS, facts), None)
         if mixed is not None:
             yield from self._regions(mixed, facts)
+
+    def _before_2(self, call: Call, facts: Facts) -> bool:
+        """Whether the code is for Lightning 1."""
+        return bool(_BEFORE_2 & set(call.keywords)) or any(
+            facts.project.required(facts.path, package).before((2,)) for package in _PACKAGES
+        )
 
     def _calls(self, wanted: tuple[str, ...], facts: Facts) -> Iterator[Call]:
         for name in (*wanted, *(other for each in wanted for other in aliases(facts, each))):
