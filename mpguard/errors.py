@@ -18,7 +18,12 @@ Wording, everywhere: where: what is; what is needed; what to do.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
+
+#: In a folder with more than this, a near name takes too long to find.
+_MOST_NAMES = 5000
 
 
 class MpguardError(Exception):
@@ -92,6 +97,20 @@ def near(name: str, known: Iterable[str], most: int = 3) -> list[str]:
         matches = difflib.get_close_matches(name.lower().replace("-", "_"), lowered, n=most, cutoff=0.5)
         found = [lowered[match] for match in matches]
     return found
+
+
+def did_you_mean_file(path: str) -> str:
+    """A clause for the end of an error about a file that is not there: the near names in its folder."""
+    folder, name = os.path.split(path)
+    try:
+        names = os.listdir(folder or ".")  # noqa: PTH208
+    except OSError:
+        return ""
+    if len(names) > _MOST_NAMES:
+        return ""
+    # Suffixes make all names a little alike.
+    nearest = [str(Path(folder, each)) for each in difflib.get_close_matches(name, names, cutoff=0.75)]
+    return f"; did you mean {' or '.join(f'`{each}`' for each in nearest)}?" if nearest else ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -89,6 +89,11 @@ def test_exit_zero_hides_findings_and_nothing_else(mpguard: Any) -> None:
     ("arguments", "message"),
     [
         (["gone.py"], "gone.py: no such file or folder"),
+        (["nots.txt"], "nots.txt: no such file or folder; did you mean `notes.txt`?"),
+        (["--config", "owm.yaml"], "owm.yaml: cannot be read: no such file; did you mean `own.yaml`?"),
+        (["--formt", "json"], "there is no option `--formt`; did you mean `--format`?"),
+        (["--formt=json"], "there is no option `--formt`; did you mean `--format`?"),
+        (["--qqqqqq"], "there is no option `--qqqqqq`; --help lists them"),
         (["/dev/null"], "/dev/null: is a device"),
         (["--select", "MPG8O1"], "--select: there is no rule `MPG8O1`; did you mean `MPG8"),
         (["--ignore", "use-cpu-is-ignored"], "did you mean `MPG811` (use-cpu-is-ignored)?"),
@@ -120,6 +125,26 @@ def test_what_cannot_run_is_2_and_says_why(mpguard: Any, arguments: list[str], m
     ran = mpguard("lint", *arguments)
     assert ran.status == 2
     assert message in ran.err
+
+
+def test_help_is_in_groups_with_examples_that_run(mpguard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpguard.cli import lint
+
+    monkeypatch.setattr(lint, "run", lambda options: 7)
+    ran = mpguard("lint", "--help")
+    assert ran.status == 0
+    for group in ("which rules:", "fixes:", "taking it up in an old project:", "output:", "examples:", "exit status:"):
+        assert f"\n{group}\n" in ran.out
+    examples = [line.split("   ")[0].split() for line in ran.out.splitlines() if line.startswith("  mpguard lint")]
+    assert len(examples) > 5
+    for _, *arguments in examples:
+        assert mpguard(*arguments).status == 7, arguments
+
+
+def test_messages_about_files_hold_no_control_characters(mpguard: Any) -> None:
+    Path("\x1b[31mtrain.py").touch()
+    ran = mpguard("lint", "\x1b[31mtrian.py")
+    assert ran.status == 2 and "did you mean" in ran.err and "\x1b" not in ran.err
 
 
 def test_bad_settings_are_2(mpguard: Any) -> None:

@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from mpguard.errors import MpguardError, NotInForce, did_you_mean
+from mpguard.errors import MpguardError, NotInForce, did_you_mean, near
 
 #: Command -> what it does. Its module is imported only when it runs.
 COMMANDS = {
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module.configure(parser)
     try:
         parse = getattr(module, "parse_arguments", None)  # `launch` leaves it to accelerate's parser
-        options = parse(parser, arguments[1:]) if parse else parser.parse_args(arguments[1:])
+        options = parse(parser, arguments[1:]) if parse else _parsed(parser, arguments[1:])
         status: int = module.run(options)
         return status
     except SystemExit as error:  # argparse
@@ -66,6 +66,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """The options, or an error that names the near ones."""
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        if not name.startswith("-"):
+            parser.error(f"`{name}` is one argument too many")
+        known = near(name, [option for action in parser._actions for option in action.option_strings])
+        hint = f"did you mean {' or '.join(f'`{option}`' for option in known)}?" if known else "--help lists them"
+        parser.error(f"there is no option `{name}`; {hint}")
+    return options
 
 
 def _refuse(message: str) -> int:

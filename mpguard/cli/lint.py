@@ -1,8 +1,5 @@
 """Checks training code (Python, notebooks), configs (accelerate YAML, DeepSpeed JSON, axolotl YAML), and the launch
 lines of shell scripts, Makefiles, GitHub workflows and READMEs.
-
-Exit status: 0 nothing found, 1 findings, 2 could not run (a path that cannot be opened, bad
-settings, a rule that fails).
 """
 
 from __future__ import annotations
@@ -16,9 +13,10 @@ from mpguard import settings
 from mpguard.cli import lint_adoption, lint_output
 from mpguard.cli.lint_options import configure, flat
 from mpguard.edits import write_atomically
+from mpguard.errors import ConfigError, did_you_mean_file
 from mpguard.lint.engine import Engine, FileReport, Options
 from mpguard.lint.files import READS, Target, collect, kind_of
-from mpguard.lint.report import Outcome
+from mpguard.lint.report import Outcome, printable
 from mpguard.lint.selection import Selectors
 
 __all__ = ["configure", "run"]
@@ -83,6 +81,9 @@ def _options(options: argparse.Namespace) -> Options:
         flat(options.ignore),
         options.preview,
     )
+    for name in options.configs:
+        if not Path(name).exists():
+            raise ConfigError(f"{name}: cannot be read: no such file{did_you_mean_file(name)}")
     configs = tuple(launch_config(Path(name), name) for name in options.configs)
     return Options(selectors, configs, options.gpu, _fixing(options))
 
@@ -133,7 +134,8 @@ def _keep(report: FileReport) -> list[str]:
 
 
 def _say(message: str) -> None:
-    print(f"mpguard: {message}", file=sys.stderr)
+    """To stderr; names of files may be in it, and are not ours."""
+    print("mpguard: " + "\n".join(map(printable, message.split("\n"))), file=sys.stderr)
 
 
 def _usage(message: str) -> int:

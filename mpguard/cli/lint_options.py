@@ -8,8 +8,29 @@ from collections.abc import Iterable
 from mpguard.errors import did_you_mean
 from mpguard.lint.report import FORMATS
 
+_EPILOG = """\
+examples:
+  mpguard lint                                  this folder
+  mpguard lint train.py --config mp.yaml        a script against the config that it is launched with
+  mpguard lint --fix --diff src                 what the safe fixes would change
+  mpguard lint --select MPG2,MPG4 --statistics  how much there is about loss scaling and FP8
+  mpguard lint --diff-from main...              what this branch brings
+  mpguard lint --format sarif --output-file mpguard.sarif .
+  mpguard rule MPG201                           what a finding means
+
+Suppress a finding with `# noqa: MPG201` or `# mpguard: ignore[MPG201] why` on its line; settings are
+[tool.mpguard] in pyproject.toml.
+
+exit status:
+  0  nothing found, or --exit-zero; with --fix, nothing left
+  1  findings; with --diff, something to change
+  2  could not run: a path that cannot be opened or written, bad settings or options, a rule that fails
+"""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [OPTION ...] [PATH ...]"
+    parser.epilog = _EPILOG
     parser.add_argument(
         "paths", nargs="*", metavar="PATH", help="files and folders; `-` is stdin (default: this folder)"
     )

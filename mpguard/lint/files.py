@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mpguard import settings
+from mpguard.errors import did_you_mean_file
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -83,7 +84,8 @@ def collect(paths: Iterable[str], force_exclude: bool = False, include_markdown:
         try:
             status = os.stat(path)
         except OSError as error:
-            refused.append(f"{given}: {_why(error)}")
+            near = did_you_mean_file(path) if isinstance(error, FileNotFoundError) else ""
+            refused.append(f"{given}: {_why(error)}{near}")
             continue
         if stat.S_ISDIR(status.st_mode):
             found = list(_walk(path, force_exclude, include_markdown))
