@@ -39,6 +39,9 @@ class Cell:
     expected: str = "proven"
 
 
+#: Current scaling, first and last block in BF16; parameters kept in FP8 are not for single Linear layers.
+_CURRENT, _NO_PARAM = "bf16_with_fp8_current_scaling_mixed", "{fp8_param_gather: false}"
+
 CELLS = (
     Cell("plain torch, bf16", "bf16_mixed", "train_torch.py"),
     Cell("plain torch, fp16", "fp16_mixed", "train_torch.py"),
@@ -47,25 +50,29 @@ CELLS = (
     Cell("Trainer, bf16", "bf16_mixed", "train_trainer.py"),
     Cell("FSDP2, bf16", "bf16_mixed", "train_fsdp2.py", "fsdp2", torchrun=True),
     Cell("DeepSpeed ZeRO-2, bf16", "bf16_mixed", "train_deepspeed.py", "deepspeed-zero2", torchrun=True),
-    Cell("accelerate, torchao tensorwise", "hopper_bf16_with_fp8_mixed", "train_accelerate.py"),
+    Cell("accelerate, torchao tensorwise", "hopper_bf16_with_fp8_mixed", "train_accelerate.py",
+         overrides="{backend: torchao}"),
     Cell("accelerate, torchao rowwise", "bf16_with_fp8_rowwise_mixed", "train_accelerate.py"),
+    Cell(
+        "accelerate, torchao tensorwise, compiled", "hopper_bf16_with_fp8_mixed", "train_accelerate.py",
+        overrides="{compile: true, backend: torchao}",
+    ),
     Cell(
         "accelerate, TE delayed, lm_head in FP8 too", "bf16_with_fp8_delayed_scaling_mixed", "train_accelerate.py",
         overrides="{fp8_param_gather: false, fp8_exclude: []}",
     ),
     Cell(
         "accelerate, TE delayed, lm_head kept out", "bf16_with_fp8_delayed_scaling_mixed", "train_accelerate.py",
-        overrides="{fp8_param_gather: false}", expected="refused",
+        overrides="{fp8_param_gather: false}",
     ),
-    Cell(
-        "accelerate, torchao tensorwise, compiled", "hopper_bf16_with_fp8_mixed", "train_accelerate.py",
-        overrides="{compile: true}",
-    ),
+    Cell("accelerate, TE current, ends in bf16", _CURRENT, "train_accelerate.py", overrides=_NO_PARAM),
     Cell("accelerate, bf16, compiled", "bf16_mixed", "train_accelerate.py", overrides="{compile: true}"),
-    Cell("accelerate, first and last blocks in bf16", "bf16_with_fp8_current_scaling_mixed", "train_accelerate.py",
-         expected="refused"),
     Cell("accelerate, MXFP8", "bf16_with_mxfp8_mixed", "train_accelerate.py", expected="refused"),
-    Cell("FP8 asked, a loop that converts nothing", "hopper_bf16_with_fp8_mixed", "train_torch.py", expected="refused"),
+    Cell("plain torch, FP8: TE current, ends in bf16", _CURRENT, "train_torch.py", overrides=_NO_PARAM),
+    Cell("Trainer, FP8: TE current, ends in bf16", _CURRENT, "train_trainer.py", overrides=_NO_PARAM),
+    Cell("FSDP2, FP8: TE current, ends in bf16", _CURRENT, "train_fsdp2.py", "fsdp2", _NO_PARAM, torchrun=True),
+    Cell("DeepSpeed ZeRO-2, FP8: TE current, ends in bf16", _CURRENT, "train_deepspeed.py", "deepspeed-zero2",
+         _NO_PARAM, torchrun=True),
 )  # fmt: skip
 
 

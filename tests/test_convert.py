@@ -203,6 +203,28 @@ def test_revert_gives_back_plain_layers() -> None:
     assert len(mpguard.convert(net, FP8).converted) == 7
 
 
+def test_revert_removes_what_the_library_keeps_when_it_runs_and_nothing_of_the_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Transformer Engine does at the first call."""
+    library: Any = Float8Linear.__mro__[2]
+    forward = library.forward
+
+    def keeping(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.__dict__["kept"] = True
+        y: torch.Tensor = forward(self, x)
+        return y
+
+    monkeypatch.setattr(library, "forward", keeping)
+    layer = nn.Linear(32, 32)
+    mpguard.convert(layer, FP8)
+    layer(torch.randn(16, 32))
+    layer.mine = 1
+    assert "kept" in vars(layer)
+    mpguard.revert(layer)
+    assert set(vars(layer)) - set(vars(nn.Linear(1, 1))) == {"mine"}
+
+
 def test_state_dicts_load_into_the_plain_model_and_back() -> None:
     converted, plain = model(), Model()
     mpguard.convert(converted, FP8)

@@ -55,7 +55,7 @@ def _warn(text: str) -> None:
 
 @dataclasses.dataclass
 class State:
-    """What a converted layer knows: its name, the policy, which attributes came with the conversion."""
+    """What a converted layer knows: its name, the policy, which attributes came with the conversion, or since."""
 
     name: str
     policy: Policy
@@ -76,11 +76,14 @@ class Padded(nn.Module):
         *lead, width = input.shape
         rows = math.prod(lead)
         added = -rows % multiple if rows else multiple
-        if not torch.compiler.is_compiling():
-            state.padding.count(state.name, rows, added, self.in_features * self.out_features)
-        if not added:
+        if added:
+            input = nn.functional.pad(input.reshape(rows, width), (0, 0, 0, added))
+        if torch.compiler.is_compiling():
             result: torch.Tensor = super().forward(input)
-            return result
-        padded = nn.functional.pad(input.reshape(rows, width), (0, 0, 0, added))
-        result = super().forward(padded)
-        return result[:rows].reshape(*lead, self.out_features)
+        else:
+            state.padding.count(state.name, rows, added, self.in_features * self.out_features)
+            before = set(self.__dict__)
+            result = super().forward(input)
+            if len(self.__dict__) != len(before):  # Transformer Engine keeps some when it first runs
+                state.added += tuple(set(self.__dict__) - before)
+        return result[:rows].reshape(*lead, self.out_features) if added else result

@@ -50,9 +50,8 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
     _check(model)
     modules = list(model.named_modules(remove_duplicate=False))
     choice.check_patterns(modules, policy)
-    for field in NOT_CARRIED:
-        if policy.explicit(field):
-            warnings.warn(NotCarried(field, policy.text_of(field), "convert", carriers(field)), stacklevel=2)
+    for field in not_carried(policy):
+        warnings.warn(NotCarried(field, policy.text_of(field), "convert", carriers(field)), stacklevel=2)
     return convert_named(model, modules, policy)
 
 
@@ -109,6 +108,10 @@ def revert(model: nn.Module) -> nn.Module:
             if type(owner).__module__ == f"{__package__}.te":
                 del hooks[key]
     return model
+
+
+def not_carried(policy: Policy) -> list[str]:
+    return [field for field in NOT_CARRIED if policy.explicit(field)]
 
 
 def has_others(modules: choice.Named, policy: Policy) -> bool:

@@ -148,6 +148,8 @@ class Guard:
                 return
             if done.converted and rank() == 0:
                 proof.say(f"mpguard: {str(done).splitlines()[0]}")
+                for field in swap.not_carried(policy):
+                    proof.say(f"mpguard: {field}={policy.text_of(field)} is not carried by converted Linear layers")
 
     # -- steps -------------------------------------------------------------------------------
 

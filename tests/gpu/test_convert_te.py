@@ -1,0 +1,202 @@
+"""Transformer Engine's layers in the place of `nn.Linear`: for `pytest tests/gpu` on a machine that has it."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpguard
+from mpguard import hardware
+from mpguard.policy import Policy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::mpguard.MpguardWarning")]
+
+te = pytest.importorskip("transformer_engine.pytorch")
+
+POLICIES = {
+    "delayed": Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=16, backend="te"),
+    "tensorwise": Policy(bf16=True, fp8="hybrid", backend="te"),
+    "blockwise": Policy(bf16=True, fp8="e4m3", fp8_recipe="blockwise", backend="te"),
+    "torchao": Policy(bf16=True, fp8="hybrid", backend="torchao"),
+    "rowwise": Policy(bf16=True, fp8="e4m3", fp8_recipe="rowwise", backend="torchao"),
+}
+ALL, TE = tuple(POLICIES), ("delayed", "tensorwise", "blockwise")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 4, width: int = 256, vocabulary: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        y: torch.Tensor = self.lm_head(x)
+        return y
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().cuda()
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, rows: int = 64) -> list[float]:
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 128, (8, rows + 1), device="cuda")
+    losses = []
+    for _ in range(steps):
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = net(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def fp8_share(net: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """How many matrix kernels of a step are FP8, and how many there are."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        train(net, optimizer, 1)
+    products = [event.name for event in profile.events() if re.search("gemm|nvjet|cutlass", event.name)]
+    fp8 = [name for name in products if re.search(r"e4m3|e5m2|nvjet_(sm90_)?[qr]{2}|fp8|float8|f8", name, re.I)]
+    return len(fp8), len(products)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_converted_model_trains_as_in_bf16(name: str) -> None:
+    """100 steps; the optimizer was built before; every parameter changes, the kernels are FP8."""
+    policy = POLICIES[name]
+    plain = model()
+    reference = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3), 100)
+    net = model()
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    done = mpguard.convert(net, policy)
+    assert len(done.converted) == 8 and dict(done.skipped) == {"lm_head": "fp8_exclude"}
+    losses = train(net, optimizer, 100)
+    assert [key for key, value in net.state_dict().items() if torch.equal(value, before[key])] == []
+    assert list(net.state_dict()) == list(before)
+    gaps = [abs(a - b) / b for a, b in zip(losses[:20], reference[:20], strict=True)]
+    assert losses[-1] < 0.5 * losses[0] and sum(gaps) / 20 < 0.02, gaps
+    fp8, products = fp8_share(net, optimizer)
+    print(f"{name}: {fp8} of {products} matrix kernels FP8, loss {losses[-1]:.4f}, BF16 {reference[-1]:.4f}")
+    assert fp8 >= 24
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_odd_rows_are_carried(name: str) -> None:
+    net = model()
+    mpguard.convert(net, POLICIES[name])
+    losses = train(net, torch.optim.AdamW(net.parameters(), lr=1e-3), 20, rows=61)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", TE)
+def test_revert_gives_back_plain_layers(name: str) -> None:
+    net = model()
+    attributes = {key: set(vars(module)) for key, module in net.named_modules()}
+    held = {key: id(each) for key, each in net.named_parameters()}
+    mpguard.convert(net, POLICIES[name])
+    assert all(isinstance(layer.up, te.Linear) and isinstance(layer.up, nn.Linear) for layer in net.layers)
+    train(net, torch.optim.SGD(net.parameters(), lr=0.1), 2)
+    copied = copy.deepcopy(net)
+    train(copied, torch.optim.SGD(copied.parameters(), lr=0.1), 1)
+    mpguard.revert(net)
+    assert {type(module) for module in net.modules()} == {type(module) for module in Model().modules()}
+    assert {key: id(each) for key, each in net.named_parameters()} == held
+    assert {key: set(vars(module)) for key, module in net.named_modules()} == attributes
+    assert not net._forward_hooks and not net._forward_pre_hooks
+    net.load_state_dict(copied.state_dict(), strict=True)
+    assert train(net, torch.optim.SGD(net.parameters(), lr=0.1), 1)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise"])
+def test_activation_checkpoints_compute_in_fp8_again(name: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    block = Block(256).cuda()
+    mpguard.convert(block, POLICIES[name])
+    inputs = torch.randn(64, 256, device="cuda")
+    gradients = []
+    for checkpointed in (False, True):
+        x = inputs.clone().requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16):
+            result = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
+        result.float().sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+def test_delayed_scaling_outside_the_model_is_refused() -> None:
+    net = model()
+    mpguard.convert(net, POLICIES["delayed"])
+    with pytest.raises(mpguard.NotInForce, match="outside the forward pass"):
+        net.layers[0](torch.randn(16, 256, device="cuda"))
+    with torch.no_grad():
+        assert net.layers[0](torch.randn(16, 256, device="cuda")).isfinite().all()
+
+
+def test_delayed_scaling_has_a_history() -> None:
+    net = model()
+    mpguard.convert(net, POLICIES["delayed"])
+    train(net, torch.optim.SGD(net.parameters(), lr=0.1), 3)
+    history: Any = net.layers[0].up.fp8_meta["scaling_fwd"].amax_history
+    assert history.shape[0] == 16 and (history[:, 0] > 0).sum() == 3
+
+
+def test_inputs_on_the_cpu_are_refused() -> None:
+    layer = nn.Linear(32, 32)
+    mpguard.convert(layer, POLICIES["tensorwise"])
+    with pytest.raises(mpguard.NotInForce, match="its input is on cpu"):
+        layer(torch.randn(16, 32))
+
+
+def test_meta_models_are_filled_later() -> None:
+    with torch.device("meta"):
+        net = Model()
+    mpguard.convert(net, POLICIES["tensorwise"])
+    net.to_empty(device="cuda")
+    net.load_state_dict(model().state_dict())
+    assert train(net, torch.optim.AdamW(net.parameters(), lr=1e-3), 10)[-1] > 0
+
+
+def test_mxfp8_on_hopper_is_refused() -> None:
+    policy = Policy(bf16=True, fp8="e4m3", fp8_recipe="mxfp8", backend="te")
+    if hardware.detect().refuses(policy) is None:
+        pytest.skip("MXFP8 runs here")
+    net = model()
+    with pytest.raises(mpguard.NotInForce, match="does not run here"):
+        mpguard.convert(net, policy)
+    assert type(net.layers[0].up) is nn.Linear
+
+
+def test_the_recipe_of_megatron_bridge_with_both_ends_in_bf16() -> None:
+    net = model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mpguard.NotCarried)
+        done = mpguard.convert(net, "bf16_with_fp8_current_scaling_mixed")
+    assert done.backend == "te" and len(done.converted) == 4
+    assert type(net.layers[0].up) is nn.Linear and type(net.layers[3].down) is nn.Linear
+    assert train(net, torch.optim.AdamW(net.parameters(), lr=1e-3), 20)[-1] < 5
