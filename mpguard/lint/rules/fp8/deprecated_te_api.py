@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
@@ -16,6 +17,13 @@ _MODULE = "transformer_engine.pytorch.fp8"
 _HOMES = ("transformer_engine.pytorch", "transformer_engine.pytorch.quantization")
 _NEW = {"fp8_autocast": "autocast", "fp8_model_init": "quantized_model_init"}
 _KEYWORDS = {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"}
+#: What the deprecated module hands on from the new one (read in 2.20); more that it once had is gone from both.
+_HANDED_ON = re.compile(
+    r"fp8_autocast$|fp8_model_init$|FP8GlobalStateManager$|\w*RecipeState$|split_and_copy$|check_\w+_support$"
+    r"|get_(?:default_fp8_recipe|fp8_torch_dtype|fp8_te_dtype|fp4_te_dtype|fp8_max)$|_(?:update_amax_history"
+    r"|default_get_amax_and_update_history|default_sf_compute|compute_amax_and_update_history|compute_scaling_factor"
+    r"|amax_and_scale_update)$"
+)
 #: The first version that has the new names for certain (they came with pull request 2256, October 2025).
 _SINCE = (2, 10)
 
@@ -38,7 +46,7 @@ class DeprecatedTeApi(Rule):
 
     ## Known limits
     A fallback for old versions (in an `except` arm, under a condition on the version) is fine and not reported.
-    There is no fix where a name is handed on, or another name of the file would clash.
+    There is no fix where a name is handed on, the new module has no such name, or another name of the file would clash.
     """
 
     code, name = "MPG406", "deprecated-te-api"
@@ -109,6 +117,14 @@ with autocast("cuda"), fp8_autocast(recipe=FP8GlobalStateManager.get_fp8_recipe(
         ),
         Bad(
             """\
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.fp8 import get_default_fp8_group  # !
+
+print(te.fp8.get_fp8_recipe(), get_default_fp8_group())  # !
+"""
+        ),
+        Bad(
+            """\
 if gaudi:
     from intel_transformer_engine import fp8_autocast
 else:
@@ -160,8 +176,12 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
                     continue  # the import is the place
                 for use in uses:
                     old = self._old(use, facts)
-                    if old and not imports.stands_in(use):
-                        yield self.at(use, old=old, new=_modern(old), fix=self._fix_use(use, facts))
+                    if not old or imports.stands_in(use):
+                        continue
+                    fix = self._fix_use(use, facts)
+                    if old.startswith(f"{_MODULE}.") and not _HANDED_ON.match(old.split(".")[3]):
+                        old, fix = _MODULE, None
+                    yield self.at(use, old=old, new=_modern(old), fix=fix)
 
     def _deprecated(self, binding: Binding) -> bool:
         if binding.kind == "from" and binding.target in (_MODULE, *_HOMES):
@@ -229,6 +249,8 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
         if first.target == _MODULE:
             edits.append(Edit(*first.chunk.span(statement.module), _MODULE.replace(".fp8", ".quantization")))
         for binding in bindings:
+            if first.target == _MODULE and not _HANDED_ON.match(binding.name):
+                return None
             if binding.name in _NEW:
                 made = self._renamed(statement, binding, facts)
                 if made is None or facts.exported(binding.key):
