@@ -20,6 +20,7 @@ COMMANDS = {
     "init": "write an mp.yaml from a recipe",
     "apply": "write a recipe into existing configs",
     "launch": "accelerate launch, with the policy in force and proven",
+    "completion": "a script that completes all this in bash",
     "hook": "let `accelerate launch --config mp.yaml` work",
 }
 
@@ -94,7 +95,7 @@ def _overview() -> str:
         "",
         "commands:",
     ]
-    lines += [f"  {name:9}{text}" for name, text in COMMANDS.items()]
+    lines += [f"  {name:12}{text}" for name, text in COMMANDS.items()]
     lines += ["", "mpguard COMMAND --help says more; mpguard --version the version.",
               "Exit status: 0 clean or done, 1 findings or not in force, 2 could not run."]  # fmt: skip
     return "\n".join(lines)
