@@ -22,8 +22,8 @@ _SCHEDULER = re.compile(r"sched|warmup")
 _MODEL = re.compile(
     r"model|net(?:work)?(?:_?[gd\d])?$|module|encoder|decoder|generator|discriminator|backbone|ema|critic|actor|policy|head"
 )
-#: Functions that read what was written.
-_LOADS = re.compile(r"(?i)^(?!.*(?:data|batch)).*(?:load|resume|restore)")
+#: Functions that read what was written; not of data, and not a factory (`load_optimizer(args.optimizer)`).
+_LOADS = re.compile(r"(?i)^(?!.*(?:data|batch|optim(?:izer)?s?$)).*(?:load|resume|restore)")
 #: Functions that write, read, or make what is written.
 _KEEPS = re.compile(r"(?i)save|checkpoint|ckpt|snapshot|store|dump|resume|state")
 
