@@ -211,6 +211,20 @@ def from_a_cache(model, loader, optimizer, scaler):
         scaler.update()
 """
         ),
+        Good(
+            """\
+import torch
+
+def thrown_away(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        loss = model(x).sum()
+        scaler.scale(loss)
+        loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -240,6 +254,19 @@ def from_a_cache(model, loader, optimizer, scaler):
                     fix=self._fix(backward, step, facts),
                 )
 
+    def _discarded(self, trace: Trace, place: int, facts: Facts) -> bool:
+        """Whether the loss was scaled just before, and the result thrown away: MPG213 says so."""
+        backward = trace[place]
+        loss = facts.short(backward.call.receiver).strip("()")
+        return any(
+            each.kind == "scale"
+            and each.record.scope is backward.record.scope
+            and mend.is_statement(each.call)
+            and bool(each.call.positional)
+            and facts.short(each.call.positional[0]).strip("()") == loss
+            for each in trace[:place]
+        )
+
     def _stepped_through(self, trace: Trace, place: int, facts: Facts) -> Moment | None:
         """The scaler's step that applies the gradients of a loss that nothing has scaled."""
         backward, traces = trace[place], facts.traces
@@ -247,7 +274,7 @@ def from_a_cache(model, loader, optimizer, scaler):
             return None
         if any(each.kind == "handed" and compatible(each.guard, backward.guard) for each in trace):
             return None  # scaled out of sight
-        if self._by_hand(backward, facts):
+        if self._by_hand(backward, facts) or self._discarded(trace, place, facts):
             return None
         for index in range(place + 1, len(trace)):
             step = trace[index]
