@@ -223,6 +223,8 @@ def suppressed(lint: Lint, name: str, text: str) -> str:
          "    loss = model(x.half()) - y + \\\n        0  # noqa: MPG101\n"),
         ("    loss = model(x.half()) - y + len('''\n    # text''')\n",
          "    loss = model(x.half()) - y + len('''\n    # text''')  # noqa: MPG101\n"),
+        ("    loss = model(x.half()) - y + len(f'''{x}\n    {y:\n    } text''')\n",
+         "    loss = model(x.half()) - y + len(f'''{x}\n    {y:\n    } text''')  # noqa: MPG101\n"),
         (CAST.replace("\n", "\r\n"), CAST.rstrip() + "  # noqa: MPG101\r\n"),
         (CAST.rstrip() + " ;  \n", CAST.rstrip() + " ;  # noqa: MPG101\n"),
     ],

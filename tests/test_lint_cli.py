@@ -116,6 +116,7 @@ def test_exit_zero_hides_findings_and_nothing_else(mpguard: Any) -> None:
         (["--baseline", "own.yaml"], "own.yaml: is no JSON, which a baseline is"),
         (["--write-baseline", "notes.txt"], "notes.txt: is no JSON, which a baseline is"),
         (["--write-baseline", "b.json", "--diff-from", "main"], "--diff-from takes some of it out"),
+        (["--write-baseline", "b.json", "--output-file", "x"], "no report that --output-file could take"),
         (["--diff-from", "main", "-"], "stdin has no history"),
     ],
 )

@@ -40,6 +40,10 @@ def check(options: argparse.Namespace) -> None:
     if options.write_baseline is not None and len(narrowing) > 1:
         other = next(name for name in narrowing if name != "--write-baseline")
         raise ConfigError(f"--write-baseline writes all that is found, and {other} takes some of it out; leave one out")
+    if options.write_baseline is not None and options.output_file is not None:
+        raise ConfigError(
+            "--write-baseline writes the baseline, and no report that --output-file could take; run twice"
+        )
     if options.diff_from is not None and "-" in options.paths:
         raise ConfigError("--diff-from is about files, and stdin has no history; leave one of them out")
 
