@@ -53,6 +53,37 @@ def test_own_loops_are_proven_and_reduce_in_fp32(tmp_path: Path, engine: str) ->
     assert seen["parameters"].keys() == {"bf16" if engine.startswith("zero") else "fp32"}
 
 
+EMULATED = "{mpguard_recipe: hopper_bf16_with_fp8_mixed, mpguard_overrides: {backend: torchao, fp8_emulate: true}}"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_own_loops_are_made_fp8(tmp_path: Path, engine: str) -> None:
+    """The script says nothing of FP8; FSDP has wrapped its model before the optimizer, DeepSpeed gets it after."""
+    kind, keys = ENGINES[engine]
+    fp8 = {"mixed_precision": "fp8", "fp8_config": EMULATED}
+    config = mp_yaml(tmp_path, distributed_type=kind, num_processes=2, **keys, **fp8)
+    words = ("-m", "mpguard.run", "--config", config, "--proof-json", tmp_path / "proof.json", LOOP, engine)
+    run = torchrun(*words, cwd=tmp_path)
+    assert run.returncode == 0, told(run)
+    assert [(found["world"], found["gradient"]) for found in results(run)] == [(2, MEAN)] * 2
+    seen = proof(tmp_path / "proof.json")["observed"]
+    assert (seen["fp8"]["converted"], seen["fp8"]["emulated"]) == (["0"], True)
+    assert seen["engine"].endswith(engine) and seen["compute"].keys() == {"bf16"}
+    assert seen["reductions"].keys() == seen["masters"].keys() == {"fp32"}
+
+
+def test_accelerate_is_asked_for_bf16_and_its_model_made_fp8(tmp_path: Path) -> None:
+    """accelerate's own conversion has no place for the recipes, and leaves no layer out by name."""
+    config = mp_yaml(tmp_path, mixed_precision="fp8", fp8_config=EMULATED)
+    arguments = ["--config", config, "--proof-json", tmp_path / "proof.json", PROGRAMS / "accelerated.py"]
+    run = in_fork(arguments, cwd=tmp_path, ACCELERATE_MIXED_PRECISION="fp8", ACCELERATE_FP8_BACKEND="TE")
+    assert run.returncode == 0, told(run)
+    (found,) = results(run)
+    assert (found["mode"], found["compute"], found["master"]) == ("bf16", "torch.bfloat16", "torch.float32")
+    seen = proof(tmp_path / "proof.json")["observed"]["fp8"]
+    assert (seen["converted"], seen["left"]) == (["0"], {"2": "4 is no multiple of 16"})
+
+
 def test_the_values_tell_a_reduction_in_bf16(tmp_path: Path) -> None:
     """The control: without the policy the same script reduces in BF16."""
     run = torchrun(LOOP, "fsdp2", cwd=tmp_path)

@@ -86,4 +86,5 @@ class Padded(nn.Module):
             result = super().forward(input)
             if len(self.__dict__) != len(before):  # Transformer Engine keeps some when it first runs
                 state.added += tuple(set(self.__dict__) - before)
-        return result[:rows].reshape(*lead, self.out_features) if added else result
+        # No view: FSDP2 loses its hook where the model goes on in place on one.
+        return result[:rows].reshape(*lead, self.out_features).clone() if added else result

@@ -67,6 +67,7 @@ class Guard:
         self.engine_depth = 0
         self.process = os.getpid()
         self.exit_status = 0
+        self.converts = True
         self._listening = False
         self._crashed = False
         self._finished = False
@@ -133,7 +134,7 @@ class Guard:
         `NotInForce` where this machine has no FP8, `PolicyError` where no blocks are found for both ends.
         """
         policy = self.plan.policy
-        if policy.low_bit_recipe is None:
+        if policy.low_bit_recipe is None or not self.converts:
             return
         from mpguard.conversion import choice, swap
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from mpguard.errors import ConfigError
 from mpguard.plugin import ABSENT, Change, Setting, differences, merged
+from mpguard.policy import Policy
 from mpguard.runtime import guard as guards
 from mpguard.runtime import imports
 from mpguard.runtime.observe import innermost
@@ -69,10 +70,11 @@ def _accelerator(original: Function) -> Function:
 
 
 def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str, Any]:
-    """The arguments of `Accelerator` with the policy in them; of FP8 the rest, for mpguard converts itself."""
+    """The arguments of `Accelerator` with the policy in them; of FP8 the rest, where mpguard converts itself."""
     strategy = _accelerate_strategy(given)
     policy = guard.plan.policy
-    converts = policy.low_bit_recipe is not None
+    guard.converts = not _gathers(policy, strategy)
+    converts = policy.low_bit_recipe is not None and guard.converts
     with guards.quiet():
         wanted = (policy.replace(fp8=None, fp4=None) if converts else policy).to("accelerate", strategy)
     wanted.pop("deepspeed_plugin", None)  # the run has one of its own; `deepspeed.initialize` gets the policy
@@ -98,6 +100,12 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
         result["dynamo_backend"] = wanted["dynamo_backend"]
         result.pop("dynamo_plugin", None)
     return result
+
+
+def _gathers(policy: Policy, strategy: str | None) -> bool:
+    """Whether accelerate's own conversion is needed: it alone puts float8 all-gather into a model."""
+    able = policy.fp8_recipe == "tensorwise" and "torchao" in policy.backends
+    return bool(policy.fp8_param_gather and able and strategy == "fsdp2" and not policy.first_last_layers_bf16)
 
 
 def _accelerate_strategy(given: Mapping[str, Any]) -> str | None:

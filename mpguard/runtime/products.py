@@ -159,7 +159,15 @@ def _leaf(operand: tuple[Any, int]) -> int:
 
 
 def _leaf_shape(operand: tuple[Any, int]) -> tuple[int, ...]:
-    return _shape(_followed(operand), 0)
+    """The shape of the leaf that an operand is; of the matrix that was cut from it where it is flat (FSDP1)."""
+    leaf = _followed(operand)
+    found, node = _shape(leaf, 0), operand[0]
+    while len(found) == 1 and node is not leaf:
+        cut = _shape(node, 0)
+        node = next(source for source, _ in node.next_functions if source is not None)
+        if len(cut) == 2 and len(_shape(node, 0)) != 2:
+            return cut
+    return found
 
 
 def in_graph(module: Any) -> Counter[tuple[str, int]]:
