@@ -420,3 +420,10 @@ def test_modules_that_import_each_other_with_a_star(tmp_path: Path) -> None:
     facts = Facts(source, Project((), None))
     here, nowhere, half = (facts.dtypes(call.argument(0), call)[0][1] for call in facts.calls["to"])
     assert (here, nowhere, half) == ("float16", None, None)
+
+
+def test_conditions_on_conditions_end() -> None:
+    lines = ["c0 = a0 and b0", *(f"c{n} = c{n - 1} and not d{n} or c{n - 1} and e{n}" for n in range(1, 60))]
+    facts = facts_of("import torch\n" + "\n".join(lines) + "\nif c59:\n    loss.backward()\n")
+    (backward,) = facts.events("backward")
+    assert backward.guard.possible

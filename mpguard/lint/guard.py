@@ -18,6 +18,8 @@ Known = Mapping[str, Mapping[object, object]]
 _IS = object()
 #: A guard of more conditions than this is not followed further: what it guards is unknown.
 MOST_CONDITIONS = 40
+#: A formula of more flags than this is one flag of its own: names for conditions on conditions double it each time.
+MOST_FLAGS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Flag:
 
     name: str
     equals: object = None
+    leaves = 1
 
     def value(self, known: Known) -> bool | None:
         said = known.get(self.name)
@@ -42,6 +45,11 @@ class Flag:
 class Not:
     inner: Condition
 
+    @functools.cached_property
+    def leaves(self) -> int:
+        """How many flags the formula has, each as often as it stands there."""
+        return self.inner.leaves
+
     def value(self, known: Known) -> bool | None:
         found = self.inner.value(known)
         return None if found is None else not found
@@ -52,6 +60,10 @@ class All:
     """Conjunction."""
 
     parts: tuple[Condition, ...]
+
+    @functools.cached_property
+    def leaves(self) -> int:
+        return sum(part.leaves for part in self.parts)
 
     def value(self, known: Known) -> bool | None:
         values = [part.value(known) for part in self.parts]
@@ -64,6 +76,10 @@ class Any:
 
     parts: tuple[Condition, ...]
 
+    @functools.cached_property
+    def leaves(self) -> int:
+        return sum(part.leaves for part in self.parts)
+
     def value(self, known: Known) -> bool | None:
         values = [part.value(known) for part in self.parts]
         return True if True in values else None if None in values else False
@@ -74,6 +90,7 @@ class Fixed:
     """A condition that is known."""
 
     truth: bool
+    leaves = 1
 
     def value(self, known: Known) -> bool | None:  # noqa: ARG002
         return self.truth

@@ -16,7 +16,7 @@ from typing import Literal
 import libcst as cst
 from libcst._nodes.internal import CodegenState
 
-from mpguard.lint.guard import ALWAYS, All, Any, Condition, Fixed, Flag, Guard, negated
+from mpguard.lint.guard import ALWAYS, MOST_FLAGS, All, Any, Condition, Fixed, Flag, Guard, negated
 from mpguard.lint.source import Chunk
 
 BindingKind = Literal[
@@ -756,6 +756,8 @@ class Walker:
             return negated(self.condition(node.expression))
         if isinstance(node, cst.BooleanOperation):
             parts = (self.condition(node.left), self.condition(node.right))
+            if sum(part.leaves for part in parts) > MOST_FLAGS:
+                return Flag(text_of(node))
             return All(parts) if isinstance(node.operator, cst.And) else Any(parts)
         if isinstance(node, cst.Comparison) and len(node.comparisons) == 1:
             return self._comparison(node)
