@@ -81,4 +81,5 @@ def own(facts: Facts, package: str) -> bool:
 def _holds(folder: Path, package: str) -> bool:
     if folder.name in NEVER or folder.parent == folder:  # an installed package: what lies beside it is not of its tree
         return False
-    return (folder / package / "__init__.py").is_file() or _holds(folder.parent, package)
+    holds = (folder / package / "__init__.py").is_file() and not (folder / "__init__.py").is_file()  # `theirs.torch`
+    return holds or _holds(folder.parent, package)

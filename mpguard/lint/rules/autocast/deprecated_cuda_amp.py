@@ -258,6 +258,19 @@ class Mul(torch.autograd.Function):
         return grad
 """,
         ),
+        Bad(
+            """\
+import torch
+
+context = torch.cuda.amp.autocast()  # !
+""",
+            fixed="""\
+import torch
+
+context = torch.amp.autocast("cuda")
+""",
+            files={"__init__.py": "", "torch/__init__.py": ""},
+        ),
         Good(
             """\
 import torch
