@@ -71,8 +71,8 @@ def pss(pid: int) -> float:
 
 def parsed(folder: Path) -> dict[str, float]:
     """What one whole run parses: files and megabytes, of how many."""
-    from mpguard.lint import facts
     from mpguard.lint.engine import Engine, Options
+    from mpguard.lint.facts import file as facts
     from mpguard.lint.files import collect
     from mpguard.lint.rule import rules
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mpguard.lint.accelerate_keys import (
+from mpguard.lint.configs.accelerate_keys import (
     ARGUMENTS,
     DEEPSPEED,
     DYNAMO,

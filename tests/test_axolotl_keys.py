@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from mpguard.lint.axolotl_keys import BF16_WORDS
+from mpguard.lint.configs.axolotl_keys import BF16_WORDS
 
 pydantic = pytest.importorskip("pydantic")
 

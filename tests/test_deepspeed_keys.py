@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mpguard.lint.deepspeed_keys import CONFIG, ELSEWHERE, LOSS_SCALE, RENAMED, SECTIONS, STRICT, VERSION
+from mpguard.lint.configs.deepspeed_keys import CONFIG, ELSEWHERE, LOSS_SCALE, RENAMED, SECTIONS, STRICT, VERSION
 
 #: Builds the real config from each line of stdin; prints the keys it looked up, or what it raised.
 DRIVER = """

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mpguard.lint.facts import Facts
-from mpguard.lint.guard import ALWAYS, All, Any, Condition, Fixed, Flag, Guard, Not, compatible, implies, negated
-from mpguard.lint.project import Project
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.guard import ALWAYS, All, Any, Condition, Fixed, Flag, Guard, Not, compatible, implies, negated
+from mpguard.lint.project.project import Project
 from mpguard.lint.source import Source
 
 A, B = Flag("amp"), Flag("fp16")

@@ -12,7 +12,7 @@ import torchao
 import transformers
 
 from mpguard.lint import gate
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.rule import Rule, any_of, rules
 from mpguard.lint.source import Source
 

@@ -10,10 +10,10 @@ import pytest
 
 from mpguard import settings
 from mpguard.cli import main
-from mpguard.lint import launch_lines
-from mpguard.lint import project as project_module
-from mpguard.lint.launch_lines import Launch, read
-from mpguard.lint.project import Project
+from mpguard.lint.project import launch_lines
+from mpguard.lint.project import project as project_module
+from mpguard.lint.project.launch_lines import Launch, read
+from mpguard.lint.project.project import Project
 
 
 @pytest.fixture(autouse=True)

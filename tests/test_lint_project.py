@@ -10,11 +10,11 @@ import pytest
 from mpguard import settings
 from mpguard.cli import main
 from mpguard.errors import ConfigError
-from mpguard.lint import launch_lines
-from mpguard.lint import project as module
 from mpguard.lint.engine import Engine, Options
 from mpguard.lint.files import Target, collect
-from mpguard.lint.project import Project, launch_config
+from mpguard.lint.project import launch_lines
+from mpguard.lint.project import project as module
+from mpguard.lint.project.project import Project, launch_config
 from mpguard.lint.rule import rules
 from mpguard.lint.selection import Selectors
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mpguard.lint import autocast_ops
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts import autocast_ops
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.source import Source
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mpguard.lint.facts import Facts
-from mpguard.lint.prepared import Settings, policy_of, settings_of
-from mpguard.lint.project import Project
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.prepared import Settings, policy_of, settings_of
+from mpguard.lint.project.project import Project
 from mpguard.lint.source import Source
 
 

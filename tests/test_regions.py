@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from mpguard.lint.engine import Engine, Options
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.files import Target
 from mpguard.lint.rule import rules
 from mpguard.lint.selection import Selectors

@@ -6,10 +6,10 @@ import textwrap
 
 import pytest
 
-from mpguard.lint.facts import Facts
-from mpguard.lint.guard import Guard, compatible
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.guard import Guard, compatible
+from mpguard.lint.facts.trace import Moment, Trace, before, between, iteration, unrelated
 from mpguard.lint.source import Source
-from mpguard.lint.trace import Moment, Trace, before, between, iteration, unrelated
 
 
 def traces_of(code: str) -> tuple[Trace, ...]:

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.source import Source
 
 LOOP = """

@@ -69,7 +69,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _options(options: argparse.Namespace) -> Options:
-    from mpguard.lint.project import launch_config
+    from mpguard.lint.project.project import launch_config
 
     if options.gpu is not None:
         from mpguard.hardware import named

@@ -65,19 +65,19 @@ class Adoption:
     def __init__(self, options: argparse.Namespace) -> None:
         self.revision: str | None = options.diff_from
         if options.baseline is not None:
-            from mpguard.lint import baseline
+            from mpguard.lint.adoption import baseline
 
             self.file = Path(options.baseline)
             self.known = baseline.read(self.file)
         elif options.write_baseline is not None:
-            from mpguard.lint import baseline
+            from mpguard.lint.adoption import baseline
 
             self.file = Path(options.write_baseline)
             if self.file.exists():
                 baseline.read(self.file)  # what is no baseline is not written over
         self.from_baseline = options.baseline is not None
         if self.revision is not None:
-            from mpguard.lint.changed import Changes
+            from mpguard.lint.adoption.changed import Changes
 
             self.changes = Changes(self.revision)
 
@@ -85,7 +85,7 @@ class Adoption:
         """The findings that count, and how many do not, by why. checked: the paths that they are from."""
         found, left_out = list(findings), {}
         if self.from_baseline:
-            from mpguard.lint import baseline
+            from mpguard.lint.adoption import baseline
 
             new, left = baseline.unknown(found, self.known, self.file)
             left_out[f"known by {self.file}"] = len(found) - len(new)
@@ -102,7 +102,7 @@ class Adoption:
 
     def write(self, findings: Sequence[Finding]) -> int:
         """Writes the baseline. Raises `ConfigError`."""
-        from mpguard.lint import baseline
+        from mpguard.lint.adoption import baseline
 
         try:
             write_atomically(self.file, baseline.written(findings, self.file))

@@ -19,13 +19,13 @@ from mpguard.edits import Edit
 from mpguard.lint import gate, limit, suppress, workers
 from mpguard.lint.files import MARKDOWN, Target
 from mpguard.lint.finding import Finding, Lines, placed
-from mpguard.lint.project import LaunchConfig, Project
+from mpguard.lint.project.project import LaunchConfig, Project
 from mpguard.lint.rule import BaseRule, ConfigRule, Diagnostic, LaunchRule, Rule
 from mpguard.lint.selection import Rules, Selection, Selectors, ignored_in, selection
 
 if TYPE_CHECKING:
     from mpguard.document import Document
-    from mpguard.lint.facts import Facts
+    from mpguard.lint.facts.file import Facts
 
 SYNTAX, CONFIG = "MPG000", "MPG003"
 
@@ -142,7 +142,7 @@ class Engine:
             if found.configs:
                 self.project.configs_for(str(folder / "any.py"))
         if jobs > 1 and len(targets) >= workers.FEW and any(target.kind == "python" for target in targets):
-            importlib.import_module("mpguard.lint.facts")  # before the fork: 0.01 s for all, not 0.5 s for each
+            importlib.import_module("mpguard.lint.facts.file")  # before the fork: 0.01 s for all, not 0.5 s for each
         return workers.run(targets, self.check, _died, lambda target: target.size, jobs)
 
     def check(self, target: Target) -> FileReport:
@@ -172,7 +172,8 @@ class Engine:
         ours, mended = checked.ours, None
         if self.options.fix is None:
             return FileReport(target, tuple(checked.findings), tuple(checked.defects), mended, ours)
-        from mpguard.lint import fixes, noqa
+        from mpguard.lint import fixes
+        from mpguard.lint.adoption import noqa
 
         # As if it were named: then the result of a fix is parsed, whether or not a rule could speak.
         check = functools.partial(self.content, target=dataclasses.replace(target, named=True))
@@ -229,7 +230,7 @@ class Engine:
             parse = bool(speaking or about_dicts) or target.named or SYNTAX in chosen.asked
             source = Source.parse(data, target.path) if parse else Source(data, target.path)
             if speaking or about_dicts:
-                from mpguard.lint.facts import Facts
+                from mpguard.lint.facts.file import Facts
 
                 facts = Facts(source, self.project)
                 diagnostics, defects = self._ask(speaking, facts, target.path, (Unparsable,))
@@ -269,7 +270,7 @@ class Engine:
 
     @staticmethod
     def _dicts(facts: Facts) -> list[Document]:
-        from mpguard.lint.inline import configs  # and PyYAML, which most runs over Python do not need
+        from mpguard.lint.configs.inline import configs  # and PyYAML, which most runs over Python do not need
 
         return configs(facts)
 
@@ -326,7 +327,7 @@ class Engine:
 
     def _launch(self, data: bytes, target: Target, chosen: Selection) -> Checked:
         """The launch lines of a shell script, Makefile, workflow or README."""
-        from mpguard.lint import launch_lines
+        from mpguard.lint.project import launch_lines
 
         on = [rule for code, rule in self.rules.items() if code in chosen.codes and issubclass(rule, LaunchRule)]
         speaking = [rule for rule in on if gate.speaks(rule.triggers, data)]

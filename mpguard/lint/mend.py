@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.edits import Edit
+from mpguard.lint.facts.walk import Call, Record, With, constant, dotted
 from mpguard.lint.rule import Fix
-from mpguard.lint.walk import Call, Record, With, constant, dotted
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts import Event, Facts
+    from mpguard.lint.facts.file import Event, Facts
 
 
 def replaced(node: cst.CSTNode, at: Record, text: str) -> Edit:

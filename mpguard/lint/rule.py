@@ -18,9 +18,9 @@ from mpguard.errors import ExtensionError
 
 if TYPE_CHECKING:
     from mpguard.document import Document
-    from mpguard.lint.facts import Facts
-    from mpguard.lint.launch_lines import Launch
-    from mpguard.lint.project import Project
+    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.project.launch_lines import Launch
+    from mpguard.lint.project.project import Project
 
 Severity = Literal["error", "warning", "info"]
 Applicability = Literal["safe", "unsafe"]

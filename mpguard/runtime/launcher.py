@@ -25,7 +25,7 @@ from typing import Any
 from mpguard import mpyaml, settings
 from mpguard.document import Document, read
 from mpguard.errors import ConfigError, MpguardError, NotInForce
-from mpguard.lint.accelerate_keys import OLD, unknown_key
+from mpguard.lint.configs.accelerate_keys import OLD, unknown_key
 from mpguard.plugin import Change, Setting, differences, merged, require_carried, show
 from mpguard.runtime import checks, guard
 from mpguard.runtime.plan import Plan, absolute, enforcement, strategy_of

@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.accelerate_config import is_fp8, is_fsdp2, kind, names_recipe, said, true
-from mpguard.lint.beside import mentions
-from mpguard.lint.config_mend import put
+from mpguard.lint.configs.accelerate_config import is_fp8, is_fsdp2, kind, names_recipe, said, true
+from mpguard.lint.configs.mend import put
+from mpguard.lint.project.beside import mentions
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, any_of
 
 if TYPE_CHECKING:

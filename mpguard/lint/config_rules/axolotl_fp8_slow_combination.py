@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.axolotl_keys import CHECKPOINTING, is_fsdp2, is_on
+from mpguard.lint.configs.axolotl_keys import CHECKPOINTING, is_fsdp2, is_on
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, Note, any_of
 
 if TYPE_CHECKING:

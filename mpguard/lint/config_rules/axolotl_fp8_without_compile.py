@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.axolotl_keys import is_on
-from mpguard.lint.config_mend import put
+from mpguard.lint.configs.axolotl_keys import is_on
+from mpguard.lint.configs.mend import put
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, any_of
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.accelerate_config import on_sagemaker, said
-from mpguard.lint.accelerate_keys import FP8_BACKENDS
-from mpguard.lint.config_mend import put
+from mpguard.lint.configs.accelerate_config import on_sagemaker, said
+from mpguard.lint.configs.accelerate_keys import FP8_BACKENDS
+from mpguard.lint.configs.mend import put
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, any_of
 
 if TYPE_CHECKING:

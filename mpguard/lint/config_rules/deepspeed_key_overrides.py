@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.accelerate_config import on_sagemaker
-from mpguard.lint.accelerate_keys import ARGUMENTS
-from mpguard.lint.config_mend import put
+from mpguard.lint.configs.accelerate_config import on_sagemaker
+from mpguard.lint.configs.accelerate_keys import ARGUMENTS
+from mpguard.lint.configs.mend import put
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, Note, any_of
 from mpguard.plugin import ABSENT, show
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.accelerate_config import on_sagemaker
-from mpguard.lint.accelerate_keys import ARGUMENTS, DEEPSPEED
-from mpguard.lint.deepspeed_keys import KEYS, RENAMED
+from mpguard.lint.configs.accelerate_config import on_sagemaker
+from mpguard.lint.configs.accelerate_keys import ARGUMENTS, DEEPSPEED
+from mpguard.lint.configs.deepspeed_keys import KEYS, RENAMED
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, any_of
 
 if TYPE_CHECKING:

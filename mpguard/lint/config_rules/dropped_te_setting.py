@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.accelerate_config import backend, is_fp8, kind, names_recipe, said
-from mpguard.lint.accelerate_keys import FP8
+from mpguard.lint.configs.accelerate_config import backend, is_fp8, kind, names_recipe, said
+from mpguard.lint.configs.accelerate_keys import FP8
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, any_of
 
 if TYPE_CHECKING:

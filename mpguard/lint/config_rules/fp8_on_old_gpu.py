@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mpguard.errors import PolicyError
 from mpguard.hardware import NEEDS, named
-from mpguard.lint.accelerate_config import mixed_precision, mode
+from mpguard.lint.configs.accelerate_config import mixed_precision, mode
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, Note, any_of
 
 if TYPE_CHECKING:

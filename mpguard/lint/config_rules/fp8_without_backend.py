@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.accelerate_config import is_fp8, mixed_precision, names_recipe, said
-from mpguard.lint.beside import flagged, mentions
+from mpguard.lint.configs.accelerate_config import is_fp8, mixed_precision, names_recipe, said
+from mpguard.lint.project.beside import flagged, mentions
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, any_of
 
 if TYPE_CHECKING:

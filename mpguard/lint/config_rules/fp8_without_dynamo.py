@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.accelerate_config import is_fp8, kind, names_recipe, said
-from mpguard.lint.beside import flagged, mentions
-from mpguard.lint.config_mend import put
+from mpguard.lint.configs.accelerate_config import is_fp8, kind, names_recipe, said
+from mpguard.lint.configs.mend import put
+from mpguard.lint.project.beside import flagged, mentions
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, Note, any_of
 from mpguard.plugin import ABSENT
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.config_mend import put
-from mpguard.lint.deepspeed_keys import BF16, FP16
+from mpguard.lint.configs.deepspeed_keys import BF16, FP16
+from mpguard.lint.configs.mend import put
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, any_of
 from mpguard.plugin import ABSENT
 

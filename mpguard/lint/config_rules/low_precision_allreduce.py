@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from mpguard import settings
 from mpguard.errors import MpguardError
-from mpguard.lint.beside import naming
-from mpguard.lint.config_mend import put
+from mpguard.lint.configs.mend import put
+from mpguard.lint.project.beside import naming
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, Note, any_of
 from mpguard.policy import Dtype
 

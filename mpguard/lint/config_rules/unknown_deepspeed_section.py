@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.errors import did_you_mean
-from mpguard.lint.config_mend import renamed
-from mpguard.lint.deepspeed_keys import FP16, KEYS, RENAMED, SECTIONS, STRICT, VERSION
+from mpguard.lint.configs.deepspeed_keys import FP16, KEYS, RENAMED, SECTIONS, STRICT, VERSION
+from mpguard.lint.configs.mend import renamed
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Fix, Good
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from mpguard.edits import Edit
 from mpguard.errors import did_you_mean
-from mpguard.lint.accelerate_config import kind, names_recipe, on_sagemaker, said
-from mpguard.lint.accelerate_keys import ARGUMENTS, SECTIONS, VERSION, Section
+from mpguard.lint.configs.accelerate_config import kind, names_recipe, on_sagemaker, said
+from mpguard.lint.configs.accelerate_keys import ARGUMENTS, SECTIONS, VERSION, Section
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Fix, Good, any_of
 
 if TYPE_CHECKING:

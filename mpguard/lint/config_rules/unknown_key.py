@@ -4,9 +4,9 @@ import difflib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.accelerate_config import on_sagemaker
-from mpguard.lint.accelerate_keys import SAGEMAKER, TOP, VERSION, unknown_key
-from mpguard.lint.config_mend import renamed
+from mpguard.lint.configs.accelerate_config import on_sagemaker
+from mpguard.lint.configs.accelerate_keys import SAGEMAKER, TOP, VERSION, unknown_key
+from mpguard.lint.configs.mend import renamed
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Fix, Good, any_of
 
 if TYPE_CHECKING:

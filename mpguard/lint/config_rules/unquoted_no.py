@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from mpguard.edits import Edit
-from mpguard.lint.accelerate_config import kind
+from mpguard.lint.configs.accelerate_config import kind
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Fix, Good, any_of
 
 if TYPE_CHECKING:

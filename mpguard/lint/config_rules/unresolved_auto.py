@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpguard.lint.accelerate_config import mode
-from mpguard.lint.beside import flagged, mentions, naming
+from mpguard.lint.configs.accelerate_config import mode
+from mpguard.lint.project.beside import flagged, mentions, naming
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, any_of
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import accelerate_config
+from mpguard.lint.configs import accelerate_config
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, Note, any_of
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mpguard.lint.adoption.fingerprint import fingerprints
 from mpguard.lint.finding import Finding
-from mpguard.lint.fingerprint import fingerprints
 from mpguard.lint.formats import below_root, first_line, headline
 from mpguard.lint.report import Outcome, printable
 

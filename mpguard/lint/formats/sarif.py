@@ -13,8 +13,8 @@ from typing import Any
 from urllib.parse import quote
 
 import mpguard
+from mpguard.lint.adoption.fingerprint import fingerprints
 from mpguard.lint.finding import Finding, PlacedFix, PlacedNote
-from mpguard.lint.fingerprint import fingerprints
 from mpguard.lint.formats import headline
 from mpguard.lint.report import Outcome, manual_url, printable
 from mpguard.lint.rule import BaseRule

@@ -3,10 +3,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint import imports
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts import imports
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.walk import Binding
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
-from mpguard.lint.walk import Binding
 
 _AMP = re.compile(r"apex\.(?:amp|fp16_utils)(?:\.|$)|apex\.(?:contrib\.)?optimizers\.(?:\w+\.)?FP16_Optimizer$")
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import mend
-from mpguard.lint.facts import Facts
-from mpguard.lint.options import Option
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.options import Option
+from mpguard.lint.facts.walk import Call
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.walk import Call
 
 
 class AutocastIgnoresDtypeOption(Rule):

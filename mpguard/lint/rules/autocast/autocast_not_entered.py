@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.values import Object
+from mpguard.lint.facts.walk import Call, dotted, text_of
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
-from mpguard.lint.values import Object
-from mpguard.lint.walk import Call, dotted, text_of
 
 #: Contexts in which a call is made to see what it raises.
 _PROBES = re.compile(r"(?i)raises|warns|warnings|subtest|suppress")

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import names
-from mpguard.lint.facts import Facts
-from mpguard.lint.guard import Guard
+from mpguard.lint.facts import names
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.guard import Guard
+from mpguard.lint.facts.values import Object
+from mpguard.lint.facts.walk import Call, Record, dotted, text_of
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.values import Object
-from mpguard.lint.walk import Call, Record, dotted, text_of
 
 _DEPTH = 6
 _PATHS = frozenset({

@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import mend
-from mpguard.lint.facts import Event, Facts, Region
+from mpguard.lint.facts.file import Event, Facts, Region
+from mpguard.lint.facts.walk import Call
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.walk import Call
 
 #: What may follow a backward pass and needs no autocast: the fix moves it out too.
 _AFTER = frozenset({

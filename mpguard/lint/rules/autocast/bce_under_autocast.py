@@ -6,11 +6,11 @@ import libcst as cst
 
 from mpguard.edits import Edit
 from mpguard.lint import mend
-from mpguard.lint.facts import Facts
-from mpguard.lint.guard import Guard
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.guard import Guard
+from mpguard.lint.facts.values import Object, Ref
+from mpguard.lint.facts.walk import Call
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.values import Object, Ref
-from mpguard.lint.walk import Call
 
 _FUNCTION = "torch.nn.functional.binary_cross_entropy"
 _LOSSES = frozenset({"torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss"})

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts import Event, Facts
+from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.values import Constant
+from mpguard.lint.facts.walk import Call, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.values import Constant
-from mpguard.lint.walk import Call, dotted
 
 #: What else may bring a GPU: then the code is not for the CPU alone.
 _GPU = re.compile(r"(?i)cuda|gpu|xpu|npu|mps|hpu|device_map|accelerat|deepspeed|fabric|trainer|rank|parallel")

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.edits import Edit
-from mpguard.lint import autocast_ops, mend
-from mpguard.lint.facts import Facts
-from mpguard.lint.regions import Region
+from mpguard.lint import mend
+from mpguard.lint.facts import autocast_ops
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.regions import Region
+from mpguard.lint.facts.walk import Call, Scope, dotted, text_of
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.walk import Call, Scope, dotted, text_of
 
 _FUNCTIONS = frozenset({"torch.autograd.Function", "torch.autograd.function.Function"})
 #: What settles the dtypes by hand.

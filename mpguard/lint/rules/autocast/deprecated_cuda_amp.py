@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.edits import Edit
-from mpguard.lint import imports
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts import imports
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.values import Ref
+from mpguard.lint.facts.walk import Binding, Call, Record, Scope, Use, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
-from mpguard.lint.values import Ref
-from mpguard.lint.walk import Binding, Call, Record, Scope, Use, dotted
 
 _MODULES = frozenset(
     f"torch.{device}.amp{inner}" for device in ("cuda", "cpu") for inner in ("", ".autocast_mode", ".grad_scaler")

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.walk import Call, With, constant
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.walk import Call, With, constant
 
 #: The first torch with which the weights were seen to get their gradients.
 _MENDED = (2, 11)

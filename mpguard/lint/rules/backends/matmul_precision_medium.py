@@ -3,8 +3,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint.backends import switches
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts.backends import switches
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
 
 #: Code that lowers its precision in the open claims no FP32.

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.backends import switches
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts.backends import switches
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
 
 _SWITCHES = ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation")

@@ -3,8 +3,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint.backends import switches
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts.backends import switches
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
 
 #: What decides the precision of matrix products elsewhere, or makes FP32 products rare.

@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import mend
-from mpguard.lint.facts import Event, Facts
-from mpguard.lint.guard import Guard, compatible
+from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.guard import Guard, compatible
+from mpguard.lint.facts.walk import Call
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.walk import Call
 
 
 class CastInsideAutocast(Rule):

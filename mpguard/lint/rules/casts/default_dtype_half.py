@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts import Facts
-from mpguard.lint.guard import compatible
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.guard import compatible
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 

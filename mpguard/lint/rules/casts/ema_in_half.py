@@ -5,13 +5,14 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import mend, names
-from mpguard.lint.events import Event
-from mpguard.lint.facts import Facts
-from mpguard.lint.guard import compatible
-from mpguard.lint.precision import CASTS_LOW
+from mpguard.lint import mend
+from mpguard.lint.facts import names
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.guard import compatible
+from mpguard.lint.facts.precision import CASTS_LOW
+from mpguard.lint.facts.walk import Call, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.walk import Call, dotted
 
 _EMA = re.compile(r"(?i)(?:^|_)(?:m?ema|averaged?|shadow)(?:_|$)|(?:model|params?|weights?|net|unet)ema$")
 #: Classes that keep an average of the model that they are given.

@@ -3,11 +3,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import mend
-from mpguard.lint.facts import Facts
-from mpguard.lint.names import DTYPES
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.names import DTYPES
+from mpguard.lint.facts.trained import Weights
+from mpguard.lint.facts.values import Constant, Dtype
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.trained import Weights
-from mpguard.lint.values import Constant, Dtype
 
 
 class HalfWeightsInOptimizer(Rule):

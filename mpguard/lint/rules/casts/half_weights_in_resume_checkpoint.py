@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 

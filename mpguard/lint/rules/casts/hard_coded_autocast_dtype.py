@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import names
-from mpguard.lint.facts import Facts
-from mpguard.lint.options import dtype_options
+from mpguard.lint.facts import names
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.options import dtype_options
+from mpguard.lint.facts.values import Ref
+from mpguard.lint.facts.walk import dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.values import Ref
-from mpguard.lint.walk import dotted
 
 
 class HardCodedAutocastDtype(Rule):

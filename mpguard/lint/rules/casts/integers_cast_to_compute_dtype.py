@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import mend
-from mpguard.lint.events import Event
-from mpguard.lint.facts import Facts
-from mpguard.lint.precision import CASTS_LOW
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.precision import CASTS_LOW
+from mpguard.lint.facts.walk import constant, dotted, text_of
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
-from mpguard.lint.walk import constant, dotted, text_of
 
 #: What holds ids and nothing else, by the conventions of Hugging Face.
 _IDS = frozenset({"input_ids", "decoder_input_ids", "token_ids", "label_ids", "token_type_ids", "output_ids"})

@@ -7,11 +7,11 @@ import libcst as cst
 
 from mpguard.edits import Edit
 from mpguard.lint import mend
-from mpguard.lint.events import Event
-from mpguard.lint.facts import Facts
-from mpguard.lint.precision import CASTS_LOW
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.precision import CASTS_LOW
+from mpguard.lint.facts.walk import Call, Record, constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
-from mpguard.lint.walk import Call, Record, constant, dotted
 
 #: Up to here a dtype holds all integers.
 _EXACT = {"float16": 2048, "bfloat16": 256}

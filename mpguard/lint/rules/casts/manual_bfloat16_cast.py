@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterator
 
 from mpguard.lint import mend
-from mpguard.lint.facts import Event, Facts
-from mpguard.lint.guard import compatible
-from mpguard.lint.prepared import Wrap
+from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.guard import compatible
+from mpguard.lint.facts.prepared import Wrap
+from mpguard.lint.facts.values import Constant, Object
+from mpguard.lint.facts.walk import Call
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.values import Constant, Object
-from mpguard.lint.walk import Call
 
 #: A dtype under such a flag follows the launcher's policy.
 _POLICY = re.compile(r"mixed_precision|bf16_enabled")

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from mpguard.lint import mend
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 #: A dtype under such a flag follows the launcher's policy.

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import launched
-from mpguard.lint.facts import Event, Facts, Region
-from mpguard.lint.launched import SHORT, contradicts, low
-from mpguard.lint.names import LOADERS
+from mpguard.lint.facts.file import Event, Facts, Region
+from mpguard.lint.facts.names import LOADERS
+from mpguard.lint.facts.walk import Record
+from mpguard.lint.project import launched
+from mpguard.lint.project.launched import SHORT, contradicts, low
 from mpguard.lint.rule import Bad, Diagnostic, Good, Placed, Rule, any_of
-from mpguard.lint.walk import Record
 
 
 class CodeAgainstConfig(Rule):

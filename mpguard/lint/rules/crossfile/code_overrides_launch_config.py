@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import launched, mend
-from mpguard.lint.facts import Facts
+from mpguard.lint import mend
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.walk import constant
+from mpguard.lint.project import launched
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
-from mpguard.lint.walk import constant
 
 
 class CodeOverridesLaunchConfig(Rule):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from mpguard.edits import Edit
 from mpguard.errors import ConfigError
-from mpguard.lint.launch_lines import Launch, Word
-from mpguard.lint.project import LARGEST_CONFIG
+from mpguard.lint.project.launch_lines import Launch, Word
+from mpguard.lint.project.project import LARGEST_CONFIG
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, LaunchRule, Note, any_of
 
 _OPTIONS = ("--config", "--config_file", "--config-file")

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import launched
-from mpguard.lint.facts import Event, Facts
+from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.values import Constant
+from mpguard.lint.project import launched
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
-from mpguard.lint.values import Constant
 
 
 class TrainingArgumentsAgainstConfig(Rule):

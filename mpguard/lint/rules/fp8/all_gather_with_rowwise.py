@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts import Facts
-from mpguard.lint.fp8 import float8_configs, is_true
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.fp8 import float8_configs, is_true
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 _SETTING = "enable_fsdp_float8_all_gather"

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.compiled import compiled_scopes
-from mpguard.lint.facts import Facts
-from mpguard.lint.fp8 import entered, recipe_of
+from mpguard.lint.facts.compiled import compiled_scopes
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.fp8 import entered, recipe_of
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 

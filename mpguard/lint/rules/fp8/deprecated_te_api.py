@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.edits import Edit
-from mpguard.lint import imports
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts import imports
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.values import Ref
+from mpguard.lint.facts.walk import Binding, Use
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
-from mpguard.lint.values import Ref
-from mpguard.lint.walk import Binding, Use
 
 _MODULE = "transformer_engine.pytorch.fp8"
 #: Modules that hand the deprecated functions on.

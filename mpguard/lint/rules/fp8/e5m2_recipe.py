@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.values import Constant, Ref
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
-from mpguard.lint.values import Constant, Ref
 
 
 class E5m2Recipe(Rule):

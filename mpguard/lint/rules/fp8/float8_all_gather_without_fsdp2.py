@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint import mend
-from mpguard.lint.facts import Event, Facts
-from mpguard.lint.fp8 import float8_configs, is_true, may_shard
+from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.fp8 import float8_configs, is_true, may_shard
+from mpguard.lint.facts.walk import Call, constant
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.walk import Call, constant
 
 if TYPE_CHECKING:
-    from mpguard.lint.project import LaunchConfig
+    from mpguard.lint.project.project import LaunchConfig
 
 _SETTING = "enable_fsdp_float8_all_gather"
 

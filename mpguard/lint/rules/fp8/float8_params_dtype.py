@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts import Event, Facts
-from mpguard.lint.fp8 import TE
+from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.fp8 import TE
+from mpguard.lint.facts.walk import Call
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.walk import Call
 
 _STORES = ("enable_layerwise_casting", "apply_layerwise_casting")
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.hardware import NEEDS
-from mpguard.lint import names
-from mpguard.lint.facts import Event, Facts
-from mpguard.lint.fp8 import Layer, emulated, float8_configs, layers_in_fp8, layers_of, number, recipe_of
+from mpguard.lint.facts import names
+from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.fp8 import Layer, emulated, float8_configs, layers_in_fp8, layers_of, number, recipe_of
+from mpguard.lint.facts.values import Object
+from mpguard.lint.facts.walk import constant
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.values import Object
-from mpguard.lint.walk import constant
 
 _MAKERS = frozenset({"randn", "rand", "zeros", "ones", "empty"})
 #: Rows that Transformer Engine takes in the forward pass; the backward pass needs what the sizes need.

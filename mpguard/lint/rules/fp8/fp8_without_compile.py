@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import mend
-from mpguard.lint.events.compile import launched_compiled
-from mpguard.lint.facts import Event, Facts
-from mpguard.lint.fp8 import emulated
+from mpguard.lint.facts.events.compile import launched_compiled
+from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.fp8 import emulated
+from mpguard.lint.facts.values import Function
+from mpguard.lint.facts.walk import Call, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.values import Function
-from mpguard.lint.walk import Call, dotted
 
 
 class Fp8WithoutCompile(Rule):

@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterator
 
 from mpguard.lint import mend
-from mpguard.lint.events import Event
-from mpguard.lint.facts import Facts
-from mpguard.lint.fp8 import emulated
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.fp8 import emulated
+from mpguard.lint.facts.values import Method, Object
+from mpguard.lint.facts.walk import Call, Scope, constant
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.values import Method, Object
-from mpguard.lint.walk import Call, Scope, constant
 
 _LANGUAGE_MODEL = re.compile(r"(?:ForCausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM)$")
 #: Attributes of a model of one's own that are its output head.

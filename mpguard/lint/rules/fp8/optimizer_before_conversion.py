@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.events import Event, is_optimizer
-from mpguard.lint.facts import Facts
-from mpguard.lint.fp8 import float8_configs
-from mpguard.lint.guard import compatible
+from mpguard.lint.facts.events import Event, is_optimizer
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.fp8 import float8_configs
+from mpguard.lint.facts.guard import compatible
+from mpguard.lint.facts.walk import Call, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.walk import Call, dotted
 
 _SETTING = "enable_fsdp_float8_all_gather"
 _REBINDS = frozenset({"add_param_group", "prepare", "param_groups"})

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts import Event, Facts
+from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.walk import Binding, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
-from mpguard.lint.walk import Binding, dotted
 
 #: What shows that somebody thought of a scale, or of the range.
 _SCALES = re.compile(r"(?i)scale|amax|absmax|quant|clamp|clip|448|57344|finfo|fp8_max")

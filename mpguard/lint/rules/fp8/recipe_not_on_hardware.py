@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 from mpguard.errors import PolicyError
 from mpguard.hardware import Hardware, named
-from mpguard.lint import names
-from mpguard.lint.facts import Facts
-from mpguard.lint.fp8 import is_true
+from mpguard.lint.facts import names
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.fp8 import is_true
+from mpguard.lint.facts.values import Constant
+from mpguard.lint.facts.walk import Call
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.values import Constant
-from mpguard.lint.walk import Call
 
 #: Keywords by which a script asks a cloud for a GPU, or a build for an architecture.
 _ASKS = frozenset({"gpu", "gpus", "gpu_type", "accelerator_type", "instance_gpu"})

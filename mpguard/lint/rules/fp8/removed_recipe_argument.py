@@ -2,8 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import mend, names
-from mpguard.lint.facts import Facts
+from mpguard.lint import mend
+from mpguard.lint.facts import names
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
 
 #: The fields of the recipes of Transformer Engine 2.20 (`common/recipe/__init__.py`), less what all of them have.

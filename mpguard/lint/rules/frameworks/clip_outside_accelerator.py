@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterator
 
 from mpguard.lint import mend
-from mpguard.lint.facts import Event, Facts
-from mpguard.lint.guard import compatible
-from mpguard.lint.prepared import Wrap, other_way, receiver_at
+from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.guard import compatible
+from mpguard.lint.facts.prepared import Wrap, other_way, receiver_at
+from mpguard.lint.facts.walk import Call, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.walk import Call, dotted
 
 _PARAMETERS = ("parameters", "named_parameters")
 #: The arguments that the Accelerator's functions take too.

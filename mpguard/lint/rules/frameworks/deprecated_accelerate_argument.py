@@ -6,9 +6,9 @@ import libcst as cst
 
 from mpguard.edits import Edit
 from mpguard.lint import mend
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.walk import Binding, Call, Use, constant
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
-from mpguard.lint.walk import Binding, Call, Use, constant
 
 #: Where an expression may stand for another without parentheses around it.
 _LOOSE = (cst.If, cst.Arg, cst.Assign, cst.BooleanOperation, cst.UnaryOperation, cst.Return, cst.IfExp)

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts import Facts
-from mpguard.lint.guard import compatible
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.guard import compatible
+from mpguard.lint.facts.trained import Weights
+from mpguard.lint.facts.walk import Call
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.trained import Weights
-from mpguard.lint.walk import Call
 
 _SHORT = {"float16": "FP16", "bfloat16": "BF16"}
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint.events.event import aliases
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts.events.event import aliases
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.values import Constant, Object
+from mpguard.lint.facts.walk import Call
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.values import Constant, Object
-from mpguard.lint.walk import Call
 
 _ROOTS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "lightning_pytorch"})
 _RUNS = ("Trainer", "Fabric")

@@ -6,11 +6,11 @@ import libcst as cst
 
 from mpguard.edits import Edit
 from mpguard.lint import mend
-from mpguard.lint.facts import Event, Facts
-from mpguard.lint.guard import compatible
-from mpguard.lint.prepared import policy_of
+from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.guard import compatible
+from mpguard.lint.facts.prepared import policy_of
+from mpguard.lint.facts.walk import constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
-from mpguard.lint.walk import constant, dotted
 
 _LOW = {"float16": "FP16", "bfloat16": "BF16"}
 

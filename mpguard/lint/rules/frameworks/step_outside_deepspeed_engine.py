@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import mend
-from mpguard.lint.facts import Event, Facts
-from mpguard.lint.guard import compatible
-from mpguard.lint.prepared import Settings, Wrap, other_way, settings_of
+from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.guard import compatible
+from mpguard.lint.facts.prepared import Settings, Wrap, other_way, settings_of
+from mpguard.lint.facts.walk import Call, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.walk import Call, dotted
 
 _DEPTH = 4
 

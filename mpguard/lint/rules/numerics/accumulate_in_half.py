@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts import Facts
-from mpguard.lint.precision import NUMBER, SPEAKS_LOW, Of
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.precision import NUMBER, SPEAKS_LOW, Of
+from mpguard.lint.facts.walk import Binding, Call, constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.walk import Binding, Call, constant, dotted
 
 #: What a loop over steps goes over; a loop over layers or experts adds up a few terms.
 _STEPS = re.compile(r"loader|Loader|batches|dataset|steps|epoch|_iter")

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts import Facts
-from mpguard.lint.precision import CASTS_LOW
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.precision import CASTS_LOW
+from mpguard.lint.facts.values import Object, Ref
+from mpguard.lint.facts.walk import Call
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.values import Object, Ref
-from mpguard.lint.walk import Call
 
 _LOSSES = frozenset({
     "cross_entropy", "binary_cross_entropy_with_logits", "binary_cross_entropy",

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.edits import Edit
-from mpguard.lint.facts import Facts
-from mpguard.lint.precision import SPEAKS_FP16
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.precision import SPEAKS_FP16
+from mpguard.lint.facts.scalars import Meeting
+from mpguard.lint.facts.walk import Call
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.scalars import Meeting
-from mpguard.lint.walk import Call
 
 #: Half of FP16's smallest number: what is not larger rounds to zero.
 _LEAST = 2.0**-25

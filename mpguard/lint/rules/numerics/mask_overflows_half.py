@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterator
 
 from mpguard.lint import mend
-from mpguard.lint.facts import Facts
-from mpguard.lint.precision import SPEAKS_FP16
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.precision import SPEAKS_FP16
+from mpguard.lint.facts.scalars import Meeting
+from mpguard.lint.facts.walk import dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.scalars import Meeting
-from mpguard.lint.walk import dotted
 
 #: The largest number of FP16. `masked_fill` refuses anything beyond; `where` and arithmetic round up to here.
 _MOST, _ROUNDED = 65504.0, 65520.0

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.edits import Edit
-from mpguard.lint.facts import Facts
-from mpguard.lint.precision import SPEAKS_LOW
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.precision import SPEAKS_LOW
+from mpguard.lint.facts.walk import Call, constant, dotted, text_of
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.walk import Call, constant, dotted, text_of
 
 _SQUARES = frozenset({"pow", "square", "pow_", "square_"})
 _MEANS = frozenset({"mean", "sum"})

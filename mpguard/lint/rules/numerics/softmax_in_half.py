@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from mpguard.edits import Edit
 from mpguard.lint import mend
-from mpguard.lint.facts import Facts
-from mpguard.lint.precision import CASTS_LOW
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.precision import CASTS_LOW
+from mpguard.lint.facts.values import Object
+from mpguard.lint.facts.walk import Call
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.values import Object
-from mpguard.lint.walk import Call
 
 _WITH_DTYPE = frozenset({"softmax", "log_softmax"})
 _OPERATIONS = (*sorted(_WITH_DTYPE), "exp", "logsumexp")

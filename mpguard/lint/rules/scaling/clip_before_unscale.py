@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import mend
-from mpguard.lint.facts import Facts
-from mpguard.lint.guard import compatible
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.guard import compatible
+from mpguard.lint.facts.trace import Moment, Trace, before, between, unrelated
+from mpguard.lint.facts.values import Ref
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.trace import Moment, Trace, before, between, unrelated
-from mpguard.lint.values import Ref
 
 
 class ClipBeforeUnscale(Rule):

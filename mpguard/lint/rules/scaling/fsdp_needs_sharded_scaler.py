@@ -5,13 +5,14 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 
 from mpguard.edits import Edit
-from mpguard.lint import mend, unscaled
-from mpguard.lint.facts import Event, Facts
-from mpguard.lint.guard import Guard, compatible
-from mpguard.lint.prepared import Wrap, policy_of
+from mpguard.lint import mend
+from mpguard.lint.facts import unscaled
+from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.guard import Guard, compatible
+from mpguard.lint.facts.prepared import Wrap, policy_of
+from mpguard.lint.facts.values import Object
+from mpguard.lint.facts.walk import Binding, Call
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, Span, any_of
-from mpguard.lint.values import Object
-from mpguard.lint.walk import Binding, Call
 
 _PLAIN = frozenset({"torch.amp.GradScaler", "torch.cuda.amp.GradScaler"})
 _SHARDED = "ShardedGradScaler"

@@ -3,10 +3,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint.events.event import aliases, called
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts.events.event import aliases, called
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.walk import Call, Scope, constant
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.walk import Call, Scope, constant
 
 #: The scale by another name: `inv_scale`, `scaler._scale`.
 _FACTOR = re.compile(r"(?i)(?:inv|loss|grad|amp|fp16)\w*_scale(?!r)|^_scale$|unscale(?!_$)")

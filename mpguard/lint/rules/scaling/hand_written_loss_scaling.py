@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts import Event, Facts
-from mpguard.lint.guard import compatible
+from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.guard import compatible
+from mpguard.lint.facts.walk import Binding, Call, Record, constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.walk import Binding, Call, Record, constant, dotted
 
 #: Names of a factor that scales a loss against underflow; one of ranks or of accumulation is none.
 _SCALE = re.compile(r"(?i)(?:loss|grad|amp|fp16|static|dynamic)_?scal(?:e|ing)|^scal(?:e|ing)(?:_?factor)?$")

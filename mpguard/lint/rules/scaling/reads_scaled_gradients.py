@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts import Facts
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.trace import Kind, Moment, Trace, before, between, unrelated
+from mpguard.lint.facts.walk import Use, constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.trace import Kind, Moment, Trace, before, between, unrelated
-from mpguard.lint.walk import Use, constant, dotted
 
 #: Methods that measure a gradient, and functions that measure or log one.
 _MEASURES = frozenset({"norm", "abs", "mean", "std", "var", "max", "min", "sum", "pow", "square", "item", "median"})

@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import mend
-from mpguard.lint.facts import Facts
-from mpguard.lint.guard import compatible
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.guard import compatible
+from mpguard.lint.facts.trace import Moment, Trace
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.trace import Moment, Trace
 
 
 class ScaledLossDiscarded(Rule):

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts import Event, Facts
+from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.trace import Moment
+from mpguard.lint.facts.values import Object
+from mpguard.lint.facts.walk import Call, Record, constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.trace import Moment
-from mpguard.lint.values import Object
-from mpguard.lint.walk import Call, Record, constant, dotted
 
 
 class ScalerCreatedInLoop(Rule):

@@ -3,10 +3,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint.facts import Facts
-from mpguard.lint.guard import Guard, compatible
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.guard import Guard, compatible
+from mpguard.lint.facts.trace import Moment, Trace, iteration
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.trace import Moment, Trace, iteration
 
 #: The rhythm of gradient accumulation, and nothing else: `(i + 1) % n == 0`.
 _ACCUMULATES = re.compile(r"(?i)%|accum")

@@ -3,10 +3,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint.facts import Facts
-from mpguard.lint.guard import Guard, compatible
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.guard import Guard, compatible
+from mpguard.lint.facts.trace import Moment, Trace, between, iteration, rhythm
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
-from mpguard.lint.trace import Moment, Trace, between, iteration, rhythm
 
 #: Flags that are the same in each micro-batch: whether to clip, whether to scale.
 _OPTION = re.compile(r"(?i)clip|norm|amp(?!l)|scal|16")

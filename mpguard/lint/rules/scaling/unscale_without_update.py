@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import mend
-from mpguard.lint.facts import Facts
-from mpguard.lint.guard import All, Guard, compatible, negated
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.guard import All, Guard, compatible, negated
+from mpguard.lint.facts.trace import Moment, Trace, between, exceptional, rhythm, unrelated
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
-from mpguard.lint.trace import Moment, Trace, between, exceptional, rhythm, unrelated
 
 
 class UnscaleWithoutUpdate(Rule):

@@ -1,0 +1,1 @@
+"""Taking the linter up in an old project: baselines, changed lines, comments that suppress what there is."""

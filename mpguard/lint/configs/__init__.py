@@ -1,0 +1,1 @@
+"""What configs may say: the keys that each framework reads, and what rules ask of one."""

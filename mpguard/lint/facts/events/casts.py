@@ -1,0 +1,108 @@
+"""Casts by hand, and weights loaded in a dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint.facts import names
+from mpguard.lint.facts.events.event import Event, aliases, called, finds
+from mpguard.lint.facts.guard import ALWAYS
+from mpguard.lint.facts.values import Class, Constant, Function, Object, Ref
+from mpguard.lint.facts.walk import Call, constant
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+
+#: Methods that are called on their class: `torch.Tensor.half(x)`.
+_UNBOUND = frozenset(f"torch.{owner}.{name}" for owner in ("Tensor", "nn.Module") for name in ("half", "bfloat16"))
+
+
+@finds("cast")
+def _casts(facts: Facts) -> Iterator[Event]:
+    for call in called(facts, "half", "bfloat16"):
+        if call.receiver is not None and not call.node.args and _is_torch(facts, call):
+            yield Event(
+                "cast", call, facts, call.receiver, ((ALWAYS, "float16" if call.name == "half" else "bfloat16"),)
+            )
+    for call in called(facts, "half", "bfloat16"):
+        if call.positional and _UNBOUND.intersection(path for _, path in facts.paths(call)):
+            dtype = "float16" if call.name == "half" else "bfloat16"
+            yield Event("cast", call, facts, call.positional[0], ((ALWAYS, dtype),))
+    for call in called(facts, "to"):
+        if call.receiver is None or not _is_torch(facts, call):
+            continue
+        given = call.keywords.get("dtype")
+        for argument in [given] if given is not None else call.positional[:2]:
+            dtypes = facts.dtypes(argument, call)
+            if any(name is not None for _, name in dtypes):
+                yield Event("cast", call, facts, call.receiver, dtypes)
+                break
+    for call in called(facts, "type"):
+        given = call.argument(0, "dtype")
+        if call.receiver is None or given is None or not _is_torch(facts, call):
+            continue
+        text = constant(given)
+        if text is not None:
+            if text[0] in names.HALF_TENSOR_STRINGS:
+                yield Event("cast", call, facts, call.receiver, ((ALWAYS, "float16"),))
+            continue
+        dtypes = facts.dtypes(given, call)
+        if any(name is not None for _, name in dtypes):
+            yield Event("cast", call, facts, call.receiver, dtypes)
+
+
+def _is_torch(facts: Facts, call: Call) -> bool:
+    """Whether a method's receiver may be a tensor or a module: no class of the user's with that method, no library."""
+    for each in facts.evaluate(call.receiver, call):
+        if isinstance(each.atom, (Ref, Class, Constant)):
+            return False
+        if isinstance(each.atom, Object) and each.atom.kind not in (
+            "model",
+            "tensor",
+            "engine",
+            "criterion",
+            "pipeline",
+            "",
+        ):
+            return False
+    for each in facts.evaluate(call.func, call):
+        if isinstance(each.atom, Function) and each.atom.scope.parent is not None:
+            return facts.class_kind(each.atom.scope.parent) == "model" and False
+    return True
+
+
+@finds("construct")
+def _constructs(facts: Facts) -> Iterator[Event]:
+    """A layer of torch that is made in a dtype: `nn.Linear(8, 8, dtype=torch.float16)`."""
+    for name, calls in facts.calls.items():
+        for call in calls if names.CAPITAL.match(name) else ():
+            if "dtype" in call.keywords and any(
+                path.startswith("torch.nn.") and names.kind_of(path) == "model" for _, path in facts.paths(call)
+            ):
+                yield Event("construct", call, facts, call.node, facts.dtypes(call.keywords["dtype"], call))
+
+
+@finds("load")
+def _loads(facts: Facts) -> Iterator[Event]:
+    for call in called(facts, *names.LOADERS):
+        given = call.argument(None, "dtype", "torch_dtype")
+        yield Event(
+            "load", call, facts, call.node, facts.dtypes(given, call, strings=True) if given is not None else ()
+        )
+
+
+@finds("default_dtype")
+def _default_dtypes(facts: Facts) -> Iterator[Event]:
+    """`torch.set_default_dtype(...)` and `set_default_tensor_type(...)`; the dtype of a tensor type."""
+    for call in called(facts, "set_default_dtype", *aliases(facts, "set_default_dtype")):
+        if "torch.set_default_dtype" in {path for _, path in facts.paths(call)}:
+            yield Event("default_dtype", call, facts, call.node, facts.dtypes(call.argument(0, "d"), call))
+    for call in called(facts, "set_default_tensor_type", *aliases(facts, "set_default_tensor_type")):
+        if "torch.set_default_tensor_type" in {path for _, path in facts.paths(call)}:
+            given = call.argument(0, "t")
+            text = constant(given)
+            name = names.DTYPES.get(text[0]) if text is not None and isinstance(text[0], str) else None
+            dtypes = ((ALWAYS, name),) if text is not None else facts.dtypes(given, call)
+            yield Event("default_dtype", call, facts, call.node, dtypes)

@@ -1,0 +1,72 @@
+"""Compilation: `torch.compile`, `model.compile`, a dynamo option, a decorator."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts.events.event import Event, aliases, called, finds
+from mpguard.lint.facts.guard import ALWAYS, Guard, compatible
+from mpguard.lint.facts.walk import constant
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+#: Functions that may compile, by their names: `maybe_compile(model)`, torchtitan's `parallelize_llama(model)`.
+_COMPILES = re.compile(r"compile|parallelize")
+_COMPILE_OPTIONS = frozenset(
+    {"dynamo_backend", "dynamo_plugin", "torch_compile", "torch_compile_backend", "torch_compile_mode"}
+)
+
+
+@finds("compile")
+def _compiles(facts: Facts) -> Iterator[Event]:
+    for call in called(facts, "compile", "optimize", *aliases(facts, "compile")):
+        if call.path in ("re.compile", "regex.compile", "builtins.compile", "sre.compile") or (
+            call.receiver is None and call.name == "compile" and not facts.paths(call)
+        ):
+            continue
+        paths = [path for _, path in facts.paths(call)]
+        if any(path.startswith(("torch.", "torch_xla.")) for path in paths) or (
+            call.receiver is not None and not paths and call.name == "compile"
+        ):
+            yield Event("compile", call, facts, call.receiver)
+    for calls in facts.calls.values():
+        for call in calls:
+            for keyword, value in call.keywords.items():
+                if keyword in _COMPILE_OPTIONS and constant(value) not in ((False,), (None,), ("no",), ("NO",)):
+                    yield Event("compile", call, facts, value)
+                    break
+
+
+def compiled(facts: Facts, guard: Guard = ALWAYS) -> bool:
+    """Whether something may be compiled under a guard: a call, an option, or a decorator."""
+    if any(compatible(event.guard, guard) for event in facts.events("compile")):
+        return True
+    if "HfArgumentParser" in facts.calls or any(
+        call.starred for name, calls in facts.calls.items() if name.endswith("TrainingArguments") for call in calls
+    ):
+        return True  # `torch_compile` may come from outside
+    for name, calls in facts.calls.items():
+        if _COMPILES.search(name) and name != "compile" and any(compatible(facts.guard_of(c), guard) for c in calls):
+            return True
+    return any(
+        use.path.endswith("compile") and compatible(use.guard, guard) and not use.path.startswith(("re.", "regex."))
+        for scope in facts.walker.scopes
+        for uses in scope.uses.values()
+        for use in uses
+        if not isinstance(facts.walker.parents.get(use.node), cst.Call)
+    )
+
+
+def launched_compiled(facts: Facts) -> bool:
+    """Whether a launch config of the file compiles."""
+    for config in facts.project.configs_for(facts.path):
+        for key in ("dynamo_config.dynamo_backend", "dynamo_config.backend", "dynamo_backend"):
+            entry = config.entry(key)
+            if entry is not None and str(entry.value).upper() not in ("NO", "NONE", "FALSE"):
+                return True
+    return False

@@ -1,0 +1,121 @@
+"""An event, how a kind of event is found, and what its finders share."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts import names
+from mpguard.lint.facts.guard import Guard
+from mpguard.lint.facts.values import Class
+from mpguard.lint.facts.walk import Call, Record, Scope, dotted
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.regions import Region
+
+_OPTIMIZER = re.compile(r"optim(?!.*sched)|^opt(?:_|$)|_opt$")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Event:
+    """Something that happens to an object.
+
+    subject: the expression of the object that it concerns; `key` its dotted name, or empty.
+    dtypes: of casts, loads and autocasts: (guard, name) alternatives, None for unknown.
+    """
+
+    kind: str
+    call: Call
+    facts: Facts
+    subject: cst.BaseExpression | None = None
+    dtypes: tuple[tuple[Guard, str | None], ...] = ()
+
+    @property
+    def key(self) -> str:
+        return dotted(self.subject)
+
+    @property
+    def scope(self) -> Scope:
+        return self.call.scope
+
+    @property
+    def order(self) -> int:
+        return self.call.order
+
+    @cached_property
+    def guard(self) -> Guard:
+        """Its own conditions and those under which its function is called."""
+        return self.facts.guard_of(self.call)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self.facts.regions(self.call)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.call.span
+
+    def may_be(self, dtype: str) -> list[Guard]:
+        return [both for guard, name in self.dtypes if name == dtype and (both := self.guard.joined(guard)).possible]
+
+
+Finder = Callable[["Facts"], Iterator[Event]]
+FINDERS: dict[str, Finder] = {}
+
+
+def finds(kind: str) -> Callable[[Finder], Finder]:
+    """Decorator: the function yields all events of a kind in a file, in any order."""
+
+    def register(finder: Finder) -> Finder:
+        FINDERS[kind] = finder
+        return finder
+
+    return register
+
+
+def called(facts: Facts, *wanted: str) -> Iterator[Call]:
+    for name in wanted:
+        yield from facts.calls.get(name, ())
+
+
+def created(facts: Facts, kind: str) -> Iterator[Event]:
+    """Where an object of a kind is built; not by methods, whose names begin small."""
+    for calls in facts.calls.values():
+        for call in calls:
+            if call.receiver is not None and call.name[:1].islower():
+                continue
+            if any(names.kind_of(path) == kind for _, path in facts.paths(call)) or any(
+                isinstance(each.atom, Class) and each.atom.facts.class_kind(each.atom.scope) == kind
+                for each in facts.evaluate(call.func, call)
+                if call.name[:1].isupper()
+            ):
+                yield Event(kind, call, facts, call.node)
+
+
+def is_scaler(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
+    kinds = facts.kinds(node, at)
+    return "scaler" in kinds or (kinds <= {""} and "scaler" in last_name(node).lower())
+
+
+def is_optimizer(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
+    """By what it is, or where that is unknown, by its name."""
+    kinds = facts.kinds(node, at)
+    return "optimizer" in kinds or (kinds <= {"", "parameters"} and bool(_OPTIMIZER.search(last_name(node).lower())))
+
+
+def aliases(facts: Facts, name: str) -> list[str]:
+    return facts.aliases(name)
+
+
+def last_name(node: cst.CSTNode) -> str:
+    if isinstance(node, cst.Subscript):
+        node = node.value
+    if isinstance(node, cst.Attribute):
+        return node.attr.value
+    return node.value if isinstance(node, cst.Name) else ""

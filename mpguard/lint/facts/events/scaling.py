@@ -1,0 +1,57 @@
+"""What happens to a GradScaler, and to scaled gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint.facts.events.event import Event, aliases, called, created, finds, is_scaler
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+
+@finds("scaler")
+def _scalers(facts: Facts) -> Iterator[Event]:
+    yield from created(facts, "scaler")
+
+
+@finds("scale")
+def _scales(facts: Facts) -> Iterator[Event]:
+    for call in called(facts, "scale"):
+        if call.receiver is not None and call.positional and is_scaler(facts, call.receiver, call):
+            yield Event("scale", call, facts, call.receiver)
+
+
+@finds("unscale")
+def _unscales(facts: Facts) -> Iterator[Event]:
+    for call in called(facts, "unscale_"):
+        yield Event("unscale", call, facts, call.argument(0, "optimizer"))
+
+
+@finds("update")
+def _updates(facts: Facts) -> Iterator[Event]:
+    for call in called(facts, "update"):
+        if call.receiver is not None and is_scaler(facts, call.receiver, call):
+            yield Event("update", call, facts, call.receiver)
+
+
+@finds("scaler_step")
+def _scaler_steps(facts: Facts) -> Iterator[Event]:
+    for call in called(facts, "step"):
+        if call.receiver is not None and call.positional and is_scaler(facts, call.receiver, call):
+            yield Event("scaler_step", call, facts, call.positional[0])
+
+
+@finds("get_scale")
+def _scale_reads(facts: Facts) -> Iterator[Event]:
+    """The scale is asked for: gradients may be unscaled by hand, a skipped step be noticed."""
+    for call in called(facts, "get_scale", "_get_scale_async", "_unscale_grads_"):
+        yield Event("get_scale", call, facts, call.receiver)
+
+
+@finds("clip")
+def _clips(facts: Facts) -> Iterator[Event]:
+    wanted = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
+    for call in called(facts, *wanted, *(alias for name in wanted for alias in aliases(facts, name))):
+        yield Event("clip", call, facts, call.argument(0, "parameters"))

@@ -1,0 +1,135 @@
+"""Backward passes, optimizer steps, and the frameworks that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts import names
+from mpguard.lint.facts.events.event import Event, aliases, called, created, finds, is_optimizer, is_scaler, last_name
+from mpguard.lint.facts.walk import Call, constant, dotted
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+#: Packages whose `...TrainingArguments` are those of transformers.
+_TRAINING_ARGUMENTS = frozenset({"transformers", "sentence_transformers", "optimum", "trl", "adapters"})
+
+
+@finds("backward")
+def _backwards(facts: Facts) -> Iterator[Event]:
+    for call in called(facts, "backward"):
+        if call.receiver is not None and _plain_backward(facts, call):
+            yield Event("backward", call, facts, call.receiver)
+
+
+def _plain_backward(facts: Facts, call: Call) -> bool:
+    """`loss.backward()`, as against `engine.backward(loss)` and an autograd function's."""
+    if call.positional and constant(call.positional[0]) is None and not isinstance(call.positional[0], cst.Call):
+        return False
+    if dotted(call.receiver).split(".")[-1] in (
+        "self",
+        "super",
+        "ctx",
+        "optimizer",
+        "engine",
+        "accelerator",
+        "fabric",
+    ):
+        return False
+    if isinstance(call.receiver, cst.Call) and dotted(call.receiver.func) == "super":
+        return False
+    kinds = facts.kinds(call.receiver, call)
+    return not kinds & {
+        "engine",
+        "accelerator",
+        "trainer",
+        "fabric",
+        "model",
+        "framework",
+        "optimizer",
+        "own",
+        "scaler",
+    }
+
+
+@finds("framework")
+def _frameworks(facts: Facts) -> Iterator[Event]:
+    """Backward passes that something else runs: `accelerator.backward(loss)`, `facts.manual_backward(loss)`."""
+    for call in called(facts, "backward", "manual_backward"):
+        if not _plain_backward(facts, call):
+            yield Event("framework", call, facts, call.receiver)
+
+
+@finds("step")
+def _steps(facts: Facts) -> Iterator[Event]:
+    for call in called(facts, "step"):
+        if (
+            call.receiver is not None
+            and not is_scaler(facts, call.receiver, call)
+            and is_optimizer(facts, call.receiver, call)
+        ):
+            yield Event("step", call, facts, call.receiver)
+
+
+@finds("accelerator")
+def _accelerators(facts: Facts) -> Iterator[Event]:
+    yield from created(facts, "accelerator")
+
+
+@finds("trainer")
+def _trainers(facts: Facts) -> Iterator[Event]:
+    yield from created(facts, "trainer")
+
+
+@finds("initialize")
+def _initializes(facts: Facts) -> Iterator[Event]:
+    for call in called(facts, "initialize", *aliases(facts, "initialize")):
+        if any(names.kind_of(path) == "engine" for _, path in facts.paths(call)):
+            yield Event("engine", call, facts, call.node)
+
+
+@finds("prepare")
+def _prepares(facts: Facts) -> Iterator[Event]:
+    for call in called(facts, "prepare", "prepare_model", "prepare_optimizer"):
+        if call.receiver is None:
+            continue
+        kinds = facts.kinds(call.receiver, call)
+        if "accelerator" in kinds or (kinds <= {""} and "accelerator" in last_name(call.receiver).lower()):
+            yield Event("prepare", call, facts, call.receiver)
+
+
+@finds("shard")
+def _shards(facts: Facts) -> Iterator[Event]:
+    """FSDP around a model: `FullyShardedDataParallel(model)`, `fully_shard(model)`."""
+    wanted = ("FullyShardedDataParallel", "fully_shard")
+    for call in called(facts, *wanted, *(other for name in wanted for other in aliases(facts, name))):
+        if names.kind_of(facts.called_path(call)) in ("fsdp1", "fsdp2"):
+            yield Event("shard", call, facts, call.argument(0, "module"))
+
+
+@finds("policy")
+def _policies(facts: Facts) -> Iterator[Event]:
+    """FSDP's policy objects: `MixedPrecision(...)` of FSDP1, `MixedPrecisionPolicy(...)` of FSDP2."""
+    wanted = ("MixedPrecision", "MixedPrecisionPolicy")
+    for call in called(facts, *wanted, *(other for name in wanted for other in aliases(facts, name))):
+        if names.kind_of(facts.called_path(call)) in ("fsdp1_policy", "fsdp2_policy"):
+            given = call.argument(0, "param_dtype")
+            yield Event("policy", call, facts, call.node, facts.dtypes(given, call) if given is not None else ())
+
+
+@finds("arguments")
+def _arguments(facts: Facts) -> Iterator[Event]:
+    """`TrainingArguments(...)` of transformers, and the classes of it that trl and others derive."""
+    for name, calls in facts.calls.items():
+        if not name.endswith(("TrainingArguments", "Config")):
+            continue
+        for call in calls:
+            if any(
+                (path.split(".", 1)[0] in _TRAINING_ARGUMENTS and name.endswith("TrainingArguments"))
+                or path.startswith("trl.")
+                for _, path in facts.paths(call)
+            ):
+                yield Event("arguments", call, facts, call.node)

@@ -1,0 +1,579 @@
+"""The facts of one file that rules ask about: events, calls, values, callers, training or inference.
+
+A rule walks no tree. It asks for `facts.events("cast")`, `facts.calls["step"]`, `facts.evaluate(...)`,
+`facts.regions(...)`, `facts.flow`, and yields diagnostics at events.
+
+Events, each in order of evaluation within its function:
+
+    cast        `x.half()`, `x.to(torch.float16)`, `x.type(...)`: `dtypes`
+    scaler      a GradScaler is created          scale       `scaler.scale(loss)`
+    unscale     `scaler.unscale_(optimizer)`     update      `scaler.update()`
+    backward    of a loss; `framework` where an engine, an accelerator or the like runs it
+    step        of an optimizer; `scaler_step` through a scaler
+    autocast    a region is entered              compile     `torch.compile`, `model.compile`, a dynamo option
+    clip        `clip_grad_norm_`, `clip_grad_value_`
+    prepare     `accelerator.prepare`            initialize  `deepspeed.initialize`
+    convert     torchao's float8 conversion      trainer     a framework's trainer is built
+    load        `from_pretrained`                accelerator an Accelerator is built
+    shard       FSDP around a model              policy      FSDP's `MixedPrecision`, `MixedPrecisionPolicy`
+    arguments   a `TrainingArguments` is built
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import libcst as cst
+
+from mpguard.lint.facts import names, walk
+from mpguard.lint.facts.callgraph import CallGraph
+from mpguard.lint.facts.checkpoints import Checkpoints
+from mpguard.lint.facts.events import FINDERS, Event, compiled, is_optimizer
+from mpguard.lint.facts.flow import Flow
+from mpguard.lint.facts.frozen import Frozen
+from mpguard.lint.facts.guard import ALWAYS, Condition, Guard, compatible
+from mpguard.lint.facts.options import Option, forgotten_dtypes
+from mpguard.lint.facts.precision import Precision
+from mpguard.lint.facts.prepared import Prepared
+from mpguard.lint.facts.regions import Region, Regions
+from mpguard.lint.facts.scalars import Scalars
+from mpguard.lint.facts.settled import settle
+from mpguard.lint.facts.trace import Traces
+from mpguard.lint.facts.trained import Trained
+from mpguard.lint.facts.values import DEPTH, Alternatives, Constant, Dtype, Function, Object, Ref, Values
+from mpguard.lint.facts.walk import Binding, Call, Record, Scope, Use, Walker, dotted
+from mpguard.lint.project.requirements import Required
+from mpguard.lint.source import Chunk, Frames, Source
+
+if TYPE_CHECKING:
+    from mpguard.document import Document
+    from mpguard.lint.project.project import LaunchConfig
+
+#: Files up to this size are walked whole; of larger ones the statements that matter.
+WHOLE = 8_000
+#: What makes a top-level statement matter: precision, training, and what decides between them.
+_MATTERS = re.compile(
+    r"\bhalf\b|float16|bf16|fp16|autocast|[sS]caler|backward|\.step\(|\bamp\b|float8|fp8|\.prepare\(|deepspeed|accelerat|"
+    r"(?<!\bre\.)compile|no_grad|inference_mode|Trainer|Optimizer|optim\b|HalfTensor|requires_grad|tf32|fp32_precision|"
+    r"transformer_engine|\bte\.|Scaling\(|RecipeKwargs|fully_shard|matmul_precision|\.(?:load_)?state_dict\("
+)
+#: What has a `step` and applies no gradients.
+_NO_OPTIMIZER = re.compile(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\b|\bema\b")
+#: What a method may do to the facts without a word that matters: give an attribute a value, be a context manager.
+_SETS = re.compile(
+    r"^[ \t]*[^\n=(#]*\b(?:self|cls)\.[\w.]+[^\n=()]*(?<![<>!])=(?!=)|\byield\b|\bglobal\b|\bas[ \t]+self\.",
+    re.MULTILINE,
+)
+#: Methods that are called without their names.
+_ENTRIES = frozenset({"__init__", "__call__", "forward"})
+_NAMED = re.compile(r"\.[ \t]*(\w+)")
+_GRAD = re.compile(r"\.grad\b")
+_NAME = re.compile(r"[^\W\d]\w*")
+_HEADER = re.compile(r"^(async[ \t]+def|def|class)[ \t]+(\w+)[ \t]*(?:\(([^()]*)\))?", re.MULTILINE)
+
+
+class Project(Protocol):
+    """What the facts ask of the rest of the linted tree."""
+
+    def configs_for(self, path: str) -> tuple[LaunchConfig, ...]:
+        """The launch configs that a file is started with."""
+
+    def declared(self, path: str) -> Literal["training", "inference"] | None:
+        """What `training-paths` and `inference-paths` say about a file."""
+
+    def gpu(self, path: str) -> str | None:
+        """What the code is said to run on: a name (`h100`) or a capability (`sm_90`)."""
+
+    def required(self, path: str, package: str) -> Required:
+        """The versions of a package that the project of a file asks for."""
+
+    def config_named(self, path: str, name: str) -> Document | None:
+        """The config that a file names, beside it or in the working directory."""
+
+    def source_of(self, module: str, from_path: str) -> Facts | None:
+        """The facts of an imported module of the linted tree; leading dots for relative imports."""
+
+    def imported_elsewhere(self, path: str, name: str) -> bool:
+        """Whether another file of the tree may take a name from a module."""
+
+
+class NoProject:
+    """A file linted by itself."""
+
+    def configs_for(self, path: str) -> tuple[LaunchConfig, ...]:  # noqa: ARG002
+        return ()
+
+    def declared(self, path: str) -> Literal["training", "inference"] | None:  # noqa: ARG002
+        return None
+
+    def gpu(self, path: str) -> str | None:  # noqa: ARG002
+        return None
+
+    def required(self, path: str, package: str) -> Required:  # noqa: ARG002
+        return Required()
+
+    def config_named(self, path: str, name: str) -> Document | None:  # noqa: ARG002
+        return None
+
+    def source_of(self, module: str, from_path: str) -> Facts | None:  # noqa: ARG002
+        return None
+
+    def imported_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
+        return False
+
+
+class Facts:
+    """The facts of one file: `source`, `path`, `calls` (by the last name of what is called), `module` (its scope).
+
+    Raises `source.Unparsable` for a file that Python accepts and libcst does not."""
+
+    def __init__(self, source: Source, project: Project | None = None, imported: bool = False) -> None:
+        """imported: a module that another file asks about; each statement is parsed when a name of it is needed."""
+        self.source = source
+        self.imported_module = imported
+        self.project: Project = project if project is not None else NoProject()
+        self.path = source.path
+        self.parsed_bytes = 0
+        chunks = source.chunks
+        self.module = Scope("module", "", cst.Pass(), None, chunks[0])
+        self.walker = Walker(self.module)
+        self.values = Values(self)
+        self.graph = CallGraph(self)
+        self.contexts = Regions(self)
+        self.flow = Flow(self)
+        self.frozen = Frozen(self)
+        self.prepared = Prepared(self)
+        self.trained = Trained(self)
+        self.checkpoints = Checkpoints(self)
+        self.precision = Precision(self)
+        self.scalars = Scalars(self)
+        self.calls: dict[str, list[Call]] = {}
+        self._indexed: dict[Scope, int] = {}
+        self._aliases: tuple[int, dict[str, list[str]]] = (-1, {})
+        self._waiting: list[Chunk] = list(chunks) if imported else []
+        self._mentions: dict[str, list[Chunk]] = _mentions(chunks) if imported else {}
+        if not imported:
+            self._walk(_skimmed(self._wanted(chunks)))
+            for chunk in self._waiting:
+                self._stub(chunk)
+            self._waiting = []
+            settle(self.walker)
+        self._events: dict[str, list[Event]] = {}
+        self._imported: dict[str, Facts | None] = {}
+        self._active: set[object] = set()
+        self._steps: dict[Scope, bool] = {}
+        self._infers: dict[Scope, bool] = {}
+
+    def need(self, name: str) -> None:
+        """Parses what may bind a top-level name; at once for the file that is linted, on demand for an imported one."""
+        if self._waiting and name in self._mentions:
+            self._walk(_skimmed([chunk for chunk in self._mentions.pop(name) if chunk in self._waiting]))
+
+    def need_all(self) -> None:
+        """Parses what matters of an imported module: its events are asked for."""
+        if self._waiting:
+            wanted = [chunk for chunk in self._waiting if chunk.defines is None or _MATTERS.search(chunk.text)]
+            self._walk(_skimmed(wanted))
+            self._waiting = []
+
+    def _walk(self, chunks: Sequence[Chunk]) -> None:
+        with Frames(), _without_gc():
+            for chunk in chunks:
+                if chunk in self._waiting:
+                    self._waiting.remove(chunk)
+                self.parsed_bytes += chunk.end - chunk.start - sum(each.end - each.body for each in chunk.skipped)
+                self.walker.chunk(chunk)
+        for scope in self.walker.scopes:
+            done = self._indexed.get(scope, 0)
+            for call in scope.calls[done:]:
+                self.calls.setdefault(call.name, []).append(call)
+            self._indexed[scope] = len(scope.calls)
+
+    def _wanted(self, chunks: tuple[Chunk, ...]) -> Sequence[Chunk]:
+        """Imports, small statements, those with a token that matters, and those that call them; the others wait."""
+        if len(self.source.normal) <= WHOLE:
+            return chunks
+        wanted = {chunk for chunk in chunks if chunk.defines is None or _MATTERS.search(chunk.text)}
+        named = {chunk.defines for chunk in wanted} - {None}
+        if named:
+            mentions = re.compile(r"\b(?:" + "|".join(sorted(map(re.escape, filter(None, named)))) + r")\(")
+            wanted |= {chunk for chunk in chunks if chunk not in wanted and mentions.search(chunk.text)}
+        self._waiting = [chunk for chunk in chunks if chunk not in wanted]
+        return [chunk for chunk in chunks if chunk in wanted]
+
+    def _stub(self, chunk: Chunk) -> None:
+        """A definition that is not parsed: its name, and the bases of a class."""
+        header = _HEADER.search(chunk.text)
+        if header is None:
+            return
+        kind, name, bases = header.groups()
+        scope = Scope("class" if kind == "class" else "function", name, cst.Pass(), self.module, chunk)
+        scope.parsed = False
+        scope.base_names = [base.strip() for base in (bases or "").split(",") if "=" not in base and base.strip()]
+        self.module.children.append(scope)
+        place = self.walker._place(scope.node)
+        self.module.bindings.setdefault(name, []).append(Binding(*place, key=name, kind="stub", defines=scope))
+
+    def aliases(self, name: str) -> list[str]:
+        """What a file calls a thing of this name besides: `from torch import compile as c`, `ac = amp.autocast`."""
+        if self._aliases[0] != self.parsed_bytes:
+            found: dict[str, list[str]] = {}
+            for scope in self.walker.scopes:
+                for key, bindings in scope.bindings.items():
+                    for original in dict.fromkeys(map(_renamed, bindings)):
+                        if original and original != key:
+                            found.setdefault(original, []).append(key)
+            self._aliases = self.parsed_bytes, found
+        return self._aliases[1].get(name, [])
+
+    # -- values -----------------------------------------------------------------------------------
+
+    def condition(self, node: cst.CSTNode, scope: Scope) -> Condition:
+        """The formula that the truth of an expression is."""
+        before, self.walker.scope = self.walker.scope, scope
+        try:
+            return self.walker.condition(node)
+        finally:
+            self.walker.scope = before
+
+    def evaluate(self, node: cst.CSTNode | None, at: Record) -> Alternatives:
+        """What an expression may be, where a record stands; `values` explains the alternatives."""
+        with Frames():
+            return self.values.evaluate(node, at.scope, at.order)
+
+    def paths(self, call: Call) -> list[tuple[Guard, str]]:
+        """The full dotted names of what a call calls, where that is something of a library."""
+        return [(each.guard, each.atom.path) for each in self.evaluate(call.func, call) if isinstance(each.atom, Ref)]
+
+    def called_path(self, call: Call) -> str:
+        """The first of `paths`, or empty."""
+        return next((path for _, path in self.paths(call)), "")
+
+    def dtypes(
+        self, node: cst.CSTNode | None, at: Record, strings: bool = False
+    ) -> tuple[tuple[Guard, str | None], ...]:
+        """The dtypes that an expression may be: (guard, name); None where it is unknown or none.
+
+        strings: whether `"float16"` is one here.
+        """
+        found: list[tuple[Guard, str | None]] = []
+        for each in self.evaluate(node, at):
+            name = each.atom.name if isinstance(each.atom, Dtype) else None
+            if strings and isinstance(each.atom, Constant) and isinstance(each.atom.value, str):
+                name = names.DTYPE_STRINGS.get(each.atom.value)
+            found.append((each.guard, name))
+        return tuple(found)
+
+    def kinds(self, node: cst.CSTNode | None, at: Record) -> set[str]:
+        """The kinds of object that an expression may be; "" among them where one is unknown."""
+        return {each.atom.kind if isinstance(each.atom, Object) else "" for each in self.evaluate(node, at)}
+
+    def from_outside(self, node: cst.CSTNode | None, at: Record, depth: int = 8) -> bool:
+        """Whether an object is the caller's, and no caller is in sight: a parameter, or an attribute set from one.
+
+        What an imported function returns is not: it is the script's from there on.
+        """
+        path = dotted(node)
+        if isinstance(node, cst.Call):
+            inner = self.walker.call_of.get(node)
+            if inner is not None and inner.receiver is not None and inner.name in names.SAME:
+                return self.from_outside(inner.receiver, inner, depth - 1)
+            return False
+        if not path or depth < 0:
+            return False
+        bindings = self.values.reaching(path, at.scope, at.order, at.guard)
+        if not bindings:
+            root = path.split(".", 1)[0]
+            return "." in path and (root == "self" or self.from_outside(cst.Name(root), at, depth - 1))
+        for binding in bindings:
+            if binding.kind == "param":
+                callers = self.callers(binding.scope)
+                if not callers:
+                    return True
+                given = [(self.values.given(call, binding.scope, binding.key), call) for call in callers]
+                if any(each is None or self.from_outside(each, call, depth - 1) for each, call in given):
+                    return True
+            elif binding.kind in ("assign", "with") and binding.value is not None:
+                if self.from_outside(binding.value, binding, depth - 1):
+                    return True
+            elif binding.kind == "for":
+                return True
+        return False
+
+    # -- functions and classes --------------------------------------------------------------------
+
+    def of(self, record: Record) -> Facts:
+        """The facts of the file in which a record stands."""
+        return self._home.get(record.chunk.source.path, self)
+
+    @property
+    def _home(self) -> dict[str, Facts]:
+        return {self.path: self, **{f.path: f for f in self._imported.values() if f is not None}}
+
+    def imported(self, module: str) -> Facts | None:
+        """The facts of a module of the linted tree."""
+        if module.split(".", 1)[0] in names.LIBRARIES:
+            return None
+        if module not in self._imported:
+            self._imported[module] = None  # an import cycle finds nothing
+            self._imported[module] = self.project.source_of(module, self.path)
+        return self._imported[module]
+
+    def exported(self, name: str) -> bool:
+        """Whether another module may take a top-level name from this one: by `__all__`, or by an import in the tree."""
+        self.need("__all__")
+        listed = (binding.value for binding in self.module.bindings.get("__all__", ()) if binding.value is not None)
+        return any(f"'{name}'" in walk.text_of(each).replace('"', "'") for each in listed) or (
+            self.project.imported_elsewhere(self.path, name)
+        )
+
+    def class_kind(self, cls: Scope) -> str:
+        """What an instance is: `model`, `own_optimizer`, `trainer` ..., `own` for a class of the user's; "" unknown."""
+        return self.graph.class_kind(cls)
+
+    def base_unknown(self, cls: Scope | None) -> bool:
+        """Whether a class has ancestors that may bring what the file does not show."""
+        return self.graph.base_unknown(cls)
+
+    def callers(self, scope: Scope) -> list[Call]:
+        """The calls of a function in its file."""
+        return self.graph.callers(scope)
+
+    def functions(self, call: Call) -> list[Function]:
+        """The functions of the tree that a call may run; the `forward` of a module, the `__init__` of a class."""
+        return self.graph.functions(call)
+
+    def repeated(self, scope: Scope, depth: int = 4) -> bool:
+        """Whether a function is called in a loop, or by one that is: once per epoch, for instance."""
+        callers = self.callers(scope) if depth else []
+        return any(call.loops or self.repeated(call.scope, depth - 1) for call in callers)
+
+    def escapes(self, scope: Scope) -> bool:
+        """Whether a function is handed on as a value, so that others may call it."""
+        return self.graph.escapes(scope)
+
+    def reachable(self, scope: Scope) -> set[Scope]:
+        """The functions of the file that are connected with this one by calls, and its class and module."""
+        return self.graph.reachable(scope)
+
+    def guard_of(self, record: Record) -> Guard:
+        """A record's guard, with the conditions under which its function is always called."""
+        return self.graph.guard_of(record)
+
+    # -- regions ----------------------------------------------------------------------------------
+
+    def regions(self, record: Record) -> tuple[Region, ...]:
+        """The contexts around a record, outermost first: decorators of its functions, and `with` items."""
+        return self.contexts.around(record)
+
+    def autocasts(self, record: Record, depth: int = 3) -> list[tuple[Region, Guard]]:
+        """The autocast regions in force where a record stands: its function's, else those of its callers."""
+        with Frames():
+            return self.contexts.autocasts(record, depth)
+
+    def autocast(self, call: Call, path: str) -> Region:
+        """The region that a call of an autocast makes: its device and dtype, with torch's defaults."""
+        return self.contexts.autocast(call, path)
+
+    def enabled(self, call: Call, path: str) -> Guard:
+        """The guard that an autocast's or a scaler's `enabled=` is; an impossible one for `False`."""
+        return self.contexts.enabled(call, path)
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def events(self, kind: str) -> list[Event]:
+        """All events of a kind in the file, in order."""
+        self.need_all()
+        if kind not in self._events:
+            with Frames():
+                self._events[kind] = sorted(FINDERS[kind](self), key=lambda event: event.order)
+        return self._events[kind]
+
+    @cached_property
+    def traces(self) -> Traces:
+        """What happens to scaled gradients in order of control flow, across the helpers of the file."""
+        self.need_all()
+        return Traces(self)
+
+    def compiles(self, guard: Guard = ALWAYS) -> bool:
+        """Whether something may be compiled under a guard: a call, an option, or a decorator."""
+        return compiled(self, guard)
+
+    @cached_property
+    def forgotten_dtypes(self) -> dict[Call, Option]:
+        """The autocasts without a dtype in a script whose own option says BF16."""
+        return forgotten_dtypes(self)
+
+    # -- training and inference -------------------------------------------------------------------
+
+    def infers(self, record: Record) -> bool:
+        """Whether what happens here is inference: by its regions, the names of the functions around it, its callers."""
+        if any(
+            region.kind == "no_grad" and compatible(region.guard, record.guard) and not (region.guard - record.guard)
+            for region in self.regions(record)
+        ):
+            return True
+        return self.scope_infers(record.scope)
+
+    def scope_infers(self, scope: Scope) -> bool:
+        if scope in self._infers:
+            return self._infers[scope]
+        found, whole = self._scope_infers(scope), not self._active
+        if whole:  # within a cycle of calls it may be half the answer
+            self._infers[scope] = found
+        return found
+
+    def _scope_infers(self, scope: Scope) -> bool:
+        key = ("infers", scope)
+        if key in self._active or len(self._active) > DEPTH:
+            return False
+        self._active.add(key)
+        try:
+            for place in scope.within():
+                if place.kind == "function" and names.infers(place.name):
+                    return True
+            if scope.kind != "function":
+                return False
+            callers = self.callers(scope)
+            return bool(callers) and not self.escapes(scope) and all(self.of(c).infers(c) for c in callers)
+        finally:
+            self._active.discard(key)
+
+    @property
+    def declared(self) -> str | None:
+        """What the settings say that the file is: "training", "inference", or None."""
+        return self.project.declared(self.path)
+
+    @cached_property
+    def any_training(self) -> bool:
+        """Whether the file trains at all."""
+        return bool(self.calls.get("backward") or self.calls.get("manual_backward")) or any(
+            self.events(kind) for kind in ("prepare", "initialize", "trainer")
+        )
+
+    def steps(self, scope: Scope) -> bool:
+        """Whether something applies gradients in the program of a scope: the `step` of anything but a schedule."""
+        if scope not in self._steps:
+            self._steps[scope] = any(
+                call.name == "step"
+                and call.receiver is not None
+                and not _NO_OPTIMIZER.search(self.short(call.receiver).lower())
+                and "scheduler" not in self.kinds(call.receiver, call)
+                for place in self.reachable(scope)
+                for call in place.calls
+            )
+        return self._steps[scope]
+
+    @cached_property
+    def masters(self) -> bool:
+        """Whether FP32 masters of FP16 weights may be kept, and the loss scaled, by other means than torch.amp's: apex,
+        a framework's own FP16 optimizer or module, gradients that are copied from one set of parameters to another."""
+        self.need_all()
+        for call in self.calls.get("backward", ()):
+            if call.receiver is not None and call.positional and is_optimizer(self, call.receiver, call):
+                return True
+        for scope in self.walker.scopes:
+            if any(names.MASTERS.search(base) for base in scope.base_names):
+                return True
+            if any(names.MASTERS.search(use.path) for uses in scope.uses.values() for use in uses):
+                return True
+            for key, bindings in scope.bindings.items():
+                for binding in bindings:
+                    if binding.kind in ("from", "import") and names.FP16_MODULE.search(f"{binding.target}."):
+                        return True
+                    if key.endswith(".grad") and binding.value is not None:
+                        given = self.short(binding.value)
+                        if _GRAD.search(given) and key not in given:
+                            return True
+            if any(_GRAD.search(use.path) and self._goes_to_grad(use) for uses in scope.uses.values() for use in uses):
+                return True
+        return False
+
+    def _goes_to_grad(self, use: Use) -> bool:
+        """Whether a value is assigned to the gradient of an element: `masters[n].grad = p.grad.float()`."""
+        node: cst.CSTNode | None = use.node
+        while node is not None and not isinstance(node, (cst.BaseSmallStatement, cst.BaseCompoundStatement)):
+            node = self.walker.parents.get(node)
+        return isinstance(node, cst.Assign) and any(
+            isinstance(each.target, cst.Attribute) and each.target.attr.value == "grad" and not dotted(each.target)
+            for each in node.targets
+        )
+
+    # -- text -------------------------------------------------------------------------------------
+
+    def span(self, node: cst.CSTNode, at: Record) -> tuple[int, int]:
+        return at.chunk.span(node)
+
+    def text(self, node: cst.CSTNode, at: Record) -> str:
+        """The code of a node, as it stands in the file, with its parentheses."""
+        first, last = at.chunk.outer_span(node)
+        return self.source.text[first:last]
+
+    def short(self, node: cst.CSTNode | None) -> str:
+        """A node's code on one line, cut to what a message can hold."""
+        text = " ".join(cst.Module([]).code_for_node(node).split()) if node is not None else ""
+        return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _mentions(chunks: tuple[Chunk, ...]) -> dict[str, list[Chunk]]:
+    """Name -> the top-level statements that may bind it: a definition, or any other that mentions it."""
+    found: dict[str, list[Chunk]] = {}
+    for chunk in chunks:
+        name = chunk.defines
+        for each in {name} if name is not None else set(_NAME.findall(chunk.text)):
+            found.setdefault(each, []).append(chunk)
+        if name is None and "import *" in chunk.text:
+            found.setdefault("*", []).append(chunk)
+    return found
+
+
+def _skimmed(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+    """Skips, in large classes, the methods that do not matter, and neither call nor are called by those that do."""
+    left = {
+        method: chunk
+        for chunk in chunks
+        if chunk.end - chunk.start > WHOLE
+        for method in chunk.methods
+        if not (method.name in _ENTRIES or _MATTERS.search(chunk.text, method.start, method.end))
+        and not _SETS.search(chunk.text, method.start, method.end)
+    }
+    if not left:
+        return chunks
+    mattering = {m.name for chunk in chunks for m in chunk.methods if m not in left} - _ENTRIES
+    for chunk in chunks:
+        chunk.skipped = tuple(method for method, home in left.items() if home is chunk)
+    read = set().union(*(_NAMED.findall(chunk.code) for chunk in chunks))
+    for chunk in chunks:
+        chunk.skipped = tuple(
+            method
+            for method in chunk.skipped
+            if method.name not in read and mattering.isdisjoint(_NAMED.findall(chunk.text, method.body, method.end))
+        )
+    return chunks
+
+
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    """Trees are made of many objects, none of them garbage: collecting meanwhile costs a tenth."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+__all__ = ["Event", "Facts", "NoProject", "Project", "Region"]
+
+
+def _renamed(binding: Binding) -> str:
+    """The last name of what an import or an assignment of a dotted name takes; or empty."""
+    if binding.kind == "from":
+        return binding.name
+    return dotted(binding.value).rpartition(".")[2] if binding.kind == "assign" and "." in dotted(binding.value) else ""

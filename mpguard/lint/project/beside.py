@@ -1,0 +1,86 @@
+"""What lies beside a config: the Python code that it may launch, and the accelerate configs that name it.
+
+Where nothing says what belongs together, it may be all that is in the folder and in the one above.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpguard.lint.gate import stripped
+
+if TYPE_CHECKING:
+    from mpguard.document import Document
+    from mpguard.lint.project.project import Project
+
+#: Files of a folder, and bytes of a file, that are looked at: enough for a project, bounded for a heap.
+MOST_FILES, LARGEST = 60, 256 << 10
+#: A launch config is some hundred bytes.
+LARGEST_CONFIG = 64 << 10
+
+
+def mentions(config: str, pattern: str, project: Project | None = None) -> bool:
+    """Whether code that a config may launch matches a pattern outside comments.
+
+    That is the code in its folder, in the one above, and, with a project, beside the scripts that launch lines of
+    the tree start with it.
+    """
+    folder = Path(config).absolute().parent
+    launched = [Path(script).parent for script, _ in project.launched_with(config)] if project is not None else []
+    found = re.compile(pattern.encode())
+    return any(found.search(code) for place in {folder, folder.parent, *launched} for code in _code(place))
+
+
+def flagged(config: str, option: str, project: Project | None) -> bool:
+    """Whether a launch line of the tree that names a config gives an option itself, or may."""
+    launches = project.launched_with(config) if project is not None else ()
+    return any(option in launch.options or launch.hidden for _, launch in launches)
+
+
+@functools.cache
+def _code(folder: Path) -> tuple[bytes, ...]:
+    try:
+        files = sorted(
+            entry.path
+            for entry in os.scandir(folder)
+            if entry.name.endswith(".py") and entry.is_file() and entry.stat().st_size <= LARGEST
+        )
+        return tuple(stripped(Path(path).read_bytes()) for path in files[:MOST_FILES])
+    except OSError:
+        return ()
+
+
+def naming(path: str) -> list[Document]:
+    """The accelerate configs that name a DeepSpeed file in `deepspeed_config_file`, in its folder or the one above."""
+    from mpguard.document import read
+    from mpguard.errors import ConfigError
+
+    file = Path(path).absolute()
+    found: list[Document] = []
+    for candidate in (each for folder in (file.parent, file.parent.parent) for each in _launch_configs(folder)):
+        try:
+            config = read(candidate)
+            named = config.entry("deepspeed_config.deepspeed_config_file") if config.require() else None
+        except ConfigError:
+            continue
+        if config.kind == "accelerate" and named is not None and Path(str(named.value)).name == file.name:
+            found.append(config)
+    return found
+
+
+@functools.cache
+def _launch_configs(folder: Path) -> tuple[Path, ...]:
+    """The YAML files of a folder that speak of a DeepSpeed file."""
+    try:
+        files = sorted(
+            Path(entry.path)
+            for entry in os.scandir(folder)
+            if entry.name.endswith((".yaml", ".yml")) and entry.is_file() and entry.stat().st_size <= LARGEST_CONFIG
+        )
+        return tuple(path for path in files[:MOST_FILES] if b"deepspeed_config_file" in path.read_bytes())
+    except OSError:
+        return ()

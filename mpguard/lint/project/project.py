@@ -1,0 +1,408 @@
+"""What lies around a file: the launch configs of its code, and the modules that it imports."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mpguard import settings
+from mpguard.errors import ConfigError
+from mpguard.lint.files import CONFIG, MARKDOWN, NEVER, NOTEBOOK, matches
+from mpguard.lint.project import launch_lines
+from mpguard.lint.project.launch_lines import Launch, Word
+from mpguard.lint.project.requirements import Required, required
+
+if TYPE_CHECKING:
+    from mpguard.document import Document, Entry
+    from mpguard.lint.facts.file import Facts
+
+#: Modules, and bytes of them, that are read on behalf of one linted file. Counted per file and not
+#: per run: what is found in a file does not depend on what else was linted.
+MOST_MODULES = 40
+MOST_BYTES = 2 << 20
+#: Files of a tree that are searched for imports of a name.
+MOST_IMPORTERS = 4000
+_COMMENT = re.compile(r"#.*|\\")
+_IMPORTS = re.compile(
+    r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^#;(\r\n]*)|import[ \t]+([^#;\r\n]*))", re.MULTILINE
+)
+#: What a script that is started with an accelerate config uses.
+_LAUNCHED = r"\b(?:accelerate|deepspeed|transformers|trl|mpguard)\b|Trainer\b"
+#: A launch config is some hundred bytes; files beside the code that are larger are data.
+LARGEST_CONFIG = 64 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """A config that code is launched with: one of accelerate, or a DeepSpeed file.
+
+    mixed_precision: what it asks for, in lower case, as accelerate 1.15 resolves it:
+        `deepspeed_config.mixed_precision` beats the top level (S7); where neither is there, what
+        the DeepSpeed file that it names has enabled. None where it asks for nothing or it is unclear.
+    distributed_type: as it is written; `DEEPSPEED` of a DeepSpeed file.
+    """
+
+    path: str
+    document: Document
+    mixed_precision: str | None
+    distributed_type: str | None
+    #: The word of a launch line that says `mixed_precision` instead, and the file that it stands in.
+    said_at: tuple[str, Word] | None = None
+
+    def entry(self, key: str) -> Entry | None:
+        """The entry at a dotted path, with its place in the document."""
+        return self.document.entry(key)
+
+
+def launch_config(path: Path, shown: str | None = None) -> LaunchConfig:
+    """Reads a config that code is launched with. Raises `ConfigError` for a file that is none."""
+    from mpguard import document  # and PyYAML, which most runs over Python do not need
+
+    read = document.read(path)
+    data = read.require()
+    shown = shown or str(path)
+    if read.kind == "deepspeed":
+        return LaunchConfig(shown, read, _deepspeed_precision(data), "DEEPSPEED")
+    if read.kind != "accelerate":
+        what = f"a config of {read.kind}" if read.kind else "none"
+        raise ConfigError(f"{path}: code is checked against configs of accelerate or DeepSpeed; this is {what}")
+    distributed = data.get("distributed_type")
+    return LaunchConfig(
+        shown, read, _accelerate_precision(data, path), distributed if isinstance(distributed, str) else None
+    )
+
+
+def _accelerate_precision(data: dict[str, object], path: Path) -> str | None:
+    section = data.get("deepspeed_config")
+    section = section if isinstance(section, dict) else {}
+    for said in (
+        section.get("mixed_precision"),
+        data.get("mixed_precision"),
+        "fp16" if data.get("fp16") is True else None,
+    ):
+        if said is not None:
+            return said.lower() if isinstance(said, str) else None
+    from mpguard.document import read
+
+    name = section.get("deepspeed_config_file")
+    if not isinstance(name, str):
+        return None
+    for candidate in (Path(name), path.parent / name):
+        try:
+            return _deepspeed_precision(read(candidate).require())
+        except ConfigError:
+            continue
+    return None
+
+
+def _deepspeed_precision(data: dict[str, object]) -> str | None:
+    enabled = [
+        name
+        for name in ("bf16", "fp16")
+        if isinstance(section := data.get(name), dict) and section.get("enabled") is True
+    ]
+    return enabled[0] if len(enabled) == 1 else None
+
+
+class Project:
+    """What rules may ask about the surroundings of a file. One per process; files one after another.
+
+    given: the configs of `--config`; they replace those of the settings and those beside the code.
+    """
+
+    def __init__(self, given: Iterable[LaunchConfig] = (), gpu: str | None = None) -> None:
+        self._given = tuple(given)
+        self._gpu = gpu
+        self._configured: dict[Path, tuple[LaunchConfig, ...]] = {}
+        self._beside: dict[Path, tuple[LaunchConfig, ...]] = {}
+        self._launched: dict[str, tuple[LaunchConfig, ...] | None] = {}
+        self._modules: dict[str, Facts | None] = {}
+        self._budget_modules = MOST_MODULES
+        self._budget_bytes = MOST_BYTES
+        self._counted: set[str] = set()
+        self._exhausted = False
+        self._broken: set[str] = set()
+
+    def forget(self, path: str) -> None:
+        """An imported module turned out not to parse: it is unknown from here on, and what was made of it."""
+        self._broken.add(os.path.realpath(path))
+        self._modules.clear()
+
+    def begin(self, path: str) -> None:
+        """The engine turns to another file."""
+        if self._exhausted:
+            self._modules.clear()  # they may know less than they would with a budget of their own
+        self._budget_modules, self._budget_bytes, self._exhausted = MOST_MODULES, MOST_BYTES, False
+        self._counted = {path}
+
+    def gpu(self, path: str) -> str | None:
+        """What the code is said to run on (`--gpu`, `[tool.mpguard] gpu`), or None."""
+        return self._gpu or settings.nearest(Path(path)).gpu
+
+    def required(self, path: str, package: str) -> Required:
+        """The versions of a package that the project of a file asks for."""
+        folder = Path(path).absolute().parent
+        return required(str(folder), str(_top(folder)), package)
+
+    def declared(self, path: str) -> Literal["training", "inference"] | None:
+        """What `training-paths` and `inference-paths` say about a file."""
+        found = settings.nearest(Path(path))
+        if matches(found.training_paths, found.root, path):
+            return "training"
+        return "inference" if matches(found.inference_paths, found.root, path) else None
+
+    def configs_for(self, path: str) -> tuple[LaunchConfig, ...]:
+        """The configs that a file is launched with: of `--config`, else of the settings, else those that the launch
+        lines of its tree name, else beside it.
+
+        Beside it: accelerate configs in its own folder. A folder may hold several, and nothing says
+        which one is used. A notebook is launched with none.
+        """
+        if self._given:
+            return self._given
+        folder = Path(path).parent
+        if folder not in self._configured:
+            self._configured[folder] = _configured(folder)
+        if self._configured[folder] or path.endswith((NOTEBOOK, *MARKDOWN)):
+            return self._configured[folder]
+        if path not in self._launched:
+            self._launched[path] = _launched(path)
+        named = self._launched[path]
+        if named is not None:
+            return named
+        if folder not in self._beside:
+            self._beside[folder] = _beside(folder)
+        found = self._beside[folder]
+        return () if found and _for_others(path, found) else found
+
+    def named_in(self, name: str, path: str) -> Path | None:
+        """The file that a command in a file names, if it lies in the tree."""
+        return launch_lines.located(name, path, _top(Path(path).absolute().parent))
+
+    def launched_with(self, config: str) -> tuple[tuple[str, Launch], ...]:
+        """The launch lines of the tree that name an accelerate config, each with the script that it starts."""
+        top = _top(Path(config).absolute().parent)
+        found = []
+        for script, launches in launch_lines.in_tree(top).items():
+            for launch in launches:
+                named = launch.options.get("config" if launch.launcher == "mpguard" else "config_file")
+                name = named.text if named is not None else None
+                file = launch_lines.located(name, launch.path, top) if name else None
+                if file is not None and os.path.realpath(file) == os.path.realpath(config):
+                    found.append((script, launch))
+        return tuple(found)
+
+    def config_named(self, path: str, name: str) -> Document | None:
+        """The config that a file names (`config="ds_config.json"`), beside it or in the working directory."""
+        from mpguard import document
+
+        for candidate in (Path(path).parent / name, Path(name)):
+            try:
+                if candidate.is_file() and candidate.stat().st_size <= LARGEST_CONFIG:
+                    found = document.read(candidate)
+                    found.require()
+                    return found
+            except (OSError, ValueError, ConfigError):
+                continue
+        return None
+
+    def source_of(self, module: str, from_path: str) -> Facts | None:
+        """The facts of an imported module (`pkg.losses`, `.losses`), if it lies in the linted tree.
+
+        The tree is the folder of the nearest pyproject.toml, mpguard.toml or .git above the importing
+        file, so that a file gets the same findings alone and with its folder; without one, and in
+        site-packages, the outermost package that the file is in, or its folder. None where the module
+        is elsewhere, does not parse, or the budget of the linted file is spent.
+        """
+        path = _resolve(module, from_path)
+        if path is None:
+            return None
+        key = os.path.realpath(path)
+        if key in self._broken:
+            return None
+        if key not in self._counted and path not in self._counted:
+            size = Path(path).stat().st_size
+            if self._budget_modules < 1 or size > self._budget_bytes:
+                self._exhausted = True
+                return None
+            self._counted.add(key)
+            self._budget_modules -= 1
+            self._budget_bytes -= size
+        if key not in self._modules:
+            self._modules[key] = None  # while it is read: modules import each other
+            self._modules[key] = self._read(path)
+        return self._modules[key]
+
+    def imported_elsewhere(self, path: str, name: str) -> bool:
+        """Whether another file of the tree may take a name from a module; so it is where the tree is too large.
+
+        By the last name of the module alone (`from x.compat import autocast`): what it says no to, no
+        import reaches. A package hands on what its `__init__` imports.
+        """
+        file = Path(path).absolute()
+        taken = _taken(_top(file.parent))
+        if taken is None or file.name == "__init__.py":
+            return True
+        return bool({name, "*"} & taken.get(file.stem, set())) or file.stem in taken[""]
+
+    def _read(self, path: str) -> Facts | None:
+        from mpguard.lint.facts.file import Facts
+        from mpguard.lint.source import Source, Unparsable
+
+        try:
+            return Facts(Source.parse(Path(path).read_bytes(), path, check_syntax=False), self, imported=True)
+        except (OSError, Unparsable, RecursionError):
+            return None
+
+
+def _configured(folder: Path) -> tuple[LaunchConfig, ...]:
+    return tuple(launch_config(path, os.path.relpath(path)) for path in settings.nearest(folder).config_paths())
+
+
+def _launched(path: str) -> tuple[LaunchConfig, ...] | None:
+    """The configs that the launch lines of the tree name for a script; none where one of them is unknown.
+
+    None where no line names one: a line without a config takes the user's own, which is out of sight.
+    """
+    top = _top(Path(path).absolute().parent)
+    found: list[LaunchConfig] = []
+    for launch in launch_lines.in_tree(top).get(os.path.realpath(path), ()):
+        named, said = _named(launch), launch.options.get("mixed_precision")
+        if named is None and said is None:
+            continue
+        config = _flags_only(launch) if named is None else _found(named, launch, top)
+        if config is None or (said is not None and said.text is None):
+            return ()
+        if said is not None and said.text is not None:
+            where = (os.path.relpath(launch.path), said)
+            config = dataclasses.replace(config, mixed_precision=said.text.lower(), said_at=where)
+        if config not in found:
+            found.append(config)
+    return tuple(found) or None
+
+
+def _found(named: Word, launch: Launch, top: Path) -> LaunchConfig | None:
+    try:
+        file = None if named.text is None else launch_lines.located(named.text, launch.path, top)
+        return None if file is None else launch_config(file, os.path.relpath(file))
+    except ConfigError:
+        return None
+
+
+def _flags_only(launch: Launch) -> LaunchConfig:
+    """A launch without a config file, that says its precision itself."""
+    from mpguard.document import parse
+
+    return LaunchConfig(os.path.relpath(launch.path), parse("", launch.path, "yaml"), None, None)
+
+
+def _named(launch: Launch) -> Word | None:
+    """The config that a launch line names; unknown where it may name one, or two of them."""
+    own = launch.options.get("config" if launch.launcher == "mpguard" else "config_file")
+    deepspeed = launch.argument("--deepspeed", "--deepspeed_config")
+    if deepspeed is not None and (deepspeed[1].text or ".json").endswith(".json"):
+        return deepspeed[1] if own is None else Word(None, own.span)
+    if own is None and launch.hidden and launch.launcher in ("accelerate", "mpguard"):
+        return Word(None, launch.span)
+    return own
+
+
+def _beside(folder: Path) -> tuple[LaunchConfig, ...]:
+    found = []
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return ()
+    for entry in entries:
+        if not entry.name.endswith(CONFIG) or not entry.is_file():
+            continue
+        try:
+            if entry.stat().st_size > LARGEST_CONFIG or b"distributed_type" not in Path(entry.path).read_bytes():
+                continue
+            config = launch_config(Path(entry.path), os.path.normpath(entry.path))
+        except (OSError, ConfigError):
+            continue  # no launch config; if it is a broken one, the run over it says so
+        if config.document.kind == "accelerate":
+            found.append(config)
+    return tuple(found)
+
+
+def _for_others(path: str, configs: tuple[LaunchConfig, ...]) -> bool:
+    """Whether other code beside the configs uses what they configure, and this file does not."""
+    from mpguard.lint.gate import stripped
+    from mpguard.lint.project.beside import mentions
+
+    try:
+        return not re.search(_LAUNCHED.encode(), stripped(Path(path).read_bytes())) and any(
+            mentions(config.path, r"\baccelerate\b") for config in configs
+        )
+    except OSError:
+        return False
+
+
+def _resolve(module: str, from_path: str) -> str | None:
+    """The file of a module, looked for from the importing file's folder up to the tree's top."""
+    folder = Path(from_path).absolute().parent
+    top = _top(folder)
+    dots = len(module) - len(module.lstrip("."))
+    parts = [part for part in module[dots:].split(".") if part]
+    if not all(part.isidentifier() for part in parts):
+        return None
+    above = [folder, *folder.parents]
+    inside = above[: above.index(top) + 1]
+    if dots:
+        bases = inside[dots - 1 : dots]
+    else:
+        bases = [*inside, top / "src"]
+        if parts and parts[0] == top.name and (top / "__init__.py").is_file():
+            bases.append(top.parent)
+    for base in bases:
+        module_file = base.joinpath(*parts)
+        for candidate in (module_file.with_name(f"{module_file.name}.py"), module_file / "__init__.py"):
+            if candidate.is_file() and (parts or candidate.name == "__init__.py"):
+                return str(candidate) if Path(from_path).is_absolute() else os.path.relpath(candidate)
+    return None
+
+
+@functools.cache
+def _taken(top: Path) -> dict[str, set[str]] | None:
+    """Last name of a module -> the names that `from` imports of the tree take from it; under "" what is imported as
+    a module, or may be one. None where the tree has more than `MOST_IMPORTERS` files."""
+    found: dict[str, set[str]] = {"": set()}
+    left = MOST_IMPORTERS
+    for folder, folders, files in os.walk(top):
+        folders[:] = [each for each in folders if each not in NEVER and not each.startswith(".")]
+        for file in files:
+            if not file.endswith(".py"):
+                continue
+            left -= 1
+            if left < 0:
+                return None
+            try:
+                text = Path(folder, file).read_bytes().decode("utf-8", "replace")
+            except OSError:
+                continue
+            for module, names, modules in _IMPORTS.findall(text):
+                listed = _COMMENT.sub("", names).strip("()").split(",") + modules.split(",")
+                taken = {each.split()[0].rsplit(".", 1)[-1] for each in listed if each.strip()}
+                found.setdefault(module.rsplit(".", 1)[-1], set()).update(taken)
+                found[""] |= taken
+    return found
+
+
+@functools.cache
+def _top(folder: Path) -> Path:
+    for candidate in (folder, *folder.parents):
+        if candidate.name in NEVER:
+            break  # an installed package: what lies beside it is not of its tree
+        if any((candidate / name).exists() for name in ("pyproject.toml", "mpguard.toml", ".git")):
+            return candidate
+    top = folder
+    while (top.parent / "__init__.py").is_file():
+        top = top.parent
+    return top
