@@ -3,17 +3,22 @@
     python benchmarks/mutants.py FOLDER [--mutants 200000] [--seed 1] [-j 2] [-o benchmarks/results/mutants.json]
 
 FOLDER is what `evidence.py fetch` unpacked, or any other with Python and config files. A mutant is a file in which
-bytes, tokens or lines were changed, moved or cut off; from files up to 16 KB about which a rule could speak, so that
-the rules see them. Reported: rules that raised, files that a worker died of, files that took longer than 10 s.
-The exit status is 1 if there was any.
+bytes, tokens, names or lines were changed, moved or cut off; from files up to 16 KB about which a rule could speak, so
+that the rules see them, and small ones more often. Reported: rules that raised, files that a worker died of, files that
+took longer than 10 s. The exit status is 1 if there was any.
+
+With `-o`, a file that is there is gone on with: mutants are numbered, those that failed before are tried again first,
+and it is written after every part. `linters` says how many were tried by which state of the linter's code.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import importlib.metadata
 import json
+import keyword
 import os
 import platform
 import random
@@ -26,8 +31,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mpguard
+from mpguard.edits import write_atomically
 from mpguard.lint import gate, workers
-from mpguard.lint.engine import Engine, Options
+from mpguard.lint.engine import CONFIG, SYNTAX, Engine, Options
 from mpguard.lint.files import Target, collect, kind_of
 from mpguard.lint.rule import Rule, rules
 from mpguard.lint.selection import Selectors
@@ -35,6 +42,8 @@ from mpguard.lint.selection import Selectors
 LARGEST = 16 << 10
 #: Computing longer than this is a hang; waiting for a busy machine is none.
 SECONDS = 10
+#: Mutants between two writes of the results.
+PART = 5_000
 _TOKEN = re.compile(rb"\w+|\s+|[^\w\s]")
 #: What rules look for, put where it was not.
 _WORDS = [
@@ -44,11 +53,17 @@ _WORDS = [
 ]
 
 
+_KEYWORDS = frozenset(map(str.encode, (*keyword.kwlist, "self")))
+#: A line that holds a statement with its brackets closed.
+_STATEMENT = re.compile(rb" *[A-Za-z_][^()\[\]{}:\"']*(?:\([^()\[\]{}]*\)[^()\[\]{}:\"']*)?\r?\n")
+
+
 class Outcome(NamedTuple):
-    """What became of one mutant. failed: who failed, on which mutant, and how."""
+    """What became of one mutant. failed: who failed, and how."""
 
     seconds: float
     findings: int
+    parsed: bool
     failed: tuple[str, ...]
 
 
@@ -72,6 +87,34 @@ def _tokens(data: bytes, random: random.Random) -> bytes:
     return b"".join(tokens)
 
 
+def _names(data: bytes, random: random.Random) -> bytes:
+    """Names become other names of the file, numbers other numbers: most still parses, and reaches the rules."""
+    tokens = _TOKEN.findall(data)
+    names, numbers = [], []
+    for place, token in enumerate(tokens):
+        if token.isdigit():
+            numbers.append(place)
+        elif (token[:1].isalpha() or token[:1] == b"_") and token not in _KEYWORDS:
+            names.append(place)
+    for _ in range(random.randint(1, 12)):
+        places = random.choice([names, names, names, numbers])
+        if places:
+            tokens[random.choice(places)] = tokens[random.choice(places)]
+    return b"".join(tokens)
+
+
+def _statements(data: bytes, random: random.Random) -> bytes:
+    """Lines that are a statement are left out, doubled, or become others of the same indentation."""
+    lines = data.splitlines(keepends=True)
+    whole = [i for i, line in enumerate(lines) if _STATEMENT.fullmatch(line)]
+    depth = {i: len(lines[i]) - len(lines[i].lstrip(b" ")) for i in whole}
+    for _ in range(random.randint(1, 4) if whole else 0):
+        place = random.choice(whole)
+        other = random.choice([i for i in whole if depth[i] == depth[place]])
+        lines[place] = random.choice([b"", lines[place] * 2, lines[other]])
+    return b"".join(lines)
+
+
 def _lines(data: bytes, random: random.Random) -> bytes:
     lines = data.splitlines(keepends=True) or [b"x\n"]
     for _ in range(random.randint(1, 4)):
@@ -85,7 +128,16 @@ def _cut(data: bytes, random: random.Random) -> bytes:
     return random.choice([data[:start], data[start:]])
 
 
-MUTATIONS: tuple[Callable[[bytes, random.Random], bytes], ...] = (_bytes, _tokens, _lines, _cut)
+MUTATIONS: tuple[Callable[[bytes, random.Random], bytes], ...] = (
+    _bytes,
+    _tokens,
+    _lines,
+    _cut,
+    _names,
+    _names,
+    _statements,
+    _statements,
+)
 
 
 class Mutant(NamedTuple):
@@ -109,11 +161,12 @@ def check(mutant: Mutant, engine: Engine) -> Outcome:
     try:
         report = engine.check(Target(mutant.path, kind, data=data, named=True, size=len(data)))
     except Hang:
-        return Outcome(SECONDS, 0, (f"{mutant}: still at work after {SECONDS} s",))
+        return Outcome(SECONDS, 0, False, (f"still at work after {SECONDS} s",))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    failed = tuple(f"{mutant}: {each.code}: {each.error}" for each in report.defects)
-    return Outcome(time.perf_counter() - begin, len(report.findings), failed)
+    failed = tuple(f"{each.code}: {each.error}" for each in report.defects)
+    parsed = not any(each.code in (SYNTAX, CONFIG) for each in report.findings)
+    return Outcome(time.perf_counter() - begin, len(report.findings), parsed, failed)
 
 
 def _hang(*_: object) -> None:
@@ -133,53 +186,101 @@ def files(folder: Path) -> list[str]:
     return [path for path in chosen if kind_of(path) == "python"] + configs[:: max(1, len(configs) // 200)]
 
 
-def run(folder: Path, mutants: int, seed: int, jobs: int) -> dict[str, Any]:
-    paths = files(folder)
-    chance = random.Random(seed)
-    tasks = [Mutant(chance.choice(paths), chance.getrandbits(64)) for _ in range(mutants)]
-    engine = Engine(rules(own_only=True), Options(Selectors(select=("ALL",), preview=True)))
-    signal.signal(signal.SIGPROF, _hang)
-    begin = time.perf_counter()
-    outcomes = workers.run(
-        tasks,
-        lambda task: check(task, engine),
-        lambda task, how: Outcome(0, 0, (f"{task}: the worker {how}",)),
-        lambda _: LARGEST,
-        jobs,
-    )
-    failed = [line for outcome in outcomes for line in outcome.failed]
+class Tries:
+    """Checks mutants, and keeps count in what becomes the results file."""
+
+    def __init__(self, folder: Path, result: dict[str, Any], jobs: int) -> None:
+        self.paths, self.result, self._jobs, self._folder = files(folder), result, jobs, folder
+        self._weights = [Path(path).stat().st_size ** -0.5 for path in self.paths]
+        self._engine = Engine(rules(own_only=True), Options(Selectors(select=("ALL",), preview=True)))
+        self._linter = linter()
+
+    def again(self) -> None:
+        """Those that failed before."""
+        failed = [Mutant(str(self._folder / each["file"]), each["seed"]) for each in self.result["failed"]]
+        if failed:
+            self.result["failed"] = []
+            self._check(failed)
+            self.result["mended"] += len(failed) - len(self.result["failed"])
+
+    def part(self, mutants: int) -> None:
+        done, seed = self.result["mutants"], self.result["seed"]
+        tasks = []
+        for number in range(done, done + mutants):
+            chance = random.Random(f"{seed} {number}")
+            tasks.append(Mutant(chance.choices(self.paths, self._weights)[0], chance.getrandbits(64)))
+        self._check(tasks)
+        self.result["mutants"] += mutants
+        self.result["linters"][self._linter] = self.result["linters"].get(self._linter, 0) + mutants
+
+    def _check(self, tasks: list[Mutant]) -> None:
+        begin = time.perf_counter()
+        outcomes = workers.run(
+            tasks,
+            lambda task: check(task, self._engine),
+            lambda _, how: Outcome(0, 0, False, (f"the worker {how}",)),
+            lambda _: LARGEST,
+            self._jobs,
+        )
+        for task, outcome in zip(tasks, outcomes, strict=True):
+            name = os.path.relpath(task.path, self._folder)
+            self.result["failed"] += [{"file": name, "seed": task.seed, "how": how} for how in outcome.failed[:1]]
+            self.result["findings"] += outcome.findings
+            self.result["parsed"] += outcome.parsed
+            self.result["slowest_seconds"] = max(self.result["slowest_seconds"], round(outcome.seconds, 2))
+        self.result["seconds"] += round(time.perf_counter() - begin)
+        memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
+        self.result["memory_mib"] = max(self.result["memory_mib"], memory)
+
+
+def linter() -> str:
+    """Which state of the linter's code this is."""
+    folder = Path(mpguard.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def described() -> dict[str, Any]:
+    """What the next part is run with."""
     return {
         "date": datetime.date.today().isoformat(),
-        "versions": {
-            "mpguard": importlib.metadata.version("mpguard"),
-            "libcst": importlib.metadata.version("libcst"),
-            "python": platform.python_version(),
-        },
+        "versions": {name: importlib.metadata.version(name) for name in ("mpguard", "libcst")}
+        | {"python": platform.python_version()},
         "hardware": {"cores": os.cpu_count(), "machine": platform.machine()},
-        "files": len(paths),
-        "mutants": mutants,
-        "seed": seed,
-        "findings": sum(outcome.findings for outcome in outcomes),
-        "slowest_seconds": round(max(outcome.seconds for outcome in outcomes), 2),
-        "seconds": round(time.perf_counter() - begin),
-        "memory_mib": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024),
-        "failed": failed,
     }
+
+
+def begun(output: Path | None, seed: int) -> dict[str, Any]:
+    """The results so far."""
+    if output is not None and output.exists():
+        result: dict[str, Any] = json.loads(output.read_text())
+        if result["seed"] != seed:
+            sys.exit(f"{output}: is of seed {result['seed']}, not {seed}; give that, or another file")
+        return result | described()
+    zeros = dict.fromkeys(("mutants", "findings", "parsed", "mended", "seconds", "memory_mib"), 0)
+    return described() | {"seed": seed, **zeros, "slowest_seconds": 0.0, "linters": {}, "failed": []}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--mutants", type=int, default=200_000)
+    parser.add_argument("--mutants", type=int, default=200_000, help="how many in all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("-j", "--jobs", type=int, default=workers.available())
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    result = run(options.folder, options.mutants, options.seed, options.jobs)
-    text = json.dumps(result, indent=2) + "\n"
-    if options.output:
-        options.output.write_text(text)
-    print(text, end="")
+    result = begun(options.output, options.seed)
+    tries = Tries(options.folder, result, options.jobs)
+    signal.signal(signal.SIGPROF, _hang)
+    result["files"] = len(tries.paths)
+    tries.again()
+    while result["mutants"] < options.mutants:
+        tries.part(min(PART, options.mutants - result["mutants"]))
+        if options.output:
+            write_atomically(options.output, (json.dumps(result, indent=2) + "\n").encode())
+    print(json.dumps(result, indent=2))
     return int(bool(result["failed"]))
 
 
