@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpguard.errors import SettingsError, did_you_mean
+from mpguard.remembered import remembered
 
 ENFORCE = ("error", "warn", "off")
 
@@ -86,7 +86,7 @@ def nearest(path: Path) -> Settings:
     return _of_folder(path if path.is_dir() else path.parent)
 
 
-@functools.cache
+@remembered
 def _of_folder(folder: Path) -> Settings:
     for name in ("mpguard.toml", "pyproject.toml"):
         settings = _read(folder / name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import libcst as cst
 from mpguard.lint.facts.guard import Flag, Guard, Not
 from mpguard.lint.facts.walk import dotted
 from mpguard.lint.files import NEVER
+from mpguard.remembered import remembered
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -77,7 +77,7 @@ def own(facts: Facts, package: str) -> bool:
     return _holds(Path(facts.path).absolute().parent, package)
 
 
-@functools.cache
+@remembered
 def _holds(folder: Path, package: str) -> bool:
     if folder.name in NEVER or folder.parent == folder:  # an installed package: what lies beside it is not of its tree
         return False

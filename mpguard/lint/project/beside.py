@@ -5,13 +5,13 @@ Where nothing says what belongs together, it may be all that is in the folder an
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpguard.lint.gate import stripped
+from mpguard.remembered import remembered
 
 if TYPE_CHECKING:
     from mpguard.document import Document
@@ -41,7 +41,7 @@ def flagged(config: str, option: str, project: Project | None) -> bool:
     return any(option in launch.options or launch.hidden for _, launch in launches)
 
 
-@functools.cache
+@remembered
 def _code(folder: Path) -> tuple[bytes, ...]:
     try:
         files = sorted(
@@ -72,7 +72,7 @@ def naming(path: str) -> list[Document]:
     return found
 
 
-@functools.cache
+@remembered
 def _launch_configs(folder: Path) -> tuple[Path, ...]:
     """The YAML files of a folder that speak of a DeepSpeed file."""
     try:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
-import functools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ from typing import Literal
 
 from mpguard.lint.files import MARKDOWN, NEVER, kind_of
 from mpguard.lint.finding import Span
+from mpguard.remembered import remembered
 
 Launcher = Literal["accelerate", "deepspeed", "torchrun", "mpguard"]
 
@@ -226,7 +226,7 @@ def located(name: str, path: str, top: Path) -> Path | None:
     return None
 
 
-@functools.cache
+@remembered
 def in_tree(top: Path) -> Mapping[str, tuple[Launch, ...]]:
     """Real path of a script -> the lines of its tree that launch it; nothing for a tree that is too large."""
     found: dict[str, list[Launch]] = {}

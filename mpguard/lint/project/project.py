@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from mpguard.lint.files import CONFIG, MARKDOWN, NEVER, NOTEBOOK, matches
 from mpguard.lint.project import launch_lines
 from mpguard.lint.project.launch_lines import Launch, Word
 from mpguard.lint.project.requirements import Required, required
+from mpguard.remembered import remembered
 
 if TYPE_CHECKING:
     from mpguard.document import Document, Entry
@@ -369,7 +369,7 @@ def _resolve(module: str, from_path: str) -> str | None:
     return None
 
 
-@functools.cache
+@remembered
 def _taken(top: Path) -> dict[str, set[str]] | None:
     """Last name of a module -> the names that `from` imports of the tree take from it; under "" what is imported as
     a module, or may be one. None where the tree has more than `MOST_IMPORTERS` files."""
@@ -395,7 +395,7 @@ def _taken(top: Path) -> dict[str, set[str]] | None:
     return found
 
 
-@functools.cache
+@remembered
 def _top(folder: Path) -> Path:
     for candidate in (folder, *folder.parents):
         if candidate.name in NEVER:

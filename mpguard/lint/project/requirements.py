@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from pathlib import Path
+
+from mpguard.remembered import remembered
 
 #: Files that name requirements; `requirements/*.txt` too.
 _FILES = ("pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "environment.yaml", "Dockerfile")
@@ -35,7 +36,7 @@ class Required:
         return self.below is not None and self.below <= version
 
 
-@functools.cache
+@remembered
 def required(folder: str, top: str, package: str) -> Required:
     """What the nearest files that name a package say about it, from a folder up to the top of its tree."""
     name = re.sub(r"[-_.]", "[-_.]", re.escape(package).replace(r"\-", "-").replace(r"\_", "_"))
