@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from mpguard import settings
-from mpguard.cli import lint_adoption, lint_output
+from mpguard.cli import lint_adoption, lint_output, progress
 from mpguard.cli.lint_options import configure, flat
 from mpguard.edits import write_atomically
 from mpguard.errors import ConfigError, did_you_mean_file
@@ -41,7 +41,8 @@ def _run(options: argparse.Namespace) -> int:
     for message in (*found.refused, *found.empty):
         _say(message)
     targets = (*found.targets, *((stdin,) if stdin else ()))
-    reports = engine.run(targets, options.jobs or available())
+    with progress.bar() as told:
+        reports = engine.run(targets, options.jobs or available(), told)
 
     trouble = list(found.refused)
     for defect in (defect for report in reports for defect in report.defects):

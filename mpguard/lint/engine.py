@@ -133,8 +133,11 @@ class Engine:
         self.project = Project(options.configs, options.gpu)
         self._selections: dict[Path | None, Selection] = {}
 
-    def run(self, targets: Iterable[Target], jobs: int = 1) -> list[FileReport]:
-        """Checks all targets, in up to `jobs` processes. Raises `ConfigError` before any is checked."""
+    def run(self, targets: Iterable[Target], jobs: int = 1, told: workers.Told | None = None) -> list[FileReport]:
+        """Checks all targets, in up to `jobs` processes. Raises `ConfigError` before any is checked.
+
+        told: is told how many of how many are done, now and then.
+        """
         targets = list(targets)
         for folder in {Path(target.path).absolute().parent for target in targets}:
             found = settings.nearest(folder)
@@ -143,7 +146,7 @@ class Engine:
                 self.project.configs_for(str(folder / "any.py"))
         if jobs > 1 and len(targets) >= workers.FEW and any(target.kind == "python" for target in targets):
             importlib.import_module("mpguard.lint.facts.file")  # before the fork: 0.01 s for all, not 0.5 s for each
-        return workers.run(targets, self.check, _died, lambda target: target.size, jobs)
+        return workers.run(targets, self.check, _died, lambda target: target.size, jobs, told=told)
 
     def check(self, target: Target) -> FileReport:
         """Checks one file. Never raises: what goes wrong is in the report."""

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+Told = Callable[[int, int], None]
 
 #: Fewer tasks than this are done without a fork.
 FEW = 9
@@ -43,17 +44,25 @@ def run(
     died: Callable[[Task, str], Result],
     weight: Callable[[Task], int],
     jobs: int,
+    *,
+    told: Told | None = None,
 ) -> list[Result]:
     """`work` of every task, in the order of the tasks; the heaviest are begun first.
 
     died: the result for a task whose worker was killed by a signal or left; the others go on.
+    told: is told how many tasks of how many are done, now and then.
     `work` must not raise. KeyboardInterrupt ends all workers.
     """
     # Trees are many objects and little garbage: the collector looks a tenth as often, for a tenth more memory.
     gc.set_threshold(50_000, 20, 100)
     if jobs < 2 or len(tasks) < FEW or not hasattr(os, "fork"):
-        return [work(task) for task in tasks]
-    return _Pool(tasks, work, died, weight, jobs).run()
+        results = []
+        for task in tasks:
+            results.append(work(task))
+            if told is not None:
+                told(len(results), len(tasks))
+        return results
+    return _Pool(tasks, work, died, weight, jobs, told=told).run()
 
 
 @dataclasses.dataclass
@@ -73,8 +82,10 @@ class _Pool:
         died: Callable[[Any, str], Any],
         weight: Callable[[Any], int],
         jobs: int,
+        *,
+        told: Told | None,
     ) -> None:
-        self._tasks, self._work, self._died, self._jobs = tasks, work, died, jobs
+        self._tasks, self._work, self._died, self._jobs, self._told = tasks, work, died, jobs, told
         self._results: dict[int, Any] = {}
         self._workers: list[_Worker] = []
         self._queue = deque(self._batches(weight))
@@ -143,6 +154,8 @@ class _Pool:
                 self._results.update(pickle.loads(worker.received[_HEADER.size :]))
                 worker.received.clear()
                 self._feed(worker)
+                if self._told is not None:
+                    self._told(len(self._results), len(self._tasks))
             return
         selector.unregister(worker.results)
         how = self._bury(worker)
