@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -427,3 +429,40 @@ def test_conditions_on_conditions_end() -> None:
     facts = facts_of("import torch\n" + "\n".join(lines) + "\nif c59:\n    loss.backward()\n")
     (backward,) = facts.events("backward")
     assert backward.guard.possible
+
+
+_ROUND = """
+    from accelerate import Accelerator
+    class Trainer:
+        def __init__(self, model):
+            self.model, self.optimizer, self.accelerator = model, None, None
+        def start(self):
+            self.model, self.optimizer, self.accelerator = self.wrap(self.model, self.optimizer, self.accelerator)
+        def again(self):
+            self.optimizer, self.model = self.wrap(self.optimizer, self.model, self.accelerator)[:2]
+            self.start()
+        def wrap(self, model, optimizer, accelerator):
+            accelerator = accelerator or Accelerator()
+            if model is not None:
+                model = accelerator.prepare_model(model)
+            else:
+                model, optimizer = self.swapped(optimizer, model)
+            return model, optimizer, accelerator
+        def swapped(self, one, other):
+            return self.model or other, self.optimizer or one
+        def fit(self):
+            use(self.model), use(self.optimizer), use(self.accelerator), use(self.swapped(self.model, 1))
+"""
+
+
+def test_values_do_not_depend_on_what_was_asked_before() -> None:
+    """What a definition in a circle may be is cut short at the place that asked, and that is not kept for others."""
+
+    def asked(order: Iterable[int]) -> dict[int, set[str]]:
+        facts = facts_of(_ROUND)
+        uses = facts.calls["use"]
+        return {place: facts.kinds(uses[place].positional[0], uses[place]) for place in order}
+
+    first = asked(range(4))
+    assert "accelerator" in first[2]
+    assert all(asked(order) == first for order in itertools.permutations(range(4)))

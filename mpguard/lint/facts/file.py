@@ -321,7 +321,9 @@ class Facts:
             return None
         if module not in self._imported:
             self._imported[module] = None  # an import cycle finds nothing
-            self._imported[module] = self.project.source_of(module, self.path)
+            other = self._imported[module] = self.project.source_of(module, self.path)
+            if other is not None:
+                other.values.asked_by(self.values)
         return self._imported[module]
 
     def exported(self, name: str) -> bool:

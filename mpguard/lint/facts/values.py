@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -25,6 +27,7 @@ DEPTH = 24
 _MOST = 16
 #: Expressions that are looked at for one; in real code it is 4 for nearly all, and 1,500 at most.
 _MOST_STEPS = 2_000
+_UNCUT = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +85,9 @@ class Method:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Several:
-    """What a call returns to be unpacked."""
+    """What is unpacked; each part is evaluated when it is asked for."""
 
-    parts: tuple[tuple[Alternative, ...], ...]
+    parts: tuple[Callable[[], Alternatives], ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,15 +116,30 @@ Alternatives = tuple[Alternative, ...]
 NOTHING_KNOWN: Alternatives = (Alternative(ALWAYS, UNKNOWN),)
 
 
+class _Search:
+    """What is being evaluated, outermost first, across the modules of one linted file.
+
+    `cut` is the outermost place of it that something was cut short for since it was last set: what lies inside of that
+    place may be more when it is asked for by itself, and is not remembered."""
+
+    def __init__(self) -> None:
+        self.active: dict[object, int] = {}
+        self.steps = 0
+        self.cut = _UNCUT
+
+
 class Values:
-    """Evaluates expressions of one file. Results are remembered."""
+    """Evaluates expressions of one file. Results are remembered, unless they depend on who asked first."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self._known: dict[cst.CSTNode, Alternatives] = {}
-        self._active: set[object] = set()
-        self._steps = self._cuts = 0
+        self._search = _Search()
         self._bindings: dict[tuple[Scope, str], tuple[int, list[Binding]]] = {}
+
+    def asked_by(self, other: Values) -> None:
+        """Evaluates as a part of what another module evaluates: what goes round through both is seen."""
+        self._search = other._search
 
     def evaluate(self, node: cst.CSTNode | None, scope: Scope, order: int = 1 << 60) -> Alternatives:
         """The alternatives that an expression may be, where it stands (`order`)."""
@@ -129,24 +147,37 @@ class Values:
             return NOTHING_KNOWN
         if node in self._known:
             return self._known[node]
-        if not self._active:
-            self._steps = 0
-        self._steps += 1
-        if node in self._active or len(self._active) > DEPTH or self._steps > _MOST_STEPS:
-            self._cuts += 1
+        search = self._search
+        if self._cut(node):
             return NOTHING_KNOWN
-        self._active.add(node)
-        cuts = self._cuts
+        search.steps += 1
+        place = len(search.active)
+        outside, search.cut = search.cut, _UNCUT
+        search.active[node] = place
         try:
             found = self._evaluate(node, scope, order)
         finally:
-            self._active.discard(node)
+            del search.active[node]
         found = found[:_MOST] if len(found) <= _MOST else (*found[:_MOST], Alternative(ALWAYS, UNKNOWN))
-        if (
-            self._cuts == cuts or len(self._active) <= DEPTH // 2
-        ):  # what was cut short may be more, asked from elsewhere
+        if search.cut >= place:
             self._known[node] = found
+            search.cut = outside
+        else:
+            search.cut = min(search.cut, outside)
         return found
+
+    def _cut(self, what: object) -> bool:
+        """Whether to go no further: it is being evaluated already, or lies too deep."""
+        search = self._search
+        if not search.active:
+            search.steps = 0
+        elif what in search.active:
+            search.cut = min(search.cut, search.active[what])
+            return True
+        elif len(search.active) > DEPTH or search.steps > _MOST_STEPS:
+            search.cut = 0
+            return True
+        return False
 
     def _evaluate(self, node: cst.CSTNode, scope: Scope, order: int) -> Alternatives:
         literal = constant(node)
@@ -179,7 +210,7 @@ class Values:
             call = self.facts.walker.call_of.get(node)
             return self.result(call) if call is not None else NOTHING_KNOWN
         if isinstance(node, (cst.Tuple, cst.List)):
-            parts = tuple(self.evaluate(element.value, scope, order) for element in node.elements)
+            parts = tuple(functools.partial(self.evaluate, element.value, scope, order) for element in node.elements)
             return (Alternative(ALWAYS, Several(parts)),)
         if isinstance(node, cst.Await):
             return self.evaluate(node.expression, scope, order)
@@ -286,14 +317,14 @@ class Values:
 
     def bound(self, binding: Binding) -> Alternatives:
         """What a binding gives its name."""
-        if binding in self._active:
-            self._cuts += 1
+        if self._cut(binding):
             return NOTHING_KNOWN
-        self._active.add(binding)
+        active = self._search.active
+        active[binding] = len(active)
         try:
             found = self._bound(binding)
         finally:
-            self._active.discard(binding)
+            del active[binding]
         return _under(found, binding.guard)
 
     def _bound(self, binding: Binding) -> Alternatives:
@@ -409,17 +440,17 @@ class Values:
 
     def result(self, call: Call) -> Alternatives:
         """What a call returns."""
-        if call in self._active or len(self._active) > DEPTH:
-            self._cuts += 1
+        if self._cut(call):
             return NOTHING_KNOWN
-        self._active.add(call)
+        active = self._search.active
+        active[call] = len(active)
         try:
             found: list[Alternative] = []
             for alternative in self.evaluate(call.func, call.scope, call.order):
                 found += _under(self._called(alternative.atom, call), alternative.guard)
             return tuple(found) or NOTHING_KNOWN
         finally:
-            self._active.discard(call)
+            del active[call]
 
     def _called(self, atom: Atom, call: Call) -> Alternatives:
         if isinstance(atom, Ref):
@@ -467,16 +498,12 @@ class Values:
             return (Alternative(ALWAYS, Object("partial", call, paths[0])),) if len(paths) == 1 else NOTHING_KNOWN
         kind = names.kind_of(path)
         if kind in ("engine", "apex"):
-            return (Alternative(ALWAYS, Several(self._engine(call, path, kind))),)
+            return (Alternative(ALWAYS, self._engine(call, path, kind)),)
         return (Alternative(ALWAYS, Object(kind, call, path)),) if kind else NOTHING_KNOWN
 
-    def _engine(self, call: Call, path: str, kind: str) -> tuple[Alternatives, ...]:
-        def one(kind: str) -> Alternatives:
-            return (Alternative(ALWAYS, Object(kind, call, path)),)
-
-        if kind == "apex":
-            return one("model"), one("apex_optimizer")
-        return one("engine"), one("engine_optimizer"), NOTHING_KNOWN, one("scheduler")
+    def _engine(self, call: Call, path: str, kind: str) -> Several:
+        kinds = ("model", "apex_optimizer") if kind == "apex" else ("engine", "engine_optimizer", "", "scheduler")
+        return _several(*(Object(kind, call, path) if kind else UNKNOWN for kind in kinds))
 
     def _returned(self, atom: Function) -> Alternatives:
         scope, values = atom.scope, atom.facts.values
@@ -491,25 +518,31 @@ class Values:
     def _method_call(self, atom: Method, call: Call) -> Alternatives:
         owner, name = atom.owner, atom.name
         if owner.kind == "accelerator" and name in ("prepare", "prepare_model", "prepare_optimizer"):
-            parts = tuple(_prepared(self.evaluate(each, call.scope, call.order)) for each in call.positional)
-            if len(parts) == 1 and not call.starred:
-                return parts[0]
+            if len(call.positional) == 1 and not call.starred:
+                return self._prepared(call.positional[0], call)
+            parts = tuple(functools.partial(self._prepared, each, call) for each in call.positional)
             return (Alternative(ALWAYS, Several(parts)),) if not call.starred else NOTHING_KNOWN
         if owner.kind == "accelerator" and name == "autocast":
             return (Alternative(ALWAYS, Object("accelerator_autocast", call)),)
         if owner.kind == "accelerator" and name == "unwrap_model":
             return self.evaluate(call.argument(0), call.scope, call.order)
         if owner.kind in ("trainer", "fabric") and name in ("setup", "setup_module", "setup_optimizers"):
-            return (Alternative(ALWAYS, Several(((Alternative(ALWAYS, owner),), (Alternative(ALWAYS, owner),)))),)
+            return (Alternative(ALWAYS, _several(owner, owner)),)
         if owner.kind in ("model", "tensor", "engine", "criterion", "pipeline") and name in names.SAME:
             return (Alternative(ALWAYS, owner),)
         if owner.kind == "model" and name in ("parameters", "named_parameters"):
             return (Alternative(ALWAYS, Object("parameters", call, "", owner.cls, owner.facts)),)
         if name in names.LOADERS:
             return (Alternative(ALWAYS, dataclasses.replace(owner, call=call)),)
-        if owner.kind == "pipeline":
-            return NOTHING_KNOWN
         return NOTHING_KNOWN
+
+    def _prepared(self, node: cst.CSTNode, call: Call) -> Alternatives:
+        return tuple(
+            Alternative(each.guard, dataclasses.replace(each.atom, prepared=True))
+            if isinstance(each.atom, Object)
+            else each
+            for each in self.evaluate(node, call.scope, call.order)
+        )
 
 
 def _starred(facts: Facts) -> list[Facts]:
@@ -519,13 +552,11 @@ def _starred(facts: Facts) -> list[Facts]:
     return [other for other in found if other is not None][::-1]
 
 
-def _prepared(alternatives: Alternatives) -> Alternatives:
-    return tuple(
-        Alternative(each.guard, dataclasses.replace(each.atom, prepared=True))
-        if isinstance(each.atom, Object)
-        else each
-        for each in alternatives
-    )
+def _several(*atoms: Atom) -> Several:
+    def part(atom: Atom) -> Callable[[], Alternatives]:
+        return lambda: (Alternative(ALWAYS, atom),)
+
+    return Several(tuple(map(part, atoms)))
 
 
 def _ref(path: str) -> Atom:
@@ -549,7 +580,7 @@ def _picked(alternatives: Alternatives, index: tuple[int, ...]) -> Alternatives:
         found: list[Alternative] = []
         for each in alternatives:
             if isinstance(each.atom, Several) and -len(each.atom.parts) <= place < len(each.atom.parts):
-                found += _under(each.atom.parts[place], each.guard)
+                found += _under(each.atom.parts[place](), each.guard)
             else:
                 found.append(Alternative(each.guard, UNKNOWN))
         alternatives = tuple(found)
