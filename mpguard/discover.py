@@ -57,5 +57,5 @@ def _import(name: str, origin: str) -> ModuleType:
         return importlib.import_module(name)
     except ExtensionError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ExtensionError(f"{origin}: `{name}` does not import: {type(error).__name__}: {error}") from error

@@ -48,16 +48,21 @@ _BROKEN_CONFIG = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Defect:
-    """A rule, or the engine, that failed on a file: a fault of mpguard's, not of the file."""
+    """A rule, or the engine, that failed on a file: a fault of mpguard's, not of the file.
+
+    module: where the rule is from, if it is none of ours.
+    """
 
     path: str
     code: str
     error: str
     traceback: str
+    module: str = ""
 
     def __str__(self) -> str:
+        who, whom = (f"{self.code} (of {self.module})", " to its authors") if self.module else (self.code, "")
         return (
-            f"{self.path}: defect in {self.code}: {self.error}. Its findings in this file are missing; please report it"
+            f"{self.path}: defect in {who}: {self.error}. Its findings in this file are missing; please report it{whom}"
         )
 
 
@@ -243,7 +248,7 @@ class Engine:
                     raise
                 except Exception as error:
                     documents = []
-                    defects += [_defect(target.path, rule.code, error) for rule in about_dicts]
+                    defects += [_defect(target.path, rule.code, error, rule) for rule in about_dicts]
                 for document in documents:
                     found, failed = self._ask(about_dicts, document, target.path)
                     diagnostics += found
@@ -401,17 +406,19 @@ class Engine:
         for rule in rules:
             try:
                 made = rule(self.project) if issubclass(rule, (ConfigRule, LaunchRule)) else rule()
-                said = list(made.check(about))  # type: ignore[attr-defined]
+                said = dict.fromkeys(made.check(about))  # type: ignore[attr-defined]
+                _judge(said, rule)
             except fatal:
                 raise
-            except Exception as error:
-                defects.append(_defect(path, rule.code, error))
+            except (Exception, SystemExit) as error:
+                defects.append(_defect(path, rule.code, error, rule))
                 continue
-            found += dict.fromkeys(said)
+            found += said
         return _most_specific(found, self.rules), defects
 
     def _finish(self, target: Target, chosen: Selection, said: _Said) -> Checked:
         lines = said.lines
+        self._drop_misplaced(said, target.path)
         kept, used = suppress.split(said.diagnostics, said.comments, lines)
         if said.ran:
             judged = suppress.judge(said.comments, used, self.rules, said.ran, lines)
@@ -419,6 +426,15 @@ class Engine:
             kept += suppress.split(own, _whole_file(said.comments), lines)[0]
         findings = self._placed(kept, target, lines)
         return Checked(lines, kept, findings, said.defects, said.encode)
+
+    def _drop_misplaced(self, said: _Said, path: str) -> None:
+        """A rule that names a place which the file does not have is a defect, and loses what it said."""
+        length = len(said.lines.text)
+        for code in dict.fromkeys(each.code for each in said.diagnostics if not _within(each, length)):
+            error = ValueError("it names a place that is not in the file")
+            said.defects.append(_defect(path, code, error, self.rules[code]))
+            said.ran.discard(code)
+            said.diagnostics = [each for each in said.diagnostics if each.code != code]
 
     def _placed(self, diagnostics: list[Diagnostic], target: Target, lines: Lines) -> list[Finding]:
         others = {
@@ -482,9 +498,24 @@ def _encoded(text: str, encoding: str, bom: bool) -> bytes:
     return (b"\xef\xbb\xbf" if bom else b"") + text.encode(encoding)
 
 
-def _defect(path: str, code: str, error: Exception) -> Defect:
+def _judge(said: Iterable[object], rule: type[BaseRule]) -> None:
+    """Raises `TypeError` where a rule yields what the engine cannot report."""
+    for each in said:
+        if not isinstance(each, Diagnostic) or each.code != rule.code:
+            raise TypeError(f"`check` yields {each!r}; a `Diagnostic` with the code {rule.code} is needed")
+
+
+def _within(diagnostic: Diagnostic, length: int) -> bool:
+    spans = [diagnostic.span, *(note.span for note in diagnostic.notes if note.span and note.path is None)]
+    if diagnostic.fix is not None:
+        spans += [(edit.start, edit.end) for edit in diagnostic.fix.edits]
+    return all(0 <= start <= end <= length for start, end in spans)
+
+
+def _defect(path: str, code: str, error: BaseException, rule: type[BaseRule] | None = None) -> Defect:
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return Defect(path, code, said, traceback.format_exc())
+    module = "" if rule is None or rule.__module__.startswith("mpguard.") else rule.__module__
+    return Defect(path, code, said, "".join(traceback.format_exception(error)), module)
 
 
 def _died(target: Target, how: str) -> FileReport:
