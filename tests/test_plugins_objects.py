@@ -311,8 +311,8 @@ def test_transformer_engine_handlers_need_transformer_engine(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("policy", "strategy", "reason"),
     [
-        (Policy(bf16=True, fp8="hybrid", fp8_recipe="blockwise"), None, "blockwise on Transformer Engine"),
-        (Policy(bf16=True, fp8="hybrid", backend="te"), None, "tensorwise on Transformer Engine"),
+        (Policy(bf16=True, fp8="hybrid", fp8_recipe="blockwise"), None, "no blockwise on Transformer Engine"),
+        (Policy(bf16=True, fp8="hybrid", backend="te"), None, "no tensorwise on Transformer Engine"),
         (Policy(bf16=True, fp8="hybrid", fp8_recipe="mxfp8"), None, "MXFP8 in E4M3 only"),
         (Policy(fp16=True, fp8="hybrid"), None, "the rest in bf16"),
         (Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed"), None, "most_recent"),

@@ -42,13 +42,17 @@ def accelerate(policy: Policy, strategy: str | None) -> Settings:
     `deepspeed_plugin`.
     """
     mode = _mode(policy, strategy)
+    lacking = _lacking(policy) if policy.fp8 else None
+    mode, why = (policy.compute_dtype.short, f"{lacking}; mpguard converts the model itself") if lacking else (mode, "")
     settings: dict[str, Any] = {
-        "mixed_precision": Setting(mode, same=_is(mode)),
+        "mixed_precision": Setting(mode, why, same=_is(mode)),
         "deepspeed_config.mixed_precision": Setting(ABSENT, "it silently beats the top-level mixed_precision"),
         "fsdp_config.mixed_precision_policy": Setting(ABSENT, "accelerate reads no such key"),
         "fsdp_config.fsdp_mixed_precision_policy": Setting(ABSENT, "accelerate reads no such key"),
     }
-    if policy.fp8:
+    if lacking:
+        settings |= {f"fp8_config.{key}": Setting(ABSENT, lacking) for key in ("backend", "fp8_backend")}
+    elif policy.fp8:
         for key, value in _fp8(policy, strategy).items():
             settings[f"fp8_config.{key}"] = value
             settings[f"fp8_config.fp8_{key.removeprefix('fp8_')}"] = value if key.startswith("fp8_") else _twin(key)
@@ -98,7 +102,6 @@ def _fp8(policy: Policy, strategy: str | None) -> dict[str, Any]:
                 gather, "" if gather else "on by default; outside FSDP2 the weights it wraps never train"
             ),
         }
-    _check_te(policy)
     assert policy.fp8
     settings: dict[str, Any] = {
         "backend": "TE",
@@ -119,17 +122,21 @@ def _fp8(policy: Policy, strategy: str | None) -> dict[str, Any]:
     }
 
 
+def _lacking(policy: Policy) -> str | None:
+    """What accelerate's own Transformer Engine path would run as another recipe; None where it has the policy's."""
+    if _backend(policy) == "torchao":
+        return None
+    if policy.fp8_recipe not in ("delayed", "mxfp8"):
+        return f"accelerate has no {policy.fp8_recipe} on Transformer Engine, but delayed and mxfp8 only"
+    if policy.fp8_recipe == "mxfp8" and policy.fp8 == "hybrid":
+        return "accelerate asks for MXFP8 in E4M3 only"
+    return None
+
+
 def _check_te(policy: Policy) -> None:
     """Refuses what accelerate's own Transformer Engine path would run with another recipe."""
-    if policy.fp8_recipe not in ("delayed", "mxfp8"):
-        raise PolicyError(
-            f"accelerate: fp8_recipe is {policy.fp8_recipe} on Transformer Engine; accelerate asks it for delayed or "
-            f"mxfp8 only. {_INSTEAD}"
-        )
-    if policy.fp8_recipe == "mxfp8" and policy.fp8 == "hybrid":
-        raise PolicyError(
-            'accelerate: fp8 is hybrid with fp8_recipe mxfp8; accelerate asks for MXFP8 in E4M3 only. Set fp8="e4m3"'
-        )
+    if lacking := _lacking(policy):
+        raise PolicyError(f"accelerate: fp8_recipe is {policy.fp8_recipe}, fp8 is {policy.fp8}: {lacking}. {_INSTEAD}")
 
 
 def _twin(key: str) -> Setting:
