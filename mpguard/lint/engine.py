@@ -104,6 +104,7 @@ class Options:
 class Checked:
     """One version of one file's content: what the rules said of it, and what it takes to change it.
 
+    findings: the diagnostics with their places, one for each and in the same order.
     encode: a new text as the file's bytes; None where the content could not be read.
     ours: it is Python, or a config that mpguard knows.
     edited: the file's bytes with edits of the text, where the text is not the file's own (a notebook's program).
@@ -203,7 +204,8 @@ class Engine:
             "launch": self._launch,
         }[target.kind]
         checked = check(data, target, chosen)
-        checked.findings.sort(key=lambda finding: finding.order)
+        together = sorted(zip(checked.findings, checked.diagnostics, strict=True), key=lambda pair: pair[0].order)
+        checked.findings, checked.diagnostics = [pair[0] for pair in together], [pair[1] for pair in together]
         return checked
 
     def selection(self, path: str) -> Selection:

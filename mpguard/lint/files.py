@@ -104,7 +104,7 @@ def collect(paths: Iterable[str], force_exclude: bool = False, include_markdown:
         elif not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
             refused.append(f"{given}: no permission to read it")
             continue
-        elif force_exclude and _excluded(Path(path)):
+        elif force_exclude and excluded(Path(path)):
             continue
         else:
             found = [Target(path, kind, named=not force_exclude, size=status.st_size)]
@@ -170,7 +170,7 @@ def _what(mode: int) -> str:
 
 def _walk(top: str, force_exclude: bool, include_markdown: bool) -> Iterator[Target]:
     """All files to check below a folder, sorted. Links to folders are not followed: no loops."""
-    if force_exclude and _excluded(Path(top)):
+    if force_exclude and excluded(Path(top)):
         return
     yield from _below(top, _outer_ignores(Path(top)), include_markdown)
 
@@ -310,7 +310,7 @@ def _configured(folder: str) -> _Configured:
     return _Configured(settings.nearest(Path(folder)))
 
 
-def _excluded(path: Path) -> bool:
+def excluded(path: Path) -> bool:
     """Whether `exclude` covers a path that was named, itself or through a folder above it."""
     found = settings.nearest(path)
     is_folder = path.is_dir()

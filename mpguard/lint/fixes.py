@@ -37,6 +37,15 @@ def mend(data: bytes, checked: Checked, check: Check, allowed: Allowed) -> tuple
     return Mended(data, mender.data, mender.fixes, tuple(mender.problems)), mender.checked
 
 
+def mend_one(data: bytes, checked: Checked, check: Check, diagnostic: Diagnostic) -> Mended | None:
+    """Applies the fix of one diagnostic, safe or not; None where it has none. Arguments as for `mend`."""
+    if diagnostic.fix is None or not diagnostic.fix.edits:
+        return None
+    mender = _Mender(data, checked, check, "unsafe")
+    problem = mender.only(diagnostic.fix)
+    return Mended(data, mender.data, mender.fixes, (problem,) if problem else ())
+
+
 class _Mender:
     def __init__(self, data: bytes, checked: Checked, check: Check, allowed: Allowed) -> None:
         self.data, self.checked, self.fixes = data, checked, 0
@@ -69,6 +78,10 @@ class _Mender:
             )
             self._refused.add((diagnostic.code, fix))
         return False
+
+    def only(self, fix: Fix) -> str | None:
+        """Applies one fix; or says why it cannot be used."""
+        return self._try(list(fix.edits), 1)
 
     def _may(self, code: str, fix: Fix) -> bool:
         allowed = fix.applicability == "safe" or self._allowed == "unsafe"

@@ -1,0 +1,152 @@
+"""Checks what is in an editor's buffers, and makes what its actions do of them. Knows nothing of the protocol."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import json
+from pathlib import Path
+from typing import Literal
+
+from mpguard import remembered
+from mpguard.lint import fixes, limit
+from mpguard.lint.adoption import noqa
+from mpguard.lint.engine import Checked, Engine, FileReport
+from mpguard.lint.files import Kind, Target, excluded, kind_of
+from mpguard.lint.finding import Finding
+from mpguard.lint.selection import Rules
+from mpguard.server.wishes import Wishes
+
+#: What the editor calls a language -> how it is read, and the suffix of a buffer that has no name yet.
+_LANGUAGES: dict[str, tuple[Kind, str]] = {
+    "python": ("python", ".py"),
+    "yaml": ("config", ".yaml"),
+    "json": ("config", ".json"),
+    "jsonc": ("config", ".json"),
+    "github-actions-workflow": ("launch", ".sh"),
+    "shellscript": ("launch", ".sh"),
+    "sh": ("launch", ".sh"),
+    "bash": ("launch", ".sh"),
+    "make": ("launch", ".mk"),
+    "makefile": ("launch", ".mk"),
+    "markdown": ("launch", ".md"),
+}
+
+#: What an action does: a fix of one finding, a comment that suppresses one, all safe fixes.
+Action = Literal["fix", "suppress", "fix-all"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """What is open in an editor: one text, or the cells of a notebook.
+
+    path: absolute; where it would be saved, if it is nowhere yet. language: as the editor calls it.
+    folder, wishes: the workspace folder that it belongs to, and what the editor's settings ask for there.
+    cells: of a notebook, each with whether it is Python; None for one text.
+    """
+
+    path: str
+    language: str
+    text: str
+    folder: Path
+    wishes: Wishes
+    cells: tuple[tuple[str, bool], ...] | None = None
+
+    def target(self) -> Target | None:
+        """What the engine checks; None for what mpguard does not read, and for what `exclude` leaves out."""
+        kind, path = self._kind()
+        if kind is None or excluded(Path(path)):
+            return None
+        data = self._data(kind)
+        return Target(path, kind, size=len(data), data=data)
+
+    def _kind(self) -> tuple[Kind | None, str]:
+        if self.cells is not None:
+            return "notebook", self.path
+        by_name = kind_of(self.path, self.wishes.include_markdown)
+        kind, suffix = _LANGUAGES.get(self.language, (None, ""))
+        if not Path(self.path).suffix and suffix:
+            return kind, self.path + suffix if by_name == "python" else self.path
+        if kind == "python" or by_name == "notebook":  # the JSON of a notebook: its places are those of cells
+            return "python" if kind == "python" else None, self.path
+        return (by_name or kind) if kind is not None or not self.language else None, self.path
+
+    def _data(self, kind: Kind) -> bytes:
+        if self.cells is not None:
+            cells = [{"cell_type": "code" if python else "raw", "source": text} for text, python in self.cells]
+            return json.dumps({"cells": cells, "metadata": {"language_info": {"name": "python"}}}).encode()
+        # The text is decoded already, whatever its coding line says; a BOM says that this is UTF-8.
+        bom = codecs.BOM_UTF8 if kind == "python" and not self.text.startswith("\ufeff") else b""
+        return bom + self.text.encode("utf-8", "replace")
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What an action makes of a buffer: its text, or those of its cells; or why it cannot be done."""
+
+    texts: tuple[str, ...] = ()
+    problem: str = ""
+
+
+class Checker:
+    """Checks buffers, one after another; what lies around them is read once, until `forget`."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self._engines: dict[tuple[Wishes, Path], Engine] = {}
+
+    def forget(self) -> None:
+        """Files have changed: configs, modules, settings are read again."""
+        remembered.forget()
+        self._engines.clear()
+
+    def report(self, buffer: Buffer) -> FileReport | None:
+        """What there is to say about a buffer; None where it is none of ours. Raises `ConfigError` for settings."""
+        target = buffer.target()
+        return None if target is None else self._engine(buffer).check(target)
+
+    def change(self, buffer: Buffer, action: Action, finding: Finding | None = None) -> Change:
+        """What an action makes of a buffer. finding: the one that it is about. Raises `ConfigError` for settings."""
+        target = buffer.target()
+        if target is None or target.data is None:
+            return Change(problem="mpguard does not read this file")
+        named = dataclasses.replace(target, named=True)  # then the result is parsed, whether or not a rule could speak
+        engine, data = self._engine(buffer), target.data
+
+        def check(content: bytes) -> Checked:
+            return engine.content(content, named)
+
+        try:
+            with limit.computing():
+                checked = check(data)
+                if action == "fix-all":
+                    mended, _ = fixes.mend(data, checked, check, "safe")
+                else:
+                    at = next((i for i, each in enumerate(checked.findings) if each == finding), None)
+                    if at is None:
+                        return Change(problem="the finding is gone")
+                    diagnostic = checked.diagnostics[at]
+                    if action == "fix":
+                        mended = fixes.mend_one(data, checked, check, diagnostic)
+                    else:
+                        one = dataclasses.replace(checked, diagnostics=[diagnostic])
+                        mended, _ = noqa.mend(data, one, check, named)
+        except limit.TooLong:
+            return Change(problem=f"still not done after {limit.SECONDS} s of computing")
+        if mended is None or mended.after == mended.before:
+            none = "no comment suppresses it here" if action == "suppress" else "there is nothing to fix"
+            return Change(problem="; ".join(mended.problems) if mended and mended.problems else none)
+        return Change(_texts(mended.after, buffer))
+
+    def _engine(self, buffer: Buffer) -> Engine:
+        key = (buffer.wishes, buffer.folder)
+        if key not in self._engines:
+            self._engines[key] = Engine(self.rules, buffer.wishes.options(buffer.folder))
+        return self._engines[key]
+
+
+def _texts(data: bytes, buffer: Buffer) -> tuple[str, ...]:
+    if buffer.cells is not None:
+        return tuple(cell["source"] for cell in json.loads(data)["cells"])
+    text = data.decode("utf-8")
+    return (text if buffer.text.startswith("\ufeff") else text.removeprefix("\ufeff"),)
