@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from functools import _lru_cache_wrapper
+from mpguard import looks
 
 T = TypeVar("T")
 
-_FORGET: list[Callable[[], None]] = []
+_MEMORIES: list[looks.Memory[object]] = []
 
 
-def remembered(function: Callable[..., T]) -> _lru_cache_wrapper[T]:
+def remembered(function: Callable[..., T]) -> looks.Memory[T]:
     """`functools.cache` for a function whose result depends on what lies on the disk."""
-    cached = functools.cache(function)
-    _FORGET.append(cached.cache_clear)
-    return cached
+    memory = looks.Memory(function)
+    _MEMORIES.append(memory)  # type: ignore[arg-type]
+    return memory
 
 
 def forget() -> None:
     """Makes all of them look again."""
-    for clear in _FORGET:
-        clear()
+    for memory in _MEMORIES:
+        memory.cache_clear()
+    looks.forget()

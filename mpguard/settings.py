@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpguard import looks
 from mpguard.errors import SettingsError, did_you_mean
 from mpguard.remembered import remembered
 
@@ -47,6 +49,11 @@ class Settings:
     training_paths: tuple[str, ...] = ()
     inference_paths: tuple[str, ...] = ()
     enforce: str | None = None
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal settings."""
+        return looks.digested(repr(self).encode())
 
     def config_paths(self) -> tuple[Path, ...]:
         """`configs` as paths. Raises `SettingsError` for one that is not there."""
@@ -83,7 +90,11 @@ def nearest(path: Path) -> Settings:
     path = path.absolute()
     if are_isolated():
         return Settings(Path(path.anchor))
-    return _of_folder(path if path.is_dir() else path.parent)
+    folder = path if path.is_dir() else path.parent
+    with looks.unseen():
+        found = _of_folder(folder)
+    looks.note("settings", str(folder), found.fingerprint)
+    return found
 
 
 @remembered

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mpguard import looks
 from mpguard.document.json_reader import read_json
 from mpguard.document.nodes import MAX_LENGTH, Node, Pair, Problem, Span, Tree, line_starts
-from mpguard.document.yaml_reader import read_yaml
 from mpguard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -156,7 +156,12 @@ def parse(text: str, path: str, format: Format | None = None) -> Document:
     if len(text) > MAX_LENGTH:
         problem = Problem(f"has {len(text):,} characters; a config has at most {MAX_LENGTH:,}", (0, 0))
         return Document(path, text, form, None, [problem], bom)
-    tree: Tree = read_json(text) if form == "json" else read_yaml(text)
+    if form == "json":
+        tree: Tree = read_json(text)
+    else:
+        from mpguard.document.yaml_reader import read_yaml  # and PyYAML, which most runs do not need
+
+        tree = read_yaml(text)
     if bom and form == "json":
         tree.problems.append(
             Problem("begins with a byte-order mark, which JSON readers refuse. Save it as UTF-8 without one", (0, 0))
@@ -167,7 +172,7 @@ def parse(text: str, path: str, format: Format | None = None) -> Document:
 def read(path: Path, format: Format | None = None) -> Document:
     """Reads a config file. What is not UTF-8 is a problem; `ConfigError` where it cannot be opened."""
     try:
-        data = Path(path).read_bytes()
+        data = looks.read(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     return decode(data, str(path), format)

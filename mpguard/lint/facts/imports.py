@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard import looks
 from mpguard.lint.facts.guard import Flag, Guard, Not
 from mpguard.lint.facts.walk import dotted
 from mpguard.lint.files import NEVER
@@ -74,12 +75,14 @@ def stands_in(record: Record) -> bool:
 
 def own(facts: Facts, package: str) -> bool:
     """Whether a file is of the source tree of a package itself, its tests and examples included: a fork of apex."""
-    return _holds(Path(facts.path).absolute().parent, package)
+    with looks.on_behalf(facts.path):
+        return _holds(Path(facts.path).absolute().parent, package)
 
 
 @remembered
 def _holds(folder: Path, package: str) -> bool:
     if folder.name in NEVER or folder.parent == folder:  # an installed package: what lies beside it is not of its tree
         return False
-    holds = (folder / package / "__init__.py").is_file() and not (folder / "__init__.py").is_file()  # `theirs.torch`
+    here = looks.is_file(folder / "__init__.py")  # `theirs.torch`
+    holds = not here and looks.is_file(folder / package / "__init__.py")
     return holds or _holds(folder.parent, package)

@@ -5,11 +5,13 @@ Where nothing says what belongs together, it may be all that is in the folder an
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpguard import looks
 from mpguard.lint.gate import stripped
 from mpguard.remembered import remembered
 
@@ -43,15 +45,7 @@ def flagged(config: str, option: str, project: Project | None) -> bool:
 
 @remembered
 def _code(folder: Path) -> tuple[bytes, ...]:
-    try:
-        files = sorted(
-            entry.path
-            for entry in os.scandir(folder)
-            if entry.name.endswith(".py") and entry.is_file() and entry.stat().st_size <= LARGEST
-        )
-        return tuple(stripped(Path(path).read_bytes()) for path in files[:MOST_FILES])
-    except OSError:
-        return ()
+    return tuple(stripped(data) for _, data in _files(folder, (".py",), LARGEST))
 
 
 def naming(path: str) -> list[Document]:
@@ -75,12 +69,18 @@ def naming(path: str) -> list[Document]:
 @remembered
 def _launch_configs(folder: Path) -> tuple[Path, ...]:
     """The YAML files of a folder that speak of a DeepSpeed file."""
-    try:
-        files = sorted(
-            Path(entry.path)
-            for entry in os.scandir(folder)
-            if entry.name.endswith((".yaml", ".yml")) and entry.is_file() and entry.stat().st_size <= LARGEST_CONFIG
-        )
-        return tuple(path for path in files[:MOST_FILES] if b"deepspeed_config_file" in path.read_bytes())
-    except OSError:
-        return ()
+    return tuple(
+        path for path, data in _files(folder, (".yaml", ".yml"), LARGEST_CONFIG) if b"deepspeed_config_file" in data
+    )
+
+
+def _files(folder: Path, endings: tuple[str, ...], largest: int) -> Iterator[tuple[Path, bytes]]:
+    """The first files of a folder with one of some endings, and what they hold; not those that are too large."""
+    left = MOST_FILES
+    for path in (folder / name for name in looks.names(folder, endings)):
+        if left and looks.is_file(path):
+            with contextlib.suppress(OSError):
+                data = looks.read_up_to(path, largest)
+                if data is not None:
+                    left -= 1
+                    yield path, data

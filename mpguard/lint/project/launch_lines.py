@@ -8,7 +8,7 @@ expanded: a word with a variable in it is unknown, and what is unknown decides n
 """
 
 # Thousands of paths are looked at here, which strings do several times faster than Path.
-# ruff: noqa: PTH118, PTH202
+# ruff: noqa: PTH118
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
+from mpguard import looks
 from mpguard.lint.files import MARKDOWN, NEVER, kind_of
 from mpguard.lint.finding import Span
 from mpguard.remembered import remembered
@@ -219,7 +220,7 @@ def located(name: str, path: str, top: Path) -> Path | None:
     folder = Path(path).absolute().parent
     for base in (folder, *folder.parents):
         candidate = base / name
-        if candidate.is_file():
+        if looks.is_file(candidate):
             return candidate
         if base == top:
             break
@@ -230,7 +231,33 @@ def located(name: str, path: str, top: Path) -> Path | None:
 def in_tree(top: Path) -> Mapping[str, tuple[Launch, ...]]:
     """Real path of a script -> the lines of its tree that launch it; nothing for a tree that is too large."""
     found: dict[str, list[Launch]] = {}
-    left, to_read = MOST_FILES, MOST_READ
+    files = _launch_files(str(top))
+    looks.note("launch files", str(top), _seen(files))
+    for path in files:
+        try:
+            launches = read(looks.read_up_to(path, LARGEST) or b"", path)
+        except OSError:
+            continue
+        for launch in launches:
+            script = _script(launch, top)
+            if script is not None:
+                found.setdefault(looks.real(script), []).append(launch)
+    return {script: tuple(launches) for script, launches in found.items()}
+
+
+def files_seen(top: str) -> str:
+    """What is noted of the files of a tree that may hold launch lines."""
+    return _seen(_launch_files(top))
+
+
+def _seen(files: list[str]) -> str:
+    return looks.digested("\0".join(files).encode("utf-8", "surrogateescape"))
+
+
+def _launch_files(top: str) -> list[str]:
+    """The files of a tree that may hold launch lines, by their names; none of a tree that is too large."""
+    found: list[str] = []
+    left = MOST_FILES
     for folder, folders, files in os.walk(top):
         folders[:] = [each for each in folders if each not in NEVER and (each[0] != "." or each == ".github")]
         left -= len(files)
@@ -238,18 +265,10 @@ def in_tree(top: Path) -> Mapping[str, tuple[Launch, ...]]:
             path = os.path.join(folder, file)
             if kind_of(path) != "launch" or (file.lower().endswith(MARKDOWN) and not file.lower().startswith("readme")):
                 continue
-            to_read -= 1
-            if left < 0 or to_read < 0:
-                return {}
-            try:
-                launches = read(Path(path).read_bytes(), path) if os.path.getsize(path) <= LARGEST else []
-            except OSError:
-                continue
-            for launch in launches:
-                script = _script(launch, top)
-                if script is not None:
-                    found.setdefault(os.path.realpath(script), []).append(launch)
-    return {script: tuple(launches) for script, launches in found.items()}
+            if left < 0 or len(found) == MOST_READ:
+                return []
+            found.append(path)
+    return found
 
 
 def _script(launch: Launch, top: Path) -> Path | None:

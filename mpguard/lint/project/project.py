@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mpguard import settings
+from mpguard import looks, settings
 from mpguard.errors import ConfigError
 from mpguard.lint.files import CONFIG, MARKDOWN, NEVER, NOTEBOOK, matches
-from mpguard.lint.project import launch_lines
+from mpguard.lint.project import importers, launch_lines
 from mpguard.lint.project.launch_lines import Launch, Word
 from mpguard.lint.project.requirements import Required, required
 from mpguard.remembered import remembered
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 #: per run: what is found in a file does not depend on what else was linted.
 MOST_MODULES = 40
 MOST_BYTES = 2 << 20
-#: Files of a tree that are searched for imports of a name.
-MOST_IMPORTERS = 4000
-_COMMENT = re.compile(r"#.*|\\")
-_IMPORTS = re.compile(
-    r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^#;(\r\n]*)|import[ \t]+([^#;\r\n]*))", re.MULTILINE
-)
 #: What a script that is started with an accelerate config uses.
 _LAUNCHED = r"\b(?:accelerate|deepspeed|transformers|trl|mpguard)\b|Trainer\b"
 #: A launch config is some hundred bytes; files beside the code that are larger are data.
@@ -118,9 +112,9 @@ class Project:
     def __init__(self, given: Iterable[LaunchConfig] = (), gpu: str | None = None) -> None:
         self._given = tuple(given)
         self._gpu = gpu
-        self._configured: dict[Path, tuple[LaunchConfig, ...]] = {}
-        self._beside: dict[Path, tuple[LaunchConfig, ...]] = {}
-        self._launched: dict[str, tuple[LaunchConfig, ...] | None] = {}
+        self._configured = looks.Memory(_configured)
+        self._beside = looks.Memory(_beside)
+        self._launched = looks.Memory(_launched)
         self._modules: dict[str, Facts | None] = {}
         self._budget_modules = MOST_MODULES
         self._budget_bytes = MOST_BYTES
@@ -142,16 +136,19 @@ class Project:
 
     def gpu(self, path: str) -> str | None:
         """What the code is said to run on (`--gpu`, `[tool.mpguard] gpu`), or None."""
-        return self._gpu or settings.nearest(Path(path)).gpu
+        with looks.on_behalf(path):
+            return self._gpu or settings.nearest(Path(path)).gpu
 
     def required(self, path: str, package: str) -> Required:
         """The versions of a package that the project of a file asks for."""
         folder = Path(path).absolute().parent
-        return required(str(folder), str(_top(folder)), package)
+        with looks.on_behalf(path):
+            return required(str(folder), str(_top(folder)), package)
 
     def declared(self, path: str) -> Literal["training", "inference"] | None:
         """What `training-paths` and `inference-paths` say about a file."""
-        found = settings.nearest(Path(path))
+        with looks.on_behalf(path):
+            found = settings.nearest(Path(path))
         if matches(found.training_paths, found.root, path):
             return "training"
         return "inference" if matches(found.inference_paths, found.root, path) else None
@@ -166,49 +163,39 @@ class Project:
         if self._given:
             return self._given
         folder = Path(path).parent
-        if folder not in self._configured:
-            self._configured[folder] = _configured(folder)
-        if self._configured[folder] or path.endswith((NOTEBOOK, *MARKDOWN)):
-            return self._configured[folder]
-        if path not in self._launched:
-            self._launched[path] = _launched(path)
-        named = self._launched[path]
-        if named is not None:
-            return named
-        if folder not in self._beside:
-            self._beside[folder] = _beside(folder)
-        found = self._beside[folder]
-        return () if found and _for_others(path, found) else found
+        with looks.on_behalf(path):
+            configured = self._configured(folder)
+            if configured or path.endswith((NOTEBOOK, *MARKDOWN)):
+                return configured
+            named = self._launched(path)
+            if named is not None:
+                return named
+            found = self._beside(folder)
+            return () if found and _for_others(path, found) else found
 
     def named_in(self, name: str, path: str) -> Path | None:
         """The file that a command in a file names, if it lies in the tree."""
-        return launch_lines.located(name, path, _top(Path(path).absolute().parent))
+        with looks.on_behalf(path):
+            return launch_lines.located(name, path, _top(Path(path).absolute().parent))
 
     def launched_with(self, config: str) -> tuple[tuple[str, Launch], ...]:
         """The launch lines of the tree that name an accelerate config, each with the script that it starts."""
-        top = _top(Path(config).absolute().parent)
-        found = []
-        for script, launches in launch_lines.in_tree(top).items():
-            for launch in launches:
-                named = launch.options.get("config" if launch.launcher == "mpguard" else "config_file")
-                name = named.text if named is not None else None
-                file = launch_lines.located(name, launch.path, top) if name else None
-                if file is not None and os.path.realpath(file) == os.path.realpath(config):
-                    found.append((script, launch))
-        return tuple(found)
+        with looks.on_behalf(config):
+            return tuple(_launched_with(config))
 
     def config_named(self, path: str, name: str) -> Document | None:
         """The config that a file names (`config="ds_config.json"`), beside it or in the working directory."""
         from mpguard import document
 
-        for candidate in (Path(path).parent / name, Path(name)):
-            try:
-                if candidate.is_file() and candidate.stat().st_size <= LARGEST_CONFIG:
-                    found = document.read(candidate)
-                    found.require()
-                    return found
-            except (OSError, ValueError, ConfigError):
-                continue
+        with looks.on_behalf(path):
+            for candidate in (Path(path).parent / name, Path(name)):
+                try:
+                    if looks.is_file(candidate) and (looks.size(candidate) or 0) <= LARGEST_CONFIG:
+                        found = document.read(candidate)
+                        found.require()
+                        return found
+                except (OSError, ValueError, ConfigError):
+                    continue
         return None
 
     def source_of(self, module: str, from_path: str) -> Facts | None:
@@ -219,14 +206,17 @@ class Project:
         site-packages, the outermost package that the file is in, or its folder. None where the module
         is elsewhere, does not parse, or the budget of the linted file is spent.
         """
-        path = _resolve(module, from_path)
+        with looks.on_behalf(from_path):
+            path = _resolve(module, from_path)
         if path is None:
             return None
+        looks.uses(from_path, path)
         key = os.path.realpath(path)
         if key in self._broken:
             return None
         if key not in self._counted and path not in self._counted:
-            size = Path(path).stat().st_size
+            with looks.on_behalf(path):
+                size = looks.size(path) or 0
             if self._budget_modules < 1 or size > self._budget_bytes:
                 self._exhausted = True
                 return None
@@ -245,19 +235,30 @@ class Project:
         import reaches. A package hands on what its `__init__` imports.
         """
         file = Path(path).absolute()
-        taken = _taken(_top(file.parent))
-        if taken is None or file.name == "__init__.py":
-            return True
-        return bool({name, "*"} & taken.get(file.stem, set())) or file.stem in taken[""]
+        with looks.on_behalf(path):
+            return importers.may_take(_top(file.parent), file, name)
 
     def _read(self, path: str) -> Facts | None:
         from mpguard.lint.facts.file import Facts
         from mpguard.lint.source import Source, Unparsable
 
         try:
-            return Facts(Source.parse(Path(path).read_bytes(), path, check_syntax=False), self, imported=True)
+            with looks.on_behalf(path):
+                data = looks.read(path)
+            return Facts(Source.parse(data, path, check_syntax=False), self, imported=True)
         except (OSError, Unparsable, RecursionError):
             return None
+
+
+def _launched_with(config: str) -> Iterator[tuple[str, Launch]]:
+    top = _top(Path(config).absolute().parent)
+    for script, launches in launch_lines.in_tree(top).items():
+        for launch in launches:
+            named = launch.options.get("config" if launch.launcher == "mpguard" else "config_file")
+            name = named.text if named is not None else None
+            file = launch_lines.located(name, launch.path, top) if name else None
+            if file is not None and looks.real(file) == looks.real(config):
+                yield script, launch
 
 
 def _configured(folder: Path) -> tuple[LaunchConfig, ...]:
@@ -271,7 +272,7 @@ def _launched(path: str) -> tuple[LaunchConfig, ...] | None:
     """
     top = _top(Path(path).absolute().parent)
     found: list[LaunchConfig] = []
-    for launch in launch_lines.in_tree(top).get(os.path.realpath(path), ()):
+    for launch in launch_lines.in_tree(top).get(looks.real(path), ()):
         named, said = _named(launch), launch.options.get("mixed_precision")
         if named is None and said is None:
             continue
@@ -314,17 +315,13 @@ def _named(launch: Launch) -> Word | None:
 
 def _beside(folder: Path) -> tuple[LaunchConfig, ...]:
     found = []
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        return ()
-    for entry in entries:
-        if not entry.name.endswith(CONFIG) or not entry.is_file():
+    for path in (folder / name for name in looks.names(folder, CONFIG)):
+        if not looks.is_file(path):
             continue
         try:
-            if entry.stat().st_size > LARGEST_CONFIG or b"distributed_type" not in Path(entry.path).read_bytes():
+            if b"distributed_type" not in (looks.read_up_to(path, LARGEST_CONFIG) or b""):
                 continue
-            config = launch_config(Path(entry.path), os.path.normpath(entry.path))
+            config = launch_config(path, os.path.normpath(path))
         except (OSError, ConfigError):
             continue  # no launch config; if it is a broken one, the run over it says so
         if config.document.kind == "accelerate":
@@ -338,7 +335,7 @@ def _for_others(path: str, configs: tuple[LaunchConfig, ...]) -> bool:
     from mpguard.lint.project.beside import mentions
 
     try:
-        return not re.search(_LAUNCHED.encode(), stripped(Path(path).read_bytes())) and any(
+        return not re.search(_LAUNCHED.encode(), stripped(looks.read(path))) and any(
             mentions(config.path, r"\baccelerate\b") for config in configs
         )
     except OSError:
@@ -359,40 +356,14 @@ def _resolve(module: str, from_path: str) -> str | None:
         bases = inside[dots - 1 : dots]
     else:
         bases = [*inside, top / "src"]
-        if parts and parts[0] == top.name and (top / "__init__.py").is_file():
+        if parts and parts[0] == top.name and looks.is_file(top / "__init__.py"):
             bases.append(top.parent)
     for base in bases:
         module_file = base.joinpath(*parts)
         for candidate in (module_file.with_name(f"{module_file.name}.py"), module_file / "__init__.py"):
-            if candidate.is_file() and (parts or candidate.name == "__init__.py"):
+            if looks.is_file(candidate) and (parts or candidate.name == "__init__.py"):
                 return str(candidate) if Path(from_path).is_absolute() else os.path.relpath(candidate)
     return None
-
-
-@remembered
-def _taken(top: Path) -> dict[str, set[str]] | None:
-    """Last name of a module -> the names that `from` imports of the tree take from it; under "" what is imported as
-    a module, or may be one. None where the tree has more than `MOST_IMPORTERS` files."""
-    found: dict[str, set[str]] = {"": set()}
-    left = MOST_IMPORTERS
-    for folder, folders, files in os.walk(top):
-        folders[:] = [each for each in folders if each not in NEVER and not each.startswith(".")]
-        for file in files:
-            if not file.endswith(".py"):
-                continue
-            left -= 1
-            if left < 0:
-                return None
-            try:
-                text = Path(folder, file).read_bytes().decode("utf-8", "replace")
-            except OSError:
-                continue
-            for module, names, modules in _IMPORTS.findall(text):
-                listed = _COMMENT.sub("", names).strip("()").split(",") + modules.split(",")
-                taken = {each.split()[0].rsplit(".", 1)[-1] for each in listed if each.strip()}
-                found.setdefault(module.rsplit(".", 1)[-1], set()).update(taken)
-                found[""] |= taken
-    return found
 
 
 @remembered
@@ -400,9 +371,9 @@ def _top(folder: Path) -> Path:
     for candidate in (folder, *folder.parents):
         if candidate.name in NEVER:
             break  # an installed package: what lies beside it is not of its tree
-        if any((candidate / name).exists() for name in ("pyproject.toml", "mpguard.toml", ".git")):
+        if any(looks.exists(candidate / name) for name in ("pyproject.toml", "mpguard.toml", ".git")):
             return candidate
     top = folder
-    while (top.parent / "__init__.py").is_file():
+    while looks.is_file(top.parent / "__init__.py"):
         top = top.parent
     return top

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+from mpguard import looks
 from mpguard.remembered import remembered
 
 #: Files that name requirements; `requirements/*.txt` too.
@@ -46,7 +47,7 @@ def required(folder: str, top: str, package: str) -> Required:
         re.IGNORECASE,
     )
     here, last = Path(folder), Path(top)
-    if (last / "__init__.py").is_file():  # a project without a pyproject.toml: its setup.py lies beside the package
+    if looks.is_file(last / "__init__.py"):  # a project without a pyproject.toml: its setup.py lies beside the package
         last = last.parent
     for place in [here, *here.parents][:_DEEP]:
         bounds: list[str] = []
@@ -63,15 +64,14 @@ def required(folder: str, top: str, package: str) -> Required:
 
 
 def _files(folder: Path) -> list[Path]:
-    found = [folder / name for name in _FILES if (folder / name).is_file()]
-    for pattern in ("*requirements*.txt", "requirements/*.txt"):
-        found += sorted(folder.glob(pattern))
-    return found
+    found = [folder / name for name in _FILES if looks.is_file(folder / name)]
+    found += [folder / name for name in looks.names(folder, (".txt",)) if "requirements" in name]
+    return found + [folder / "requirements" / name for name in looks.names(folder / "requirements", (".txt",))]
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace") if path.stat().st_size <= _LARGEST else ""
+        return (looks.read_up_to(path, _LARGEST) or b"").decode("utf-8", "replace")
     except OSError:
         return ""
 

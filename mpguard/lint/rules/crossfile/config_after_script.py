@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from mpguard import looks
 from mpguard.edits import Edit
 from mpguard.errors import ConfigError
 from mpguard.lint.project.launch_lines import Launch, Word
@@ -136,7 +137,7 @@ echo "accelerate launch config.yaml"
         name = launch.script.text if launch.script is not None else None
         script = self.project.named_in(name, launch.path) if self.project is not None and name else None
         try:
-            return script is not None and option.encode() in script.read_bytes()
+            return script is not None and option.encode() in looks.read(script)
         except OSError:
             return False
 
@@ -156,6 +157,6 @@ def _is_accelerates(path: Path) -> bool:
     from mpguard import document
 
     try:
-        return path.stat().st_size <= LARGEST_CONFIG and document.read(path).kind == "accelerate"
+        return (looks.size(path) or 0) <= LARGEST_CONFIG and document.read(path).kind == "accelerate"
     except (OSError, ConfigError):
         return False

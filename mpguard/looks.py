@@ -1,0 +1,257 @@
+"""What findings rest on: each look at the file system is written down, with what was seen.
+
+A finding in one file may rest on others: on modules that it imports, configs, launch lines, requirements, settings,
+and on files that are *not* there. Who looks on behalf of a linted file does it here, so that the cache can look again
+and see whether anything has changed. Nothing is written down before `recording` is entered.
+"""
+
+# Thousands of paths are looked at here, which strings do several times faster than Path.
+# ruff: noqa: PTH100, PTH116, PTH208
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+try:
+    from _blake2 import blake2b  # hashlib imports OpenSSL too, which takes 5 ms
+except ImportError:  # an implementation detail of CPython
+    from hashlib import blake2b
+
+T = TypeVar("T")
+
+#: What was looked for (`file`, `type`, `names`, ...), and where.
+Key = tuple[str, str]
+#: Plain data, as JSON has it.
+Seen = Any
+#: What a file's status says of its content: times of change, size, inode.
+Status = tuple[int, int, int, int]
+
+#: Stands for what changed while it was looked at; nothing equals it.
+CHANGED = "changed"
+#: A status younger than this says little: clocks and file systems tick, some in steps of two seconds.
+SETTLED_NS = 2_000_000_000
+
+_recording = False
+_open: list[dict[Key, Seen]] = []
+_of: dict[str, dict[Key, Seen]] = {}
+_uses: dict[str, set[str]] = {}
+_contents: dict[str, tuple[Status, str]] = {}
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Within it, looks are written down."""
+    global _recording  # noqa: PLW0603
+    forget()
+    _recording = True
+    try:
+        yield
+    finally:
+        _recording = False
+        forget()
+
+
+def are_recorded() -> bool:
+    return _recording
+
+
+def forget() -> None:
+    """Drops what was written down."""
+    for each in (_of, _uses, _contents):
+        each.clear()
+
+
+@contextlib.contextmanager
+def on_behalf(path: str) -> Iterator[None]:
+    """Within it, looks are taken for the findings in a file, or for what is known of a module."""
+    if not _recording:
+        yield
+        return
+    _open.append(_of.setdefault(path, {}))
+    try:
+        yield
+    finally:
+        _open.pop()
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Within it, looks are not written down: the answer that they lead to is."""
+    _open.append({})
+    try:
+        yield
+    finally:
+        _open.pop()
+
+
+def uses(path: str, module: str) -> None:
+    """What a file's findings rest on includes what was looked at for a module."""
+    if _recording:
+        _uses.setdefault(path, set()).add(module)
+
+
+def taken_for(path: str) -> dict[Key, Seen]:
+    """All looks that a file's findings rest on."""
+    found: dict[Key, Seen] = {}
+    files = [path]
+    for file in files:
+        _merge(found, _of.get(file, {}))
+        files += _uses.get(file, set()).difference(files)
+    return found
+
+
+def contents() -> dict[str, tuple[Status, str]]:
+    """Files that were read since this was last asked, with status and digest; those whose status says enough."""
+    found = dict(_contents)
+    _contents.clear()
+    return found
+
+
+class Memory(Generic[T]):
+    """As `functools.cache`; what is remembered counts as looked at again, on whose behalf it may be."""
+
+    def __init__(self, function: Callable[..., T]) -> None:
+        self._function = function
+        self._known: dict[tuple[Any, ...], tuple[T, dict[Key, Seen]]] = {}
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *given: Any) -> T:
+        known = self._known.get(given)
+        if known is None:
+            inner: dict[Key, Seen] = {}
+            _open.append(inner)
+            try:
+                known = self._known[given] = self._function(*given), inner
+            finally:
+                _open.pop()
+                if _open:
+                    _merge(_open[-1], inner)
+        elif _open:
+            _merge(_open[-1], known[1])
+        return known[0]
+
+    def cache_clear(self) -> None:
+        self._known.clear()
+
+
+def note(what: str, where: str, seen: Seen) -> None:
+    """Writes down what was seen, or answered."""
+    if _recording and _open:
+        _merge(_open[-1], {(what, where): seen})
+
+
+def _merge(into: dict[Key, Seen], looks: dict[Key, Seen]) -> None:
+    for key, seen in looks.items():
+        if into.setdefault(key, seen) != seen:
+            into[key] = CHANGED
+
+
+# -- looks ------------------------------------------------------------------------------------------
+
+
+def read(path: str | Path) -> bytes:
+    """The content of a file. Raises `OSError`."""
+    if not _recording:
+        return Path(path).read_bytes()
+    absolute = os.path.abspath(path)
+    try:
+        before = os.stat(absolute)
+        with open(absolute, "rb") as file:  # noqa: PTH123
+            data = file.read()
+    except OSError:
+        note("file", absolute, None)
+        raise
+    digest = digested(data)
+    if settled(before):
+        _contents[absolute] = status_of(before), digest
+    note("file", absolute, digest)
+    return data
+
+
+def read_up_to(path: str | Path, most: int) -> bytes | None:
+    """The content of a file; None where it is longer than that. Raises `OSError`."""
+    return read(path) if (size(path) or 0) <= most else None
+
+
+def size(path: str | Path) -> int | None:
+    """The size of a file; None where there is none."""
+    absolute = os.path.abspath(path)
+    seen = size_of(absolute)
+    note("size", absolute, seen)
+    return seen
+
+
+def is_file(path: str | Path) -> bool:
+    absolute = os.path.abspath(path)
+    seen = type_of(absolute)
+    note("type", absolute, seen)
+    return seen == "file"
+
+
+def exists(path: str | Path) -> bool:
+    absolute = os.path.abspath(path)
+    seen = type_of(absolute)
+    note("type", absolute, seen)
+    return seen is not None
+
+
+def names(folder: str | Path, endings: tuple[str, ...]) -> list[str]:
+    """The names in a folder with one of some endings, sorted; none where it cannot be listed."""
+    absolute = os.path.abspath(folder)
+    found = names_in(absolute, endings)
+    note("names", "\0".join((absolute, *endings)), digested("\0".join(found).encode("utf-8", "surrogateescape")))
+    return found
+
+
+def real(path: str | Path) -> str:
+    """A path without symbolic links."""
+    absolute = os.path.abspath(path)
+    seen = os.path.realpath(absolute)
+    note("real", absolute, seen)
+    return seen
+
+
+# -- the same without writing it down -----------------------------------------------------------------
+
+
+def size_of(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except (OSError, ValueError):
+        return None
+
+
+def type_of(path: str) -> str | None:
+    """`file`, `folder` or `other`; None where nothing is there."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return None
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
+
+
+def names_in(folder: str, endings: Iterable[str]) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if name.endswith(tuple(endings)))
+    except OSError:
+        return []
+
+
+def status_of(status: os.stat_result) -> Status:
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
+
+
+def settled(status: os.stat_result) -> bool:
+    """Whether a later change to the file is bound to change its status; not so for one from the future."""
+    return max(status.st_mtime_ns, status.st_ctime_ns) + SETTLED_NS < time.time_ns()
+
+
+def digested(data: bytes) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
