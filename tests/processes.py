@@ -12,12 +12,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 BIN = Path(sys.executable).parent
 PROGRAMS = Path(__file__).parent / "programs"
+
+#: What a fork runs: takes the words of a command line, returns a status.
+Program = Callable[[list[str]], int]
 
 #: What an outer run, or a hook, would bring in.
 _OURS = ("MPGUARD_", "ACCELERATE_", "FSDP_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
@@ -92,18 +96,25 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torch", "accelerate", "mpguard.run"])
 
 
-def in_fork(
-    arguments: Sequence[object], *, cwd: Path, timeout: float = 120, **more: str
-) -> subprocess.CompletedProcess[str]:
-    """`python -m mpguard.run ARGUMENTS`, forked from a server that has imported torch and nothing else has run in.
+def ours(words: list[str]) -> int:
+    """`python -m mpguard.run WORDS`."""
+    from mpguard import run
 
-    Not from this process: threads that torch has started here would be missing in the fork, and it would wait for
-    them for ever.
+    return run.main(words)
+
+
+def in_fork(
+    arguments: Sequence[object], *, cwd: Path, timeout: float = 120, program: Program = ours, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """`python -m mpguard.run ARGUMENTS`, or another program, forked from a server that has imported torch.
+
+    Nothing else has run in that server. Not from this process: threads that torch has started here would be missing
+    in the fork, and it would wait for them for ever.
     """
     words = [str(word) for word in arguments]
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        child = _SERVER.Process(target=_run, args=(words, str(cwd), environment(**more), str(out), str(err)))
+        child = _SERVER.Process(target=_run, args=(program, words, str(cwd), environment(**more), (out, err)))
         child.start()
         child.join(timeout)
         if child.exitcode is None:
@@ -113,24 +124,23 @@ def in_fork(
 
 
 def ranks_in_fork(
-    arguments: Sequence[object], *, cwd: Path, processes: int = 2, timeout: float = 120
+    arguments: Sequence[object], *, cwd: Path, processes: int = 2, timeout: float = 120, program: Program = ours
 ) -> list[subprocess.CompletedProcess[str]]:
     """`in_fork` once per rank, in the environment that torchrun gives but without its agent: rank 0 has the store."""
     port = str(free_port())
 
     def start(rank: int) -> subprocess.CompletedProcess[str]:
         more = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-        return in_fork(arguments, cwd=cwd, timeout=timeout, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **more)
+        more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return in_fork(arguments, cwd=cwd, timeout=timeout, program=program, **more)
 
     with concurrent.futures.ThreadPoolExecutor(processes) as pool:
         return list(pool.map(start, range(processes)))
 
 
-def _run(words: list[str], cwd: str, variables: dict[str, str], out: str, err: str) -> None:
-    """In the fork: what `python -m mpguard.run` does, with its output in files."""
-    from mpguard import run
-
-    for number, path in ((1, out), (2, err)):
+def _run(program: Program, words: list[str], cwd: str, variables: dict[str, str], output: tuple[Path, Path]) -> None:
+    """In the fork: a program with its output in files."""
+    for number, path in enumerate(output, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     os.environ.clear()
@@ -138,7 +148,14 @@ def _run(words: list[str], cwd: str, variables: dict[str, str], out: str, err: s
     os.chdir(cwd)
     status = 99
     try:
-        status = run.main(words)
+        status = program(words)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
