@@ -20,6 +20,7 @@ COMMANDS = {
     "init": "write an mp.yaml from a recipe",
     "apply": "write a recipe into existing configs",
     "launch": "accelerate launch, with the policy in force and proven",
+    "server": "check what is open in an editor, as you type",
     "completion": "a script that completes all this in bash",
     "hook": "let `accelerate launch --config mp.yaml` work",
 }

@@ -103,7 +103,12 @@ class Checker:
     def report(self, buffer: Buffer) -> FileReport | None:
         """What there is to say about a buffer; None where it is none of ours. Raises `ConfigError` for settings."""
         target = buffer.target()
-        return None if target is None else self._engine(buffer).check(target)
+        if target is None:
+            return None
+        engine = self._engine(buffer)
+        engine.selection(target.path)  # what is wrong with settings is the user's to mend, and no defect
+        engine.project.configs_for(target.path)
+        return engine.check(target)
 
     def change(self, buffer: Buffer, action: Action, finding: Finding | None = None) -> Change:
         """What an action makes of a buffer. finding: the one that it is about. Raises `ConfigError` for settings."""

@@ -19,6 +19,13 @@ from mpguard.lint.finding import Lines
 _NOT_SUPPRESSED = (SYNTAX, CONFIG, suppress.UNKNOWN, suppress.UNUSED)
 
 
+def has_comment(code: str, target: Target) -> bool:
+    """Whether a comment in such a file could suppress a code: JSON and Markdown have none."""
+    name = target.path.lower()
+    none = name.endswith(".json") if target.kind == "config" else name.endswith(MARKDOWN)
+    return code not in _NOT_SUPPRESSED and not none
+
+
 def mend(
     data: bytes, checked: Checked, check: Callable[[bytes], Checked], target: Target
 ) -> tuple[Mended | None, Checked]:
@@ -65,18 +72,13 @@ def _edits(checked: Checked, target: Target) -> list[Edit]:
     lines = checked.lines
     codes: dict[int, set[str]] = {}
     for diagnostic in checked.diagnostics:
-        if diagnostic.code not in _NOT_SUPPRESSED:
+        if has_comment(diagnostic.code, target):
             codes.setdefault(lines.position(diagnostic.span[0])[0], set()).add(diagnostic.code)
     if not codes:
         return []
-    name = target.path.lower()
     if target.kind in ("python", "notebook"):
         return list(_behind(codes, lines, suppress.in_python(lines), _python_ends(lines)))
-    if target.kind == "config" and not name.endswith(".json"):
-        return list(_behind(codes, lines, suppress.in_yaml(lines), {}))
-    if target.kind == "launch" and not name.endswith(MARKDOWN):
-        return list(_above(codes, lines))
-    return []
+    return list(_behind(codes, lines, suppress.in_yaml(lines), {}) if target.kind == "config" else _above(codes, lines))
 
 
 def _behind(

@@ -1,0 +1,287 @@
+"""One session with an editor: its buffers, what was last said about each, and when each is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import traceback
+from pathlib import Path
+from typing import Any
+
+from lsprotocol import types
+from pygls import uris
+from pygls.lsp.server import LanguageServer
+
+from mpguard import __version__
+from mpguard.errors import ConfigError, MpguardError
+from mpguard.lint.engine import FileReport
+from mpguard.lint.finding import Finding, Lines, PlacedNote
+from mpguard.server import answers, wishes
+from mpguard.server.answers import Shown
+from mpguard.server.checker import Action, Buffer, Change, Checker
+from mpguard.server.jobs import Jobs
+from mpguard.server.places import Ruler
+from mpguard.server.wishes import Wishes
+
+#: Seconds without a further keystroke before a text is checked, and without a further change of files before all are.
+TYPING, SAVING = 0.03, 0.2
+
+_NOTEBOOKS = types.NotebookDocumentSyncOptions(
+    [
+        types.NotebookDocumentFilterWithNotebook(
+            notebook="jupyter-notebook", cells=[types.NotebookCellLanguage(language="python")]
+        )
+    ],
+    save=True,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What was last said about a buffer. texts: the URIs of its texts (of the cells of a notebook), in order."""
+
+    buffer: Buffer
+    report: FileReport | None
+    texts: tuple[str, ...]
+    shown: tuple[Shown, ...] = ()
+    diagnostics: tuple[types.Diagnostic, ...] = ()
+
+
+class Session(LanguageServer):
+    """Everything here runs in the thread that speaks with the editor; `jobs` does what takes time.
+
+    trouble: what went wrong before there was an editor to tell.
+    """
+
+    def __init__(self, checker: Checker, jobs: Jobs, trouble: MpguardError | None = None) -> None:
+        super().__init__("mpguard", __version__, notebook_document_sync=_NOTEBOOKS)
+        self.checker, self.jobs, self.trouble = checker, jobs, trouble
+        self.wishes: dict[str | None, Wishes] = {None: Wishes()}
+        self.answers: dict[str, Answer] = {}
+        self._waiting: dict[str, asyncio.Task[None]] = {}
+        self._said: set[str] = set()
+        self._trouble: dict[str, str] = {}
+
+    # -- buffers ----------------------------------------------------------------------------------
+
+    def owner(self, uri: str) -> str:
+        """The notebook of a cell; other texts are their own."""
+        notebook = self.workspace.get_notebook_document(cell_uri=uri)
+        return uri if notebook is None else notebook.uri
+
+    def open(self) -> list[str]:
+        """The URIs of all that is open: texts, and notebooks."""
+        notebooks = [each.uri for each in self.workspace.notebook_documents.values()]
+        texts = [each.uri for each in self.workspace.text_documents.values()]
+        return notebooks + [uri for uri in texts if self.owner(uri) == uri]
+
+    def buffer(self, uri: str) -> tuple[Buffer, tuple[str, ...]] | None:
+        """What is open under a URI now, with the URIs of its texts; None where nothing is."""
+        notebook = self.workspace.get_notebook_document(notebook_uri=uri)
+        if notebook is not None:
+            documents = [self.workspace.get_text_document(cell.document) for cell in notebook.cells]
+            cells = tuple(
+                (document.source, cell.kind == types.NotebookCellKind.Code and document.language_id == "python")
+                for cell, document in zip(notebook.cells, documents, strict=True)
+            )
+            path, folder, asked = self._place(uri)
+            return Buffer(path, "", "", folder, asked, cells), tuple(each.uri for each in documents)
+        open_texts = self.workspace.text_documents.values()
+        text = next((each for each in open_texts if each.uri == uri), None)
+        if text is None:
+            return None
+        path, folder, asked = self._place(uri)
+        return Buffer(path, text.language_id or "", text.source, folder, asked), (uri,)
+
+    def _place(self, uri: str) -> tuple[str, Path, Wishes]:
+        """Where a URI lies, or would be saved: its path, its workspace folder, and what is asked for there."""
+        path = uris.to_fs_path(uri)
+        folders = [(Path(found), each.uri) for each in self._folders() if (found := uris.to_fs_path(each.uri))]
+        if path is None:
+            name = Path(uris.urlparse(uri)[2]).name or "untitled"
+            path = str((folders[0][0] if folders else Path.cwd()) / name)
+        around = [pair for pair in folders if Path(path).is_relative_to(pair[0])]
+        if not around:
+            return path, Path(path).parent, self.wishes[None]
+        folder, key = max(around, key=lambda pair: len(pair[0].parts))
+        return path, folder, self.wishes.get(key, self.wishes[None])
+
+    def _folders(self) -> list[types.WorkspaceFolder]:
+        folders = list(self.workspace.folders.values())
+        root = self.workspace.root_uri
+        return folders or ([types.WorkspaceFolder(root, "")] if root else [])
+
+    # -- checking ---------------------------------------------------------------------------------
+
+    def soon(self, uri: str, delay: float = TYPING) -> None:
+        """Checks a buffer when nothing has changed in it for a moment."""
+        before = self._waiting.pop(uri, None)
+        if before is not None:
+            before.cancel()
+        self._waiting[uri] = asyncio.ensure_future(self._later(uri, delay))
+
+    def all_anew(self) -> None:
+        """Files or settings have changed: what is known of them is forgotten, and all that is open is checked."""
+        self.soon("", SAVING)
+        for uri in self.open():
+            self.soon(uri, SAVING)
+
+    async def _later(self, uri: str, delay: float) -> None:
+        await asyncio.sleep(delay)
+        try:
+            await (self.checked(uri) if uri else self.jobs.do(self.checker.forget))
+        except Exception as error:
+            self.say(f"a defect of the server: {error!r}", once=repr(error), more=traceback.format_exc())
+        self._waiting.pop(uri, None)
+
+    async def checked(self, uri: str) -> Answer | None:
+        """What there is to say about a buffer as it is now: it is checked, and published, unless it has not changed."""
+        now = self.buffer(uri)
+        if now is None:
+            return None
+        known = self.answers.get(uri)
+        if known is not None and (known.buffer, known.texts) == now and uri not in self._waiting:
+            return known
+        buffer, texts = now
+        try:
+            report = await self.jobs.do(functools.partial(self.checker.report, buffer))
+            self._trouble.pop(uri, None)
+        except ConfigError as error:
+            if str(error) not in self._trouble.values():
+                self.say(str(error))
+            self._trouble[uri] = str(error)
+            report = None
+        if self.buffer(uri) != now:
+            return None  # it has changed in the meantime, and waits for its next turn
+        answer = self._answered(Answer(buffer, report, texts))
+        self._publish(uri, answer)
+        return answer
+
+    def _answered(self, answer: Answer) -> Answer:
+        shown, said = [], []
+        for finding in answer.report.findings if answer.report else ():
+            index = (finding.cell or 1) - 1
+            ruler = self._ruler(answer, index)
+            place = ruler.range((finding.line, finding.column), (finding.end_line, finding.end_column))
+            shown.append(Shown(answer.texts[index], place, finding))
+            elsewhere = functools.partial(self._elsewhere, answer, finding)
+            said.append(answers.diagnostic(shown[-1], ruler, elsewhere))
+        for defect in answer.report.defects if answer.report else ():
+            self.say(str(defect), once=f"{defect.code} {defect.error}", more=defect.traceback)
+        return dataclasses.replace(answer, shown=tuple(shown), diagnostics=tuple(said))
+
+    def _elsewhere(self, answer: Answer, finding: Finding, note: PlacedNote) -> types.Location | None:
+        path, mark, cell = (note.path or "").rpartition(":cell ")
+        if mark and path == finding.path and note.start and note.end:
+            index = int(cell) - 1
+            return types.Location(answer.texts[index], self._ruler(answer, index).range(note.start, note.end))
+        return answers.location(note, lambda line: Ruler(Lines(line), self.workspace.position_codec))
+
+    def _ruler(self, answer: Answer, index: int) -> Ruler:
+        cells = answer.buffer.cells
+        text = answer.buffer.text if cells is None else cells[index][0]
+        return Ruler(Lines(text.removeprefix("\ufeff") if cells is None else text), self.workspace.position_codec)
+
+    def _publish(self, uri: str, answer: Answer) -> None:
+        before = self.answers.get(uri)
+        self.answers[uri] = answer
+        for text in dict.fromkeys((*answer.texts, *(before.texts if before else ()))):
+            found = [said for said, shown in zip(answer.diagnostics, answer.shown, strict=True) if shown.uri == text]
+            version = self.workspace.get_text_document(text).version if text in answer.texts else None
+            self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(text, found, version))
+
+    def closed(self, uri: str) -> None:
+        """A buffer is gone: nothing is said about it any more."""
+        waiting = self._waiting.pop(uri, None)
+        if waiting is not None:
+            waiting.cancel()
+        answer = self.answers.pop(uri, None)
+        for text in answer.texts if answer else ():
+            self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(text, []))
+
+    # -- actions ----------------------------------------------------------------------------------
+
+    async def change(self, uri: str, answer: Answer, action: Action, shown: Shown | None) -> types.WorkspaceEdit | str:
+        """What an action does to the texts of a buffer, or why it cannot be done."""
+        finding = shown.finding if shown else None
+        try:
+            made = await self.jobs.do(functools.partial(self.checker.change, answer.buffer, action, finding))
+        except ConfigError as error:
+            made = Change(problem=str(error))
+        if made.problem:
+            return made.problem
+        if self.buffer(uri) != (answer.buffer, answer.texts):
+            return "the text has changed in the meantime"
+        edits: dict[str, list[types.TextEdit]] = {}
+        for index, (text, after) in enumerate(zip(answer.texts, made.texts, strict=True)):
+            changed = self._ruler(answer, index).edits(after)
+            if changed:
+                edits[text] = changed
+        able = self.client_capabilities.workspace and self.client_capabilities.workspace.workspace_edit
+        if not (able and able.document_changes):
+            return types.WorkspaceEdit(changes=dict(edits))
+        versions = {text: self.workspace.get_text_document(text).version for text in edits}
+        return types.WorkspaceEdit(
+            document_changes=[
+                types.TextDocumentEdit(types.OptionalVersionedTextDocumentIdentifier(text, versions[text]), list(each))
+                for text, each in edits.items()
+            ]
+        )
+
+    # -- settings ---------------------------------------------------------------------------------
+
+    def wish(self, given: object, folder: str | None = None) -> None:
+        """Takes the editor's settings, for a workspace folder or for all; what is wrong in them is said."""
+        try:
+            self.wishes[folder] = wishes.read(given)
+        except MpguardError as error:
+            self.say(str(error))
+
+    async def ask_for_wishes(self) -> None:
+        """Asks the editor for its settings, if it can be asked."""
+        able = self.client_capabilities.workspace
+        if able is None or not able.configuration:
+            return
+        folders = [each.uri for each in self._folders()]
+        items = [types.ConfigurationItem(scope, wishes.SECTION) for scope in (None, *folders)]
+        given = await self.workspace_configuration_async(types.ConfigurationParams(items))
+        for folder, each in zip((None, *folders), given, strict=False):
+            if each is not None:
+                self.wish(each, folder)
+            elif folder is not None:
+                self.wishes.pop(folder, None)
+        self.all_anew()
+
+    async def watch_files(self) -> None:
+        """Asks the editor to say when files change that findings may rest on, if it can."""
+        able = self.client_capabilities.workspace and self.client_capabilities.workspace.did_change_watched_files
+        if not (able and able.dynamic_registration):
+            return
+        patterns = (
+            "**/*.{py,yaml,yml,json,toml,sh,bash,slurm,sbatch,mk}",
+            "**/{Makefile,README*,requirements*.txt,setup.cfg}",
+        )
+        watchers: list[Any] = [types.FileSystemWatcher(pattern) for pattern in patterns]
+        options = types.DidChangeWatchedFilesRegistrationOptions(watchers)
+        method = types.WORKSPACE_DID_CHANGE_WATCHED_FILES
+        await self.client_register_capability_async(
+            types.RegistrationParams([types.Registration("mpguard-files", method, options)])
+        )
+
+    # -- talk -------------------------------------------------------------------------------------
+
+    def say(self, message: str, once: str = "", more: str = "") -> None:
+        """An error that the user sees. once: what it is about, where it is said once. more: for the log."""
+        if once and once in self._said:
+            return
+        self._said.add(once)
+        self.window_show_message(types.ShowMessageParams(types.MessageType.Error, f"mpguard: {message}"))
+        if more:
+            self.window_log_message(types.LogMessageParams(types.MessageType.Error, more))
+
+    def report_server_error(self, error: Exception, source: Any) -> None:
+        """pygls' own errors; those of requests are answers already."""
+        with contextlib.suppress(Exception):
+            super().report_server_error(error, source)

@@ -1,0 +1,44 @@
+"""Starts the server on stdin and stdout, and ends it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+from mpguard import settings
+from mpguard.errors import ExtensionError
+from mpguard.lint.rule import rules
+from mpguard.server.checker import Checker
+from mpguard.server.features import register
+from mpguard.server.jobs import Jobs
+from mpguard.server.session import Session
+
+
+def start(isolated: bool) -> int:
+    """Serves one editor until it says `exit` or is gone; returns the exit status that the protocol asks for."""
+    incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a rule prints is for the log, and would break the protocol
+    sys.stdout = sys.stderr
+    jobs = Jobs()
+    with settings.isolated(isolated):
+        try:
+            found, trouble = rules(), None
+        except ExtensionError as error:
+            found, trouble = rules(own_only=True), error
+        server = Session(Checker(found), jobs, trouble)
+        register(server)
+
+        def serve() -> None:
+            try:
+                server.start_io(incoming, outgoing)
+            finally:
+                jobs.end()
+
+        threading.Thread(target=serve, daemon=True).start()
+        try:
+            jobs.run()
+        except KeyboardInterrupt:  # the other thread waits for a line of the terminal, and cannot be woken
+            sys.stderr.flush()
+            os._exit(130)
+    return 0 if server.protocol._shutdown else 1
