@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import pkgutil
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any, TypeVar
 
-from mpguard.errors import ExtensionError
+from mpguard.errors import ExtensionError, MpguardError
 from mpguard.settings import are_isolated
+
+Made = TypeVar("Made")
 
 GROUPS = ("mpguard.plugins", "mpguard.recipes", "mpguard.rules")
 
@@ -31,6 +34,8 @@ def load(group: str, own_only: bool = False) -> tuple[ModuleType, ...]:
 
 @functools.cache
 def _load(group: str, own_only: bool) -> tuple[ModuleType, ...]:
+    import importlib.metadata  # 20 ms, for what not every run needs
+
     modules: list[ModuleType] = []
     found = [
         (entry.dist.name if entry.dist else "an unknown distribution", entry)
@@ -59,3 +64,17 @@ def _import(name: str, origin: str) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:
         raise ExtensionError(f"{origin}: `{name}` does not import: {type(error).__name__}: {error}") from error
+
+
+def asked(what: str, function: Callable[..., Made], *arguments: Any) -> Made:
+    """What a function of an extension gives. `ExtensionError` names it where it raises what is no error of mpguard's.
+
+    what: the extension, such as `plugin te`.
+    """
+    try:
+        return function(*arguments)
+    except MpguardError:
+        raise
+    except Exception as error:
+        failed = f"`{function.__name__}` of {function.__module__} fails: {type(error).__name__}: {error}"
+        raise ExtensionError(f"{what}: {failed}") from error

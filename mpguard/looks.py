@@ -11,6 +11,7 @@ and see whether anything has changed. Nothing is written down before `recording`
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import stat
@@ -43,6 +44,14 @@ _open: list[dict[Key, Seen]] = []
 _of: dict[str, dict[Key, Seen]] = {}
 _uses: dict[str, set[str]] = {}
 _contents: dict[str, tuple[Status, str]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What findings rest on. contents: files that were read, with status and digest; those whose status says enough."""
+
+    looks: dict[Key, Seen]
+    contents: dict[str, tuple[Status, str]]
 
 
 @contextlib.contextmanager
@@ -97,20 +106,21 @@ def uses(path: str, module: str) -> None:
         _uses.setdefault(path, set()).add(module)
 
 
-def taken_for(path: str) -> dict[Key, Seen]:
-    """All looks that a file's findings rest on."""
+def trace(path: str) -> Trace | None:
+    """What a file's findings rest on; None where nothing was written down."""
+    if not _recording:
+        return None
+    read = dict(_contents)
+    _contents.clear()
+    return Trace(_taken_for(path), read)
+
+
+def _taken_for(path: str) -> dict[Key, Seen]:
     found: dict[Key, Seen] = {}
     files = [path]
     for file in files:
         _merge(found, _of.get(file, {}))
         files += _uses.get(file, set()).difference(files)
-    return found
-
-
-def contents() -> dict[str, tuple[Status, str]]:
-    """Files that were read since this was last asked, with status and digest; those whose status says enough."""
-    found = dict(_contents)
-    _contents.clear()
     return found
 
 
@@ -206,7 +216,7 @@ def names(folder: str | Path, endings: tuple[str, ...]) -> list[str]:
     """The names in a folder with one of some endings, sorted; none where it cannot be listed."""
     absolute = os.path.abspath(folder)
     found = names_in(absolute, endings)
-    note("names", "\0".join((absolute, *endings)), digested("\0".join(found).encode("utf-8", "surrogateescape")))
+    note("names", "\0".join((absolute, *endings)), names_digest(found))
     return found
 
 
@@ -242,6 +252,10 @@ def names_in(folder: str, endings: Iterable[str]) -> list[str]:
         return sorted(name for name in os.listdir(folder) if name.endswith(tuple(endings)))
     except OSError:
         return []
+
+
+def names_digest(found: Iterable[str]) -> str:
+    return digested("\0".join(found).encode("utf-8", "surrogateescape"))
 
 
 def status_of(status: os.stat_result) -> Status:

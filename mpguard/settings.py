@@ -33,6 +33,7 @@ class Settings:
     recipe, enforce: what `mpguard.run` and `mpguard.auto` take where nothing else says it.
     gpu: what the code will run on (`h100`, `sm_90`).
     training_paths, inference_paths: files whose code trains, or does not, where it cannot be told.
+    cache_dir: the folder that findings are kept in, instead of `.mpguard_cache`.
     """
 
     root: Path
@@ -49,6 +50,7 @@ class Settings:
     training_paths: tuple[str, ...] = ()
     inference_paths: tuple[str, ...] = ()
     enforce: str | None = None
+    cache_dir: str | None = None
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -200,4 +202,5 @@ _KEYS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "training-paths": (_strings, _A_LIST),
     "inference-paths": (_strings, _A_LIST),
     "enforce": (_enforce, "one of error, warn, off"),
+    "cache-dir": (_string, "a string"),
 }

@@ -115,7 +115,7 @@ def test_every_severity_and_several_lines(name: str) -> None:
                 (PlacedNote("here", "b.yaml", (1, 2), (1, 4), "text"), PlacedNote("no place")), ((3, "x = ("),))
         for severity in ("error", "warning", "info")
     ]  # fmt: skip
-    text = document(name, Outcome(found, 1, rules=rules(own_only=True)))
+    text = document(name, Outcome(found, 1))
     if name == "sarif":
         results = sarif(text)["results"]
         assert [result["level"] for result in results] == ["error", "warning", "note"]

@@ -436,12 +436,10 @@ def test_stdin(mpguard: Any) -> None:
 
 
 def test_a_read_only_file_is_said(mpguard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpguard.cli import lint
-
     def refuse(path: Path, data: bytes) -> None:
         raise PermissionError(13, "the file is read-only", str(path))
 
-    monkeypatch.setattr(lint, "write_atomically", refuse)  # root may write anything
+    monkeypatch.setattr("mpguard.edits.write_atomically", refuse)  # root may write anything
     Path("mp.yaml").write_text(WIZARD)
     ran = mpguard("lint", "--fix", "mp.yaml")
     assert ran.status == 2

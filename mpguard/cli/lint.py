@@ -7,17 +7,20 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from mpguard import settings
-from mpguard.cli import lint_adoption, lint_output, progress
+from mpguard import looks, settings
+from mpguard.cli import lint_adoption, lint_cache, lint_output, progress
 from mpguard.cli.lint_options import configure, flat
-from mpguard.edits import write_atomically
 from mpguard.errors import ConfigError, did_you_mean_file
-from mpguard.lint.engine import Engine, FileReport, Options
 from mpguard.lint.files import READS, Target, collect, kind_of
 from mpguard.lint.report import Outcome, printable
-from mpguard.lint.selection import Selectors
+from mpguard.lint.result import FileReport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mpguard.lint.project.project import LaunchConfig
 
 __all__ = ["configure", "run"]
 
@@ -25,30 +28,25 @@ __all__ = ["configure", "run"]
 def run(options: argparse.Namespace) -> int:
     lint_output.check(options)
     lint_adoption.check(options)
-    with settings.isolated(options.isolated):
+    with settings.isolated(options.isolated), lint_cache.recorded(options):
         return _run(options)
 
 
 def _run(options: argparse.Namespace) -> int:
-    from mpguard.lint.rule import rules as load
-    from mpguard.lint.workers import available
-
     paths, stdin = _stdin(options)
     adoption = lint_adoption.Adoption(options)
-    rules = load()
-    engine = Engine(rules, _options(options))
+    configs = _configs(options)
     found = collect(paths, options.force_exclude, options.include_markdown)
     for message in (*found.refused, *found.empty):
         _say(message)
     targets = (*found.targets, *((stdin,) if stdin else ()))
-    with progress.bar() as told:
-        reports = engine.run(targets, options.jobs or available(), told)
+    reports, fixing = _reports(targets, options, configs), _fixing(options)
 
     trouble = list(found.refused)
     for defect in (defect for report in reports for defect in report.defects):
         _say(f"{defect}\n{defect.traceback.rstrip()}")
         trouble.append(str(defect))
-    if engine.options.fix and not options.diff:
+    if fixing and not options.diff:
         trouble += [problem for report in reports for problem in _keep(report)]
     findings = [finding for report in reports for finding in report.findings]
     if options.write_baseline is not None:
@@ -56,12 +54,12 @@ def _run(options: argparse.Namespace) -> int:
     findings, left_out = adoption.narrowed(findings, [target.path for target in targets])
     fixed = [report.mended.fixes for report in reports if report.mended and report.mended.fixes]
     checked = sum(report.ours for report in reports)
-    outcome = Outcome(findings, checked, sum(fixed), len(fixed), rules, trouble, left_out, suppressed=options.add_noqa)
+    outcome = Outcome(findings, checked, sum(fixed), len(fixed), trouble, left_out, suppressed=options.add_noqa)
     if targets or not trouble:
         if options.diff:
             lint_output.patch(reports, outcome)
         else:
-            lint_output.report(options, outcome, bool(stdin) and engine.options.fix is not None)
+            lint_output.report(options, outcome, bool(stdin) and fixing is not None)
         if options.add_noqa:
             lint_adoption.say_left(findings)
     if trouble:
@@ -69,24 +67,50 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if (findings or (options.diff and fixed)) and not options.exit_zero else 0
 
 
-def _options(options: argparse.Namespace) -> Options:
-    from mpguard.lint.project.project import launch_config
+def _reports(
+    targets: Sequence[Target], options: argparse.Namespace, configs: tuple[LaunchConfig, ...]
+) -> list[FileReport]:
+    """What becomes of each file. Rules are loaded only for those of which nothing is known from earlier runs."""
+    kept = lint_cache.opened(options)
+    known = kept.known(targets)
+    left = [target for target, report in zip(targets, known, strict=True) if report is None]
+    if left:
+        from mpguard.lint.engine import Engine, Options
+        from mpguard.lint.rule import rules
+        from mpguard.lint.selection import Selectors
+        from mpguard.lint.workers import available
 
+        selectors = Selectors(
+            None if options.select is None else flat(options.select),
+            flat(options.extend_select),
+            flat(options.ignore),
+            options.preview,
+        )
+        engine = Engine(rules(), Options(selectors, configs, options.gpu, _fixing(options)))
+        with progress.bar() as told:
+            new = engine.run(left, options.jobs or available(), told)
+        kept.add(new)
+        others = iter(new)
+        known = [next(others) if report is None else report for report in known]
+    kept.write()
+    return [report for report in known if report is not None]
+
+
+def _configs(options: argparse.Namespace) -> tuple[LaunchConfig, ...]:
+    """Those of `--config`; what else the options name is checked too."""
     if options.gpu is not None:
         from mpguard.hardware import named
 
         named(options.gpu)
-    selectors = Selectors(
-        None if options.select is None else flat(options.select),
-        flat(options.extend_select),
-        flat(options.ignore),
-        options.preview,
-    )
+    if not options.configs:
+        return ()
+    from mpguard.lint.project.project import launch_config
+
     for name in options.configs:
         if not Path(name).exists():
             raise ConfigError(f"{name}: cannot be read: no such file{did_you_mean_file(name)}")
-    configs = tuple(launch_config(Path(name), name) for name in options.configs)
-    return Options(selectors, configs, options.gpu, _fixing(options))
+    with looks.on_behalf("--config"):
+        return tuple(launch_config(Path(name), name) for name in options.configs)
 
 
 def _fixing(options: argparse.Namespace) -> Literal["safe", "unsafe", "noqa"] | None:
@@ -120,6 +144,8 @@ def _keep(report: FileReport) -> list[str]:
     path = report.target.path
     problems = [f"{path}:{problem}" for problem in mended.problems]
     if report.target.data is None and mended.after != mended.before:
+        from mpguard.edits import write_atomically
+
         try:
             if Path(path).read_bytes() != mended.before:
                 problems.append(

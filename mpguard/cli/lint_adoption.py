@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpguard.edits import write_atomically
 from mpguard.errors import ConfigError
 from mpguard.lint.finding import Finding
 
@@ -102,6 +101,7 @@ class Adoption:
 
     def write(self, findings: Sequence[Finding]) -> int:
         """Writes the baseline. Raises `ConfigError`."""
+        from mpguard.edits import write_atomically
         from mpguard.lint.adoption import baseline
 
         try:

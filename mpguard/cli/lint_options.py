@@ -114,7 +114,7 @@ def _running(group: argparse._ArgumentGroup) -> None:
         "--isolated", action="store_true", help="no settings of any pyproject.toml, no rules of other distributions"
     )
     group.add_argument("-j", "--jobs", type=_jobs, metavar="N", help="processes (default: as many as there are cores)")
-    group.add_argument("--no-cache", action="store_true", help="accepted, without effect: this version keeps no cache")
+    group.add_argument("--no-cache", action="store_true", help="neither use nor keep findings between runs")
 
 
 def _codes(text: str) -> tuple[str, ...]:

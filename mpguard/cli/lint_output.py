@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import io
 import stat
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from mpguard.edits import write_atomically
 from mpguard.errors import ConfigError
-from mpguard.lint.engine import FileReport, Mended
 from mpguard.lint.report import TEXTS, Line, Outcome, as_json, statistics, summary, write
+from mpguard.lint.result import FileReport, Mended
 
 
 def check(options: argparse.Namespace) -> None:
@@ -74,6 +72,8 @@ def _lines_of(options: argparse.Namespace, outcome: Outcome) -> Iterable[Line]:
 
 
 def _write_file(file: Path, options: argparse.Namespace, outcome: Outcome) -> None:
+    from mpguard.edits import write_atomically
+
     text = _document(options, outcome)
     if text is None:
         stream = io.StringIO()
@@ -90,6 +90,8 @@ def _write_file(file: Path, options: argparse.Namespace, outcome: Outcome) -> No
 
 
 def _diff(path: str, mended: Mended) -> bytes:
+    import difflib
+
     before, after = (data.decode("utf-8", "surrogateescape") for data in (mended.before, mended.after))
     lines: list[str] = []
     for line in difflib.unified_diff(_lines(before), _lines(after), path, path):

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint.report import coloured
-from mpguard.lint.workers import Told
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+    from mpguard.lint.workers import Told
 
 #: Seconds in which a run says nothing: most are over by then, and rich takes 0.05 s to import.
 PATIENCE = 1.0

@@ -14,18 +14,21 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mpguard import settings
+from mpguard import looks, settings
 from mpguard.edits import Edit
 from mpguard.lint import gate, limit, suppress, workers
 from mpguard.lint.files import MARKDOWN, Target
 from mpguard.lint.finding import Finding, Lines, placed
 from mpguard.lint.project.project import LaunchConfig, Project
+from mpguard.lint.result import Defect, FileReport, Mended
 from mpguard.lint.rule import BaseRule, ConfigRule, Diagnostic, LaunchRule, Rule
 from mpguard.lint.selection import Rules, Selection, Selectors, ignored_in, selection
 
 if TYPE_CHECKING:
     from mpguard.document import Document
     from mpguard.lint.facts.file import Facts
+
+__all__ = ["CONFIG", "SYNTAX", "Checked", "Defect", "Engine", "FileReport", "Mended", "Options"]
 
 SYNTAX, CONFIG = "MPG000", "MPG003"
 
@@ -44,50 +47,6 @@ _BROKEN_CONFIG = re.compile(
     rb"[\"']?[ \t]*:",
     re.M,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Defect:
-    """A rule, or the engine, that failed on a file: a fault of mpguard's, not of the file.
-
-    module: where the rule is from, if it is none of ours.
-    """
-
-    path: str
-    code: str
-    error: str
-    traceback: str
-    module: str = ""
-
-    def __str__(self) -> str:
-        who, whom = (f"{self.code} (of {self.module})", " to its authors") if self.module else (self.code, "")
-        return (
-            f"{self.path}: defect in {who}: {self.error}. Its findings in this file are missing; please report it{whom}"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Mended:
-    """A file with fixes applied. problems: why some of them were not."""
-
-    before: bytes
-    after: bytes
-    fixes: int
-    problems: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class FileReport:
-    """What became of one file. With fixes asked for, the findings are those that are left.
-
-    ours: whether it is Python, or a config that mpguard knows; others are passed over.
-    """
-
-    target: Target
-    findings: tuple[Finding, ...] = ()
-    defects: tuple[Defect, ...] = ()
-    mended: Mended | None = None
-    ours: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +116,7 @@ class Engine:
     def check(self, target: Target) -> FileReport:
         """Checks one file. Never raises: what goes wrong is in the report."""
         try:
-            with limit.computing():
+            with limit.computing(), looks.on_behalf(target.path):
                 return self._check(target)
         except limit.TooLong:
             self.project = Project(self.options.configs, self.options.gpu)  # what was half made is of no use
@@ -172,15 +131,17 @@ class Engine:
         if target.problem is not None:
             return self._unreadable(target, target.problem)
         if target.kind == "config" and not target.named and target.size > LARGEST_FOUND_CONFIG:
-            return FileReport(target, ours=False)
+            looks.size(target.path)
+            return FileReport(target, ours=False, trace=looks.trace(target.path))
         try:
-            data = Path(target.path).read_bytes() if target.data is None else target.data
+            data = looks.read(target.path) if target.data is None else target.data
         except OSError as error:
             return self._unreadable(target, f"the file cannot be read: {error.strerror or error}")
         checked = self.content(data, target)
         ours, mended = checked.ours, None
         if self.options.fix is None:
-            return FileReport(target, tuple(checked.findings), tuple(checked.defects), mended, ours)
+            trace = looks.trace(target.path) if target.data is None and not checked.defects else None
+            return FileReport(target, tuple(checked.findings), tuple(checked.defects), mended, ours, trace)
         from mpguard.lint import fixes
         from mpguard.lint.adoption import noqa
 
@@ -211,6 +172,8 @@ class Engine:
     def selection(self, path: str) -> Selection:
         """The rules that are on for a file."""
         found = settings.nearest(Path(path))
+        if found.configs:  # one that has gone is said even where no rule asks for it
+            self.project.configs_for(path)
         ignored = ignored_in(path, self.rules, found)
         return self._selected(found).without(ignored) if ignored else self._selected(found)
 
@@ -454,7 +417,7 @@ class Engine:
                 return Lines(config.document.text)
         from mpguard.lint.source import Source
 
-        return Lines(Source(Path(path).read_bytes(), path).text)
+        return Lines(Source(looks.read(path), path).text)
 
     def _unreadable(self, target: Target, problem: str) -> FileReport:
         code = CONFIG if target.kind == "config" else SYNTAX

@@ -5,10 +5,12 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpguard.document.nodes import line_starts
-from mpguard.lint.rule import Applicability, BaseRule, Diagnostic, Note, Severity
+
+if TYPE_CHECKING:
+    from mpguard.lint.rule import Applicability, BaseRule, Diagnostic, Note, Severity
 
 Position = tuple[int, int]
 Span = tuple[int, int]

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from mpguard.lint.finding import Finding, PlacedNote, Position
-from mpguard.lint.rule import BaseRule
 
 #: Pieces of text, each with a style of rich's (empty: none).
 Line = list[tuple[str, str]]
@@ -32,7 +31,7 @@ _WIDEST = 160
 class Outcome:
     """A whole run. fixed: fixes applied, or findings suppressed (`suppressed`), in `fixed_files` files.
 
-    rules: those that there are, by code. trouble: what could not be checked, and why.
+    trouble: what could not be checked, and why.
     left_out: findings that are not among these, by why ("known by baseline.json").
     """
 
@@ -40,7 +39,6 @@ class Outcome:
     files: int
     fixed: int = 0
     fixed_files: int = 0
-    rules: Mapping[str, type[BaseRule]] = dataclasses.field(default_factory=dict)
     trouble: Sequence[str] = ()
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
     suppressed: bool = False

@@ -25,7 +25,10 @@ _ROOT = "%SRCROOT%"
 
 
 def report(outcome: Outcome) -> str:
+    from mpguard.lint.rule import rules
+
     codes = sorted({finding.code for finding in outcome.findings})
+    known = rules() if codes else {}
     index = {code: number for number, code in enumerate(codes)}
     digests = fingerprints(outcome.findings)
     run = {
@@ -33,7 +36,7 @@ def report(outcome: Outcome) -> str:
             "driver": {
                 "name": "mpguard",
                 "version": mpguard.__version__,
-                "rules": [_rule(outcome.rules[code]) for code in codes],
+                "rules": [_rule(known[code]) for code in codes],
             }
         },
         "invocations": [

@@ -232,7 +232,7 @@ def in_tree(top: Path) -> Mapping[str, tuple[Launch, ...]]:
     """Real path of a script -> the lines of its tree that launch it; nothing for a tree that is too large."""
     found: dict[str, list[Launch]] = {}
     files = _launch_files(str(top))
-    looks.note("launch files", str(top), _seen(files))
+    looks.note("launch files", str(top), looks.names_digest(files))
     for path in files:
         try:
             launches = read(looks.read_up_to(path, LARGEST) or b"", path)
@@ -247,11 +247,7 @@ def in_tree(top: Path) -> Mapping[str, tuple[Launch, ...]]:
 
 def files_seen(top: str) -> str:
     """What is noted of the files of a tree that may hold launch lines."""
-    return _seen(_launch_files(top))
-
-
-def _seen(files: list[str]) -> str:
-    return looks.digested("\0".join(files).encode("utf-8", "surrogateescape"))
+    return looks.names_digest(_launch_files(top))
 
 
 def _launch_files(top: str) -> list[str]:

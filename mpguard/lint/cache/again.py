@@ -1,0 +1,92 @@
+"""Looks again at what findings rest on, each thing once."""
+
+# Thousands of paths are looked at here, which strings do several times faster than Path.
+# ruff: noqa: PTH116
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from mpguard import looks
+from mpguard.looks import Key, Seen
+
+#: Times of change, size, inode, and the digest of the content.
+Content = tuple[int, int, int, int, str]
+
+
+class Again:
+    """Compares what was seen with what is there. contents: files whose content a status vouches for; kept up to date.
+
+    changed: whether something was learnt that is worth keeping.
+    """
+
+    def __init__(self, contents: dict[str, Content]) -> None:
+        self.contents = contents
+        self.changed = False
+        self._seen: dict[Key, Seen] = {}
+
+    def is_so(self, what: str, where: str, seen: Seen) -> bool:
+        """Whether a look shows the same again."""
+        if what == "imported":
+            return self._imported(where, seen)
+        key = (what, where)
+        if key not in self._seen:
+            self._seen[key] = self._look(what, where)
+        return bool(self._seen[key] == seen)
+
+    def _look(self, what: str, where: str) -> Seen:
+        if what == "file":
+            return self._content(where)
+        if what == "type":
+            return looks.type_of(where)
+        if what == "size":
+            return looks.size_of(where)
+        if what == "names":
+            folder, *endings = where.split("\0")
+            return looks.names_digest(looks.names_in(folder, endings))
+        if what == "real":
+            return os.path.realpath(where)
+        if what == "settings":
+            from mpguard import settings
+
+            return settings.nearest(Path(where)).fingerprint
+        if what == "launch files":
+            from mpguard.lint.project import launch_lines
+
+            return launch_lines.files_seen(where)
+        return looks.CHANGED
+
+    def _content(self, path: str) -> str | None:
+        try:
+            status = os.stat(path)
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            now = looks.status_of(status)
+            known = self.contents.get(path)
+            if known is not None and tuple(known[:4]) == now:
+                return known[4]
+            with open(path, "rb") as file:  # noqa: PTH123
+                digest = looks.digested(file.read())
+        except (OSError, ValueError):
+            return None
+        if looks.settled(status):
+            self.contents[path] = (*now, digest)
+            self.changed = True
+        return digest
+
+    def _imported(self, where: str, seen: Seen) -> bool:
+        """Whether the tree still answers the same: surely where its files have not changed, else by asking it."""
+        from mpguard.lint.project import importers
+
+        top, file, name = where.split("\0")
+        answer, before = seen
+        now = importers.state(top)
+        if now is not None and now == before:
+            return True
+        if importers.asked(top, file, name) is not answer:
+            return False
+        seen[1] = now  # the next run need not ask
+        self.changed = self.changed or now is not None
+        return True

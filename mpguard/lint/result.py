@@ -1,0 +1,58 @@
+"""What becomes of a linted file: findings, defects of rules, fixes that were applied. Plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from mpguard.lint.files import Target
+
+if TYPE_CHECKING:
+    from mpguard.lint.finding import Finding
+    from mpguard.looks import Trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Defect:
+    """A rule, or the engine, that failed on a file: a fault of mpguard's, not of the file.
+
+    module: where the rule is from, if it is none of ours.
+    """
+
+    path: str
+    code: str
+    error: str
+    traceback: str
+    module: str = ""
+
+    def __str__(self) -> str:
+        who, whom = (f"{self.code} (of {self.module})", " to its authors") if self.module else (self.code, "")
+        return (
+            f"{self.path}: defect in {who}: {self.error}. Its findings in this file are missing; please report it{whom}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Mended:
+    """A file with fixes applied. problems: why some of them were not."""
+
+    before: bytes
+    after: bytes
+    fixes: int
+    problems: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class FileReport:
+    """What became of one file. With fixes asked for, the findings are those that are left.
+
+    ours: whether it is Python, or a config that mpguard knows; others are passed over.
+    trace: what the findings rest on; None where they are not to be kept: there was trouble, or nobody keeps any.
+    """
+
+    target: Target
+    findings: tuple[Finding, ...] = ()
+    defects: tuple[Defect, ...] = ()
+    mended: Mended | None = None
+    ours: bool = True
+    trace: Trace | None = None
