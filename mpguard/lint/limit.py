@@ -34,7 +34,8 @@ def computing() -> Iterator[None]:
         raise TooLong
 
     before = signal.signal(signal.SIGVTALRM, over)
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    # Again each second: in a `__del__` or a callback of C code Python swallows what is raised.
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, 1)
     try:
         yield
     finally:

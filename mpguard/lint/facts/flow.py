@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -32,6 +32,8 @@ _CASTS = frozenset({"float", "double", "to", "type", "type_as"})
 #: Methods that end what a cast to FP16 began.
 UPCASTS = frozenset({"float", "double"})
 _MOST_USES = 100_000
+#: Bindings that are looked at on the way, for one file.
+_MOST_BINDINGS = 2_000_000
 
 #: Methods and functions whose result carries no gradient, or that only look.
 _STOPS = frozenset({
@@ -88,6 +90,18 @@ class Flow:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.uses_left = _MOST_USES
+        self.bindings_left = _MOST_BINDINGS
+
+    @property
+    def spent(self) -> bool:
+        return self.uses_left <= 0 or self.bindings_left <= 0
+
+    def between(self, bindings: Sequence[Binding], first: int, last: int) -> Sequence[Binding]:
+        """Of a scope's bindings of a name, those between two places; they are in order."""
+        place = bisect.bisect_right(bindings, first, key=_order)
+        between = bindings[place : bisect.bisect_left(bindings, last, place, key=_order)]
+        self.bindings_left -= len(between)
+        return between
 
     def forward(self, node: cst.CSTNode, at: Record, guard: Guard | None = None) -> Reach:
         """What the value of an expression reaches."""
@@ -249,7 +263,7 @@ class _Forward:
         """Follows all uses of a name that may have the value."""
         if (key, scope, order) in self.seen or self.left <= 0:
             return
-        if self.deep > _DEEP or self.facts.flow.uses_left <= 0:
+        if self.deep > _DEEP or self.facts.flow.spent:
             self.reach.outside = True
             return
         self.seen.add((key, scope, order))
@@ -266,12 +280,16 @@ class _Forward:
         else:
             places = [s for s in places if s is scope or key not in s.bindings]
         root = key.split(".", 1)[0]
+        last = self.ends(key, scope, order)
         for place in places:
             for use in place.uses.get(root, ()):
                 self.facts.flow.uses_left -= 1
+                if self.facts.flow.spent:
+                    self.reach.outside = True
+                    return
                 if use.path != key and not use.path.startswith(key + "."):
                     continue
-                if (place is scope and not order < use.order < self.ends(key, scope, order)) or (use, key) in self.seen:
+                if (place is scope and not order < use.order < last) or (use, key) in self.seen:
                     continue
                 if not compatible(self.guard, use.guard) or self.rebound(
                     key, place if key.startswith("self.") else scope, order, use
@@ -320,7 +338,7 @@ class _Forward:
                 binding.kind not in ("item", "augmented")
                 and not (binding.guard - use.guard)
                 and set(binding.loops) <= set(use.loops)
-                for binding in _between(scope.bindings.get(key, ()), order, use.order)
+                for binding in self.facts.flow.between(scope.bindings.get(key, ()), order, use.order)
             )
         )
 
@@ -502,14 +520,6 @@ def _order(record: Record) -> int:
     return record.order
 
 
-def _between(bindings: Sequence[Binding], first: int, last: int) -> Iterator[Binding]:
-    """Of a scope's bindings of a name, those between two places; they are in order."""
-    for place in range(bisect.bisect_right(bindings, first, key=_order), len(bindings)):
-        if bindings[place].order >= last:
-            return
-        yield bindings[place]
-
-
 class _Backward:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -534,10 +544,12 @@ class _Backward:
     def name(self, path: str, scope: Scope, order: int, guard: Guard, depth: int) -> None:
         parts = path.split(".")
         for length in range(len(parts), 0, -1):
+            if self.facts.flow.spent:
+                return
             key = ".".join(parts[:length])
             bindings = [
                 b
-                for b in _between(scope.bindings.get(key, ()), -1, order)
+                for b in self.facts.flow.between(scope.bindings.get(key, ()), -1, order)
                 if compatible(b.guard, guard) and b.kind in ("assign", "element", "augmented", "item", "with", "for")
             ] or self.facts.values.reaching(key, scope, order, guard)
             for binding in bindings:

@@ -327,6 +327,8 @@ class Walker:
         self.order = 0
         self.statement: cst.CSTNode = module.node
         self.line: cst.CSTNode = module.node
+        #: Of `a and b or c ...`, which is asked for again at each of its operators; until a flag gets a new meaning.
+        self._formulas: dict[cst.CSTNode, Condition] = {}
 
     def chunk(self, chunk: Chunk) -> None:
         """Walks one top-level statement (or the whole file) as the next of the module."""
@@ -443,6 +445,7 @@ class Walker:
                 condition = self.condition(node.value)
                 if key.rsplit(".", 1)[-1] not in Guard([condition]).flags():
                     holder.conditions[key] = condition
+                    self._formulas.clear()
 
     def _target(
         self, target: cst.CSTNode, value: cst.BaseExpression | None, node: cst.CSTNode, index: tuple[int, ...] = ()
@@ -755,10 +758,9 @@ class Walker:
         if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Not):
             return negated(self.condition(node.expression))
         if isinstance(node, cst.BooleanOperation):
-            parts = (self.condition(node.left), self.condition(node.right))
-            if sum(part.leaves for part in parts) > MOST_FLAGS:
-                return Flag(text_of(node))
-            return All(parts) if isinstance(node.operator, cst.And) else Any(parts)
+            if node not in self._formulas:
+                self._formulas[node] = self._formula(node)
+            return self._formulas[node]
         if isinstance(node, cst.Comparison) and len(node.comparisons) == 1:
             return self._comparison(node)
         if isinstance(node, cst.Call):
@@ -770,6 +772,12 @@ class Walker:
             if name in ("getattr", "get") and key and isinstance(key[0], str):
                 return Flag(key[0])
         return Flag(self._subject(node))
+
+    def _formula(self, node: cst.BooleanOperation) -> Condition:
+        parts = (self.condition(node.left), self.condition(node.right))
+        if sum(part.leaves for part in parts) > MOST_FLAGS:
+            return Flag(text_of(node))
+        return All(parts) if isinstance(node.operator, cst.And) else Any(parts)
 
     def _comparison(self, node: cst.Comparison) -> Condition:
         operator, right = node.comparisons[0].operator, node.comparisons[0].comparator
