@@ -124,15 +124,21 @@ def in_fork(
 
 
 def ranks_in_fork(
-    arguments: Sequence[object], *, cwd: Path, processes: int = 2, timeout: float = 120, program: Program = ours
+    arguments: Sequence[object],
+    *,
+    cwd: Path,
+    processes: int = 2,
+    timeout: float = 120,
+    program: Program = ours,
+    **more: str,
 ) -> list[subprocess.CompletedProcess[str]]:
     """`in_fork` once per rank, in the environment that torchrun gives but without its agent: rank 0 has the store."""
     port = str(free_port())
 
     def start(rank: int) -> subprocess.CompletedProcess[str]:
-        more = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-        more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        return in_fork(arguments, cwd=cwd, timeout=timeout, program=program, **more)
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+        variables = {**more, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return in_fork(arguments, cwd=cwd, timeout=timeout, program=program, **variables)
 
     with concurrent.futures.ThreadPoolExecutor(processes) as pool:
         return list(pool.map(start, range(processes)))

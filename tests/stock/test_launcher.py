@@ -1,0 +1,110 @@
+"""S20 to S23 and S26: what is started, by whom, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from processes import PROGRAMS as SHARED
+from processes import command, in_fork, mp_yaml, ranks_in_fork, told
+from stock import (
+    ENVIRONMENT,
+    PROGRAMS,
+    Launched,
+    clean_accelerate,
+    config,
+    launched,
+    mended,
+    mpguard,
+    mpguard_launch,
+    script,
+)
+
+
+def refused(path: Path, *after: object) -> str:
+    """What `mpguard launch` says before anything starts."""
+    said = mpguard("launch", "--config", path, ENVIRONMENT, *after)
+    assert said.status == 1 and said.err.startswith("mpguard: not in force: "), said
+    return said.err
+
+
+def worlds(run: Launched) -> list[tuple[int, int, str]]:
+    """Rank and size of the world that `Accelerator()` finds in each worker, one after the other, and the engine."""
+    from accelerate import Accelerator
+
+    found = []
+    for worker in run.workers:
+        with clean_accelerate(**worker):
+            made = Accelerator()
+            found.append((made.process_index, made.num_processes, made.distributed_type.value))
+    return found
+
+
+def test_s20_accelerate_has_no_config_flag(tmp_path: Path) -> None:
+    path = mp_yaml(tmp_path)
+    run = launched(tmp_path, "--config", path)
+    assert run.status == 2 and run.workers == [] and "unrecognized arguments: --config" in run.said, mended(20)
+    run = launched(tmp_path, after=("--config", path))
+    assert run.status == 0 and run.arguments == [["--config", str(path)]], run.said
+    assert run.workers[0]["ACCELERATE_MIXED_PRECISION"] == "no", mended(20)
+
+    said = mpguard("launch", ENVIRONMENT, "--config", path)
+    assert said.status == 1 and f"Put it before: --config {path} {ENVIRONMENT}" in said.err, said
+    # `mpguard launch --config` and the hook: tests/test_launch.py, tests/test_hook.py
+
+
+def test_s21_multi_cpu_starts_one_process(tmp_path: Path) -> None:
+    keys = {"distributed_type": "MULTI_CPU", "num_processes": 2}
+    run = launched(tmp_path, config=config(tmp_path, **keys))
+    assert run.status == 0 and len(run.workers) == 1, mended(21)
+    assert worlds(run) == [(0, 1, "NO")], mended(21)
+
+    path = mp_yaml(tmp_path, **keys)
+    run = launched(tmp_path, config=path, program=mpguard_launch)
+    assert [(worker["RANK"], worker["WORLD_SIZE"]) for worker in run.workers] == [("0", "2"), ("1", "2")], run.said
+    one = in_fork(["--config", path, ENVIRONMENT], cwd=tmp_path)
+    assert one.returncode == 1 and "asks for 2 processes, 1 was started" in one.stderr, told(one)
+
+
+def test_s22_multi_gpu_without_a_gpu_starts_processes_that_do_not_know_of_each_other(tmp_path: Path) -> None:
+    keys = {"distributed_type": "MULTI_GPU", "num_processes": 2}
+    run = launched(tmp_path, config=config(tmp_path, **keys))
+    assert run.status == 0 and len(run.workers) == 2, run.said
+    assert worlds(run) == [(0, 1, "NO"), (0, 1, "NO")], mended(22)
+
+    assert "processes would start that do not know of each other" in refused(mp_yaml(tmp_path, **keys))
+
+
+def test_s23_use_cpu_is_ignored_beside_fsdp_and_deepspeed(tmp_path: Path) -> None:
+    fsdp = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": "{fsdp_version: 2}"}
+    run = launched(tmp_path, config=config(tmp_path, **fsdp))
+    assert not any("ACCELERATE_USE_CPU" in worker for worker in run.workers), mended(23)
+    assert worlds(run) == [(0, 1, "NO")] * 2, mended(23)
+    first = launched(tmp_path, config=config(tmp_path, **{**fsdp, "fsdp_config": "{fsdp_version: 1}"}))
+    with pytest.raises(RuntimeError, match="no available devices"):
+        worlds(first)  # by `sync_module_states`, which the launcher sets for FSDP 1
+    assert "accelerate never applies it here: there is no GPU, and `use_cpu: true`" in refused(
+        mp_yaml(tmp_path, **fsdp)
+    )
+
+    deepspeed = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": "{zero_stage: 2}"}
+    run = launched(tmp_path, config=config(tmp_path, **deepspeed))
+    assert not any("ACCELERATE_USE_CPU" in worker for worker in run.workers), mended(23)
+    variables = {name: value for name, value in run.workers[0].items() if name.startswith("ACCELERATE_")}
+    ranks = ranks_in_fork([SHARED / "accelerated.py"], cwd=tmp_path, program=script, **variables)
+    assert all(rank.returncode == 1 and "16 != 16 * 1 * 2" in rank.stderr for rank in ranks), mended(23)
+    assert "which accelerate starts on a GPU only" in refused(mp_yaml(tmp_path, **deepspeed))
+
+
+def test_s26_a_script_whose_last_act_is_a_collective_aborts_at_exit(tmp_path: Path) -> None:
+    """With a world of one and the coincidence forced; with two ranks and by itself it is one run in five."""
+    program = PROGRAMS / "last_collective.py"
+    stock = command("python", program, cwd=tmp_path)
+    assert "one collective is left" in stock.stdout, told(stock)
+    assert stock.returncode == -signal.SIGABRT and "terminate called" in stock.stderr, mended(26)
+
+    path = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
+    run = command("python", "-m", "mpguard.run", "--config", path, program, cwd=tmp_path, WORLD_SIZE="2")
+    assert "one collective is left" in run.stdout and "terminate called" not in run.stderr, told(run)
+    assert run.returncode == 0, told(run)
