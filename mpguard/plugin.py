@@ -22,6 +22,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from mpguard import discover
+from mpguard.discover import Made
 from mpguard.errors import ExtensionError, MissingExtra, NotCarried, PolicyError, did_you_mean
 from mpguard.policy import FIELD_NAMES, Policy
 
@@ -155,25 +157,25 @@ class Plugin:
         check_strategy(strategy)
         return {
             key: value if isinstance(value, Setting) else Setting(value)
-            for key, value in self._settings(policy, strategy).items()
+            for key, value in self._ask(self._settings, policy, strategy).items()
         }
 
     def strategy(self, config: Mapping[str, Any]) -> str | None:
         """The strategy that a config of this target states; None where it does not say."""
-        return None if self._strategy is None else self._strategy(config)
+        return None if self._strategy is None else self._ask(self._strategy, config)
 
     def settings_for(
         self, config: Mapping[str, Any], policy: Policy, strategy: str | None = None
     ) -> dict[str, Setting]:
         """`settings` for one config: its own strategy unless given, and what cannot stand beside its other keys."""
         found = self.settings(policy, strategy or self.strategy(config))
-        return found if self._fit is None else self._fit(found, config)
+        return found if self._fit is None else self._ask(self._fit, found, config)
 
     def arguments(self, policy: Policy, strategy: str | None = None) -> dict[str, Any]:
         """What the real object is built from, as plain data; by default the settings, nested."""
         check_strategy(strategy)
         if self._arguments is not None:
-            return self._arguments(policy, strategy)
+            return self._ask(self._arguments, policy, strategy)
         return merged({}, self.settings(policy, strategy))
 
     def build(self, policy: Policy, strategy: str | None = None) -> Any:
@@ -182,7 +184,7 @@ class Plugin:
         if self._build is None:
             return arguments
         self.require()
-        return self._build(arguments)
+        return self._ask(self._build, arguments)
 
     def require(self) -> None:
         if self.library and importlib.util.find_spec(self.library) is None:
@@ -190,13 +192,16 @@ class Plugin:
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Whether a parsed config file is one of this target's, by its content."""
-        return self._recognises is not None and self._recognises(config)
+        return self._recognises is not None and self._ask(self._recognises, config)
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The policy fields that a config of this target says, as plain values for `Policy.of`."""
         if self._read is None:
             raise PolicyError(f"{self.name}: configs of this target can be written, not read back")
-        return self._read(config)
+        return self._ask(self._read, config)
+
+    def _ask(self, function: Callable[..., Made], *arguments: Any) -> Made:
+        return discover.asked(f"plugin {self.name}", function, *arguments)
 
     def argued(
         self, function: Callable[[Policy, str | None], dict[str, Any]]
@@ -269,8 +274,6 @@ def plugin(
 
 def plugins() -> dict[str, Plugin]:
     """All plugins by target, loaded through the entry point `mpguard.plugins`."""
-    from mpguard import discover
-
     discover.load("mpguard.plugins")
     return dict(sorted(_PLUGINS.items()))
 

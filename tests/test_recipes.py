@@ -196,6 +196,23 @@ def test_a_plugin_that_cannot_be_is_an_error(
     assert reason in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("group", "text"), [
+    ("mpguard.plugins", PLUGIN.replace("policy.bf16", "1 / 0")),
+    ("mpguard.recipes", RECIPE.replace("mpguard.Policy(bf16=True)", "1 / 0")),
+])  # fmt: skip
+def test_an_extension_that_raises_is_named_where_it_is_asked(
+    group: str, text: str, installed: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    arguments = ["recipes"] if group == "mpguard.recipes" else ["recipes", "bf16_mixed"]
+    code = f"import sys; from mpguard.cli import main; sys.exit(main({arguments}))"
+    done = installed(group, {"__init__.py": "", "p.py": text}, code)
+    kind = group.removeprefix("mpguard.").removesuffix("s")
+    assert done.returncode == 2
+    assert (
+        done.stderr == f"mpguard: {kind} theirs: `theirs` of other_pkg.p fails: ZeroDivisionError: division by zero\n"
+    )
+
+
 def test_own_extensions_alone_can_be_asked_for(installed: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     code = "from mpguard import discover; print([m.__name__ for m in discover.load('mpguard.recipes', own_only=True)])"
     done = installed("mpguard.recipes", {"__init__.py": "1 / 0"}, code)
