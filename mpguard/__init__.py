@@ -33,7 +33,7 @@ from mpguard.policy import Dtype, Policy
 from mpguard.recipes import recipe, recipes, register
 
 if TYPE_CHECKING:
-    from mpguard.conversion import convert, revert
+    from mpguard.conversion import convert, fp8_state_dict, load_fp8_state_dict, revert
     from mpguard.runtime import activate, prove
 
 __version__ = "0.1.0"
@@ -55,7 +55,9 @@ __all__ = [
     "UnknownRecipe",
     "activate",
     "convert",
+    "fp8_state_dict",
     "inject",
+    "load_fp8_state_dict",
     "prove",
     "recipe",
     "recipes",
@@ -69,7 +71,7 @@ def __getattr__(name: str) -> object:
         from mpguard import runtime
 
         return getattr(runtime, name)
-    if name in ("convert", "revert"):
+    if name in ("convert", "fp8_state_dict", "load_fp8_state_dict", "revert"):
         from mpguard import conversion
 
         return getattr(conversion, name)

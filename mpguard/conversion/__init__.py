@@ -3,6 +3,7 @@
     choice    which Linear layers become FP8, and why the others stay
     swap      the change itself, and back
     padding   rows that are no multiple of what FP8 needs
+    history   what delayed scaling remembers, in checkpoints
     torchao   the layer of torchao
     te        the layer of Transformer Engine
 
@@ -19,9 +20,10 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mpguard.conversion.history import fp8_state_dict, load_fp8_state_dict
     from mpguard.conversion.swap import convert, revert
 
-__all__ = ["Conversion", "convert", "revert"]
+__all__ = ["Conversion", "convert", "fp8_state_dict", "load_fp8_state_dict", "revert"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,4 +59,8 @@ def __getattr__(name: str) -> object:
         from mpguard.conversion import swap
 
         return getattr(swap, name)
+    if name in ("fp8_state_dict", "load_fp8_state_dict"):
+        from mpguard.conversion import history
+
+        return getattr(history, name)
     raise AttributeError(f"module 'mpguard.conversion' has no attribute {name!r}")

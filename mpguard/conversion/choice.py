@@ -59,6 +59,13 @@ def reasons(modules: Named, policy: Policy) -> dict[int, str]:
     return found
 
 
+def plain_name(name: str) -> str:
+    """A qualified name without what wrappers put in it."""
+    for wrapper in ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."):
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")
+
+
 def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 

@@ -22,7 +22,10 @@ CALLS, SHARE = 100, 0.05
 
 @dataclasses.dataclass
 class Padding:
-    """Of the layers of one model: multiply-adds in all, those on padding, and what has been said."""
+    """Of the layers of one model: multiply-adds in all, those on padding, and what has been said.
+
+    trained: whether one of them has been called for a gradient.
+    """
 
     multiple: int
     calls: int = 0
@@ -30,9 +33,11 @@ class Padding:
     padded: int = 0
     said: bool = False
     warned: bool = False
+    trained: bool = False
 
     def count(self, layer: str, rows: int, added: int, size: int) -> None:
         self.calls += 1
+        self.trained = self.trained or torch.is_grad_enabled()
         self.work += (rows + added) * size
         self.padded += added * size
         if added and not self.said:
@@ -55,12 +60,16 @@ def _warn(text: str) -> None:
 
 @dataclasses.dataclass
 class State:
-    """What a converted layer knows: its name, the policy, which attributes came with the conversion, or since."""
+    """What a converted layer knows: its name, the policy, which attributes came with the conversion, or since.
+
+    restored: whether a history of delayed scaling came from a checkpoint.
+    """
 
     name: str
     policy: Policy
     padding: Padding
     added: tuple[str, ...] = ()
+    restored: bool = False
 
 
 class Padded(nn.Module):

@@ -17,6 +17,7 @@ from torch import nn
 
 from mpguard import hardware
 from mpguard.conversion import Conversion, choice
+from mpguard.conversion.history import recall_kept
 from mpguard.conversion.padding import Padded, Padding, State
 from mpguard.errors import NotCarried, NotInForce, PolicyError
 from mpguard.plugin import carriers
@@ -131,6 +132,7 @@ def become(layer: nn.Linear, kind: type[Padded], template: nn.Module, state: Sta
     state.added = tuple(added)
     layer.__dict__[MARK] = state
     layer.__class__ = kind  # type: ignore[assignment]
+    recall_kept(layer)
 
 
 def _check(model: nn.Module) -> None:

@@ -16,19 +16,22 @@ import transformer_engine.pytorch as te
 from torch import nn
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+from mpguard.conversion.history import Remembering, watch
 from mpguard.conversion.padding import Padded
 from mpguard.errors import NotInForce
 from mpguard.plugin import get
 from mpguard.policy import Policy
 
 
-class Float8Linear(Padded, te.Linear, nn.Linear):  # type: ignore[misc]
+class Float8Linear(Padded, Remembering, te.Linear, nn.Linear):  # type: ignore[misc]
     """Transformer Engine's `Linear` in the place of an `nn.Linear`, which it still is.
 
-    The state of delayed scaling is no part of the `state_dict`, whose keys stay those of the plain model.
+    Its own "extra state", a pickle under a key of its own in the `state_dict`, is left out: see `history`.
     """
 
     _mpguard_recipe: Any
+    fp8_meta: dict[str, Any]
+    init_fp8_meta_tensors: Any
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
     reset_parameters = nn.Linear.reset_parameters
@@ -52,6 +55,22 @@ class Float8Linear(Padded, te.Linear, nn.Linear):  # type: ignore[misc]
             )
         with te.autocast(recipe=recipe):
             return super().forward(input)
+
+    def remembers(self) -> bool:
+        return bool(self._mpguard_recipe.delayed() and self.fp8_meta_tensors_initialized)
+
+    def history(self) -> dict[str, torch.Tensor]:
+        recipe = self._mpguard_recipe
+        if not recipe.delayed():
+            return {}
+        if not self.fp8_meta_tensors_initialized:  # as `set_extra_state` does before the first forward pass
+            self.fp8_meta |= {"num_gemms": 1, "recipe": recipe}
+            self.init_fp8_meta_tensors(recipe)
+        return {
+            f"{name}_{way}": getattr(self.fp8_meta[f"scaling_{way}"], name)
+            for way in ("fwd", "bwd")
+            for name in ("scale", "amax_history")
+        }
 
 
 class Region:
@@ -88,6 +107,7 @@ def around(model: nn.Module, policy: Policy) -> None:
     """FP8 autocast around the forward pass of the model, where the recipe has a history."""
     recipe = get("te").build(policy)
     if recipe.delayed() and not any(map(is_ours, model._forward_pre_hooks.values())):
+        watch(layer for layer in model.modules() if isinstance(layer, Float8Linear))
         region = Region(recipe)
         model.register_forward_pre_hook(region.enter)
         model.register_forward_hook(region.leave, always_call=True)

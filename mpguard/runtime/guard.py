@@ -26,12 +26,13 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpguard import hardware
+from mpguard.conversion.choice import plain_name
 from mpguard.errors import ConfigError, NotCarried, NotInForce, NotProven
 from mpguard.plugin import Change, require_carried
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
 from mpguard.runtime import imports, proof, verdict
-from mpguard.runtime.observe import Observed, innermost, models_of, observe, plain_name, updated_by
+from mpguard.runtime.observe import Observed, innermost, models_of, observe, updated_by
 from mpguard.runtime.plan import Plan, enforcement
 from mpguard.runtime.proof import Proof, Row
 from mpguard.runtime.recorder import Recorder
@@ -136,6 +137,12 @@ class Guard:
         policy = self.plan.policy
         if policy.low_bit_recipe is None or not self.converts:
             return
+        if gathers(policy, self.plan.strategy):
+            self._fail(
+                "fp8_param_gather: under FSDP2 float8 all-gather is put into a model by accelerate alone, and there "
+                "was no Accelerator before this optimizer. Make one first, or go without: "
+                "mpguard_overrides: {fp8_param_gather: false}"
+            )
         from mpguard.conversion import choice, swap
 
         for root in models_of(updated_by(optimizer)):
@@ -392,6 +399,12 @@ class Guard:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
+
+
+def gathers(policy: Policy, strategy: str | None) -> bool:
+    """Whether accelerate's own conversion is needed: it alone puts float8 all-gather into a model."""
+    able = policy.fp8_recipe == "tensorwise" and "torchao" in policy.backends
+    return bool(policy.fp8_param_gather and able and strategy == "fsdp2" and not policy.first_last_layers_bf16)
 
 
 def not_in_force(message: str) -> str:

@@ -12,6 +12,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from mpguard.conversion.choice import plain_name
 from mpguard.policy import Policy
 from mpguard.runtime import fp8
 from mpguard.runtime.products import ATTENTION, short
@@ -60,13 +61,6 @@ class Observed:
     fp8: fp8.Fp8Found | None = None
     tf32: bool | None = None
     compiled: bool = False
-
-
-def plain_name(name: str) -> str:
-    """A qualified name without what wrappers put in it."""
-    for wrapper in ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."):
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
 
 
 def device_of(module: nn.Module) -> str:

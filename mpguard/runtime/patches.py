@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -23,9 +24,8 @@ from typing import Any
 
 from mpguard.errors import ConfigError
 from mpguard.plugin import ABSENT, Change, Setting, differences, merged
-from mpguard.policy import Policy
+from mpguard.runtime import checkpoints, imports
 from mpguard.runtime import guard as guards
-from mpguard.runtime import imports
 from mpguard.runtime.observe import innermost
 
 log = logging.getLogger("mpguard")
@@ -65,6 +65,16 @@ def _accelerator(original: Function) -> Function:
         given = dict(signature.bind(self, *args, **kwargs).arguments)
         del given["self"]
         original(self, **_accelerator_arguments(given, guard))
+        if guard.plan.policy.low_bit_recipe != "delayed":
+            return
+        this = weakref.ref(self)  # the hooks are its own
+
+        def load(_models: Any, folder: str) -> None:
+            found = this()
+            checkpoints.load(found._models if found is not None else (), folder)  # those of FSDP are not handed over
+
+        self.register_save_state_pre_hook(lambda models, _weights, folder: checkpoints.save(models, folder))
+        self.register_load_state_pre_hook(load)
 
     return __init__
 
@@ -73,7 +83,7 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
     """The arguments of `Accelerator` with the policy in them; of FP8 the rest, where mpguard converts itself."""
     strategy = _accelerate_strategy(given)
     policy = guard.plan.policy
-    guard.converts = not _gathers(policy, strategy)
+    guard.converts = not guards.gathers(policy, strategy)
     converts = policy.low_bit_recipe is not None and guard.converts
     with guards.quiet():
         wanted = (policy.replace(fp8=None, fp4=None) if converts else policy).to("accelerate", strategy)
@@ -100,12 +110,6 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
         result["dynamo_backend"] = wanted["dynamo_backend"]
         result.pop("dynamo_plugin", None)
     return result
-
-
-def _gathers(policy: Policy, strategy: str | None) -> bool:
-    """Whether accelerate's own conversion is needed: it alone puts float8 all-gather into a model."""
-    able = policy.fp8_recipe == "tensorwise" and "torchao" in policy.backends
-    return bool(policy.fp8_param_gather and able and strategy == "fsdp2" and not policy.first_last_layers_bf16)
 
 
 def _accelerate_strategy(given: Mapping[str, Any]) -> str | None:
@@ -161,6 +165,28 @@ def _fsdp_plugin(given: Any, wanted: Any, guard: guards.Guard) -> Any:
         guard.say_change("Accelerator", Change("fsdp_plugin.mixed_precision_policy", before, wanted))
     plugin.mixed_precision_policy = wanted
     return plugin
+
+
+# -- transformers --------------------------------------------------------------------------------
+
+
+def _trainer(parameter: str, act: Callable[..., None]) -> Callable[[Function], Function]:
+    """A wrapper of what saves or loads the optimizer's state of a Trainer: the FP8 history goes with it."""
+
+    def wrap(original: Function) -> Function:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            folder = signature.bind(self, *args, **kwargs).arguments[parameter]
+            if guards.current() is not None and folder is not None:
+                act([self.model], folder)
+            return result
+
+        return wrapped
+
+    return wrap
 
 
 # -- DeepSpeed -----------------------------------------------------------------------------------
@@ -285,6 +311,10 @@ def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Ca
                 wanted = guard.plan.policy.to(target)
             given = bound.arguments.get(parameter)
             bound.arguments[parameter] = _with_dtypes(given, wanted, fields, target, guard)
+            if target == "fsdp1" and guard.plan.policy.low_bit_recipe and not bound.arguments.get("use_orig_params"):
+                why = "FP8 layers need a weight of their own"
+                guard.say_change("FullyShardedDataParallel", Change("use_orig_params", False, True, why))
+                bound.arguments["use_orig_params"] = True
             return original(*bound.args, **bound.kwargs)
 
         return wrapped
@@ -409,6 +439,19 @@ def _load_state_dict(original: Function) -> Function:
     return load_state_dict
 
 
+def _module_load_state_dict(original: Function) -> Function:
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is not None and guard.plan.policy.low_bit_recipe == "delayed":
+            from mpguard.conversion import history
+
+            history.keep(self, state_dict)
+        return original(self, state_dict, *args, **kwargs)
+
+    return load_state_dict
+
+
 PATCHES = (
     Patch(
         "accelerate.accelerator",
@@ -420,6 +463,22 @@ PATCHES = (
         "the YAML has no place for the FSDP policy (S12, S13), loss scaling or torchao (S17); code beats it (S11)",
         "accelerate 1.15.0",
         _accelerator,
+    ),
+    Patch(
+        "transformers.trainer",
+        "Trainer._save_optimizer_and_scheduler",
+        ("output_dir",),
+        "its checkpoints hold weights as bare tensors: the history of delayed scaling is saved beside them",
+        "transformers 5.23.0",
+        _trainer("output_dir", checkpoints.save),
+    ),
+    Patch(
+        "transformers.trainer",
+        "Trainer._load_optimizer_and_scheduler",
+        ("checkpoint",),
+        "and put back",
+        "transformers 5.23.0",
+        _trainer("checkpoint", checkpoints.load),
     ),
     Patch(
         "deepspeed",
@@ -508,6 +567,14 @@ PATCHES = (
         "a checkpoint can bring other dtypes: the next step is proven again",
         "torch 2.13.0",
         _load_state_dict,
+    ),
+    Patch(
+        "torch.nn.modules.module",
+        "Module.load_state_dict",
+        ("state_dict",),
+        "weights that are loaded before the optimizer is built come before the conversion: their FP8 history is kept",
+        "torch 2.13.0",
+        _module_load_state_dict,
     ),
 )  # fmt: skip
 
