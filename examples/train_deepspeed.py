@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node 2 -m mpguard.run --config examples/mp_deepspeed.yaml examples/train_deepspeed.py
 
-Runs on the CPU too (gloo).
+Runs on the CPU too (gloo). Another ZeRO stage: `mpguard init bf16_mixed --strategy deepspeed-zero3` writes mp.yaml and
+ds_config.json; give the latter as `--deepspeed_config`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from gpt import GPT, batches, loss_of
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--deepspeed_config", type=Path, default=Path(__file__).with_name("ds_config.json"))
     parser.add_argument("--local_rank", type=int, default=0, help="the deepspeed launcher gives it")
     options = parser.parse_args()
 
-    config = json.loads(Path(__file__).with_name("ds_config.json").read_text(encoding="utf-8"))
+    config = json.loads(options.deepspeed_config.read_text(encoding="utf-8"))
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = GPT()

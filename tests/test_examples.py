@@ -46,6 +46,23 @@ def test_program_trains_and_is_proven(name: str) -> None:
     assert losses[-1] < min(5.0, losses[0]), f"a uniform guess is 5.55, the loss went {losses}"
 
 
+def test_deepspeed_at_another_stage(tmp_path: Path) -> None:
+    """With the two files that `mpguard init` writes; with mp.yaml alone, what the script asks for is another engine."""
+    config = tmp_path / "mp.yaml"
+    assert main(["init", "bf16_mixed", "--strategy", "deepspeed-zero3", "--num-processes", "2", "-o", str(config)]) == 0
+    words = [BIN / "torchrun", "--nproc_per_node", "2", "-m", "mpguard.run", "--config", config]
+    program = [EXAMPLES / "train_deepspeed.py", "--steps", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    told = []
+    for more in ([], ["--deepspeed_config", tmp_path / "ds_config.json"]):
+        done = subprocess.run(
+            [*words, *program, *more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        told.append((done.returncode, done.stdout + done.stderr))
+    assert told[0][0] == 1 and "engine: deepspeed-zero2; asked: deepspeed-zero3" in told[0][1], told[0][1]
+    assert told[1][0] == 0 and "proven in force on all 2 ranks" in told[1][1], told[1][1]
+
+
 def test_the_mistakes_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lint", "--format", "json", str(EXAMPLES / "mistakes")]) == 1
     found = {(Path(each["path"]).name, each["code"]) for each in json.loads(capsys.readouterr().out)["findings"]}
