@@ -113,6 +113,8 @@ def test_statements_are_those_of_the_python_parser() -> None:
         "x = " + "a if b else " * 10_000 + "c",
         "if a:\n  pass\n" + "elif b:\n  pass\n" * 5_000,
         "\n".join(" " * depth + "if a:" for depth in range(300)) + "\n" + " " * 300 + "pass",
+        "def f():\n" + ("    a" + ".b" * 250 + "\n") * 500,
+        "def f():\n" + ("    a" + ".b()" * 100 + "\n") * 3000,
     ],
 )
 def test_what_would_crash_the_parser_is_refused_at_its_place(code: str) -> None:

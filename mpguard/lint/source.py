@@ -14,21 +14,26 @@ import re
 import sys
 import warnings
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import libcst as cst
 from libcst._nodes.internal import CodegenState
+
+if TYPE_CHECKING:
+    from mpguard.lint.trees import Trees
 
 #: CPython itself refuses deeper brackets; libcst's parser overflows its stack near 1,265.
 MOST_BRACKETS = 200
 #: Links of one `.b().b()` chain: libcst is quadratic in them (300 take 0.1 s, 10,000 over 100 s).
 MOST_LINKS = 300
+#: What all chains of a file cost together, in squared links: some 5 s in which libcst cannot be interrupted.
+MOST_SQUARES = 10_000_000
 #: Terms of one expression, and arms of one `if`; libcst overflows between 3,000 and 10,000.
 MOST_TERMS = 1000
 #: CPython's own limit of indentation levels.
 MOST_LEVELS = 100
-#: A byte of dense code is 250 of tree: 1 GiB.
-MOST_BYTES = 4_000_000
+#: A byte of dense code becomes 800 of tree and facts. The largest file that people wrote has 1.1 MB (PyTorch's tests).
+MOST_BYTES = 1_500_000
 #: Deep enough for `MOST_TERMS`, a few Python frames each.
 _FRAMES = 12_000
 
@@ -47,6 +52,7 @@ _COUNTED = re.compile(
 )
 #: Where logical lines begin: a newline outside brackets and strings, before something that is no comment.
 _LINES = re.compile(rf"(?:{_STRING}|#[^\n]*|\\\n)|([()\[\]{{}}])|\n(?=([ \t]*)[^\s#])", re.DOTALL)
+_CHAIN = re.compile(r"(?:\.\w+(?:\([^()\n]*\))?){40}")
 _METHOD = re.compile(r"(?:async[ \t]+)?def[ \t]+(\w+)")
 _OPERATOR_LINES = re.compile(r"^[ \t]*(?:\.|[-+*/|&]|and\b|or\b)|(?:[-+*/|&\\.]|and|or)[ \t]*$", re.MULTILINE)
 _CONTINUES = re.compile(r"(?:else|elif|except|finally)\b|[)\]}]")
@@ -134,6 +140,11 @@ class Chunk:
     @cached_property
     def module(self) -> cst.Module:
         """Its tree; raises `Unparsable`."""
+        before = self.source.trees.take(self.code) if self.source.trees is not None else None
+        if before is not None:
+            if "_spans" in before.__dict__:
+                self.__dict__["_spans"] = before._spans
+            return before.module
         try:
             return _parsed(self.code)
         except (cst.ParserSyntaxError, cst.CSTValidationError) as error:
@@ -142,6 +153,11 @@ class Chunk:
             first = self.source.position(self.source.offset(self.start))[0]
             message = "parse limit: Python accepts this, the linter's parser (libcst) does not"
             raise Unparsable(message, first + line - 1, column, self.source.path) from None
+
+    @property
+    def parsed(self) -> bool:
+        """Whether its tree was asked for."""
+        return "module" in self.__dict__
 
     @cached_property
     def _spans(self) -> dict[cst.CSTNode, tuple[int, int, int, int]]:
@@ -211,14 +227,16 @@ class Source:
     """A file's bytes and what they say.
 
     data, path; `text`: decoded, line endings as they are, without the BOM; `encoding`, `bom`;
-    `chunks`: its top-level statements. Spans and edits are offsets in `text`, in code points.
+    `chunks`: its top-level statements; `trees`: where those of an earlier version are taken from. Spans and edits are offsets in `text`, in code points.
     """
 
     def __init__(self, data: bytes, path: str) -> None:
         self.data, self.path = data, path
+        self.trees: Trees | None = None
         self.bom = data.startswith(codecs.BOM_UTF8)
         if len(data) > MOST_BYTES:
-            raise Unparsable(f"parse limit: the file has {len(data):,} bytes, the linter reads up to {MOST_BYTES:,}")
+            what = f"the file has {len(data):,} bytes, the linter reads up to {MOST_BYTES:,}"
+            raise Unparsable(f"parse limit: {what}; exclude it if it is generated")
         body = data[3:] if self.bom else data
         self.encoding = "utf-8" if self.bom else _cookie(body)
         self.text = _decoded(body, self.encoding)
@@ -308,7 +326,7 @@ class Source:
         if not _suspect(text):
             return
         counts = [[0, 0]]
-        arms = 0
+        arms = squares = 0
         for match in _COUNTED.finditer(text):
             kind, place = match.lastindex, match.start()
             if kind is None:
@@ -331,6 +349,9 @@ class Source:
             else:
                 counts[-1][0] += len(match.group()) if len(match.group()) > 3 else 1
                 counts[-1][1] = 0
+            squares += counts[-1][1]  # 1 + 2 + ... + n: half the square
+            if squares > MOST_SQUARES // 2:
+                self._too_deep("chains that are too many and too long", place)
             if counts[-1][0] > MOST_TERMS or arms > MOST_TERMS:
                 self._too_deep(f"an expression of more than {MOST_TERMS} terms", place)
             if counts[-1][1] > 2 * MOST_LINKS:
@@ -362,7 +383,7 @@ def _suspect(text: str) -> bool:
     for line in re.finditer(r"[^\n]{600,}", text):
         if len(re.findall(r"[-+*/%@|&^~<>.\[(]|\b(?:and|or|not|if|lambda)\b", line.group())) > MOST_LINKS // 2:
             return True
-    if text.count("elif") > MOST_TERMS:
+    if text.count("elif") > MOST_TERMS or _CHAIN.search(text):
         return True
     # chains over many lines: operators at line starts or ends
     run, lines = 0, len(_OPERATOR_LINES.findall(text))
