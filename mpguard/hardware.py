@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
-import importlib.util
 import os
 import re
 from collections.abc import Mapping
@@ -252,6 +250,8 @@ def _visible_devices(visible: str | None) -> list[Any]:
 
 def _torch_cuda() -> Version | None:
     """The CUDA version that torch was built with, read from `torch/version.py`; torch is not imported."""
+    import importlib.util
+
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return None
@@ -265,6 +265,9 @@ def _torch_cuda() -> Version | None:
 
 def _version(module: str) -> str | None:
     """The installed version of a module's distribution; None where the module is not there."""
+    import importlib.metadata  # 20 ms
+    import importlib.util
+
     if importlib.util.find_spec(module) is None:
         return None
     for name in (module, module.replace("_", "-")):

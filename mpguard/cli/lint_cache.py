@@ -27,10 +27,10 @@ FOLDER, VARIABLE = ".mpguard_cache", "MPGUARD_CACHE_DIR"
 @contextlib.contextmanager
 def recorded(options: argparse.Namespace) -> Iterator[None]:
     """Within it, what findings rest on is written down, if they are to be kept."""
+    remembered.forget()
     if options.no_cache:
         yield
         return
-    remembered.forget()
     with looks.recording():
         yield
 

@@ -27,6 +27,9 @@ from mpguard.lint.result import FileReport
 #: Each selection of rules, each set of options and each working directory has a file of its own; the oldest go.
 MOST_FILES = 16
 _PREFIX = "lint-"
+_KEPT = {"files": dict, "looks": list, "contents": dict}
+#: What reading of plain data raises that is not as this version writes it.
+_DAMAGE = (AttributeError, LookupError, TypeError, ValueError)
 _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of mpguard's; https://bford.info/cachedir/\n"
 
 
@@ -43,12 +46,20 @@ class Cache:
         self._verdicts: list[bool | None] = [None] * len(self._looks)
         self._changed = False
 
+    def _is_damaged(self) -> None:
+        self._files, self._looks, self._again, self._verdicts = {}, [], Again({}), []
+        self._changed = True
+
     def known(self, target: Target) -> FileReport | None:
         """What became of a file before, where all is as it was then."""
         entry = None if target.data is not None or target.problem else self._files.get(_name(target))
-        if entry is None or not all(map(self._is_so, entry[1])):
+        try:
+            if entry is None or not all(map(self._is_so, entry[1])):
+                return None
+            return FileReport(target, tuple(_finding(each, target.path) for each in entry[2]), ours=entry[0])
+        except _DAMAGE:
+            self._is_damaged()
             return None
-        return FileReport(target, tuple(_finding(each, target.path) for each in entry[2]), ours=entry[0])
 
     def _is_so(self, index: int) -> bool:
         verdict = self._verdicts[index]
@@ -78,17 +89,11 @@ class Cache:
         """Replaces the file if there is something new. Raises `OSError` where it cannot be written."""
         if not (self._changed or self._again.changed):
             return
-        files = {name: entry for name, entry in self._files.items() if os.path.exists(name.partition("\0")[2])}
-        used = sorted({index for entry in files.values() for index in entry[1]})
-        moved = {index: place for place, index in enumerate(used)}
-        rests = [self._looks[index] for index in used]
-        read = {where for what, where, _ in rests if what == "file"}
-        kept = {
-            "files": {name: [ours, [moved[i] for i in on], found] for name, (ours, on, found) in files.items()},
-            "looks": rests,
-            "contents": {path: content for path, content in self._again.contents.items() if path in read},
-        }
-        text = json.dumps(kept, separators=(",", ":")).encode()
+        try:
+            text = self._text()
+        except _DAMAGE:
+            self.file.unlink(missing_ok=True)
+            return
         self._prepare()
         temporary = self.folder / f".{self.file.name}.{os.getpid()}"
         try:
@@ -99,6 +104,19 @@ class Cache:
                 temporary.unlink(missing_ok=True)
             raise
         self._clean()
+
+    def _text(self) -> bytes:
+        files = {name: entry for name, entry in self._files.items() if os.path.exists(name.partition("\0")[2])}
+        used = sorted({index for entry in files.values() for index in entry[1]})
+        moved = {index: place for place, index in enumerate(used)}
+        rests = [self._looks[index] for index in used]
+        read = {where for what, where, _ in rests if what == "file"}
+        kept = {
+            "files": {name: [ours, [moved[i] for i in on], found] for name, (ours, on, found) in files.items()},
+            "looks": rests,
+            "contents": {path: content for path, content in self._again.contents.items() if path in read},
+        }
+        return json.dumps(kept, separators=(",", ":")).encode()
 
     def _prepare(self) -> None:
         if self.folder.is_dir():
@@ -125,8 +143,9 @@ def _loaded(file: Path) -> dict[str, Any]:
         digest, _, text = file.read_bytes().partition(b"\n")
         if digest.decode() == looks.digested(text):
             kept: dict[str, Any] = json.loads(text)
-            return kept
-    except (OSError, ValueError):
+            if all(isinstance(kept[name], kind) for name, kind in _KEPT.items()):
+                return kept
+    except (OSError, *_DAMAGE):
         pass
     return {"files": {}, "looks": [], "contents": {}}
 
