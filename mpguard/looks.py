@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import os
 import stat
@@ -166,15 +167,26 @@ def _merge(into: dict[Key, Seen], looks: dict[Key, Seen]) -> None:
 # -- looks ------------------------------------------------------------------------------------------
 
 
+def content(path: str | Path) -> bytes:
+    """What is in a regular file. Raises `OSError`, for a FIFO or a device too, which might never end."""
+    with open(path, "rb", opener=_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "is a FIFO or a device, not a regular file, and is not read", str(path))
+        return file.read()
+
+
+def _at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
 def read(path: str | Path) -> bytes:
     """The content of a file. Raises `OSError`."""
     if not _recording:
-        return Path(path).read_bytes()
+        return content(path)
     absolute = os.path.abspath(path)
     try:
         before = os.stat(absolute)
-        with open(absolute, "rb") as file:  # noqa: PTH123
-            data = file.read()
+        data = content(absolute)
     except OSError:
         note("file", absolute, None)
         raise

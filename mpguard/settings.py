@@ -111,7 +111,7 @@ def _of_folder(folder: Path) -> Settings:
 def _read(path: Path) -> Settings | None:
     """The settings in one file; None where the file is not there or says nothing to mpguard."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = looks.content(path).decode("utf-8")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -125,10 +125,13 @@ def _read(path: Path) -> Settings | None:
         import tomli as tomllib
     try:
         table: Any = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise SettingsError(f"{path}: is nested too deeply to be read") from None
+    except ValueError as error:  # TOMLDecodeError, and a number of more digits than Python reads
         raise SettingsError(f"{path}: is not TOML: {error}") from None
     if not own:
-        table = table.get("tool", {}).get("mpguard")
+        tools = table.get("tool")
+        table = tools.get("mpguard") if isinstance(tools, dict) else None
         if table is None:
             return None
     if not isinstance(table, dict):

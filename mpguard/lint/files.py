@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mpguard import settings
+from mpguard import looks, settings
 from mpguard.errors import did_you_mean_file
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def _ignored(path: str, is_folder: bool, ignores: tuple[_Patterns, ...]) -> bool
 
 def _gitignore(folder: str) -> _Patterns | None:
     try:
-        lines = Path(folder, ".gitignore").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = looks.content(f"{folder}/.gitignore").decode("utf-8", "replace").splitlines()
     except OSError:
         return None
     lines = [line for line in lines if line.strip() and not line.startswith("#")]

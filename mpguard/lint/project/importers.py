@@ -82,7 +82,7 @@ def _taken(top: str) -> dict[str, set[str]] | None:
         return None
     for file in files:
         try:
-            text = Path(file).read_bytes().decode("utf-8", "replace")
+            text = looks.content(file).decode("utf-8", "replace")
         except OSError:
             continue
         for module, names, modules in _IMPORTS.findall(text):
