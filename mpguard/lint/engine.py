@@ -27,6 +27,7 @@ from mpguard.lint.selection import Rules, Selection, Selectors, ignored_in, sele
 if TYPE_CHECKING:
     from mpguard.document import Document
     from mpguard.lint.facts.file import Facts
+    from mpguard.lint.trees import Trees
 
 __all__ = ["CONFIG", "SYNTAX", "Checked", "Defect", "Engine", "FileReport", "Mended", "Options"]
 
@@ -91,11 +92,15 @@ class _Said:
 
 
 class Engine:
-    """Checks files, one after another. rules: all there are, by code."""
+    """Checks files, one after another. rules: all there are, by code.
+
+    trees: set by who checks versions of the same files again and again.
+    """
 
     def __init__(self, rules: Rules, options: Options) -> None:
         self.rules, self.options = rules, options
         self.project = Project(options.configs, options.gpu)
+        self.trees: Trees | None = None
         self._selections: dict[Path | None, Selection] = {}
 
     def run(self, targets: Iterable[Target], jobs: int = 1, told: workers.Told | None = None) -> list[FileReport]:
@@ -205,6 +210,8 @@ class Engine:
             if speaking or about_dicts:
                 from mpguard.lint.facts.file import Facts
 
+                if self.trees is not None:
+                    self.trees.begin(source)
                 facts = Facts(source, self.project)
                 diagnostics, defects = self._ask(speaking, facts, target.path, (Unparsable,))
                 try:

@@ -227,7 +227,8 @@ class Source:
     """A file's bytes and what they say.
 
     data, path; `text`: decoded, line endings as they are, without the BOM; `encoding`, `bom`;
-    `chunks`: its top-level statements; `trees`: where those of an earlier version are taken from. Spans and edits are offsets in `text`, in code points.
+    `chunks`: its top-level statements; `trees`: where those of an earlier version are taken from.
+    Spans and edits are offsets in `text`, in code points.
     """
 
     def __init__(self, data: bytes, path: str) -> None:

@@ -15,6 +15,7 @@ from mpguard.lint.engine import Checked, Engine, FileReport
 from mpguard.lint.files import Kind, Target, excluded, kind_of
 from mpguard.lint.finding import Finding
 from mpguard.lint.selection import Rules
+from mpguard.lint.trees import Trees
 from mpguard.server.wishes import Wishes
 
 #: What the editor calls a language -> how it is read, and the suffix of a buffer that has no name yet.
@@ -94,6 +95,7 @@ class Checker:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self._engines: dict[tuple[Wishes, Path], Engine] = {}
+        self._trees = Trees()
 
     def forget(self) -> None:
         """Files have changed: configs, modules, settings are read again."""
@@ -147,6 +149,7 @@ class Checker:
         key = (buffer.wishes, buffer.folder)
         if key not in self._engines:
             self._engines[key] = Engine(self.rules, buffer.wishes.options(buffer.folder))
+            self._engines[key].trees = self._trees
         return self._engines[key]
 
 
