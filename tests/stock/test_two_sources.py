@@ -62,19 +62,14 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return {"stock": run(script), "ours": run(ours)}
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_s12_the_fsdp_policy_and_the_precision_are_never_compared(version: int) -> None:
-    """What accelerate makes of a plugin; what FSDP makes of that is the next test."""
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, mixed_precision_policy="fp16")
-    plugin.set_mixed_precision("bf16")
-    assert plugin.mixed_precision_policy.param_dtype is torch.float16, mended(12)
+def test_s12_the_fsdp_policy_and_the_precision_are_never_compared(sharded: Any, tmp_path: Path) -> None:
+    stock, ours = sharded["stock"], sharded["ours"]
+    assert (stock["fp16 policy"]["compute"], stock["fp16 policy"]["scaler"]) == ("float16", False), mended(12)
+    assert stock["no mode"]["master"] == "bfloat16", mended(12)
 
-
-def test_s12_a_policy_in_fp16_computes_in_fp16_and_mpguards_in_bf16(sharded: Any, tmp_path: Path) -> None:
-    assert sharded["stock"]["fp16"][0] == "float16", mended(12)
-
-    assert sharded["ours"]["fp16"] == ["bfloat16", MEAN], sharded["ours"]
-    assert "param_dtype: float16 -> bfloat16" in sharded["ours"]["said"]
+    assert ours["fp16 policy"] == {"compute": "bfloat16", "master": "float32", "gradient": MEAN, "scaler": False}
+    assert ours["no mode"]["master"] == "float32"
+    assert "fsdp_plugin.mixed_precision_policy: MixedPrecisionPolicy(param_dtype=torch.float16" in ours["said"]
     mp_yaml(tmp_path, distributed_type="FSDP", num_processes=2)
     code = tmp_path / "train.py"
     code.write_text(
@@ -85,18 +80,18 @@ def test_s12_a_policy_in_fp16_computes_in_fp16_and_mpguards_in_bf16(sharded: Any
     assert linted(code) == {("MPG864", 3)}
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_s13_accelerate_asks_fsdp_to_reduce_in_bf16(version: int) -> None:
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+def test_s13_accelerates_fsdp_reduces_in_bf16(sharded: Any) -> None:
+    """Shown by a value that BF16 cannot hold. FSDP 1 by what accelerate makes of its plugin."""
+    assert sharded["stock"]["no policy"]["gradient"] == 0.5, mended(13)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     plugin.set_mixed_precision("bf16")
     policy = plugin.mixed_precision_policy
-    wide = policy.buffer_dtype if version == 1 else policy.output_dtype
-    assert (policy.reduce_dtype, wide) == (torch.bfloat16, torch.bfloat16), mended(13)
+    assert (policy.reduce_dtype, policy.buffer_dtype) == (torch.bfloat16, torch.bfloat16), mended(13)
 
-
-def test_s13_gradients_are_reduced_in_bf16_and_by_mpguard_in_fp32(sharded: Any) -> None:
-    """Shown by a value that BF16 cannot hold."""
-    assert sharded["stock"]["default"] == ["bfloat16", 0.5], mended(13)
-
-    assert sharded["ours"]["default"] == ["bfloat16", MEAN], sharded["ours"]
-    assert "reduce_dtype: bfloat16 -> float32" in sharded["ours"]["said"]
+    assert sharded["ours"]["no policy"] == {
+        "compute": "bfloat16",
+        "master": "float32",
+        "gradient": MEAN,
+        "scaler": False,
+    }
+    # FSDP 1, and loops of one's own: tests/test_frameworks.py
