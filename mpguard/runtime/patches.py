@@ -24,7 +24,7 @@ from typing import Any
 
 from mpguard.errors import ConfigError
 from mpguard.plugin import ABSENT, Change, Setting, differences, merged
-from mpguard.runtime import checkpoints, imports
+from mpguard.runtime import checkpoints, compiling, imports
 from mpguard.runtime import guard as guards
 from mpguard.runtime.observe import innermost
 
@@ -109,7 +109,22 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
             )
         result["dynamo_backend"] = wanted["dynamo_backend"]
         result.pop("dynamo_plugin", None)
+    elif (chosen := compiling.choice(policy, strategy)).on is not None and chosen.on != _compiles(given):
+        if chosen.on:
+            guard.say(f"mpguard: compile: auto is on here: {chosen.why}")
+        else:
+            guard.say_change("Accelerator", Change("dynamo_backend", "the script's", "no", chosen.why))
+        result["dynamo_backend"] = "inductor" if chosen.on else "no"
+        result.pop("dynamo_plugin", None)
     return result
+
+
+def _compiles(given: Mapping[str, Any]) -> bool:
+    """Whether an `Accelerator` with these arguments, or accelerate's variables, would compile models."""
+    plugin = given.get("dynamo_plugin")
+    backend = given.get("dynamo_backend") or getattr(plugin, "backend", None)
+    backend = backend or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    return str(getattr(backend, "value", backend)).lower() != "no"
 
 
 def _accelerate_strategy(given: Mapping[str, Any]) -> str | None:
@@ -187,6 +202,23 @@ def _trainer(parameter: str, act: Callable[..., None]) -> Callable[[Function], F
         return wrapped
 
     return wrap
+
+
+def _trainer_and_deepspeed(original: Function) -> Function:
+    """`TrainingArguments` say no precision under mpguard, and a DeepSpeed config that does would be a mismatch."""
+
+    @functools.wraps(original)
+    def trainer_config_process(self: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is not None:
+            for field in ("bf16", "fp16"):
+                asked = getattr(guard.plan.policy, field)
+                if getattr(args, field) and not asked:
+                    guard.say_change("TrainingArguments", Change(field, True, False))
+                setattr(args, field, asked)
+        return original(self, args, *more, **kwargs)
+
+    return trainer_config_process
 
 
 # -- DeepSpeed -----------------------------------------------------------------------------------
@@ -342,12 +374,15 @@ def _scaler_init(original: Function) -> Function:
         bound = signature.bind(self, *args, **kwargs)
         if guard is not None and guard.plan.policy.fp16 and bound.arguments.get("enabled", True):
             with guards.quiet():
-                scaling = guard.plan.policy.to("torch").scaling
-            for name, value in scaling.items():
+                wanted = guard.plan.policy.to("torch")
+            for name, value in wanted.scaling.items():
                 old = bound.arguments.get(name)
                 if old is not None and old != value:
                     guard.say_change("GradScaler", Change(name, old, value))
                 bound.arguments[name] = value
+            original(*bound.args, **bound.kwargs)
+            wanted.hold(self)
+            return
         original(*bound.args, **bound.kwargs)
 
     return __init__
@@ -479,6 +514,14 @@ PATCHES = (
         "and put back",
         "transformers 5.23.0",
         _trainer("checkpoint", checkpoints.load),
+    ),
+    Patch(
+        "transformers.integrations.deepspeed",
+        "HfTrainerDeepSpeedConfig.trainer_config_process",
+        ("args",),
+        "it refuses a DeepSpeed config that says the precision where TrainingArguments do not",
+        "transformers 5.23.0",
+        _trainer_and_deepspeed,
     ),
     Patch(
         "deepspeed",

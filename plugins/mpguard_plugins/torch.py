@@ -38,7 +38,7 @@ class Precision:
 
     Attributes: `compute`, the dtype of autocast, None where it is off; `parameters`, the dtype that
     the model has when the optimizer is made; `tf32`, True, False, or None (left alone); `scaling`,
-    the arguments of the GradScaler; `sharded`, whether it is FSDP1's.
+    the arguments of the GradScaler; `sharded`, whether it is FSDP1's; `holding`, what torch's own has no place for.
     """
 
     compute: torch.dtype | None
@@ -46,6 +46,7 @@ class Precision:
     tf32: bool | None
     scaling: dict[str, Any]
     sharded: bool = False
+    holding: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def autocast(self, device_type: str = "cuda") -> dict[str, Any]:
         """Keyword arguments of `torch.autocast` for a device type (`cuda`, `cpu`, ...)."""
@@ -58,10 +59,18 @@ class Precision:
         if self.sharded:
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-            return ShardedGradScaler(device, **self.scaling)
+            return self.hold(ShardedGradScaler(device, **self.scaling))
         import torch
 
-        return torch.amp.GradScaler(device, **self.scaling)
+        return self.hold(torch.amp.GradScaler(device, **self.scaling))
+
+    def hold(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+        """The scaler, heeding the policy's minimum and hysteresis from here on."""
+        if self.holding:
+            from mpguard.scaling import hold
+
+            hold(scaler, **self.holding)
+        return scaler
 
     def set_tf32(self) -> None:
         """Sets TF32 for matrix products and convolutions on CUDA in this process, where the policy says."""
@@ -75,15 +84,18 @@ class Precision:
 
 @plugin(
     "torch",
-    carries=("bf16", "fp16", "master_dtype", "tf32", "loss_scale", "initial_loss_scale", "loss_scale_window"),
+    carries=(
+        "bf16", "fp16", "master_dtype", "tf32",
+        "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
+    ),
     extra="accelerate",
     library="torch",
-)
+)  # fmt: skip
 def loop(policy: Policy, strategy: str | None) -> Settings:
     """Autocast, GradScaler and TF32 of a loop of one's own, as one object.
 
     Without master weights (`master_dtype` is the compute dtype) the model itself is in that dtype
-    and autocast is off. GradScaler has no place for `min_loss_scale` and `hysteresis`.
+    and autocast is off. torch's GradScaler has no place for `min_loss_scale` and `hysteresis`: `mpguard.scaling` has.
     """
     autocast = policy.low_precision and policy.master_dtype is Dtype.FP32
     return {
@@ -92,6 +104,9 @@ def loop(policy: Policy, strategy: str | None) -> Settings:
         "tf32": policy.tf32,
         "scaling": scaling(policy),
         "sharded": policy.fp16 and strategy == "fsdp1",
+        "holding": {"minimum": policy.min_loss_scale, "hysteresis": policy.hysteresis}
+        if policy.fp16 and policy.loss_scale is None
+        else {},
     }
 
 
