@@ -25,9 +25,9 @@ ENVIRONMENT = PROGRAMS / "environment.py"
 
 #: What mpguard has for each finding: places in its code (`module:name`), and rules. A test holds that they exist.
 OURS: Mapping[int, tuple[str, ...]] = {
-    1: ("mpguard.conversion.te:Float8Linear.forward", "mpguard_plugins.accelerate:_te", "MPG806"),
-    2: ("mpguard.conversion.te:Float8Linear.forward", "mpguard_plugins.accelerate:_te", "MPG810"),
-    3: ("mpguard_plugins.accelerate:_te", "MPG809"),
+    1: ("mpguard.runtime.guard:Guard.convert", "mpguard_plugins.accelerate:_te", "MPG806"),
+    2: ("mpguard.runtime.guard:Guard.convert", "mpguard_plugins.accelerate:_te", "MPG810"),
+    3: ("mpguard.runtime.guard:Guard.convert", "mpguard_plugins.accelerate:_te", "MPG809"),
     4: ("MPG407", "MPG809"),
     5: ("mpguard.lint.configs.accelerate_keys:FP8", "mpguard_plugins.accelerate:accelerate", "MPG801"),
     6: ("MPG801",),
@@ -38,7 +38,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
         "MPG804",
     ),
     8: ("mpguard.runtime.checks:_deepspeed_file", "mpguard.runtime.patches:_deepspeed_initialize", "MPG824"),
-    9: ("mpguard.runtime.checks:_deepspeed_file", "mpguard.runtime.patches:_deepspeed_initialize", "MPG861"),
+    9: ("mpguard.runtime.checks:_deepspeed_file", "mpguard.runtime.patches:_deepspeed_initialize"),
     10: ("mpguard.runtime.checks:_hardware", "MPG814"),
     11: ("mpguard.runtime.patches:_accelerator", "MPG863"),
     12: ("mpguard.runtime.patches:_fsdp_plugin", "mpguard.runtime.checks:_beaten", "MPG864"),
@@ -46,7 +46,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
     14: ("mpguard.conversion.choice:reasons",),
     15: ("mpguard.conversion.choice:reasons", "MPG409"),
     16: ("mpguard_plugins.torchao:Float8Filter",),
-    17: ("mpguard.runtime.patches:_gathers", "mpguard_plugins.accelerate:_fp8", "MPG413", "MPG812"),
+    17: ("mpguard.runtime.guard:gathers", "mpguard_plugins.accelerate:_fp8", "MPG413", "MPG812"),
     18: ("mpguard_plugins.deepspeed:deepspeed", "MPG823", "MPG825"),
     19: ("MPG402",),
     20: ("mpguard.run:refuse_config_after_script", "mpguard.runtime.hooked:install", "MPG866"),
@@ -54,15 +54,12 @@ OURS: Mapping[int, tuple[str, ...]] = {
     22: ("mpguard.runtime.checks:_engine",),
     23: ("mpguard.runtime.checks:_engine", "MPG811"),
     24: ("mpguard.runtime.plan:Plan.environment",),
-    25: ("mpguard_plugins.accelerate:beside_deepspeed_file", "mpguard.runtime.launcher:_flags"),
+    25: ("mpguard_plugins.accelerate:beside_deepspeed_file", "mpguard.runtime.launcher:_flags", "MPG861"),
     26: ("mpguard.runtime.guard:let_gloo_finish",),
     27: ("MPG801", "MPG807"),
     28: ("MPG802", "MPG809"),
     29: ("MPG826",),
 }
-
-#: Tests elsewhere that show mpguard's half at length.
-ELSEWHERE: Mapping[int, tuple[str, ...]] = {}
 
 
 def mended(number: int) -> str:

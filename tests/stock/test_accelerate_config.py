@@ -99,10 +99,12 @@ def test_s25_precision_beside_a_deepspeed_file_is_refused_even_where_both_agree(
     second.write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
     keys = {"distributed_type": "DEEPSPEED", "deepspeed_config": f"{{deepspeed_config_file: {second}}}"}
     plugin_of(launched(tmp_path, config=config(tmp_path, **{**keys, "mixed_precision": ""})).workers[0])
-    run = launched(tmp_path, config=config(tmp_path, **keys))
+    both = config(tmp_path, **keys)
+    run = launched(tmp_path, config=both)
     with pytest.raises(ValueError, match="will be ignored"):
         plugin_of(run.workers[0])
         pytest.fail(mended(25))
+    assert "MPG861" in {code for code, _ in linted(config(tmp_path, **keys, use_cpu="false"))}
 
     ours = mp_yaml(tmp_path, **keys)
     assert mpguard("apply", "bf16_mixed", ours, second).status == 0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from processes import Program, free_port, in_fork, mp_yaml, ours, told
 from stock import ENVIRONMENT, PROGRAMS, linted, mended, mpguard, script
+from stock import config as stock_config
 
 ZERO = {"zero_optimization": {"stage": 1}}
 ON = {"enabled": True}
@@ -73,6 +74,10 @@ def test_s08_auto_and_no_precision_elsewhere_is_fp32(taken: Callable[[Program], 
     assert (found["auto"], found["auto, without accelerate"]) == ("float32", "float32"), mended(8)
 
     path = ds_json(tmp_path, "auto")
+    keys = {"mixed_precision": "", "distributed_type": "DEEPSPEED"}
+    stock_config(tmp_path, **keys, deepspeed_config=f"{{deepspeed_config_file: {path.name}}}")
+    (tmp_path / "train.py").write_text("from accelerate import Accelerator\n\naccelerator = Accelerator()\n")
+    assert ("MPG824", 7) in linted(tmp_path)
     assert "`bf16.enabled` is auto, which here means false" in refused(tmp_path, path)
     found, run = taken(ours)
     assert (found["auto"], found["auto, without accelerate"]) == ("bfloat16", "bfloat16"), told(run)
