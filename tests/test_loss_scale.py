@@ -1,7 +1,7 @@
 """FP16: every loss-scale field of the policy in force, shown by overflows made on purpose.
 
 GradScaler and FSDP run in FP16 on the CPU; DeepSpeed's FP16 engine too, once its question whether the device has FP16
-is answered for it. accelerate makes no scaler on a CPU: tests/gpu/test_loss_scale.py.
+is answered for it. accelerate makes no scaler on a CPU: tests/gpu/test_scale_accelerate.py.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ def test_two_processes_continue_bit_for_bit(runs: dict[Any, Any], engine: str, r
 
 
 def check(found: dict[str, Any]) -> None:
+    assert found["error"] is None, found["error"]
     assert found["fp8"] == 2 and found["keys"], "FP8 layers, and the keys of the plain model"
     assert found["resumed"] == found["straight"] and len(found["straight"]) == 3
     assert found["equal"], "all weights, bit for bit"

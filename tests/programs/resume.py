@@ -2,7 +2,8 @@
 
     python resume.py POLICY ENGINE ...      on one rank, or under torchrun
 
-The second model starts from other weights, so that only what was loaded can make it the same.
+On a GPU where there is one: the policies of Transformer Engine need it. The second model starts from other weights, so
+that only what was loaded can make it the same.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,11 @@ POLICIES = {
     "torchao": mpguard.Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True),
     "rowwise": mpguard.Policy(bf16=True, fp8="e4m3", fp8_recipe="rowwise", fp8_emulate=True),
     "delayed": delayed.POLICY,
+    "te-delayed": mpguard.Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=4, backend="te"),
+    "te-tensorwise": mpguard.Policy(bf16=True, fp8="hybrid", backend="te"),
 }
 STEPS = 3
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Net(nn.Module):
@@ -54,12 +59,12 @@ KEYS = sorted(Net().state_dict())
 
 def net(seed: int) -> Net:
     torch.manual_seed(seed)
-    return Net()
+    return Net().to(DEVICE)
 
 
 def batch(step: int) -> torch.Tensor:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return torch.randint(0, 64, (4, 13), generator=torch.Generator().manual_seed(100 * step + rank))
+    return torch.randint(0, 64, (4, 13), generator=torch.Generator().manual_seed(100 * step + rank)).to(DEVICE)
 
 
 def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -75,7 +80,7 @@ class Plain:
 
     def step(self, number: int) -> float:
         tokens = batch(number)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             logits = self.model(tokens[:, :-1])
         loss = loss_of(logits, tokens)
         self.backward(loss)
@@ -159,7 +164,7 @@ class Accelerated(Plain):
         from accelerate import Accelerator
 
         super().__init__(seed)
-        self.accelerator = Accelerator(cpu=True)
+        self.accelerator = Accelerator(cpu=DEVICE == "cpu")
         self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -206,6 +211,25 @@ class AcceleratedZero2(Accelerated):
         return list(get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="pytorch_model"))
 
 
+class AcceleratedFsdp2(Accelerated):
+    """accelerate applies FSDP on a GPU only."""
+
+    def __init__(self, seed: int) -> None:
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(True)
+        Plain.__init__(self, seed)
+        self.accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return Fsdp2.weights(self)  # type: ignore[arg-type]
+
+    def others(self, _folder: Path) -> list[str]:
+        return KEYS  # as accelerate writes FSDP's
+
+
 class Trained:
     """The Trainer, whose steps are its own: run once to the end, with a checkpoint in the middle."""
 
@@ -232,10 +256,11 @@ class Trained:
                     losses.append(logs["loss"])
 
         arguments = TrainingArguments(
-            output_dir=str(folder), use_cpu=True, max_steps=2 * STEPS, per_device_train_batch_size=4, report_to=[],
-            save_strategy="steps", save_steps=STEPS, logging_steps=1, disable_tqdm=True, learning_rate=1e-2,
+            output_dir=str(folder), use_cpu=DEVICE == "cpu", max_steps=2 * STEPS, per_device_train_batch_size=4,
+            report_to=[], save_strategy="steps", save_steps=STEPS, logging_steps=1, disable_tqdm=True,
+            learning_rate=1e-2,
         )  # fmt: skip
-        data = [{"tokens": row} for number in range(8) for row in batch(number)]
+        data = [{"tokens": row.cpu()} for number in range(8) for row in batch(number)]
         trainer = Trainer(model=Model(self.model), args=arguments, train_dataset=data, callbacks=[Note()])
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
 
@@ -262,7 +287,7 @@ class Fsdp2(Plain):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
         for layer in self.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
@@ -303,7 +328,11 @@ class Fsdp1(Fsdp2):
     def shard(self) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        self.model = FullyShardedDataParallel(self.model, device_id=torch.device("cpu"), use_orig_params=True)
+        self.model = FullyShardedDataParallel(
+            self.model,
+            device_id=torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"),
+            use_orig_params=True,
+        )
 
 
 class Zero(Plain):
@@ -371,7 +400,8 @@ class Zero3Init(Zero3):
 
 ENGINES: dict[str, Any] = {
     "plain": Plain, "early": Early, "forgetful": Forgetful, "safetensors": Safetensors, "ddp": Ddp,
-    "accelerate": Accelerated, "accelerate-zero2": AcceleratedZero2, "trainer": Trained, "fsdp1": Fsdp1, "fsdp2": Fsdp2,
+    "accelerate": Accelerated, "accelerate-zero2": AcceleratedZero2, "accelerate-fsdp2": AcceleratedFsdp2,
+    "trainer": Trained, "fsdp1": Fsdp1, "fsdp2": Fsdp2,
     "zero1": Zero, "zero2": Zero2, "zero3": Zero3, "zero3-init": Zero3Init,
 }  # fmt: skip
 
@@ -396,12 +426,12 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
     said = [str(each.message) for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
     ours, theirs = first.weights(), again.weights()
     fp8 = sum("Float8" in type(module).__name__ for module in again.model.modules())
-    digest = hashlib.sha256(b"".join(ours[key].float().numpy().tobytes() for key in sorted(ours))).hexdigest()
+    digest = hashlib.sha256(b"".join(ours[key].float().cpu().numpy().tobytes() for key in sorted(ours))).hexdigest()
     return {
         "engine": name, "start": start, "straight": straight, "resumed": resumed, "digest": digest,
         "equal": ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours),
         "keys": sorted(again.others(folder)) == KEYS, "fp8": fp8,
-        "said": [text for text in said if "history" in text],
+        "error": None, "said": [text for text in said if "history" in text],
     }  # fmt: skip
 
 
@@ -409,16 +439,23 @@ def main() -> None:
     policy, engines = sys.argv[1], sys.argv[2:]
     if policy == "delayed":
         delayed.install()
+    if DEVICE == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
     mpguard.activate(POLICIES[policy], enforce="off")
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl")
     rank = dist.get_rank() if dist.is_initialized() else 0
     for name in engines:
         with tempfile.TemporaryDirectory() as own:
             where = [own]
             if dist.is_initialized():
                 dist.broadcast_object_list(where)
-            found = compared(name, Path(where[0]))
+            try:
+                found = compared(name, Path(where[0]))
+            except Exception:
+                if dist.is_initialized() and dist.get_world_size() > 1:
+                    raise  # the others would wait
+                found = {"engine": name, "error": traceback.format_exc()}
             if dist.is_initialized():
                 dist.barrier()
         sys.stdout.write(json.dumps({"rank": rank, **found}) + "\n")
