@@ -23,7 +23,7 @@ from mpguard.lint.selection import Selectors
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     settings._of_folder.cache_clear()
-    module._top.cache_clear()
+    module.top_of.cache_clear()
     return tmp_path
 
 
@@ -294,3 +294,18 @@ def test_the_deepspeed_file_beside_the_config_is_found() -> None:
                           "deepspeed_config: {deepspeed_config_file: ds.json}\n",
           "conf/ds.json": '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}'})  # fmt: skip
     assert codes("conf/mp.yaml", select=("MPG861",)) == ["MPG861"]
+
+
+def test_trees_of_modules_are_not_kept_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "helper.py").write_text("import torch\nx = torch.float16\n")
+    (tmp_path / "pyproject.toml").touch()
+    project, path = Project(), str(tmp_path / "train.py")
+    project.begin(path)
+    found = project.source_of("helper", path)
+    assert found is not None
+    project.begin(path)
+    assert project.source_of("helper", path) is found
+    monkeypatch.setattr("mpguard.lint.project.project.MOST_KEPT", 10)
+    project.begin(path)
+    again = project.source_of("helper", path)
+    assert again is not None and again is not found

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 #: per run: what is found in a file does not depend on what else was linted.
 MOST_MODULES = 40
 MOST_BYTES = 2 << 20
+#: Bytes of modules whose trees are kept for the next files; many thousands of files would need gigabytes.
+MOST_KEPT = 8 << 20
 #: What a script that is started with an accelerate config uses.
 _LAUNCHED = r"\b(?:accelerate|deepspeed|transformers|trl|mpguard)\b|Trainer\b"
 #: A launch config is some hundred bytes; files beside the code that are larger are data.
@@ -118,6 +120,7 @@ class Project:
         self._modules: dict[str, Facts | None] = {}
         self._budget_modules = MOST_MODULES
         self._budget_bytes = MOST_BYTES
+        self._kept_bytes = 0
         self._counted: set[str] = set()
         self._exhausted = False
         self._broken: set[str] = set()
@@ -129,8 +132,10 @@ class Project:
 
     def begin(self, path: str) -> None:
         """The engine turns to another file."""
-        if self._exhausted:
-            self._modules.clear()  # they may know less than they would with a budget of their own
+        # Those that were read on a spent budget may know less than they would with one of their own.
+        if self._exhausted or self._kept_bytes > MOST_KEPT:
+            self._modules.clear()
+            self._kept_bytes = 0
         self._budget_modules, self._budget_bytes, self._exhausted = MOST_MODULES, MOST_BYTES, False
         self._counted = {path}
 
@@ -143,7 +148,7 @@ class Project:
         """The versions of a package that the project of a file asks for."""
         folder = Path(path).absolute().parent
         with looks.on_behalf(path):
-            return required(str(folder), str(_top(folder)), package)
+            return required(str(folder), str(top_of(folder)), package)
 
     def declared(self, path: str) -> Literal["training", "inference"] | None:
         """What `training-paths` and `inference-paths` say about a file."""
@@ -176,7 +181,7 @@ class Project:
     def named_in(self, name: str, path: str) -> Path | None:
         """The file that a command in a file names, if it lies in the tree."""
         with looks.on_behalf(path):
-            return launch_lines.located(name, path, _top(Path(path).absolute().parent))
+            return launch_lines.located(name, path, top_of(Path(path).absolute().parent))
 
     def launched_with(self, config: str) -> tuple[tuple[str, Launch], ...]:
         """The launch lines of the tree that name an accelerate config, each with the script that it starts."""
@@ -226,6 +231,8 @@ class Project:
         if key not in self._modules:
             self._modules[key] = None  # while it is read: modules import each other
             self._modules[key] = self._read(path)
+            if (found := self._modules[key]) is not None:
+                self._kept_bytes += len(found.source.data)
         return self._modules[key]
 
     def imported_elsewhere(self, path: str, name: str) -> bool:
@@ -236,7 +243,7 @@ class Project:
         """
         file = Path(path).absolute()
         with looks.on_behalf(path):
-            return importers.may_take(_top(file.parent), file, name)
+            return importers.may_take(top_of(file.parent), file, name)
 
     def _read(self, path: str) -> Facts | None:
         from mpguard.lint.facts.file import Facts
@@ -251,7 +258,7 @@ class Project:
 
 
 def _launched_with(config: str) -> Iterator[tuple[str, Launch]]:
-    top = _top(Path(config).absolute().parent)
+    top = top_of(Path(config).absolute().parent)
     for script, launches in launch_lines.in_tree(top).items():
         for launch in launches:
             named = launch.options.get("config" if launch.launcher == "mpguard" else "config_file")
@@ -270,7 +277,7 @@ def _launched(path: str) -> tuple[LaunchConfig, ...] | None:
 
     None where no line names one: a line without a config takes the user's own, which is out of sight.
     """
-    top = _top(Path(path).absolute().parent)
+    top = top_of(Path(path).absolute().parent)
     found: list[LaunchConfig] = []
     for launch in launch_lines.in_tree(top).get(looks.real(path), ()):
         named, said = _named(launch), launch.options.get("mixed_precision")
@@ -345,7 +352,7 @@ def _for_others(path: str, configs: tuple[LaunchConfig, ...]) -> bool:
 def _resolve(module: str, from_path: str) -> str | None:
     """The file of a module, looked for from the importing file's folder up to the tree's top."""
     folder = Path(from_path).absolute().parent
-    top = _top(folder)
+    top = top_of(folder)
     dots = len(module) - len(module.lstrip("."))
     parts = [part for part in module[dots:].split(".") if part]
     if not all(part.isidentifier() for part in parts):
@@ -367,7 +374,8 @@ def _resolve(module: str, from_path: str) -> str | None:
 
 
 @remembered
-def _top(folder: Path) -> Path:
+def top_of(folder: Path) -> Path:
+    """The top of the tree that a folder is in: see `Project.source_of`."""
     for candidate in (folder, *folder.parents):
         if candidate.name in NEVER:
             break  # an installed package: what lies beside it is not of its tree
