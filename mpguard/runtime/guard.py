@@ -120,6 +120,12 @@ class Guard:
         self.recorder.start(self.plan.policy)
         self._listening = True
 
+    def say(self, text: str) -> None:
+        """A line of rank 0's, once."""
+        if text not in self._said and rank() == 0:
+            self._said.add(text)
+            proof.say(text)
+
     def say_change(self, where: str, change: Change) -> None:
         """An override, aloud and once: key, old value, new value."""
         text = f"{where}: {change}"

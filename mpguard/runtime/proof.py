@@ -357,6 +357,8 @@ def _others(seen: Observed, plan: Plan) -> list[Row]:
                 seen.compiled == policy.compile,
             )
         )
+    elif policy.low_bit_recipe:
+        rows.append(Row("compile", "compiled" if seen.compiled else "not compiled", "auto", None))
     return rows
 
 

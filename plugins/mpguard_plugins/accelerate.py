@@ -53,7 +53,12 @@ def accelerate(policy: Policy, strategy: str | None) -> Settings:
     if lacking:
         settings |= {f"fp8_config.{key}": Setting(ABSENT, lacking) for key in ("backend", "fp8_backend")}
     elif policy.fp8:
-        for key, value in _fp8(policy, strategy).items():
+        fp8 = _fp8(policy, strategy)
+        gather = fp8.get("enable_fsdp_float8_all_gather")
+        if gather and gather.value:
+            why = "accelerate refuses it beside torchao's FP8"
+            settings["fsdp_config.fsdp_cpu_ram_efficient_loading"] = Setting(False, why, same=lambda found: not found)
+        for key, value in fp8.items():
             settings[f"fp8_config.{key}"] = value
             settings[f"fp8_config.fp8_{key.removeprefix('fp8_')}"] = value if key.startswith("fp8_") else _twin(key)
         if _backend(policy) == "te":
