@@ -25,9 +25,10 @@ class CastInsideAutocast(Rule):
     The fix removes the cast and keeps a device move. It is unsafe: what else reads the value sees FP32 then.
 
     ## Known limits
-    Only casts that stand in the region's own block, and values that are handed on as they are. Casts for kernels that
-    autocast does not know (flash attention, extensions), for storing, and in inference are not reported. Where an
-    FP16 cast is trained with, MPG101 speaks.
+    Only casts that stand in the region's own block, and values that are handed on as they are. Where an option
+    switches the region off (`enabled=args.amp`) and not the cast, the run without the region may need it: silent.
+    Casts for kernels that autocast does not know (flash attention, extensions), for storing, and in inference are
+    not reported. Where an FP16 cast is trained with, MPG101 speaks.
     """
 
     code, name = "MPG105", "cast-inside-autocast"
@@ -76,7 +77,7 @@ class Net(torch.nn.Module):
         self.proj = torch.nn.Linear(8, 8)
 
     def forward(self, x, w):
-        with torch.autocast("cuda", enabled=self.training):
+        with torch.autocast("cuda"):
             h = x.half()  # !
             h = self.proj(h)
             h = F.linear(h, w.type(torch.float16))  # !
@@ -100,7 +101,7 @@ class Net(torch.nn.Module):
         self.proj = torch.nn.Linear(8, 8)
 
     def forward(self, x, w):
-        with torch.autocast("cuda", enabled=self.training):
+        with torch.autocast("cuda"):
             h = x
             h = self.proj(h)
             h = F.linear(h, w)
@@ -162,6 +163,26 @@ def arms(args, model, loader):
             model(x).sum().backward()
 """
         ),
+        Good(
+            """\
+import torch
+
+def denoise(model, args, latents, prompts):
+    dtype = torch.bfloat16
+    for parameter in model.parameters():
+        dtype = parameter.dtype
+        break
+    enabled = dtype != torch.float32 and not args.disable_autocast
+    with torch.autocast("cuda", dtype=dtype, enabled=enabled):
+        return model(latents.to(torch.bfloat16), prompts[0].to(torch.bfloat16))
+
+def train(self, loader):
+    self.model.train()
+    for x in loader:
+        with torch.autocast("cuda", enabled=self.amp):
+            self.model(x.half()).sum().backward()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -185,5 +206,7 @@ def arms(args, model, loader):
         return None
 
     def _around(self, call: Call, guard: Guard, facts: Facts) -> Call | None:
+        """A region that is in force wherever the call happens: without it the model may need the cast."""
         regions = facts.contexts.autocasts(call, 0)
-        return next((region.call for region, both in regions if compatible(both, guard)), None)
+        sure = ((region.call, both) for region, both in regions if not region.guard - call.guard)
+        return next((made for made, both in sure if compatible(both, guard)), None)
