@@ -38,7 +38,8 @@ class LowPrecisionPositions(Rule):
 
     ## Known limits
     Silent for ends that are literals and small enough, or the size of a batch, for a `linspace` of unknown length,
-    for dtypes that are unknown (`dtype=x.dtype`), and in tests, which use `arange` for data.
+    for dtypes that are unknown (`dtype=x.dtype`), and in tests, which use `arange` for data. Silent for the rows and
+    columns of a grid (`meshgrid`, `[:, None]` beside `[None, :]`) too: the sides of feature maps seldom pass 256.
     """
 
     code, name = "MPG108", "low-precision-positions"
@@ -92,6 +93,9 @@ def ids(prompt):
     found = torch.zeros(prompt.shape[0], 3, dtype=torch.bfloat16)
     found[:, 0] = torch.arange(prompt.shape[0], dtype=torch.bfloat16)  # !
     return found
+
+def column(length):
+    return torch.arange(length, dtype=torch.bfloat16)[:, None]  # !
 """
         ),
         Good(
@@ -117,6 +121,29 @@ def test_sum():
     return torch.arange(10000, dtype=torch.float16)
 """
         ),
+        Good(
+            """\
+import torch
+
+def grid(height, width, amp):
+    dtype = torch.half if amp else torch.float
+    ys, xs = torch.meshgrid(
+        torch.arange(height, dtype=dtype), torch.arange(width, dtype=torch.half if amp else torch.float), indexing="ij"
+    )
+    return torch.stack([xs, ys])
+
+def named(height, width):
+    y = torch.arange(height, dtype=torch.bfloat16)
+    x = torch.arange(width, dtype=torch.bfloat16)
+    return torch.meshgrid([y, x])
+
+def ids(height, width, device):
+    found = torch.zeros(height, width, 3, dtype=torch.bfloat16)
+    found[..., 1] = torch.arange(height, device=device, dtype=torch.bfloat16)[:, None]
+    found[..., 2] = torch.arange(width, device=device, dtype=torch.bfloat16)[None, :]
+    return found
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -130,7 +157,7 @@ def test_sum():
                 if name == "linspace" and self._most(call, facts) is None:
                     continue  # data as often as positions
                 low = self._low(facts.dtypes(given, call), call, call, facts)
-                if low:
+                if low and not self._of_a_grid(call, facts):
                     edit = mend.replaced(given, call, f"{mend.name_of_torch(facts)}.float32")
                     yield self._at(call, low, edit if mend.name_of_torch(facts) else None)
         for cast in facts.events("cast"):
@@ -166,6 +193,20 @@ def test_sum():
         number = facts.scalars.number(end, call)
         return abs(number.value) if number is not None else None
 
+    def _of_a_grid(self, call: Call, facts: Facts) -> bool:
+        """Whether these are the rows or columns of a grid: handed to `meshgrid`, or set across others."""
+        parents = facts.walker.parents
+        bound = parents.get(call.node)
+        names = {dotted(each.target) for each in bound.targets} if isinstance(bound, cst.Assign) else set()
+        for mesh in facts.calls.get("meshgrid", ()):
+            if mesh.scope is call.scope and any(
+                axis is call.node or dotted(axis) in names for axis in _elements(mesh.positional)
+            ):
+                return True
+        way = _orientation(parents.get(call.node))
+        others = (parents.get(other.node) for other in facts.calls.get(call.name, ()) if other.scope is call.scope)
+        return way is not None and any(_orientation(other) == (not way) for other in others)
+
     def _arange(self, cast: Event, facts: Facts) -> Call | None:
         """The `arange` that is cast: at once, moved, or under its name."""
         node: cst.CSTNode | None = cast.subject
@@ -194,3 +235,19 @@ def test_sum():
         if torch is None or given is None or constant(given) is not None or len(call.positional) > 1:
             return None
         return mend.replaced(given, call, f"{torch}.float32")
+
+
+def _elements(arguments: list[cst.BaseExpression]) -> list[cst.BaseExpression]:
+    """Arguments; for one that is a list or a tuple, what is in it."""
+    if len(arguments) == 1 and isinstance(arguments[0], (cst.List, cst.Tuple)):
+        return [element.value for element in arguments[0].elements]
+    return arguments
+
+
+def _orientation(node: cst.CSTNode | None) -> bool | None:
+    """Of `x[:, None]` True, of `x[None, :]` False."""
+    if not isinstance(node, cst.Subscript) or len(node.slice) != 2:
+        return None
+    new = [isinstance(s.slice, cst.Index) and dotted(s.slice.value) == "None" for s in node.slice]
+    whole = [isinstance(s.slice, cst.Slice) for s in node.slice]
+    return new[1] if any(new) and any(whole) else None
