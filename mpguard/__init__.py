@@ -11,7 +11,23 @@
 Importing mpguard imports no torch.
 """
 
+# ruff: noqa: E402 - what is imported first decides where the rest comes from
+
 from __future__ import annotations
+
+import sys
+
+
+def _is_command() -> bool:
+    """Whether Python was started as `python -m mpguard`, and imports this to get there."""
+    asked = next((i for i, each in enumerate(sys.orig_argv) if i and each.startswith("-") and each.endswith("m")), 0)
+    return sys.argv[:1] == ["-m"] and sys.orig_argv[asked + 1 :][:1] == ["mpguard"]
+
+
+if _is_command() and not getattr(sys.flags, "safe_path", False):
+    # It puts the current folder first: its `torch.py` or `yaml.py`, and rules that an `*.egg-info` there names, would
+    # be run. What is linted is not imported.
+    del sys.path[0]
 
 from typing import TYPE_CHECKING
 
