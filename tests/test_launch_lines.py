@@ -145,7 +145,7 @@ def make(files: dict[str, str]) -> None:
 
 def configs(script: str) -> list[tuple[str, str | None]]:
     launch_lines.in_tree.cache_clear()
-    project_module._top.cache_clear()
+    project_module.top_of.cache_clear()
     return [(each.path, each.mixed_precision) for each in Project().configs_for(script)]
 
 

@@ -28,6 +28,15 @@ __all__ = ["configure", "run"]
 def run(options: argparse.Namespace) -> int:
     lint_output.check(options)
     lint_adoption.check(options)
+    if not options.watch:
+        return _once(options)
+    from mpguard.cli import lint_watch
+
+    lint_watch.check(options)
+    return lint_watch.run(options, lambda: _once(options))
+
+
+def _once(options: argparse.Namespace) -> int:
     with settings.isolated(options.isolated), lint_cache.recorded(options):
         return _run(options)
 

@@ -16,13 +16,14 @@ examples:
   mpguard lint --select MPG2,MPG4 --statistics  how much there is about loss scaling and FP8
   mpguard lint --diff-from main...              what this branch brings
   mpguard lint --format sarif --output-file mpguard.sarif .
+  mpguard lint --watch src                      again whenever a file changes
   mpguard rule MPG201                           what a finding means
 
 Suppress a finding with `# noqa: MPG201` or `# mpguard: ignore[MPG201] why` on its line; settings are
 [tool.mpguard] in pyproject.toml.
 
 exit status:
-  0  nothing found, or --exit-zero; with --fix, nothing left
+  0  nothing found, or --exit-zero; with --fix, nothing left; with --watch, ended by Ctrl-C
   1  findings; with --diff, something to change
   2  could not run: a path that cannot be opened or written, bad settings or options, a rule that fails
 """
@@ -110,6 +111,9 @@ def _output(group: argparse._ArgumentGroup) -> None:
 
 
 def _running(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--watch", action="store_true", help="report again whenever a file changes, until Ctrl-C (needs mpguard[watch])"
+    )
     group.add_argument(
         "--isolated", action="store_true", help="no settings of any pyproject.toml, no rules of other distributions"
     )

@@ -33,6 +33,7 @@ CONFIG = (".yaml", ".yml", ".json")
 NOTEBOOK = ".ipynb"
 MARKDOWN = (".md", ".markdown")
 SHELL = (".sh", ".bash", ".slurm", ".sbatch", ".mk")
+MAKEFILES = ("Makefile", "makefile", "GNUmakefile")
 READS = "Python (.py), notebooks (.ipynb), YAML (.yaml, .yml), JSON (.json), and launch lines (.sh, Makefile, .md)"
 #: Folders that hold no code of the project's own; `exclude` adds to them.
 NEVER = frozenset((
@@ -128,7 +129,7 @@ def kind_of(path: str, include_markdown: bool = False) -> Kind | None:
         return "notebook"
     if suffix in MARKDOWN:
         return "markdown" if include_markdown else "launch"
-    if suffix in SHELL or name in ("Makefile", "makefile", "GNUmakefile"):
+    if suffix in SHELL or name in MAKEFILES:
         return "launch"
     return "python" if suffix in PYTHON or not suffix else None
 

@@ -1,0 +1,168 @@
+"""`mpguard lint --watch`, as a process that is started, fed with changes and ended with Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpguard.cli import main
+from mpguard.cli.lint_watch import matters
+
+OLD = "import torch\n\nscaler = torch.cuda.amp.GradScaler()\n"
+NEW = OLD.replace("torch.cuda.amp.GradScaler()", 'torch.amp.GradScaler("cuda")')
+PATIENCE = 60
+
+
+class Watching:
+    """A running watch. `said` is all that it printed, to both streams in their order."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "mpguard", "lint", "--watch", "--format", "concise", *arguments]
+        self.process = subprocess.Popen(
+            command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self.said = ""
+        self._seen = 0
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said += line
+
+    def next(self, until: str) -> str:
+        """What is printed from here on, up to a line that holds some text."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            new = self.said[self._seen :]
+            if until in new and new.endswith("\n"):
+                self._seen += len(new)
+                return new
+            assert self.process.poll() is None, self.said
+            time.sleep(0.02)
+        raise AssertionError(f"{until!r} never came: {self.said}")
+
+    def interrupt(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        status = self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
+        return status
+
+
+@contextlib.contextmanager
+def watching(folder: Path, *arguments: str) -> Iterator[Watching]:
+    started = Watching(folder, *arguments)
+    try:
+        yield started
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.process.pid, signal.SIGKILL)
+
+
+def test_it_reports_again_what_changed_and_ends_with_ctrl_c(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "src").mkdir()
+    train, settings = tmp_path / "src" / "train.py", tmp_path / "pyproject.toml"
+    train.write_text(OLD)
+    with watching(tmp_path, "src", "--ignore", "MPG213") as watch:
+        assert "src/train.py:3:10: MPG302" in watch.next("watching; Ctrl-C ends")
+        train.write_text(NEW)
+        assert "No problems in 1 file.\n" in watch.next("src/train.py changed; watching")
+        train.write_text(OLD)
+        assert "src/train.py:3:10: MPG302" in watch.next("changed; watching")
+        settings.write_text('[tool.mpguard]\nignroe = ["MPG302"]\n')
+        assert "did you mean `ignore`?" in watch.next("pyproject.toml changed; watching"), "and it goes on"
+        settings.write_text('[tool.mpguard]\nignore = ["MPG302"]\n')
+        assert "No problems in 1 file.\n" in watch.next("pyproject.toml changed; watching")
+        (tmp_path / "src" / "other.py").write_text(OLD)
+        assert "No problems in 2 files.\n" in watch.next("src/other.py changed; watching")
+        train.unlink()
+        assert "No problems in 1 file.\n" in watch.next("src/train.py changed; watching")
+        assert watch.interrupt() == 0
+        assert "Traceback" not in watch.said
+        assert "\x1b" not in watch.said, "only a terminal is cleared"
+
+
+def test_files_that_nothing_rests_on_start_nothing(tmp_path: Path) -> None:
+    for name in ("a.py", "b.yaml", "pyproject.toml", "requirements-dev.txt", "Makefile", "c/d.ipynb", "run.sh"):
+        assert matters(str(tmp_path / name), [tmp_path]), name
+    for name in (
+        ".git/a.py",
+        "c/.venv/b.py",
+        ".a.py.swp",
+        "a.py~",
+        "4913",
+        ".#a.py",
+        "log.txt",
+        ".mpguard_cache/x.json",
+    ):
+        assert not matters(str(tmp_path / name), [tmp_path]), name
+    assert matters(str(tmp_path / "venv" / "a.py"), [tmp_path / "venv"]), "the project itself may lie anywhere"
+
+
+def test_on_a_terminal_the_screen_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OLD)
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "mpguard", "lint", "--watch", "train.py"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "CI")}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdin=slave, stdout=slave, stderr=slave, env={**environment, "TERM": "xterm"},
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(slave)
+    shown = b""
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while b"Ctrl-C ends" not in shown and time.monotonic() < deadline:
+            if select.select([master], [], [], 1)[0]:
+                shown += os.read(master, 65536)
+        assert shown.startswith(b"\x1b[2J") and b"MPG302" in shown
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 0
+    finally:
+        process.kill()
+        os.close(master)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--fix"], "--fix is for one moment"),
+        (["--diff"], "--diff is for one moment"),
+        (["--add-noqa"], "--add-noqa is for one moment"),
+        (["--write-baseline", "b.json"], "--write-baseline is for one moment"),
+        (["--output-file", "x.txt"], "--output-file takes one report"),
+        (["--format", "json"], "--format json for one report; use full or concise"),
+        (["-"], "stdin is none"),
+    ],
+)
+def test_what_makes_no_sense_with_it_is_refused(
+    more: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["lint", "--watch", *more]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_wrong_from_the_start_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(OLD)
+    assert main(["lint", "--watch", "--select", "MPG999"]) == 2
+    assert "there is no rule `MPG999`" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "watchfiles", None)
+    assert main(["lint", "--watch"]) == 2
+    assert "pip install 'mpguard[watch]'" in capsys.readouterr().err
