@@ -1,10 +1,12 @@
-"""Every fix on every real file: what it makes parses, the same rule is silent on it, and nothing else changed.
+"""Every real file is checked by all rules, and every fix is tried: no rule raises, no file hangs, what a fix makes
+parses, the same rule is silent on it, and nothing else changed.
 
     python benchmarks/fixes.py FOLDER [-j 2] [-o benchmarks/results/fixes.json]
 
 FOLDER is what `evidence.py fetch` unpacked, or any other. Each file with a fixable finding is mended in memory as it
 is, with Windows line endings, and with a byte order mark, by safe and unsafe fixes of all rules, preview ones too.
-The exit status is 1 if a law is broken; no file is written.
+The exit status is 1 if a law is broken; no file is written. `slowest` are seconds of computing, without the fixes;
+`not_read` are files in the way of which a limit or their syntax was.
 """
 
 from __future__ import annotations
@@ -12,18 +14,22 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import dataclasses
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
+import resource
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mpguard.lint import workers
-from mpguard.lint.engine import Engine, FileReport, Options
+from mpguard.lint.engine import CONFIG, SYNTAX, Engine, FileReport, Options
 from mpguard.lint.files import Target, collect
 from mpguard.lint.rule import rules
 from mpguard.lint.selection import Selectors
@@ -51,18 +57,38 @@ def fixable(report: FileReport) -> collections.Counter[str]:
     return collections.Counter(each.code for each in report.findings if each.fix is not None)
 
 
-def broken(target: Target) -> tuple[collections.Counter[str], list[str]]:
-    """How many fixes of each rule were tried on a file, and which laws they broke."""
+@dataclasses.dataclass
+class Outcome:
+    """What became of one file. fixes: how many of each rule were tried; broken: the laws that do not hold."""
+
+    path: str
+    fixes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    broken: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0
+    findings: int = 0
+    not_read: str = ""
+    memory: int = 0
+
+
+def tried(target: Target) -> Outcome:
+    begin = time.process_time()
     before = PLAIN.check(target)
-    tried = fixable(before)
-    wrong = [f"{target.path}: {each.code} raised {each.error}" for each in before.defects]
-    if not tried:
-        return tried, wrong
+    outcome = Outcome(target.path, fixable(before), seconds=time.process_time() - begin)
+    outcome.broken = wrong = [f"{target.path}: {each.code} raised {each.error}" for each in before.defects]
+    outcome.findings = len(before.findings)
+    outcome.not_read = next((each.message for each in before.findings if each.code in (SYNTAX, CONFIG)), "")
+    if outcome.fixes:
+        _mended(target, wrong)
+    outcome.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    return outcome
+
+
+def _mended(target: Target, wrong: list[str]) -> None:
+    """Tries all fixes on the variants of a file."""
     data = Path(target.path).read_bytes()
     for name, content in variants(data):
         given = Target(target.path, target.kind, named=True, data=content, size=len(content))
         wrong += [f"{target.path} ({name}): {what}" for what in laws(given, content)]
-    return tried, wrong
 
 
 def laws(target: Target, content: bytes) -> Iterator[str]:
@@ -100,22 +126,38 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     targets = [target for target in collect([str(options.folder)]).targets if target.problem is None]
-    results = workers.run(
+    begin = time.perf_counter()
+    outcomes = workers.run(
         targets,
-        broken,
-        lambda target, how: (collections.Counter(), [f"{target.path}: the worker {how}"]),
+        tried,
+        lambda target, how: Outcome(target.path, broken=[f"{target.path}: the worker {how}"]),
         lambda target: target.size,
         options.jobs,
     )
-    tried = sum((each for each, _ in results), collections.Counter[str]())
+    fixes = sum((each.fixes for each in outcomes), collections.Counter[str]())
+    slow = sorted(outcomes, key=lambda each: -each.seconds)[:5]
+    limits = [each for each in outcomes if each.not_read.startswith("parse limit")]
+
+    def name(outcome: Outcome) -> str:
+        return os.path.relpath(outcome.path, options.folder)
+
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "versions": {name: importlib.metadata.version(name) for name in ("mpguard", "libcst")}
         | {"python": platform.python_version()},
+        "hardware": {"cores": os.cpu_count(), "machine": platform.machine()},
         "files": len(targets),
-        "files_mended": sum(bool(each) for each, _ in results),
-        "fixes_tried": dict(sorted(tried.items())),
-        "broken": [line for _, wrong in results for line in wrong],
+        "bytes": sum(target.size for target in targets),
+        "python_files": sum(target.kind == "python" for target in targets),
+        "findings": sum(each.findings for each in outcomes),
+        "not_read": sum(bool(each.not_read) for each in outcomes),
+        "limits": {name(each): each.not_read for each in limits},
+        "slowest": {name(each): round(each.seconds, 2) for each in slow},
+        "memory_mib": max(each.memory for each in outcomes),
+        "seconds": round(time.perf_counter() - begin),
+        "files_mended": sum(bool(each.fixes) for each in outcomes),
+        "fixes_tried": dict(sorted(fixes.items())),
+        "broken": [line for each in outcomes for line in each.broken],
     }
     text = json.dumps(result, indent=2) + "\n"
     if options.output:

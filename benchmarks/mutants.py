@@ -43,7 +43,7 @@ LARGEST = 16 << 10
 #: Computing longer than this is a hang; waiting for a busy machine is none.
 SECONDS = 10
 #: Mutants between two writes of the results.
-PART = 5_000
+PART = 2_000
 _TOKEN = re.compile(rb"\w+|\s+|[^\w\s]")
 #: What rules look for, put where it was not.
 _WORDS = [
