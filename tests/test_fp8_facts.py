@@ -58,6 +58,18 @@ def test_setup_py_lies_beside_the_package(tmp_path: Path) -> None:
     assert required(str(package), str(package), "transformer_engine").before((2, 0))
 
 
+@pytest.mark.parametrize(
+    ("wheels", "expected"),
+    [(("ours",), Required((1, 13, 0), (1, 13, 1))), (("ours", "other"), Required())],  # several are an environment
+)
+def test_an_unpacked_wheel_says_what_it_requires(wheels: tuple[str, ...], expected: Required, tmp_path: Path) -> None:
+    said = "Name: it\nRequires-Dist: transformer-engine (==1.13.0) ; extra == 'te'\n\nNeeds transformer-engine>=2.10\n"
+    for wheel in wheels:
+        (tmp_path / f"{wheel}-1.0.dist-info").mkdir()
+        (tmp_path / f"{wheel}-1.0.dist-info" / "METADATA").write_text(said)
+    assert required(str(tmp_path), str(tmp_path), "transformer_engine") == expected
+
+
 @pytest.mark.parametrize(("version", "level"), [("2.20", "safe"), ("2.3", "unsafe")])
 def test_the_new_names_are_safe_where_the_project_asks_for_them(version: str, level: str, tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text(f"transformer-engine>={version}\n")

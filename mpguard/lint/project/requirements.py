@@ -1,4 +1,4 @@
-"""Which versions of a package the project of a file asks for, as pyproject.toml and requirements*.txt say."""
+"""Which versions of a package the project of a file asks for, as pyproject.toml, requirements*.txt and the like say."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ def required(folder: str, top: str, package: str) -> Required:
         cuda: set[tuple[int, int]] = set()
         for file in _files(place):
             text = _text(file)
+            if file.name == "METADATA":
+                text = text.partition("\n\n")[0]  # the README follows
             bounds += wanted.findall(text)
             cuda |= {(int(a or c), int(b or d)) for a, b, c, d in _CUDA.findall(text)}
         if bounds or cuda:
@@ -66,6 +68,9 @@ def required(folder: str, top: str, package: str) -> Required:
 def _files(folder: Path) -> list[Path]:
     found = [folder / name for name in _FILES if looks.is_file(folder / name)]
     found += [folder / name for name in looks.names(folder, (".txt",)) if "requirements" in name]
+    wheels = looks.names(folder, (".dist-info",))
+    if len(wheels) == 1:  # an unpacked wheel; several are an environment
+        found.append(folder / wheels[0] / "METADATA")
     return found + [folder / "requirements" / name for name in looks.names(folder / "requirements", (".txt",))]
 
 
