@@ -36,3 +36,14 @@ def test_there_is_enough_evidence_and_it_speaks_for_the_rules() -> None:
     judged = [each["verdict"] for each in VERDICTS if each["code"] != evidence.FREQUENT]
     assert len(judged) >= 300
     assert sum(judged) / len(judged) >= 0.95
+
+
+def test_the_unseen_packages_are_others_and_all_are_judged_by_rules_that_there_are() -> None:
+    data = json.loads(evidence.UNSEEN.read_text("utf-8"))
+    names = {package["name"] for package in data["packages"]}
+    assert not names & {package.name for package in evidence.packages()}
+    assert {verdict["package"] for verdict in data["verdicts"]} <= names
+    assert all(len(package["sha256"]) == 64 for package in data["packages"])
+    wrong = {verdict["code"] for verdict in data["verdicts"] if not verdict["verdict"]}
+    assert wrong == set(data["mended since"])
+    assert all(len(verdict["why"]) > 10 for verdict in data["verdicts"])
