@@ -166,9 +166,9 @@ def unseen() -> str:
         f" {len(judged) - right} wrong, precision {right / len(judged):.1%}**"
         f" ({sum(whole.values())} of {len(whole)} where each rule counts once in a package; {FREQUENT}:"
         f" {sum(frequent)} of {len(frequent)} drawn at random). The packages were fixed by SHA-256, in three lots, each"
-        f" before its findings were read, and linted on {data['date']} with commit {data['mpguard commit'][:7]}, before any rule was mended by"
-        f" them; those mended since: {', '.join(data['mended since'])}"
-        f" ([benchmarks/{UNSEEN.name}](../benchmarks/{UNSEEN.name}))."
+        f" before its findings were read, and linted on {data['date']} with commit"
+        f" {data['mpguard commit'][:7]}, before any rule was mended by them; those mended since:"
+        f" {', '.join(data['mended since'])} ([benchmarks/{UNSEEN.name}](../benchmarks/{UNSEEN.name}))."
     )
 
 
