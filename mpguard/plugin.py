@@ -334,10 +334,23 @@ def targets_of_run(target: str, policy: Policy, strategy: str | None = None) -> 
     return tuple(dict.fromkeys((target, *([engine] if engine else []), *policy.backends, "torch")))
 
 
+def gathers(policy: Policy, strategy: str | None) -> bool:
+    """Whether a guarded run keeps parameters in FP8: as torchao's float8 all-gather, which accelerate puts in.
+
+    Nowhere else can it: an optimizer of any kind updates the parameters that it was given, and exact ones are in high
+    precision. Converted layers quantize those at each forward pass, to the same numbers.
+    """
+    able = policy.fp8_recipe == "tensorwise" and "torchao" in policy.backends and not policy.first_last_layers_bf16
+    return bool(policy.fp8_param and able and strategy == "fsdp2")
+
+
 def uncarried(policy: Policy, targets: Iterable[str], strategy: str | None = None) -> list[str]:
     """The fields that matter and that none of the targets of a run carries: they cannot be in force."""
+    targets = tuple(targets)
+    guarded = bool(set(targets) & set(GUARDED))
+    never = {"fp8_param"} if guarded and policy.fp8_param and not gathers(policy, strategy or "fsdp2") else set()
     lacking = [
-        set(get(target).not_carried(policy, strategy)) - (CONVERTED if target in GUARDED else set())
+        (set(get(target).not_carried(policy, strategy)) | never) - (CONVERTED if target in GUARDED else set())
         for target in targets
     ]
     return [field for field in fields_that_matter(policy, strategy) if all(field in each for each in lacking)]
@@ -354,11 +367,14 @@ def not_in_force(policy: Policy, fields: Sequence[str], targets: Sequence[str]) 
     """Which fields a run cannot put into force, who could, and how to go without; None where it can all."""
     if not fields:
         return None
-    able = sorted({name for field in fields for name in carriers(field)})
+    able = sorted({name for field in fields for name in carriers(field)} - set(targets))
     what = ", ".join(f"{field}={policy.text_of(field)}" for field in fields)
     by = f"only {', '.join(able)} can" if able else "no target can"
     without = _without(policy, fields)
     instead = f"To go without: mpguard_overrides: {{{without}}}" if without else "Take another recipe"
+    if "fp8_param" in fields and set(targets) & set(GUARDED):
+        by += " (here: torchao's float8 all-gather, under FSDP2, with fp8_recipe tensorwise in every block)"
+        instead += ". The products are the same: layers quantize exact weights at each forward pass"
     return f"`{policy.name}` has {what}, which a run of {', '.join(targets)} cannot put into force; {by}. {instead}"
 
 

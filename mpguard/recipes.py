@@ -206,4 +206,6 @@ def blackwell_bf16_with_mxfp8_mixed() -> Policy:
 def auto() -> Policy:
     """What this machine's GPU does best: FP8 (Hopper and newer, with a backend), BF16, FP16 or FP32."""
     name, _why = hardware.best()
-    return recipe(name).replace(name=f"auto: {name}")
+    found = recipe(name)
+    # Megatron alone keeps parameters in FP8 under every strategy; it has a recipe of its own for that.
+    return found.replace(name=f"auto: {name}", **({"fp8_param": False} if found.fp8_param else {}))

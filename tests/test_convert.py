@@ -540,8 +540,17 @@ def test_a_machine_that_cannot_run_it_is_refused_and_the_model_stays() -> None:
 
 
 def test_what_conversion_cannot_carry_is_said() -> None:
-    with pytest.warns(mpguard.NotCarried, match="fp8_param=True"):
-        mpguard.convert(model(), FP8.replace(fp8_param=True))
+    with pytest.warns(mpguard.NotCarried, match="fp8_wgrad=False"):
+        mpguard.convert(model(), FP8.replace(fp8_wgrad=False))
+
+
+@pytest.mark.parametrize("field", ["fp8_param", "fp8_param_gather"])
+def test_parameters_in_fp8_are_refused_and_the_way_without_works(field: str) -> None:
+    policy, net = FP8.replace(**{field: True}), model()
+    with pytest.raises(mpguard.PolicyError, match=r"fp8_param=True.*Say policy\.replace\(fp8_param=False\)"):
+        mpguard.convert(net, policy)
+    assert type(net.projection) is nn.Linear
+    assert mpguard.convert(net, policy.replace(fp8_param=False)).converted
 
 
 def test_importing_mpguard_and_its_converter_imports_no_torch() -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import mpguard
+from mpguard import hardware
 from mpguard.errors import ExtensionError, PolicyError, UnknownRecipe
+from mpguard.plugin import require_carried
 from mpguard.policy import Dtype, Policy
 
 
@@ -217,3 +219,41 @@ def test_own_extensions_alone_can_be_asked_for(installed: Callable[..., subproce
     code = "from mpguard import discover; print([m.__name__ for m in discover.load('mpguard.recipes', own_only=True)])"
     done = installed("mpguard.recipes", {"__init__.py": "1 / 0"}, code)
     assert done.stdout == "['mpguard.recipes']\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes", "refused"),
+    [
+        ("single", {}, True),
+        ("ddp", {}, True),
+        ("fsdp1", {}, True),
+        ("fsdp2", {}, False),
+        ("fsdp2", {"backend": "te"}, True),
+        ("fsdp2", {"fp8_recipe": "delayed"}, True),
+        ("fsdp2", {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 1}, True),
+        ("deepspeed-zero2", {}, True),
+        ("deepspeed-zero3", {}, True),
+        (None, {}, False),  # nothing says the strategy yet: the run does, before it trains
+    ],
+)
+def test_parameters_in_fp8_are_refused_before_training_where_nothing_can_hold_them(
+    strategy: str | None, changes: dict[str, object], refused: bool
+) -> None:
+    policy = mpguard.Policy(bf16=True, fp8="hybrid", fp8_param=True, **changes)  # type: ignore[arg-type]
+    if not refused:
+        require_carried("accelerate", policy, strategy)
+        return
+    with pytest.raises(mpguard.PolicyError, match=r"has fp8_param=True.*To go without: .*fp8_param: null") as said:
+        require_carried("accelerate", policy, strategy)
+    assert "float8 all-gather, under FSDP2" in str(said.value)
+    require_carried("accelerate", policy.replace(fp8_param=None), strategy)
+
+
+@pytest.mark.parametrize("gpu", ["h100", "b200", "a100"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "deepspeed-zero3"])
+def test_auto_is_refused_nowhere(monkeypatch: pytest.MonkeyPatch, gpu: str, strategy: str) -> None:
+    found = hardware.best(hardware.named(gpu))
+    monkeypatch.setattr(hardware, "best", lambda: found)
+    policy = mpguard.recipe("auto")
+    assert found[0] in policy.name and not policy.fp8_param
+    require_carried("accelerate", policy, strategy)

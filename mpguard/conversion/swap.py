@@ -25,9 +25,7 @@ from mpguard.policy import Policy
 from mpguard.recipes import recipe
 
 #: What a policy may ask of FP8 and converted layers do not have.
-NOT_CARRIED = (
-    "fp8_param", "fp4_param", "fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention", "fuse",
-)  # fmt: skip
+NOT_CARRIED = ("fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention", "fuse")
 
 MARK = "_mpguard_fp8"
 
@@ -41,13 +39,20 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
     adapters, quantized layers, other classes, sizes that FP8 products cannot have, blocks at the ends under
     `first_last_layers_bf16`. Called again with the same policy it converts what has been added since.
 
-    Raises `PolicyError` for a policy without FP8 or a pattern that matches nothing, `NotInForce` where
-    this machine cannot run it or nothing would be FP8, `MissingExtra` for a library that is not installed;
-    the model is then as it was.
+    Raises `PolicyError` for a policy without FP8, one with `fp8_param`, or a pattern that matches nothing,
+    `NotInForce` where this machine cannot run it or nothing would be FP8, `MissingExtra` for a library that is not
+    installed; the model is then as it was.
     """
     policy = recipe(policy) if isinstance(policy, str) else policy
     if policy.low_bit_recipe is None:
         raise PolicyError(f"convert: the policy `{policy.name}` has neither FP8 nor FP4. Set fp8 and fp8_recipe")
+    if policy.fp8_param or policy.fp4_param:
+        field = "fp8_param" if policy.fp8_param else "fp4_param"
+        raise PolicyError(
+            f"convert: `{policy.name}` has {field}=True; converted layers keep exact weights, which any optimizer can "
+            "update, and quantize them at each forward pass: the products are the same. Say "
+            f'policy.replace({field}=False), as in mpguard.recipe("...").replace({field}=False)'
+        )
     _check(model)
     modules = list(model.named_modules(remove_duplicate=False))
     choice.check_patterns(modules, policy)

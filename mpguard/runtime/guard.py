@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpguard import hardware
 from mpguard.conversion.choice import plain_name
 from mpguard.errors import ConfigError, NotCarried, NotInForce, NotProven
-from mpguard.plugin import Change, require_carried
+from mpguard.plugin import Change, gathers, require_carried
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
 from mpguard.runtime import imports, proof, verdict
@@ -143,18 +143,25 @@ class Guard:
         policy = self.plan.policy
         if policy.low_bit_recipe is None or not self.converts:
             return
-        if gathers(policy, self.plan.strategy):
-            self._fail(
-                "fp8_param_gather: under FSDP2 float8 all-gather is put into a model by accelerate alone, and there "
-                "was no Accelerator before this optimizer. Make one first, or go without: "
-                "mpguard_overrides: {fp8_param_gather: false}"
-            )
+        if policy.fp8_param:
+            why = "converted layers keep exact weights, and quantize them at each forward pass"
+            if gathers(policy, self.plan.strategy):
+                why = (
+                    "under FSDP2 float8 all-gather is put into a model by accelerate alone, and there was no "
+                    "Accelerator before this optimizer; make one first"
+                )
+            self._fail(f"fp8_param: {why}. To go without: mpguard_overrides: {{fp8_param: null}}")
         from mpguard.conversion import choice, swap
 
         for root in models_of(updated_by(optimizer)):
             modules = [(plain_name(name), module) for name, module in root.named_modules()]
             if swap.has_others(modules, policy) or "" not in choice.reasons(modules, policy).values():
                 continue
+            for field in swap.not_carried(policy):
+                self._fail(
+                    f"{field}={policy.text_of(field)}: converted Linear layers have no place for it. "
+                    f"To go without: mpguard_overrides: {{{field}: {str(not getattr(policy, field)).lower()}}}"
+                )
             try:
                 done = swap.convert_named(root, modules, policy)
             except NotInForce as error:
@@ -162,8 +169,6 @@ class Guard:
                 return
             if done.converted and rank() == 0:
                 proof.say(f"mpguard: {str(done).splitlines()[0]}")
-                for field in swap.not_carried(policy):
-                    proof.say(f"mpguard: {field}={policy.text_of(field)} is not carried by converted Linear layers")
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -405,12 +410,6 @@ class Guard:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-
-
-def gathers(policy: Policy, strategy: str | None) -> bool:
-    """Whether accelerate's own conversion is needed: it alone puts float8 all-gather into a model."""
-    able = policy.fp8_recipe == "tensorwise" and "torchao" in policy.backends
-    return bool(policy.fp8_param_gather and able and strategy == "fsdp2" and not policy.first_last_layers_bf16)
 
 
 def not_in_force(message: str) -> str:

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from mpguard.errors import ConfigError
-from mpguard.plugin import ABSENT, Change, Setting, differences, merged
+from mpguard.plugin import ABSENT, Change, Setting, differences, gathers, merged
 from mpguard.runtime import checkpoints, compiling, imports
 from mpguard.runtime import guard as guards
 from mpguard.runtime.observe import innermost
@@ -83,7 +83,7 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
     """The arguments of `Accelerator` with the policy in them; of FP8 the rest, where mpguard converts itself."""
     strategy = _accelerate_strategy(given)
     policy = guard.plan.policy
-    guard.converts = not guards.gathers(policy, strategy)
+    guard.converts = not gathers(policy, strategy)
     converts = policy.low_bit_recipe is not None and guard.converts
     with guards.quiet():
         wanted = (policy.replace(fp8=None, fp4=None) if converts else policy).to("accelerate", strategy)
@@ -109,7 +109,7 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
             )
         result["dynamo_backend"] = wanted["dynamo_backend"]
         result.pop("dynamo_plugin", None)
-    elif (chosen := compiling.choice(policy, strategy)).on is not None and chosen.on != _compiles(given):
+    elif (chosen := compiling.choice(policy)).on is not None and chosen.on != _compiles(given):
         if chosen.on:
             guard.say(f"mpguard: compile: auto is on here: {chosen.why}")
         else:
@@ -576,6 +576,14 @@ PATCHES = (
         "GradScaler.scale",
         ("outputs",),
         "whether what goes backward has been scaled",
+        "torch 2.13.0",
+        _scaler_scale,
+    ),
+    Patch(
+        "torch.distributed.fsdp.sharded_grad_scaler",
+        "ShardedGradScaler.scale",
+        ("outputs",),
+        "the same: FSDP1's scaler has a `scale` of its own",
         "torch 2.13.0",
         _scaler_scale,
     ),
