@@ -27,6 +27,8 @@ from mpguard.server.wishes import Wishes
 
 #: Seconds without a further keystroke before a text is checked, and without a further change of files before all are.
 TYPING, SAVING = 0.03, 0.2
+#: Seconds after which files are read again where the editor does not say when they change.
+UNWATCHED = 5
 
 _NOTEBOOKS = types.NotebookDocumentSyncOptions(
     [
@@ -63,6 +65,8 @@ class Session(LanguageServer):
         self._waiting: dict[str, asyncio.Task[None]] = {}
         self._said: set[str] = set()
         self._trouble: dict[str, str] = {}
+        self._watched = False
+        self._read = 0.0
 
     # -- buffers ----------------------------------------------------------------------------------
 
@@ -146,6 +150,7 @@ class Session(LanguageServer):
             return known
         buffer, texts = now
         try:
+            await self._refreshed()
             report = await self.jobs.do(functools.partial(self.checker.report, buffer))
             self._trouble.pop(uri, None)
         except ConfigError as error:
@@ -158,6 +163,13 @@ class Session(LanguageServer):
         answer = self._answered(Answer(buffer, report, texts))
         self._publish(uri, answer)
         return answer
+
+    async def _refreshed(self) -> None:
+        """Files that nobody watches may have changed: what is known of them is forgotten now and then."""
+        now = asyncio.get_running_loop().time()
+        if not self._watched and now > self._read + UNWATCHED:
+            self._read = now
+            await self.jobs.do(self.checker.forget)
 
     def _answered(self, answer: Answer) -> Answer:
         shown, said = [], []
@@ -269,6 +281,7 @@ class Session(LanguageServer):
         await self.client_register_capability_async(
             types.RegistrationParams([types.Registration("mpguard-files", method, options)])
         )
+        self._watched = True
 
     # -- talk -------------------------------------------------------------------------------------
 
