@@ -1,0 +1,63 @@
+"""What docs/integrations.md tells editors to do: it parses, starts the server, and names settings that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpguard.server import wishes
+from mpguard.server.wishes import Wishes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PAGE = (Path(__file__).parents[1] / "docs" / "integrations.md").read_text(encoding="utf-8")
+
+
+def block(language: str, holding: str) -> str:
+    """The block of a language that holds some text."""
+    found = [text for text in re.findall(rf"```{language}\n(.*?)```", PAGE, re.S) if holding in text]
+    assert len(found) == 1, (language, holding)
+    return str(found[0])
+
+
+def test_vs_code() -> None:
+    settings = json.loads(block("json", "glspc"))
+    assert [settings["glspc.server.command"], *settings["glspc.server.commandArguments"]] == ["mpguard", "server"]
+    assert wishes.read(settings["glspc.server.initializationOptions"]) == Wishes(preview=True)
+
+
+def test_helix() -> None:
+    config = tomllib.loads(block("toml", "language-server.mpguard"))
+    server = config["language-server"]["mpguard"]
+    assert [server["command"], *server["args"]] == ["mpguard", "server"]
+    assert wishes.read(server["config"]) == Wishes(preview=True)
+    assert all("mpguard" in language["language-servers"] for language in config["language"])
+
+
+def test_neovim() -> None:
+    code = block("lua", "vim.lsp.config")
+    assert "cmd = { 'mpguard', 'server' }" in code and "settings = { mpguard = { preview = true } }" in code
+    if shutil.which("luac"):
+        subprocess.run(["luac", "-p", "-"], input=code, text=True, check=True)
+
+
+def test_all_settings_are_in_the_table_and_no_others() -> None:
+    told = set(re.findall(r"`mpguard\.(\w+)`", PAGE.split("editor's setting")[1].split("`mpguard server --iso")[0]))
+    assert told == set(wishes._KEYS)
+
+
+@pytest.mark.parametrize("tool", ["tox.ini", "noxfile.py", ".PHONY: mpguard"])
+def test_other_tools_run_the_linter(tool: str) -> None:
+    (found,) = (text for text in re.findall(r"```\w+\n(.*?)```", PAGE, re.S) if tool in text)
+    assert "lint" in found
+    if tool == "noxfile.py":
+        compile(found, tool, "exec")
