@@ -1,9 +1,14 @@
-"""Completion, asked of a real shell."""
+"""Completion, asked of real shells; those that are not installed are left out."""
 
 from __future__ import annotations
 
+import os
+import pty
+import select
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,10 +18,14 @@ from mpguard.lint.report import FORMATS
 from mpguard.lint.rule import rules
 
 
+def printed(*shell: str) -> str:
+    command = [sys.executable, "-m", "mpguard", "completion", *shell]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
 @pytest.fixture(scope="module")
 def script() -> str:
-    command = [sys.executable, "-m", "mpguard", "completion"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return printed()
 
 
 def completed(script: str, *words: str) -> set[str]:
@@ -50,3 +59,59 @@ def test_what_is_not_known_is_left_to_the_names_of_files(script: str, tmp_path: 
     assert completed(script, "mpguard", "lint", "--config", "m") == set()
     assert completed(script, "mpguard", "nonsense", "-") == set()
     assert "complete -o default " in script
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish(tmp_path: Path) -> None:
+    script = tmp_path / "mpguard.fish"
+    script.write_text(printed("fish"))
+    (tmp_path / "train.py").touch()
+
+    def offered(line: str) -> dict[str, str]:
+        ask = f"source {script}; complete -C '{line}'"
+        done = subprocess.run(
+            ["fish", "--no-config", "-c", ask], capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path
+        )
+        assert done.stderr == ""
+        return dict([*each.split("\t"), ""][:2] for each in done.stdout.splitlines())
+
+    assert offered("mpguard ") == COMMANDS
+    assert offered("mpguard lint --output") == {"--output-file": "write the report there, and only a summary to stderr"}
+    assert set(offered("mpguard lint --format ")) == set(FORMATS)
+    assert set(offered("mpguard rule MPG80")) == {c for c in rules() if c.startswith("MPG80")}
+    assert "train.py" in offered("mpguard lint tr")
+    assert "train.py" in offered("mpguard lint --config tr")
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh(tmp_path: Path) -> None:
+    """On a terminal: zsh completes nowhere else."""
+    (tmp_path / "mpguard.zsh").write_text(printed("zsh"))
+    (tmp_path / "train.py").touch()
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(tmp_path)
+        os.execvpe("zsh", ["zsh", "-f", "-i"], {**os.environ, "TERM": "dumb", "PS1": "> "})
+
+    def typed(keys: str, until: str) -> bool:
+        os.write(terminal, keys.encode())
+        shown, deadline = "", time.monotonic() + 60
+        while until not in shown and time.monotonic() < deadline:
+            if select.select([terminal], [], [], 0.1)[0]:
+                shown += os.read(terminal, 65536).decode()
+        return until in shown
+
+    try:
+        assert typed("autoload -Uz compinit && compinit -u -D && source mpguard.zsh && echo $((40 + 2))\n", "42")
+        for keys, completed in (
+            ("mpguard comp", "mpguard completion"),
+            ("mpguard rule --format j", "--format json"),
+            ("mpguard lint --outp", "--output-file"),
+            ("mpguard lint tr", "train.py"),
+        ):
+            assert typed(f"{keys}\t", completed), keys
+            os.write(terminal, b"\x15")  # away with the line
+    finally:
+        os.write(terminal, b"\x04")
+        os.close(terminal)
+        os.waitpid(process, 0)

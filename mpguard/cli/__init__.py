@@ -21,7 +21,7 @@ COMMANDS = {
     "apply": "write a recipe into existing configs",
     "launch": "accelerate launch, with the policy in force and proven",
     "server": "check what is open in an editor, as you type",
-    "completion": "a script that completes all this in bash",
+    "completion": "a script that completes all this in bash, zsh or fish",
     "hook": "let `accelerate launch --config mp.yaml` work",
 }
 
