@@ -163,6 +163,8 @@ def _unfit(module: nn.Linear, multiple: int) -> str:
         if issubclass(kind, torch.nn.modules.lazy.LazyModuleMixin):
             return "has no sizes yet; run the model once before"
         return f"is a {kind.__name__}, whose own behaviour would be lost"
+    if "forward" in vars(module):
+        return "has a forward of its own, put in by hand"
     weight = module._parameters.get("weight")
     if weight is None:
         return "has no weight of its own (it is computed, or flattened by FSDP with use_orig_params=False)"

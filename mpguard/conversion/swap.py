@@ -29,6 +29,9 @@ NOT_CARRIED = ("fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attenti
 
 MARK = "_mpguard_fp8"
 
+#: Backend -> its name as a library, and the version that this was read against.
+LIBRARIES = {"te": ("transformer_engine", "2.20"), "torchao": ("torchao", "0.18")}
+
 
 def convert(model: nn.Module, policy: Policy | str) -> Conversion:
     """Makes the Linear layers of a model FP8 layers, as a policy (or recipe) says. Returns what was done.
@@ -43,7 +46,11 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
     `NotInForce` where this machine cannot run it or nothing would be FP8, `MissingExtra` for a library that is not
     installed; the model is then as it was.
     """
+    if not isinstance(model, nn.Module):
+        raise PolicyError(f"convert: {model!r:.60} is no torch.nn.Module; a model is needed")
     policy = recipe(policy) if isinstance(policy, str) else policy
+    if not isinstance(policy, Policy):
+        raise PolicyError(f"convert: {policy!r:.60} is no mpguard.Policy, and no name of a recipe")
     if policy.low_bit_recipe is None:
         raise PolicyError(f"convert: the policy `{policy.name}` has neither FP8 nor FP4. Set fp8 and fp8_recipe")
     if policy.fp8_param or policy.fp4_param:
@@ -83,8 +90,15 @@ def convert_named(model: nn.Module, modules: choice.Named, policy: Policy) -> Co
         raise NotInForce(f"convert: nothing in the model can be FP8: {said or 'it has no Linear layer'}")
     backend, library = _library(policy)
     padding = next((layer.__dict__[MARK].padding for layer in before.values()), Padding(choice.multiple(policy)))
-    template = library.templates(policy)
-    made = {key: template(layer) for key, layer in todo.items()}  # all of them before the first change
+    try:
+        template = library.templates(policy)
+        made = {key: template(layer) for key, layer in todo.items()}  # all of them before the first change
+    except (AttributeError, TypeError) as error:
+        name, version = LIBRARIES[backend]
+        raise NotInForce(
+            f"convert: {name} {hardware.detect().libraries.get(backend, 'here')} is not as mpguard knows it "
+            f"({type(error).__name__}: {error}). Install {version}, with which this was tested"
+        ) from error
     for key, layer in todo.items():
         become(layer, library.Float8Linear, made[key], State(names[key], policy, padding))
     if backend == "te":
@@ -169,8 +183,8 @@ def _library(policy: Policy) -> tuple[str, ModuleType]:
     try:
         return backend, importlib.import_module(f"{__package__}.{backend}")
     except (ImportError, OSError, RuntimeError) as error:
-        library = {"te": "transformer_engine"}.get(backend, backend)
+        name, version = LIBRARIES[backend]
         raise NotInForce(
-            f"convert: {library} is installed and cannot be imported ({type(error).__name__}: {error}). Install the "
-            f"build for this torch and CUDA, or name another backend than {backend}"
+            f"convert: {name} is installed and cannot be imported ({type(error).__name__}: {error}). Install the build "
+            f"for this torch and CUDA (tested with {version}), or name another backend than {backend}"
         ) from error

@@ -38,10 +38,12 @@ class Float8Linear(Padded, Remembering, te.Linear, nn.Linear):  # type: ignore[m
     extra_repr = nn.Linear.extra_repr
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not input.is_cuda:
+        where = {"input": input.device.type, "weight": self.weight.device.type}
+        if set(where.values()) != {"cuda"}:
+            wrong = next(name for name, device in where.items() if device != "cuda")
             raise NotInForce(
-                f"{self._mpguard_fp8.name}: its input is on {input.device}; Transformer Engine computes on a GPU. "
-                'Move the model and the batch there (`model.to("cuda")`)'
+                f"{self._mpguard_fp8.name or 'the model'}: its {wrong} is on {where[wrong]}; Transformer Engine "
+                'computes on a GPU. Move the model and the batch there (`model.to("cuda")`)'
             )
         if FP8GlobalStateManager.is_fp8_enabled():
             return super().forward(input)

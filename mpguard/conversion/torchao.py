@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torchao.float8 import convert_to_float8_training
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear as Torchao
 
 from mpguard.conversion.padding import Padded
+from mpguard.errors import NotInForce
 from mpguard.plugin import get
 from mpguard.policy import Policy
 
@@ -17,8 +18,15 @@ from mpguard.policy import Policy
 class Float8Linear(Padded, Torchao):  # type: ignore[misc]
     """torchao's `Float8Linear` for rows of any number, and under autocast of any device."""
 
+    config: Float8LinearConfig
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         device = input.device.type
+        if device == "cpu" and not self.config.emulate:
+            raise NotInForce(
+                f"{self._mpguard_fp8.name or 'the model'}: its input is on the CPU, which has no FP8 products. Move "
+                'the model and the batch (`model.to("cuda")`), or set fp8_emulate=True to try things out in software'
+            )
         if torch.is_autocast_enabled(device):  # torchao asks CUDA's alone
             input = input.to(torch.get_autocast_dtype(device))
         return super().forward(input)
