@@ -6,7 +6,7 @@
     fully_shard(model, mp_policy=policy.to("fsdp2"))
     config, changes = mpguard.inject(config, policy, "deepspeed")
     mpguard.activate(policy)  # everything that is built from here on
-    mpguard.convert(model, "bf16_with_fp8_current_scaling_mixed")  # FP8 layers in a model of one's own
+    mpguard.convert(model, "hopper_bf16_with_fp8_mixed")  # FP8 layers in a model of one's own
 
 Importing mpguard imports no torch.
 """
