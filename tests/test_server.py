@@ -180,6 +180,10 @@ async def test_configs_scripts_and_texts_without_a_file(folder: Path) -> None:
         assert codes(await client.open("untitled:Untitled-1", TRAIN)) == ["MPG302", "MPG201"]
         assert codes(await client.open("untitled:Untitled-2", WIZARD, "yaml")) == ["MPG801"]
         assert await client.open((folder / "notes.txt").as_uri(), TRAIN, "plaintext") == []
+        old = types.TextDocumentItem(f"git:{folder}/train.py?HEAD", "python", 1, TRAIN)
+        client.text_document_did_open(types.DidOpenTextDocumentParams(old))
+        assert await client.hover(old.uri, 8, 6) is None, "another program's view of it"
+        assert old.uri not in client.published
 
 
 @session

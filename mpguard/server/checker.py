@@ -139,6 +139,7 @@ class Checker:
                         one = dataclasses.replace(checked, diagnostics=[diagnostic])
                         mended, _ = noqa.mend(data, one, check, named)
         except limit.TooLong:
+            self.forget()  # what was half made is of no use
             return Change(problem=f"still not done after {limit.SECONDS} s of computing")
         if mended is None or mended.after == mended.before:
             none = "no comment suppresses it here" if action == "suppress" else "there is nothing to fix"

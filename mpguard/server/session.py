@@ -30,6 +30,9 @@ TYPING, SAVING = 0.03, 0.2
 #: Seconds after which files are read again where the editor does not say when they change.
 UNWATCHED = 5
 
+#: Of what is checked: files, and what is nowhere yet. Others are shown for looking (an old version, a log).
+_SCHEMES = ("file", "untitled")
+
 _NOTEBOOKS = types.NotebookDocumentSyncOptions(
     [
         types.NotebookDocumentFilterWithNotebook(
@@ -83,6 +86,8 @@ class Session(LanguageServer):
 
     def buffer(self, uri: str) -> tuple[Buffer, tuple[str, ...]] | None:
         """What is open under a URI now, with the URIs of its texts; None where nothing is."""
+        if uris.urlparse(uri)[0] not in _SCHEMES:
+            return None
         notebook = self.workspace.get_notebook_document(notebook_uri=uri)
         if notebook is not None:
             documents = [self.workspace.get_text_document(cell.document) for cell in notebook.cells]
@@ -194,7 +199,7 @@ class Session(LanguageServer):
     def _ruler(self, answer: Answer, index: int) -> Ruler:
         cells = answer.buffer.cells
         text = answer.buffer.text if cells is None else cells[index][0]
-        return Ruler(Lines(text.removeprefix("\ufeff") if cells is None else text), self.workspace.position_codec)
+        return Ruler(_lines(text.removeprefix("\ufeff") if cells is None else text), self.workspace.position_codec)
 
     def _publish(self, uri: str, answer: Answer) -> None:
         before = self.answers.get(uri)
@@ -298,3 +303,9 @@ class Session(LanguageServer):
         """pygls' own errors; those of requests are answers already."""
         with contextlib.suppress(Exception):
             super().report_server_error(error, source)
+
+
+@functools.lru_cache(16)
+def _lines(text: str) -> Lines:
+    """Many findings in one text share them."""
+    return Lines(text)
