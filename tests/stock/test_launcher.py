@@ -93,18 +93,21 @@ def test_s23_use_cpu_is_ignored_beside_fsdp_and_deepspeed(tmp_path: Path) -> Non
     assert not any("ACCELERATE_USE_CPU" in worker for worker in run.workers), mended(23)
     variables = {name: value for name, value in run.workers[0].items() if name.startswith("ACCELERATE_")}
     ranks = ranks_in_fork([SHARED / "accelerated.py"], cwd=tmp_path, program=script, **variables)
-    assert all(rank.returncode == 1 and "16 != 16 * 1 * 2" in rank.stderr for rank in ranks), mended(23)
+    assert all(rank.returncode == 1 and "train_batch_size is not equal" in rank.stderr for rank in ranks), mended(23)
     assert "which accelerate starts on a GPU only" in refused(mp_yaml(tmp_path, **deepspeed))
 
 
 def test_s26_a_script_whose_last_act_is_a_collective_aborts_at_exit(tmp_path: Path) -> None:
-    """With a world of one and the coincidence forced; with two ranks and by itself it is one run in five."""
+    """With a world of one, and the coincidence made likely; with two ranks and by itself it is one run in five."""
     program = PROGRAMS / "last_collective.py"
-    stock = command("python", program, cwd=tmp_path)
-    assert "one collective is left" in stock.stdout, told(stock)
+    for _ in range(4):
+        stock = command("python", program, cwd=tmp_path)
+        assert "the collectives are left" in stock.stdout, told(stock)
+        if stock.returncode:
+            break
     assert stock.returncode == -signal.SIGABRT and "terminate called" in stock.stderr, mended(26)
 
     path = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
     run = command("python", "-m", "mpguard.run", "--config", path, program, cwd=tmp_path, WORLD_SIZE="2")
-    assert "one collective is left" in run.stdout and "terminate called" not in run.stderr, told(run)
+    assert "the collectives are left" in run.stdout and "terminate called" not in run.stderr, told(run)
     assert run.returncode == 0, told(run)

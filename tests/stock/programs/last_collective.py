@@ -1,7 +1,7 @@
-"""Ends with a collective; a gloo thread wants the GIL when Python shuts down, and gets it while it does.
+"""Ends with collectives; a gloo thread wants the GIL when Python shuts down, and gets it while it does.
 
-A rare coincidence made certain: the interpreter gives the GIL to no other thread between the collective and
-its end, and something that is left behind gives it away during shutdown.
+A coincidence made likely: a hundred times nobody keeps what a collective returns, the interpreter gives the GIL to no
+other thread before its shutdown, and something that is left behind gives it away during that.
 """
 
 import sys
@@ -20,9 +20,10 @@ class LeftBehind:
 
 left = LeftBehind()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-print("one collective is left", flush=True)
+print("the collectives are left", flush=True)
 sys.setswitchinterval(100)
-dist.all_reduce(torch.ones(1), async_op=True)
+for _ in range(100):
+    dist.all_reduce(torch.ones(1), async_op=True)
 end = time.monotonic() + 0.1
 while time.monotonic() < end:
     pass
