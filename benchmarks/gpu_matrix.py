@@ -1,0 +1,408 @@
+"""Each strategy with each framework and each recipe on a real GPU: proven by its kernels, or refused before training.
+
+    python benchmarks/gpu_matrix.py --output benchmarks/results/gpu_matrix.json            one GPU
+    python benchmarks/gpu_matrix.py --output ... --gpus 2 --merge OLD.json                  some cells on two
+    python benchmarks/gpu_matrix.py --page                                                  writes docs/gpu.md
+
+A cell writes an mp.yaml with `mpguard init`, and has a program of gpu_programs/ launched with it, which trains 103
+steps. Proven is a cell where the proof says so, every parameter has changed, master weights and reduction are FP32, the
+kernels of the last steps are FP8 where they should be, and the loss is that of the BF16 run. Device time comes in
+pieces: --only takes some cells (with the BF16 runs that they are compared to), --merge keeps those of an earlier file.
+Needs a Hopper GPU, accelerate, transformers, DeepSpeed, Transformer Engine and torchao.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS, RESULT, PAGE = (
+    ROOT / "benchmarks/gpu_programs",
+    ROOT / "benchmarks/results/gpu_matrix.json",
+    ROOT / "docs/gpu.md",
+)
+COMPILED = ROOT / "benchmarks/results/compile_auto.json"
+LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "torchao", "transformer-engine", "mpguard")
+
+FRAMEWORKS = {"accelerate": "accelerated.py", "own loop": "loop.py", "Trainer": "trainer.py"}
+STRATEGIES = {
+    "plain": "single", "DDP": "ddp", "FSDP1": "fsdp1", "FSDP2": "fsdp2",
+    "ZeRO-1": "deepspeed-zero1", "ZeRO-2": "deepspeed-zero2", "ZeRO-3": "deepspeed-zero3",
+}  # fmt: skip
+
+#: Names of recipes, with their backend and fields of the policy over bf16_mixed (fp16_mixed).
+RECIPES: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "bf16": (None, {}),
+    "fp16": (None, {"initial_loss_scale": 65536.0, "grad_reduce_in_fp32": True}),
+    "delayed": ("te", {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 16,
+                       "fp8_amax_compute_algo": "max"}),
+    "current": ("te", {"fp8": "hybrid", "fp8_recipe": "tensorwise"}),
+    "block": ("te", {"fp8": "e4m3", "fp8_recipe": "blockwise"}),
+    "tensorwise": ("torchao", {"fp8": "hybrid", "fp8_recipe": "tensorwise"}),
+    "tensorwise, float8 all-gather": ("torchao", {"fp8": "hybrid", "fp8_recipe": "tensorwise",
+                                                  "fp8_param_gather": True}),
+    "rowwise": ("torchao", {"fp8": "e4m3", "fp8_recipe": "rowwise"}),
+    "rowwise_with_gw_hp": ("torchao", {"fp8": "e4m3", "fp8_recipe": "rowwise_with_gw_hp"}),
+    "current, compiled": ("te", {"fp8": "hybrid", "fp8_recipe": "tensorwise", "compile": True}),
+    "tensorwise, compiled": ("torchao", {"fp8": "hybrid", "fp8_recipe": "tensorwise", "compile": True}),
+    "MXFP8": ("te", {"fp8": "e4m3", "fp8_recipe": "mxfp8"}),
+    "NVFP4": ("te", {"fp4": "e2m1"}),
+}  # fmt: skip
+
+#: The converted layers (7 of each of 4 blocks), and how many of a layer's three products are FP8 where not all are.
+LAYERS, FP8_OF_3 = 28, {"rowwise_with_gw_hp": 2}
+
+#: The largest mean relative difference from the BF16 loss, over the last 20 of the 100 steps.
+GAPS, GAP, COMPARED = {"delayed": 0.02}, 0.01, slice(80, 100)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    framework: str
+    strategy: str
+    recipe: str
+    gpus: int = 1
+
+    @property
+    def backend(self) -> str | None:
+        return RECIPES[self.recipe][0]
+
+    @property
+    def name(self) -> str:
+        gpus = f", {self.gpus} GPUs" if self.gpus > 1 else ""
+        return f"{self.framework}, {self.strategy}{gpus}, {self.backend + ' ' if self.backend else ''}{self.recipe}"
+
+    @property
+    def base(self) -> Cell:
+        """The BF16 run that it is compared to."""
+        return dataclasses.replace(self, recipe="bf16")
+
+    def overrides(self, emulate: bool = False) -> dict[str, Any]:
+        backend, fields = RECIPES[self.recipe]
+        more = {"backend": backend} if backend else {}
+        return {"compile": False, **fields, **more, **({"fp8_emulate": True} if emulate else {})}
+
+
+def cells(gpus: int) -> list[Cell]:
+    """On two GPUs DDP, which accelerate and the Trainer do not use for one process, and a recipe of each library under
+    the engines that shard; on one all others."""
+    every = [
+        Cell(framework, strategy, recipe, gpus)
+        for recipe in RECIPES
+        for framework in FRAMEWORKS
+        for strategy in STRATEGIES
+        if ("all-gather" not in recipe or strategy == "FSDP2")
+        and ("compiled" not in recipe or framework == "accelerate" or (framework == "Trainer" and strategy != "DDP"))
+    ]
+    if gpus == 1:
+        return [cell for cell in every if cell.strategy != "DDP"]
+    sharded = [("FSDP2", "accelerate"), ("ZeRO-3", "own loop")]
+    return [
+        cell
+        for cell in every
+        if cell.strategy == "DDP"
+        or ((cell.strategy, cell.framework) in sharded and cell.recipe in ("bf16", "delayed", "tensorwise"))
+    ]
+
+
+#: init's words go where stdout goes, which is one for all threads.
+PREPARING = threading.Lock()
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+def prepared(cell: Cell, folder: Path, port: int) -> list[str]:
+    """The files of a cell, and the command that launches it."""
+    from mpguard.cli import main as mpguard
+    from mpguard.policy import Policy
+
+    emulate, device = _on_cpu(cell)
+    config = folder / "mp.yaml"
+    recipe, strategy = ("fp16_mixed" if cell.recipe == "fp16" else "bf16_mixed"), STRATEGIES[cell.strategy]
+    words = ["init", recipe, "--strategy", strategy, "--num-processes", str(cell.gpus), "-o", str(config)]
+    with PREPARING, contextlib.redirect_stdout(io.StringIO()):
+        if mpguard([*words, "--device", device]) != 0:
+            raise RuntimeError(f"mpguard init {recipe} --strategy {strategy} failed")
+    overrides = json.dumps(cell.overrides(emulate))
+    Policy(
+        bf16=True, **(cell.overrides(emulate) if cell.recipe != "fp16" else {})
+    )  # a mistake here is none of the cell's
+    text = config.read_text().replace(
+        f"mpguard_recipe: {recipe}\n", f"mpguard_recipe: {recipe}\n  mpguard_overrides: {overrides}\n"
+    )
+    config.write_text(text + f"main_process_port: {port}\n")
+    second = folder / "ds_config.json"
+    if second.exists():
+        second.write_text(
+            second.read_text().replace('"train_micro_batch_size_per_gpu": 1', '"train_micro_batch_size_per_gpu": 8')
+        )
+    program = [str(PROGRAMS / FRAMEWORKS[cell.framework]), "--out", str(folder / "facts.json")]
+    own = ["--config", str(config), "--proof-json", str(folder / "proof.json")]
+    if cell.framework == "own loop":
+        run = [
+            "torch.distributed.run",
+            "--nproc_per_node",
+            str(cell.gpus),
+            "--master_port",
+            str(port),
+            "-m",
+            "mpguard.run",
+        ]
+        program += ["--strategy", strategy]
+    else:
+        run = ["mpguard", "launch"]
+    return [sys.executable, "-m", *run, *own, *program]
+
+
+def _on_cpu(cell: Cell) -> tuple[bool, str]:
+    """For trying this script without a GPU: torchao in software, where accelerate has the strategy there."""
+    import torch
+
+    if torch.cuda.is_available():
+        return False, "gpu"
+    return cell.backend == "torchao", "cpu" if STRATEGIES[cell.strategy] in ("single", "ddp") else "gpu"
+
+
+def run(cell: Cell, number: int, timeout: float) -> dict[str, Any]:
+    """A cell's facts: what the program has written, the proof, status, and what was said."""
+    import torch
+
+    devices = max(1, torch.cuda.device_count())
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = prepared(cell, folder, 20000 + 7 * number)
+        visible = ",".join(str((number + each) % devices) for each in range(cell.gpus))
+        more = {"CUDA_VISIBLE_DEVICES": visible} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
+        environment = {**os.environ, **more, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with (folder / "said").open("w+") as out:
+            child = subprocess.Popen(
+                command, stdout=out, stderr=out, cwd=folder, env=environment, start_new_session=True
+            )
+            try:
+                status: int | None = child.wait(timeout)
+            except subprocess.TimeoutExpired:
+                status = None
+                os.killpg(child.pid, signal.SIGKILL)
+        facts, proof = (
+            (json.loads(path.read_text()) if (path := folder / each).exists() else {})
+            for each in ("facts.json", "proof.json")
+        )
+        said = (folder / "said").read_text(errors="replace")
+    return {
+        "status": status,
+        "seconds": round(time.monotonic() - started, 1),
+        "facts": facts,
+        "proof": proof,
+        "said": said,
+    }
+
+
+def judged(cell: Cell, found: dict[str, Any], base: list[float] | None) -> dict[str, Any]:
+    """The cell as it stands in the result file: proven, refused (before training, with its reason), or failed."""
+    facts, proof, said = found["facts"], found["proof"], found["said"].splitlines()
+    line = next((each for each in said if each.startswith("mpguard: ") and "Linear layers in FP8" not in each), None)
+    result: dict[str, Any] = {
+        **dataclasses.asdict(cell), "backend": cell.backend, "state": "failed", "reason": None, "fp8_share": None,
+        "unchanged_parameters": None, "loss": None, "loss_bf16": None, "seconds": found["seconds"],
+    }  # fmt: skip
+    if found["status"] in (1, 2) and line and not facts:
+        return result | {
+            "state": "refused",
+            "reason": line.removeprefix("mpguard: ").removesuffix("  (--enforce warn to go on anyway)"),
+        }
+    if found["status"] != 0 or not facts.get("finished"):
+        return result | {"reason": f"status {found['status']}: {line or ''}", "said": said[-25:]}
+    losses = facts["losses"][COMPARED]
+    result |= {
+        "fp8_share": facts["fp8_share"] and round(facts["fp8_share"], 4),
+        "unchanged_parameters": len(facts["unchanged"]), "parameters": facts["parameters"],
+        "loss": round(sum(losses) / len(losses), 4), "losses": [round(each, 4) for each in losses],
+        "fp8_kernels_per_step": round(facts["fp8_kernels_per_step"], 1),
+        "kernels_per_step": round(facts["kernels_per_step"], 1),
+        "kernels": [each[:100] for each in facts["kernels"]],
+    }  # fmt: skip
+    wrong = list(shortfalls(cell, facts, proof))
+    if base is None:
+        wrong.append("there is no BF16 run to compare it to")
+    else:
+        gap = sum(abs(own - other) / other for own, other in zip(losses, base, strict=True)) / len(losses)
+        result |= {"loss_bf16": round(sum(base) / len(base), 4), "gap": round(gap, 5)}
+        if not gap <= (most := GAPS.get(cell.recipe, GAP)):
+            wrong.append(f"the loss is {100 * gap:.2f} % from the BF16 run's, more than {100 * most:g} %")
+    if wrong:
+        return result | {"reason": "; ".join(wrong), "said": said[-25:]}
+    return result | {"state": "proven"}
+
+
+def shortfalls(cell: Cell, facts: dict[str, Any], proof: dict[str, Any]) -> list[str]:
+    """What a training that has run to its end falls short of."""
+    wrong: list[str] = []
+    rows = {row["name"]: row for row in proof.get("rows", ())}
+    if proof.get("verdict") != "in force":
+        wrong.append(f"the proof says {proof.get('verdict')}")
+    if (engine := (proof.get("observed") or {}).get("engine")) != STRATEGIES[cell.strategy]:
+        wrong.append(f"the engine is {engine}")
+    if not rows.get("optimizer", {}).get("ok") or "weights fp32" not in rows["optimizer"]["found"]:
+        wrong.append("the master weights are not FP32")
+    if not rows.get("gradients", {}).get("found", "").startswith("fp32") or facts["reduced_in"] != "float32":
+        wrong.append(f"gradients are reduced in {facts['reduced_in']}")
+    if cell.gpus > 1 and not rows.get("reduction", {}).get("ok"):
+        wrong.append("the reduction was not seen to be in FP32")
+    if facts["unchanged"]:
+        wrong.append(f"unchanged after training: {', '.join(facts['unchanged'][:3])}")
+    if not facts["losses"][99] < 0.5 * facts["losses"][0]:
+        wrong.append(f"the loss did not fall: {facts['losses'][0]:.3f} to {facts['losses'][99]:.3f}")
+    products, fp8 = facts["kernels_per_step"], facts["fp8_kernels_per_step"]
+    asked = LAYERS * FP8_OF_3.get(cell.recipe, 3) if cell.backend else 0
+    if products < 3 * LAYERS:
+        wrong.append(f"only {products:g} matrix kernels a step were seen")
+    if (fp8 < asked) if asked else fp8:
+        wrong.append(f"{fp8:g} matrix kernels a step are FP8, not {asked}")
+    if "all-gather" in cell.recipe and facts["gathered_in_fp8"] != LAYERS:
+        wrong.append(f"{facts['gathered_in_fp8']} of {LAYERS} weights are all-gathered in FP8")
+    if cell.backend and not rows.get("fp8", {}).get("ok"):
+        wrong.append("the proof has no FP8 recipe in force")
+    return wrong
+
+
+class Matrix:
+    """Runs cells side by side, the BF16 runs first, and writes the file after each."""
+
+    def __init__(self, output: Path, kept: list[dict[str, Any]], jobs: int, budget: float) -> None:
+        self.output, self.jobs, self.lock = output, jobs, threading.Lock()
+        self.deadline = time.monotonic() + budget
+        self.results = {_key(each): each for each in kept}
+        self.raw: dict[Cell, dict[str, Any]] = {}
+
+    def run(self, wanted: list[Cell]) -> list[Cell]:
+        """Returns the cells for which no time was left."""
+        left: list[Cell] = []
+
+        def one(number: int, cell: Cell) -> None:
+            remaining = self.deadline - time.monotonic()
+            if remaining < 20:
+                left.append(cell)
+                return
+            try:
+                found = run(cell, number, min(remaining, 200))
+            except Exception as error:
+                found = {
+                    "status": None,
+                    "seconds": 0,
+                    "facts": {},
+                    "proof": {},
+                    "said": f"mpguard: {type(error).__name__}: {error}",
+                }
+            with self.lock:
+                self.raw[cell] = found
+                self._judge(cell)
+                for other in self.raw:
+                    if other != cell and other.base == cell:
+                        self._judge(other)
+                result = self.results[_key(dataclasses.asdict(cell))]
+                write(self.output, list(self.results.values()))
+                print(f"{result['state']:8} {cell.name} ({found['seconds']} s) {result['reason'] or ''}", flush=True)
+
+        # Processes that wait for each other hold a GPU up: few of those at a time.
+        small = [each for each in enumerate(wanted) if each[1].gpus == 1]
+        large = [each for each in enumerate(wanted) if each[1].gpus > 1]
+        workers = max(1, self.jobs // 6) if large else 0
+        with (
+            concurrent.futures.ThreadPoolExecutor(max(1, self.jobs - 2 * workers)) as pool,
+            concurrent.futures.ThreadPoolExecutor(max(1, workers)) as pairs,
+        ):
+            done = [pool.submit(one, *each) for each in small] + [pairs.submit(one, *each) for each in large]
+            for each in done:
+                each.result()
+        return left
+
+    def _judge(self, cell: Cell) -> None:
+        base = self.results.get(_key(dataclasses.asdict(cell.base)), {}).get("losses")
+        if cell.recipe == "bf16":
+            base = (self.raw[cell]["facts"].get("losses") or [])[COMPARED] or None
+        self.results[_key(dataclasses.asdict(cell))] = judged(cell, self.raw[cell], base)
+
+
+def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
+    return cell["gpus"], cell["framework"], cell["strategy"], cell["recipe"]
+
+
+def write(output: Path, found: list[dict[str, Any]]) -> None:
+    import torch
+
+    versions: dict[str, str | None] = {}
+    for library in LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[library] = importlib.metadata.version(library)
+    order = {_key(dataclasses.asdict(cell)): place for place, cell in enumerate([*cells(1), *cells(2)])}
+    facts = {
+        "versions": {**versions, "cuda": torch.version.cuda},
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
+        "date": datetime.date.today().isoformat(),
+        "cells": sorted(found, key=lambda cell: order[_key(cell)]),
+    }
+    lines = ",\n".join(json.dumps(cell) for cell in facts.pop("cells"))
+    head = json.dumps(facts, indent=1).removesuffix("\n}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(f'{head},\n "cells": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--merge", type=Path, action="append", default=[], help="results whose cells are kept")
+    parser.add_argument("--only", action="append", default=[], help="cells whose name has this in it; * is any text")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), action="append", help="the cells on so many GPUs")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--budget", type=float, default=3600, help="seconds, after which no cell is begun")
+    parser.add_argument("--page", action="store_true", help="write docs/gpu.md from the result")
+    options = parser.parse_args()
+    if options.page:
+        from gpu_page import page
+
+        results = (json.loads(path.read_text(encoding="utf-8")) for path in (options.output, COMPILED))
+        PAGE.write_text(page(*results), encoding="utf-8")
+        return 0
+    sys.path[:0] = [str(ROOT)]
+    kept = [cell for path in options.merge for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+    wanted = [cell for gpus in options.gpus or [1] for cell in cells(gpus)]
+    if options.only:
+        chosen = [cell for cell in wanted if any(fnmatch(cell.name, f"*{only}*") for only in options.only)]
+        done = {_key(each) for each in kept if each.get("losses")}
+        bases = [cell.base for cell in chosen if _key(dataclasses.asdict(cell.base)) not in done]
+        wanted = [cell for cell in wanted if cell in chosen or cell in bases]
+    matrix = Matrix(options.output, kept, options.jobs, options.budget)
+    left = matrix.run(wanted)
+    for cell in left:
+        print(f"no time was left for {cell.name}")
+    bad = [cell for cell in matrix.results.values() if cell["state"] == "failed"]
+    for result in bad:
+        cell = Cell(*(result[key] for key in ("framework", "strategy", "recipe", "gpus")))
+        print(f"\nFAILED {cell.name}: {result['reason']}")
+        print("\n".join(result.pop("said", [])))
+    states = Counter(cell["state"] for cell in matrix.results.values())
+    print(f"{states['proven']} proven, {states['refused']} refused, {states['failed']} failed")
+    return 1 if bad or left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

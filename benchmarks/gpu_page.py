@@ -1,0 +1,107 @@
+"""docs/gpu.md, from the result file of gpu_matrix.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+#: The columns: DDP with two processes (accelerate and the Trainer wrap no single one), the others with one.
+STRATEGIES = ("plain", "DDP, 2 GPUs", "FSDP1", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+
+
+def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
+    """docs/gpu.md: what was proven on a GPU, what is refused there, and what `compile: auto` rests on."""
+    found = result["cells"]
+    frameworks = list(dict.fromkeys(cell["framework"] for cell in found))
+    strategies = list(STRATEGIES)
+    states = Counter(cell["state"] for cell in found)
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "mpguard")
+    lines = [
+        "# FP8 on a real GPU", "",
+        "<!-- written by `python benchmarks/gpu_matrix.py --page` from benchmarks/results/gpu_matrix.json -->", "",
+        f"{states['proven']} combinations of framework, strategy and recipe trained 103 steps each through mpguard on "
+        f"an {result['hardware']} and were proven; {states['refused']} were refused before training. None ran as "
+        "something else.", "",
+        f"Measured on {result['date']} with {versions}.", "",
+        "Proven means, for each cell: the proof of `mpguard launch` says `in force` (the recipe during the forward "
+        "pass has every field of the policy); every trainable parameter has changed; master weights are FP32, and "
+        "gradients are reduced in FP32; all products of the converted layers run as FP8 kernels, by the kernels' "
+        "names; and over steps 81 to 100 the loss is within 1 % of the BF16 run with the same seed (2 % for delayed "
+        "scaling). The model is a small Llama of four blocks, whose output head stays in BF16.", "",
+        "In the tables: the share of matrix-multiply time in FP8 kernels, and the distance of the loss from BF16. A "
+        "small model spends more of its time outside of FP8 than a large one.", "",
+    ]  # fmt: skip
+    for framework in frameworks:
+        own = [cell for cell in found if cell["framework"] == framework and _place(cell) in strategies]
+        lines += [f"## {framework}", "", *_table(own, strategies), ""]
+    several = [cell for cell in found if _place(cell) not in strategies]
+    lines += [
+        "## Two GPUs under FSDP2 and ZeRO-3",
+        "",
+        "| framework | strategy | recipe | |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [f"| {cell['framework']} | {cell['strategy']} | {_recipe(cell)} | {_entry(cell)} |" for cell in several]
+    lines += ["", "## Refused", "", "| recipe | where | reason |", "| --- | --- | --- |"]
+    refused: dict[str, list[dict[str, Any]]] = {}
+    for cell in found:
+        if cell["state"] == "refused":
+            refused.setdefault(_recipe(cell), []).append(cell)
+    for recipe, where in refused.items():
+        reason = min((cell["reason"] for cell in where), key=len)  # some routes name the place too
+        everywhere = len(where) == len(frameworks) * len(strategies)
+        places = "everywhere" if everywhere else ", ".join(f"{cell['framework']}, {cell['strategy']}" for cell in where)
+        lines.append(f"| {recipe} | {places} | {' '.join(reason.split()).replace('|', '/')} |")
+    lines += ["", *_compiled(compiled)]
+    return "\n".join(lines) + "\n"
+
+
+def _compiled(result: dict[str, Any]) -> list[str]:
+    """What torch.compile does to a step, and what `auto` makes of it."""
+    sizes = result["milliseconds"]
+    columns = [(size, how) for size in sizes for how in ("eager", "compiled")]
+    recipes = list(dict.fromkeys(recipe for rows in sizes.values() for recipe in rows))
+    lines = [
+        "## compile: auto", "",
+        "`compile: auto`, the default, is on for torchao, whose casts cost more than its products gain unless they are "
+        "compiled; it is off for delayed scaling, which Transformer Engine refuses under torch.compile; for the "
+        "other recipes the script decides, since compiling helps wide layers a little and hurts narrow ones. It acts "
+        "where an `Accelerator` is made, so in the Trainer too; a loop of your own compiles what it compiles. All "
+        "engines were proven compiled (the tables above), DDP with torchao too.", "",
+        f"Milliseconds of a training step on one {result['hardware']}, layers converted by mpguard, FP32 weights, BF16 "
+        "autocast, AdamW (benchmarks/results/compile_auto.json):", "",
+        f"| recipe | {' | '.join(', '.join(column) for column in columns)} |", f"| --- {'| --- ' * len(columns)}|",
+    ]  # fmt: skip
+    for recipe in recipes:
+        own = (str(sizes[size].get(recipe, {}).get(how, "")) for size, how in columns)
+        lines.append(f"| {recipe} | {' | '.join(own)} |")
+    batches = "; ".join(
+        f"{size}: {each['blocks']} blocks, {each['batch'][0]} x {each['batch'][1]} tokens"
+        for size, each in result["sizes"].items()
+    )
+    return [*lines, "", f"({batches}.)"]
+
+
+def _place(cell: dict[str, Any]) -> str:
+    return f"{cell['strategy']}, {cell['gpus']} GPUs" if cell["gpus"] > 1 else str(cell["strategy"])
+
+
+def _recipe(cell: dict[str, Any]) -> str:
+    return f"{cell['backend']} {cell['recipe']}" if cell["backend"] else str(cell["recipe"])
+
+
+def _table(own: list[dict[str, Any]], strategies: list[str]) -> list[str]:
+    rows: dict[str, dict[str, str]] = {}
+    for cell in own:
+        rows.setdefault(_recipe(cell), {})[_place(cell)] = _entry(cell)
+    head = [f"| recipe | {' | '.join(strategies)} |", f"| --- {'| --- ' * len(strategies)}|"]
+    return head + [
+        f"| {recipe} | {' | '.join(row.get(strategy, '') for strategy in strategies)} |" for recipe, row in rows.items()
+    ]
+
+
+def _entry(cell: dict[str, Any]) -> str:
+    if cell["state"] != "proven":
+        return str(cell["state"])
+    share = f"{100 * cell['fp8_share']:.0f} % FP8, " if cell["backend"] else ""
+    return f"{share}{100 * cell['gap']:.1f} %" if cell["recipe"] != "bf16" else f"loss {cell['loss']:.3f}"

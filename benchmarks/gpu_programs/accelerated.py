@@ -1,0 +1,31 @@
+"""Accelerate: engine and precision come from mp.yaml. See loop.py."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from common import RATE, ROWS, Chain, Probe, model, options, world
+
+
+def main() -> None:
+    asked = options()
+    accelerator = Accelerator()
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, weight_decay=0.0)
+    loader = torch.utils.data.DataLoader(Chain(asked.steps, world()[1]), batch_size=ROWS)
+    trained, optimizer, data = accelerator.prepare(net, optimizer, loader)
+    probe = Probe(asked.out)
+    engine = trained if hasattr(trained, "communication_data_type") else None
+    probe.begin(engine.module if engine is not None else trained, engine)
+    for batch in data:
+        loss = trained(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        probe.step(loss)
+    probe.end()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
