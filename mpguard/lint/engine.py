@@ -205,8 +205,9 @@ class Engine:
         defects: list[Defect] = []
         ran = set(chosen.codes)
         try:
-            parse = bool(speaking or about_dicts) or target.named or SYNTAX in chosen.asked
-            source = Source.parse(data, target.path) if parse else Source(data, target.path)
+            strict = target.named or SYNTAX in chosen.asked
+            parse = bool(speaking or about_dicts) or strict
+            source = Source.parse(data, target.path, check_syntax=strict) if parse else Source(data, target.path)
             if speaking or about_dicts:
                 from mpguard.lint.facts.file import Facts
 
@@ -226,12 +227,14 @@ class Engine:
                     diagnostics += found
                     defects += failed
                 ran -= {defect.code for defect in defects}
+                if diagnostics and not strict:  # what is said of it, is said of a program
+                    source.check_syntax()
         except (Unparsable, RecursionError) as error:
             imported = getattr(error, "path", "")
             if imported and imported != target.path:
                 self.project.forget(imported)
                 return self._python(data, target, chosen)
-            return self._unparsable(data, target, chosen, error)
+            return self._unparsable(data, target, chosen, _explained(error, data, target))
         lines = Lines(source.text)
         comments = suppress.in_python(lines) if judged or diagnostics else suppress.NONE
         encode = functools.partial(_encoded, encoding=source.encoding, bom=source.bom)
@@ -432,6 +435,18 @@ class Engine:
             return FileReport(target)
         diagnostic = Diagnostic(code, (0, 0), problem, self.rules[code].help)
         return FileReport(target, (placed(diagnostic, self.rules[code], target.path, Lines(""), {}),))
+
+
+def _explained(error: Exception, data: bytes, target: Target) -> Exception:
+    """What Python says of a file of which a statement did not parse, if it refuses it too."""
+    from mpguard.lint.source import Source, Unparsable
+
+    try:
+        if isinstance(error, Unparsable) and error.path:
+            Source(data, target.path).check_syntax()
+    except Unparsable as said:
+        return said
+    return error
 
 
 def _whole_file(comments: suppress.Comments) -> suppress.Comments:

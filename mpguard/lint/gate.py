@@ -8,10 +8,10 @@ searched where nothing else is left to decide.
 
 from __future__ import annotations
 
-import collections
+import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 from mpguard.lint.rule import BaseRule, any_of
@@ -46,49 +46,84 @@ def speaks(triggers: tuple[tuple[bytes, ...], ...], data: bytes) -> bool:
 def relevant(data: bytes, rules: Iterable[R]) -> list[R]:
     """The rules whose triggers the file meets; the others have nothing to say about it."""
     rules = tuple(rules)
-    words = _words(frozenset(rule.triggers for rule in rules))
-    left = _speaking(data, rules, words)
-    if not any(rule.triggers for rule in left):
+    plan = _plan(rules)
+    left = plan.met(data, (1 << len(rules)) - 1)
+    if left & plan.asking:
+        code = stripped(data)
+        left = plan.met(code, left)
+        return [
+            rule
+            for place, rule in enumerate(rules)
+            if left >> place & 1 and (rule.pattern is None or rule.pattern.search(code))
+        ]
+    return [rule for place, rule in enumerate(rules) if left >> place & 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The conditions of many rules, in the order in which they are asked.
+
+    conditions: tokens, and the rules that fall silent where none of them stands, as bits. words: as `_words` has them.
+    asking: the rules with conditions.
+    """
+
+    conditions: tuple[tuple[tuple[bytes, ...], int], ...]
+    words: Mapping[bytes, bytes]
+    asking: int
+
+    def met(self, data: bytes, left: int) -> int:
+        """Those of some rules whose conditions are met. Each token is looked for once, and only if it can decide."""
+        found: dict[bytes, bool] = {}
+
+        def stands(token: bytes) -> bool:
+            known = found.get(token)
+            if known is None:
+                word = self.words.get(token)
+                known = found[token] = (word is None or stands(word)) and token in data
+            return known
+
+        for tokens, silent in self.conditions:
+            if left & silent and not any(map(stands, tokens)):
+                left &= ~silent
+                if not left:
+                    break
         return left
-    code = stripped(data)
-    return [rule for rule in _speaking(code, left, words) if rule.pattern is None or rule.pattern.search(code)]
 
 
-def _speaking(data: bytes, rules: Iterable[R], words: Mapping[bytes, bytes]) -> list[R]:
-    """As `speaks`, for many rules: each token is looked for once, and not at all without the word in it."""
-    found: dict[bytes, bool] = {}
-    met: dict[tuple[bytes, ...], bool] = {}
-
-    def stands(token: bytes) -> bool:
-        known = found.get(token)
-        if known is None:
-            word = words.get(token)
-            known = found[token] = (word is None or stands(word)) and token in data
-        return known
-
-    def holds(tokens: tuple[bytes, ...]) -> bool:
-        known = met.get(tokens)
-        if known is None:
-            known = met[tokens] = any(map(stands, tokens))
-        return known
-
-    return [rule for rule in rules if all(map(holds, rule.triggers))]
+@functools.lru_cache(maxsize=64)
+def _plan(rules: tuple[BaseRule | type[BaseRule], ...]) -> _Plan:
+    """First come the conditions that silence the most rules with the fewest tokens: most files meet none of them."""
+    bits: dict[tuple[bytes, ...], int] = {}
+    for place, rule in enumerate(rules):
+        for tokens in rule.triggers:
+            bits[tokens] = bits.get(tokens, 0) | 1 << place
+    words = _words({token for tokens in bits for token in tokens})
+    costs = {tokens: {words.get(token, token) for token in tokens} for tokens in bits}
+    asking = functools.reduce(int.__or__, bits.values(), 0)
+    left, looked, first = asking, set[bytes](), list[tuple[bytes, ...]]()
+    while left:
+        best = max(bits, key=lambda tokens: (bits[tokens] & left).bit_count() / (1 + len(costs[tokens] - looked)))
+        first.append(best)
+        left &= ~bits[best]
+        looked |= costs[best]
+    rest = sorted(set(bits).difference(first), key=lambda tokens: (len(costs[tokens]), tokens))
+    return _Plan(tuple((tokens, bits[tokens]) for tokens in (*first, *rest)), words, asking)
 
 
 #: Words of tokens that are in every other file.
 _COMMON = frozenset({b"torch", b"import", b"from", b"dtype", b"else", b"with", b"return", b"self", b"type", b"float"})
 
 
-@functools.lru_cache(maxsize=8)
-def _words(triggers: frozenset[tuple[tuple[bytes, ...], ...]]) -> dict[bytes, bytes]:
-    """Token -> the word in it that stands in most other tokens: one search for `float16` in place of thirteen."""
-    tokens = {token for conditions in triggers for condition in conditions for token in condition}
-    words = collections.Counter(word for token in tokens for word in set(re.findall(rb"\w{4,}", token)) - _COMMON)
+def _words(tokens: Collection[bytes]) -> dict[bytes, bytes]:
+    """Token -> the word in it that stands in most others: one search for `float16` in place of thirteen."""
+    words = {word for token in tokens for word in re.findall(rb"\w{4,}", token)} - _COMMON
+    text = b"\n".join(tokens)
+    counts = {word: count for word in words if (count := text.count(word)) > 1}
     chosen: dict[bytes, bytes] = {}
     for token in tokens:
-        inside = [word for word, count in words.items() if count > 1 and word != token and word in token]
+        inside = [word for word in counts if word != token and word in token]
         if inside:
-            chosen[token] = max(inside, key=lambda word: (words[word], -len(word), word))
+            chosen[token] = max(inside, key=lambda word: (counts[word], -len(word), word))
     return chosen
 
 

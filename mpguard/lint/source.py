@@ -53,6 +53,7 @@ _COUNTED = re.compile(
 #: Where logical lines begin: a newline outside brackets and strings, before something that is no comment.
 _LINES = re.compile(rf"(?:{_STRING}|#[^\n]*|\\\n)|([()\[\]{{}}])|\n(?=([ \t]*)[^\s#])", re.DOTALL)
 _CHAIN = re.compile(r"(?:\.\w+(?:\([^()\n]*\))?){40}")
+_OPERATORS = re.compile(r"[-+*/%@|&^~<>.\[(]|\b(?:and|or|not|if|lambda)\b")
 _METHOD = re.compile(r"(?:async[ \t]+)?def[ \t]+(\w+)")
 _OPERATOR_LINES = re.compile(r"^[ \t]*(?:\.|[-+*/|&]|and\b|or\b)|(?:[-+*/|&\\.]|and|or)[ \t]*$", re.MULTILINE)
 _CONTINUES = re.compile(r"(?:else|elif|except|finally)\b|[)\]}]")
@@ -250,12 +251,12 @@ class Source:
     def parse(cls, data: bytes, path: str, check_syntax: bool = True) -> Source:
         """The source of a file that is Python; raises `Unparsable` with the place.
 
-        check_syntax: False leaves syntax errors to be found when a statement is parsed.
+        check_syntax: False leaves syntax errors to `check_syntax`, or to when a statement is parsed.
         """
         source = cls(data, path)
         source._limits()
         if check_syntax:
-            source._syntax()
+            source.check_syntax()
         return source
 
     # -- places ---------------------------------------------------------------------------------
@@ -307,7 +308,8 @@ class Source:
 
     # -- what cannot be read --------------------------------------------------------------------
 
-    def _syntax(self) -> None:
+    def check_syntax(self) -> None:
+        """Raises `Unparsable` where Python refuses the file, and the parser does too."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -381,19 +383,22 @@ def _suspect(text: str) -> bool:
     """Whether the text could hold anything too deep: cheap, and true for no ordinary file of moderate size."""
     if re.search(r"[(\[{](?:[^()\[\]{}]*[(\[{]){60}", text) or re.search(r"^[ \t]{100}", text, re.MULTILINE):
         return True
-    for line in re.finditer(r"[^\n]{600,}", text):
-        if len(re.findall(r"[-+*/%@|&^~<>.\[(]|\b(?:and|or|not|if|lambda)\b", line.group())) > MOST_LINKS // 2:
-            return True
-    if text.count("elif") > MOST_TERMS or _CHAIN.search(text):
+    if text.count("elif") > MOST_TERMS:
         return True
-    # chains over many lines: operators at line starts or ends
-    run, lines = 0, len(_OPERATOR_LINES.findall(text))
-    if lines > 2 * MOST_TERMS:
-        return True
-    for each in text.splitlines() if lines > MOST_LINKS // 2 else ():
-        run = run + 1 if _OPERATOR_LINES.search(each) else 0
-        if run > MOST_LINKS // 2:
+    found = run = 0
+    for line in text.split("\n"):
+        if len(line) >= 600 and len(_OPERATORS.findall(line)) > MOST_LINKS // 2:
             return True
+        if line.count(".") >= 40 and _CHAIN.search(line):
+            return True
+        # chains over many lines: operators at line starts or ends
+        code = line.strip(" \t")
+        if code and (code[0] in ".-+*/|&ao" or code[-1] in ".-+*/|&\\dr") and _OPERATOR_LINES.search(line):
+            found, run = found + 1, run + 1
+            if found > 2 * MOST_TERMS or run > MOST_LINKS // 2:
+                return True
+        else:
+            run = 0
     return False
 
 

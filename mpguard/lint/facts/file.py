@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -57,18 +58,20 @@ if TYPE_CHECKING:
 #: Files up to this size are walked whole; of larger ones the statements that matter.
 WHOLE = 8_000
 #: What makes a top-level statement matter: precision, training, and what decides between them.
+#: Each alternative begins with a letter, which is three times as fast as one that begins with `\b`; what is in the
+#: group is looked at more closely.
 _MATTERS = re.compile(
-    r"\bhalf\b|float16|bf16|fp16|autocast|[sS]caler|backward|\.step\(|\bamp\b|float8|fp8|\.prepare\(|deepspeed|accelerat|"
-    r"(?<!\bre\.)compile|no_grad|inference_mode|Trainer|Optimizer|optim\b|HalfTensor|requires_grad|tf32|fp32_precision|"
-    r"transformer_engine|\bte\.|Scaling\(|RecipeKwargs|fully_shard|matmul_precision|\.(?:load_)?state_dict\("
+    r"float16|bf16|fp16|autocast|[sS]caler|backward|\.step\(|float8|fp8|\.prepare\(|deepspeed|accelerat|"
+    r"no_grad|inference_mode|Trainer|Optimizer|optim\b|HalfTensor|requires_grad|tf32|fp32_precision|"
+    r"transformer_engine|Scaling\(|RecipeKwargs|fully_shard|matmul_precision|\.(?:load_)?state_dict\(|"
+    r"(half\b|amp\b|compile|te(?=\.))"
 )
+_WORDS = re.compile(r"\bhalf|\bamp|(?<!\bre\.)compile|\bte")
 #: What has a `step` and applies no gradients.
 _NO_OPTIMIZER = re.compile(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\b|\bema\b")
 #: What a method may do to the facts without a word that matters: give an attribute a value, be a context manager.
-_SETS = re.compile(
-    r"^[ \t]*[^\n=(#]*\b(?:self|cls)\.[\w.]+[^\n=()]*(?<![<>!])=(?!=)|\byield\b|\bglobal\b|\bas[ \t]+self\.",
-    re.MULTILINE,
-)
+_SETS = re.compile(r"(?:self|cls)\.[\w.]+[^\n=()]*(?<![<>!])=(?!=)|(yield\b|global\b|as[ \t]+self\.)")
+_BEFORE = re.compile(r"[=(#]")
 #: Methods that are called without their names.
 _ENTRIES = frozenset({"__init__", "__call__", "forward"})
 _NAMED = re.compile(r"\.[ \t]*(\w+)")
@@ -177,7 +180,7 @@ class Facts:
     def need_all(self) -> None:
         """Parses what matters of an imported module: its events are asked for."""
         if self._waiting:
-            wanted = [chunk for chunk in self._waiting if chunk.defines is None or _MATTERS.search(chunk.text)]
+            wanted = [chunk for chunk in self._waiting if chunk.defines is None or _matters(chunk.text)]
             self._walk(_skimmed(wanted))
             self._waiting = []
 
@@ -198,7 +201,7 @@ class Facts:
         """Imports, small statements, those with a token that matters, and those that call them; the others wait."""
         if len(self.source.normal) <= WHOLE:
             return chunks
-        wanted = {chunk for chunk in chunks if chunk.defines is None or _MATTERS.search(chunk.text)}
+        wanted = {chunk for chunk in chunks if chunk.defines is None or _matters(chunk.text)}
         named = {chunk.defines for chunk in wanted} - {None}
         if named:
             mentions = re.compile(r"\b(?:" + "|".join(sorted(map(re.escape, filter(None, named)))) + r")\(")
@@ -534,6 +537,23 @@ def _mentions(chunks: tuple[Chunk, ...]) -> dict[str, list[Chunk]]:
     return found
 
 
+def _matters(text: str, start: int = 0, end: int = sys.maxsize) -> bool:
+    """Whether a statement matters: for precision, for training, or for what decides between them."""
+    found = _MATTERS.finditer(text, start, end)
+    return any(each.lastindex is None or _WORDS.match(text, each.start()) is not None for each in found)
+
+
+def _sets(text: str, start: int, end: int) -> bool:
+    """Whether a method gives an attribute a value, at the beginning of a statement, or yields, or sets a global."""
+    for found in _SETS.finditer(text, start, end):
+        if found.start() and (text[found.start() - 1].isalnum() or text[found.start() - 1] == "_"):
+            continue
+        line = text.rfind("\n", 0, found.start()) + 1
+        if found.lastindex or not _BEFORE.search(text, line, found.start()):
+            return True
+    return False
+
+
 def _skimmed(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
     """Skips, in large classes, the methods that do not matter, and neither call nor are called by those that do."""
     left = {
@@ -541,8 +561,8 @@ def _skimmed(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
         for chunk in chunks
         if chunk.end - chunk.start > WHOLE
         for method in chunk.methods
-        if not (method.name in _ENTRIES or _MATTERS.search(chunk.text, method.start, method.end))
-        and not _SETS.search(chunk.text, method.start, method.end)
+        if not (method.name in _ENTRIES or _matters(chunk.text, method.start, method.end))
+        and not _sets(chunk.text, method.start, method.end)
     }
     if not left:
         return chunks

@@ -568,10 +568,14 @@ def _under(alternatives: Alternatives, guard: Guard) -> Alternatives:
     """The alternatives that remain under a further guard."""
     if not guard:
         return alternatives
-    joined = [(each.guard.joined(guard), each.atom) for each in alternatives]
-    if any(len(both) > MOST_CONDITIONS for both, _ in joined):
-        return NOTHING_KNOWN
-    return tuple(Alternative(both, atom) for both, atom in joined if both.possible)
+    found: list[Alternative] = []
+    for each in alternatives:
+        both = each.guard.joined(guard)
+        if len(both) > MOST_CONDITIONS:
+            return NOTHING_KNOWN
+        if both.possible:
+            found.append(each if both is each.guard else Alternative(both, each.atom))
+    return tuple(found)
 
 
 def _picked(alternatives: Alternatives, index: tuple[int, ...]) -> Alternatives:

@@ -13,9 +13,10 @@ class UnreadablePython(EngineRule):
     files are checked all the same.
 
     ## Known limits
-    A file in a folder that no other rule can have anything to say about is not parsed, and its syntax
-    errors are not found: mpguard checks precision, not syntax. Files named on the command line are
-    parsed in any case, and all files are where `--select` or the settings name MPG000.
+    mpguard checks precision, not syntax. Of a file in a folder, only the statements are parsed that
+    another rule could have anything to say about; syntax errors in the others are found where a rule
+    finds something, and not otherwise. Files named on the command line are parsed as a whole in any
+    case, and all files are where `--select` or the settings name MPG000.
 
     What the Python that runs mpguard refuses and its own parser (libcst) takes is no syntax error:
     newer syntax than that of this Python, and `except A, B:`, which is valid again since Python 3.14.
