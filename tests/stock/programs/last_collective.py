@@ -1,7 +1,8 @@
 """Ends with collectives; a gloo thread wants the GIL when Python shuts down, and gets it while it does.
 
 A coincidence made likely: a hundred times nobody keeps what a collective returns, the interpreter gives the GIL to no
-other thread before its shutdown, and something that is left behind gives it away during that.
+other thread before its shutdown, and something that is left behind gives it away during that. With --activate,
+mpguard is asked to be there; `mpguard.run` alone gives the GIL away when the script has ended.
 """
 
 import sys
@@ -19,6 +20,10 @@ class LeftBehind:
 
 
 left = LeftBehind()
+if "--activate" in sys.argv:
+    import mpguard
+
+    mpguard.activate("bf16_mixed", enforce="off")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 print("the collectives are left", flush=True)
 sys.setswitchinterval(100)
