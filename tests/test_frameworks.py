@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from processes import PROGRAMS, command, free_port, in_fork, mp_yaml, proof, results, told, torchrun
 
 import mpguard
+from mpguard import hardware
+from mpguard.policy import Policy
 from mpguard.runtime import guard as guards
 from mpguard.runtime.plan import Plan
 
@@ -70,6 +73,16 @@ def test_own_loops_are_made_fp8(tmp_path: Path, engine: str) -> None:
     assert (seen["fp8"]["converted"], seen["fp8"]["emulated"]) == (["0"], True)
     assert seen["engine"].endswith(engine) and seen["compute"].keys() == {"bf16"}
     assert seen["reductions"].keys() == seen["masters"].keys() == {"fp32"}
+
+
+def test_fsdp1_keeps_the_parameters_that_fp8_layers_need(tmp_path: Path) -> None:
+    """A script that leaves `use_orig_params` at its default has no weights left to convert."""
+    fp8 = {"mixed_precision": "fp8", "fp8_config": EMULATED}
+    config = mp_yaml(tmp_path, distributed_type="FSDP", num_processes=2, fsdp_config="{fsdp_version: 1}", **fp8)
+    words = ("-m", "mpguard.run", "--config", config, "--proof-json", tmp_path / "proof.json", LOOP, "fsdp1", "--flat")
+    run = torchrun(*words, cwd=tmp_path)
+    assert run.returncode == 0 and "use_orig_params: false -> true" in run.stderr, told(run)
+    assert proof(tmp_path / "proof.json")["observed"]["fp8"]["converted"] == ["0"]
 
 
 def test_accelerate_is_asked_for_bf16_and_its_model_made_fp8(tmp_path: Path) -> None:
@@ -202,6 +215,61 @@ def test_accelerate_is_handed_the_fsdp_policy(activated, monkeypatch: pytest.Mon
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert seen["mixed_precision"] == "bf16"
     assert "fsdp_plugin.mixed_precision_policy" in caplog.text, "the override is said"
+
+
+def test_a_trainer_need_not_say_what_its_deepspeed_config_says(  # type: ignore[no-untyped-def]
+    activated, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers refuses the two where they differ; the policy's is put into both."""
+    from transformers import TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    def mismatches(**said: bool) -> list[str]:
+        config = HfTrainerDeepSpeedConfig({"bf16": {"enabled": True}})
+        arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+        for name, value in said.items():
+            setattr(arguments, name, value)
+        config.trainer_config_process(arguments)
+        return list(config.mismatches)
+
+    assert len(mismatches()) == 1, "the control: without mpguard"
+    activated("bf16_mixed")
+    assert mismatches() == []
+    assert mismatches(fp16=True) == [] and "fp16: true -> false" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ({"fp8": "hybrid", "backend": "torchao"}, None, "INDUCTOR", "compile: auto is on here: torchao's casts"),
+        ({"fp8": "hybrid", "backend": "torchao"}, "aot_eager", "AOT_EAGER", ""),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "inductor", "NO", "refuses delayed scaling under torch.compile"),
+        ({"fp8": "hybrid", "backend": "te"}, "inductor", "INDUCTOR", ""),
+        ({"fp8": "hybrid", "backend": "torchao", "compile": False}, None, "NO", ""),
+        ({}, None, "NO", ""),
+    ],
+)
+def test_compile_auto_is_put_into_accelerate_and_said(  # type: ignore[no-untyped-def]
+    activated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str],
+    case: tuple[dict[str, Any], str | None, str, str],
+) -> None:  # fmt: skip
+    """Fields of the policy, the backend that the script asks for, and the one that it gets."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    fields, asked, backend, says = case
+    here = hardware.Hardware("NVIDIA H200", (9, 0), 1, (13, 0), {"te": "2.20.2", "torchao": "0.18.0"})
+    monkeypatch.setattr(hardware, "detect", lambda: here)
+    monkeypatch.setattr(mpguard, "recipe", lambda _name: Policy(bf16=True, **fields))
+    activated("")
+    AcceleratorState._reset_state(True)
+    try:
+        made = Accelerator(cpu=True, dynamo_backend=asked)
+        assert made.state.dynamo_plugin.backend.name == backend
+    finally:
+        AcceleratorState._reset_state(True)
+    told = caplog.text + capsys.readouterr().err
+    assert says in told if says else "compile" not in told
 
 
 def test_a_target_that_has_changed_is_left_alone_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:

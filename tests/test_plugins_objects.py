@@ -322,6 +322,25 @@ def test_what_accelerate_would_run_as_something_else_is_refused(
         policy.to("accelerate", strategy)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(bf16=True, fp8="e4m3", fp8_recipe="blockwise"), Policy(bf16=True, fp8="hybrid", backend="te")],
+)
+def test_a_config_for_what_accelerate_has_not_asks_it_for_bf16(policy: Policy) -> None:
+    """mpguard converts there: accelerate must not do it too, with another recipe."""
+    settings = get("accelerate").settings(policy)
+    assert settings["mixed_precision"].value == "bf16" and "mpguard converts" in settings["mixed_precision"].why
+    assert settings["fp8_config.backend"].value is ABSENT
+
+
+def test_float8_all_gather_goes_without_accelerates_efficient_loading() -> None:
+    policy = Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_param_gather=True)
+    key = "fsdp_config.fsdp_cpu_ram_efficient_loading"
+    assert get("accelerate").settings(policy, "fsdp2")[key].value is False
+    assert key not in get("accelerate").settings(policy, "fsdp1")
+    assert key not in get("accelerate").settings(policy.replace(fp8_param_gather=False), "fsdp2")
+
+
 # --- accelerate's YAML ----------------------------------------------------------------------------
 
 

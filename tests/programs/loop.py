@@ -24,6 +24,7 @@ parser.add_argument("--auto", action="store_true", help="import mpguard.auto")
 parser.add_argument("--dtype", default="bfloat16", help="what the script itself asks its engine for")
 parser.add_argument("--slow-rank", type=int, default=-1, help="a rank that ends before its first step")
 parser.add_argument("--compress", action="store_true", help="a communication hook of DDP that reduces in BF16")
+parser.add_argument("--flat", action="store_true", help="FSDP1 without the model's own parameters")
 parser.add_argument("--local_rank", help="the deepspeed launcher's")
 options = parser.parse_args()
 
@@ -50,7 +51,9 @@ elif options.engine == "fsdp1":
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
     mixed = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)
-    model = FullyShardedDataParallel(model, mixed_precision=mixed, device_id=torch.device("cpu"), use_orig_params=True)
+    model = FullyShardedDataParallel(
+        model, mixed_precision=mixed, device_id=torch.device("cpu"), use_orig_params=not options.flat
+    )
 elif options.engine == "fsdp2":
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
