@@ -134,7 +134,7 @@ def main() -> int:
         "bound_ms_for_1000_lines": BOUND_MS,
         **asyncio.run(measured(options.edits)),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "load_average_before": load},
+        "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "load_average_before": load, "niceness": os.nice(0)},
         "versions": {
             "python": platform.python_version(),
             "platform": f"{platform.system()} {platform.machine()}",

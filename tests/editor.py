@@ -155,13 +155,13 @@ async def editor(
     settings: Mapping[str | None, Any] | None = None,
     options: Any = None,
     arguments: tuple[str, ...] = (),
+    command: tuple[str, ...] = (sys.executable, "-m", "mpguard", "server"),
     **environment: str,
 ) -> AsyncIterator[Editor]:
     """An editor on some workspace folders, with the server running; leaves as editors do, where the test has not."""
     made = Editor()
     made.settings = dict(settings or {})
-    command = [sys.executable, "-m", "mpguard", "server", *arguments]
-    await made.start_io(*command, env={**os.environ, **environment}, cwd=folders[0] if folders else None)
+    await made.start_io(*command, *arguments, env={**os.environ, **environment}, cwd=folders[0] if folders else None)
     opened = [types.WorkspaceFolder(each.as_uri(), each.name) for each in folders]
     capabilities = types.ClientCapabilities(**able)
     root = folders[0].as_uri() if folders else None

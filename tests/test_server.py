@@ -14,9 +14,14 @@ from typing import Any
 import pytest
 from editor import Editor, applied, editor, marked
 from lsprotocol import types
+from pygls.workspace import PositionCodec
 
 from mpguard.lint import pages
+from mpguard.lint.finding import Finding, Lines
 from mpguard.lint.rule import rules
+from mpguard.server import answers
+from mpguard.server.answers import Shown
+from mpguard.server.places import Ruler
 
 #: One finding with a safe fix (MPG302), one with an unsafe one (MPG201).
 TRAIN = """\
@@ -264,6 +269,16 @@ async def test_an_editor_of_old_gets_actions_whole(folder: Path) -> None:
         assert not any("Suppress" in title for title in await client.actions(as_json, found.range)), "no comments there"
 
 
+def test_a_finding_links_to_its_page_where_there_is_a_manual(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = Finding("MPG201", "missing-grad-scaler", "error", "a.py", 1, 1, 1, 5, "said")
+    ruler = Ruler(Lines("code\n"), PositionCodec())
+    shown = Shown("file:///a.py", ruler.range((1, 1), (1, 5)), finding)
+    assert answers.diagnostic(shown, ruler, lambda _: None).code_description is None
+    monkeypatch.setattr(answers, "manual_url", "https://example.org/rules/{}".format)
+    made = answers.diagnostic(shown, ruler, lambda _: None)
+    assert made.code_description == types.CodeDescription("https://example.org/rules/MPG201")
+
+
 @session
 async def test_hovering_over_a_finding_shows_its_page(folder: Path) -> None:
     async with editor(folder) as client:
@@ -419,16 +434,20 @@ class Noisy(Rule):
 """
 
 
-@session
-async def test_a_rule_that_prints_and_raises_is_said_once_and_ends_nothing(folder: Path) -> None:
+def of_theirs(folder: Path, rule: str) -> str:
+    """Installs a rule of another distribution; returns the PYTHONPATH that has it."""
     info = folder / "site" / "theirs-1.0.dist-info"
     (folder / "site" / "their_rules").mkdir(parents=True)
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[mpguard.rules]\ntheirs = their_rules\n")
-    rule = folder / "site" / "their_rules" / "__init__.py"
-    rule.write_text(NOISY)
-    path = os.pathsep.join(filter(None, (str(folder / "site"), os.environ.get("PYTHONPATH"))))
+    (folder / "site" / "their_rules" / "__init__.py").write_text(rule)
+    return os.pathsep.join(filter(None, (str(folder / "site"), os.environ.get("PYTHONPATH"))))
+
+
+@session
+async def test_a_rule_that_prints_and_raises_is_said_once_and_ends_nothing(folder: Path) -> None:
+    path = of_theirs(folder, NOISY)
     work = folder / "work"
     work.mkdir()
     async with editor(work, PYTHONPATH=path) as client:
@@ -437,10 +456,43 @@ async def test_a_rule_that_prints_and_raises_is_said_once_and_ends_nothing(folde
         assert codes(await client.write(uri, TRAIN + "\n", 2)) == ["MPG302", "MPG201"]
         (said,) = client.messages
         assert "defect in OUR001 (of their_rules): ZeroDivisionError: oops" in said
-    rule.write_text("import nothing_of_that_name")
+    (folder / "site" / "their_rules" / "__init__.py").write_text("import nothing_of_that_name")
     async with editor(work, PYTHONPATH=path) as client:
         assert codes(await client.open(uri, TRAIN)) == ["MPG302", "MPG201"]
         await client.until(lambda: any("does not import" in each for each in client.messages))
+
+
+ENDLESS = """
+from mpguard.lint.rule import Rule
+
+class Endless(Rule):
+    '''What it does.'''
+    code, name, severity, message = "OUR001", "endless", "error", "of theirs"
+
+    def check(self, facts):
+        while "endless" in facts.source.text:
+            pass
+        return iter(())
+"""
+
+
+@session
+async def test_a_check_without_end_is_ended_and_the_server_answers_meanwhile(folder: Path) -> None:
+    path = of_theirs(folder, ENDLESS)
+    code = (
+        "import sys; from mpguard.lint import limit; limit.SECONDS = 2\n"
+        "from mpguard.cli import main; sys.exit(main(['server']))"
+    )
+    async with editor(folder, command=(sys.executable, "-c", code), PYTHONPATH=path) as client:
+        good, bad = (folder / "train.py").as_uri(), (folder / "endless.py").as_uri()
+        await client.open(good, TRAIN)
+        item = types.TextDocumentItem(bad, "python", 1, TRAIN + "endless = 1\n")
+        client.text_document_did_open(types.DidOpenTextDocumentParams(item))
+        assert await client.hover(good, 8, 6) == pages.page(rules()["MPG201"])
+        assert bad not in client.published, "it is still checked"
+        (found,) = await client.said(bad, 1)
+        assert found.code == "MPG000" and found.message.startswith("parse limit: still not checked after 2 s")
+        assert len(await client.write(good, TRAIN + "\n", 2)) == 2
 
 
 @session

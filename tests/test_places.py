@@ -1,0 +1,53 @@
+"""Places and edits in the units of an editor, held to an editor's own way of applying them."""
+
+from __future__ import annotations
+
+from editor import applied, marked
+from hypothesis import given
+from hypothesis import strategies as st
+from lsprotocol import types
+from pygls.workspace import PositionCodec
+
+from mpguard.lint.finding import Lines
+from mpguard.server import places
+from mpguard.server.places import Ruler, Text
+
+TEXT = st.text(st.sampled_from("ab \r\n\n😀\u2028\x0cé"), max_size=40)
+
+
+@given(TEXT, TEXT)
+def test_edits_make_the_one_text_of_the_other(before: str, after: str) -> None:
+    edits = Ruler(Lines(before), PositionCodec()).edits(after)
+    assert applied({"a": before}, types.WorkspaceEdit({"a": edits}))["a"] == after
+    if before == after:
+        assert edits == []
+
+
+@given(TEXT, TEXT)
+def test_so_do_those_of_a_text_that_is_too_long_to_compare(before: str, after: str) -> None:
+    most, places.MOST_LINES = places.MOST_LINES, 0
+    try:
+        edits = Ruler(Lines(before), PositionCodec()).edits(after)
+    finally:
+        places.MOST_LINES = most
+    assert len(edits) <= 1
+    assert applied({"a": before}, types.WorkspaceEdit({"a": edits}))["a"] == after
+
+
+@given(TEXT, st.data())
+def test_a_change_lands_where_the_editor_made_it(before: str, data: st.DataObject) -> None:
+    lines = Lines(before)
+    offsets = [offset for offset in range(len(before) + 1) if before[offset - 1 : offset + 1] != "\r\n"]
+    start, end = sorted((data.draw(st.sampled_from(offsets)), data.draw(st.sampled_from(offsets))))
+    typed = data.draw(TEXT)
+    at = Ruler(lines, PositionCodec()).range(lines.position(start), lines.position(end))
+    assert marked(before, at) == before[start:end]
+    document = Text("file:///a.py", before, 1, "python")
+    document.apply_change(types.TextDocumentContentChangePartial(at, typed))
+    assert document.source == before[:start] + typed + before[end:]
+
+
+def test_an_edit_is_no_larger_than_what_changes() -> None:
+    before = "x = 1\r\ny = 2\r\nz = 3\r\n"
+    (edit,) = Ruler(Lines(before), PositionCodec()).edits(before.replace("2", "22"))
+    assert (edit.range, edit.new_text) == (types.Range(types.Position(1, 5), types.Position(1, 5)), "2")
