@@ -48,7 +48,10 @@ def test_s05_the_wizard_writes_keys_that_nothing_reads(tmp_path: Path) -> None:
     assert read == ["1024", "most_recent", "O2"], mended(5)
 
     assert ("MPG801", LAST) in linted(path)
-    told = mpguard("apply", "bf16_with_fp8_delayed_scaling_mixed", path)
+    recipe = "bf16_with_fp8_delayed_scaling_mixed"
+    section |= {"mpguard_recipe": recipe, "mpguard_overrides": {"fp8_param_gather": False}}
+    path = config(tmp_path, mixed_precision="fp8", fp8_config=json.dumps(section))
+    told = mpguard("apply", recipe, path)
     assert told.status == 0, told
     text = path.read_text()
     assert not any(name in text for name in ("amax_history_length", "amax_compute_algorithm"))

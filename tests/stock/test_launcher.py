@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import signal
 from pathlib import Path
 
 import pytest
 from processes import PROGRAMS as SHARED
-from processes import command, in_fork, mp_yaml, ranks_in_fork, told
+from processes import command, free_port, in_fork, mp_yaml, ranks_in_fork, results, told
 from stock import (
     ENVIRONMENT,
     PROGRAMS,
-    Launched,
-    clean_accelerate,
     config,
     launched,
     mended,
@@ -29,16 +28,19 @@ def refused(path: Path, *after: object) -> str:
     return said.err
 
 
-def worlds(run: Launched) -> list[tuple[int, int, str]]:
-    """Rank and size of the world that `Accelerator()` finds in each worker, one after the other, and the engine."""
-    from accelerate import Accelerator
+def worlds(folder: Path, workers: list[dict[str, str]]) -> list[tuple[int, int, str, str]]:
+    """Rank, size of the world, engine and precision that `Accelerator()` finds in workers with these environments."""
+    port = str(free_port())
 
-    found = []
-    for worker in run.workers:
-        with clean_accelerate(**worker):
-            made = Accelerator()
-            found.append((made.process_index, made.num_processes, made.distributed_type.value))
-    return found
+    def found(worker: dict[str, str]) -> tuple[int, int, str, str]:
+        variables = {**worker, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        run = in_fork([PROGRAMS / "accelerator.py"], cwd=folder, program=script, **variables)
+        assert run.returncode == 0, told(run)
+        (line,) = results(run)
+        return line["rank"], line["world"], line["engine"], line["mode"]
+
+    with concurrent.futures.ThreadPoolExecutor(len(workers)) as pool:
+        return list(pool.map(found, workers))
 
 
 def test_s20_accelerate_has_no_config_flag(tmp_path: Path) -> None:
@@ -58,7 +60,7 @@ def test_s21_multi_cpu_starts_one_process(tmp_path: Path) -> None:
     keys = {"distributed_type": "MULTI_CPU", "num_processes": 2}
     run = launched(tmp_path, config=config(tmp_path, **keys))
     assert run.status == 0 and len(run.workers) == 1, mended(21)
-    assert worlds(run) == [(0, 1, "NO")], mended(21)
+    assert worlds(tmp_path, run.workers) == [(0, 1, "NO", "bf16")], mended(21)
 
     path = mp_yaml(tmp_path, **keys)
     run = launched(tmp_path, config=path, program=mpguard_launch)
@@ -71,7 +73,10 @@ def test_s22_multi_gpu_without_a_gpu_starts_processes_that_do_not_know_of_each_o
     keys = {"distributed_type": "MULTI_GPU", "num_processes": 2}
     run = launched(tmp_path, config=config(tmp_path, **keys))
     assert run.status == 0 and len(run.workers) == 2, run.said
-    assert worlds(run) == [(0, 1, "NO"), (0, 1, "NO")], mended(22)
+    assert not any("ACCELERATE_USE_CPU" in worker for worker in run.workers), "S23: ignored beside MULTI_GPU too"
+    assert worlds(tmp_path, run.workers) == [(0, 1, "NO", "bf16")] * 2, mended(22)
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in (0, 1)]
+    assert worlds(tmp_path, ranks) == [(0, 1, "NO", "no")] * 2, mended(22)  # what torchrun alone hands over
 
     assert "processes would start that do not know of each other" in refused(mp_yaml(tmp_path, **keys))
 
@@ -80,10 +85,11 @@ def test_s23_use_cpu_is_ignored_beside_fsdp_and_deepspeed(tmp_path: Path) -> Non
     fsdp = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": "{fsdp_version: 2}"}
     run = launched(tmp_path, config=config(tmp_path, **fsdp))
     assert not any("ACCELERATE_USE_CPU" in worker for worker in run.workers), mended(23)
-    assert worlds(run) == [(0, 1, "NO")] * 2, mended(23)
+    assert worlds(tmp_path, run.workers) == [(0, 1, "NO", "bf16")] * 2, mended(23)
     first = launched(tmp_path, config=config(tmp_path, **{**fsdp, "fsdp_config": "{fsdp_version: 1}"}))
-    with pytest.raises(RuntimeError, match="no available devices"):
-        worlds(first)  # by `sync_module_states`, which the launcher sets for FSDP 1
+    with pytest.raises(AssertionError, match="no available devices"):
+        worlds(tmp_path, first.workers)  # by `sync_module_states`, which the launcher sets for FSDP 1
+        pytest.fail(mended(23))
     assert "accelerate never applies it here: there is no GPU, and `use_cpu: true`" in refused(
         mp_yaml(tmp_path, **fsdp)
     )

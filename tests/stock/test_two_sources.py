@@ -83,10 +83,11 @@ def test_s12_the_fsdp_policy_and_the_precision_are_never_compared(sharded: Any, 
 def test_s13_accelerates_fsdp_reduces_in_bf16(sharded: Any) -> None:
     """Shown by a value that BF16 cannot hold. FSDP 1 by what accelerate makes of its plugin."""
     assert sharded["stock"]["no policy"]["gradient"] == 0.5, mended(13)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
-    plugin.set_mixed_precision("bf16")
-    policy = plugin.mixed_precision_policy
-    assert (policy.reduce_dtype, policy.buffer_dtype) == (torch.bfloat16, torch.bfloat16), mended(13)
+    for version, field in ((1, "buffer_dtype"), (2, "output_dtype")):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+        plugin.set_mixed_precision("bf16")
+        policy = plugin.mixed_precision_policy
+        assert (policy.reduce_dtype, getattr(policy, field)) == (torch.bfloat16, torch.bfloat16), mended(13)
 
     assert sharded["ours"]["no policy"] == {
         "compute": "bfloat16",
