@@ -598,6 +598,29 @@ def test_padding_is_said_once_and_too_much_of_it_with_the_multiple() -> None:
     assert said[1].startswith("6 % of the work of the FP8 layers is on padding") and "multiple of 16" in said[1]
 
 
+@pytest.mark.filterwarnings("default")
+def test_padding_in_compiled_code_is_said_once_too_and_costs_no_graph() -> None:
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    mpguard.convert(net, FP8)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled(torch.zeros(32, 32))
+        assert not [each for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
+        for rows in (20, 21, 22, 32, 33):
+            assert compiled(torch.zeros(rows, 32)).shape == (rows, 32)
+    (said,) = [str(each.message) for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
+    assert said.startswith("0: its input has a number of rows that is no multiple of 16") and "a multiple of 16" in said
+
+
+def test_padding_is_counted_for_a_copied_model_by_itself() -> None:
+    net = nn.Sequential(nn.Linear(32, 32))
+    mpguard.convert(net, FP8)
+    other = copy.deepcopy(net)
+    other(torch.zeros(32, 32))
+    assert (net[0]._mpguard_fp8.padding.calls, other[0]._mpguard_fp8.padding.calls) == (0, 1)
+
+
 def test_a_last_batch_alone_is_not_too_much() -> None:
     layer = nn.Linear(32, 32)
     mpguard.convert(layer, FP8)

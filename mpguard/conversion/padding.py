@@ -7,8 +7,10 @@ sequence lengths cost a little; a run that pads all the time is told what multip
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import warnings
+import weakref
 
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from mpguard.policy import Policy
 CALLS, SHARE = 100, 0.05
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Padding:
     """Of the layers of one model: multiply-adds in all, those on padding, and what has been said.
 
@@ -52,6 +54,30 @@ class Padding:
                 f"{100 * self.padded / self.work:.0f} % of the work of the FP8 layers is on padding: rows (batch x "
                 f"sequence length) are no multiple of {self.multiple}. Make them one"
             )
+
+    def __post_init__(self) -> None:
+        self.number = next(_numbers)
+        _all[self.number] = self
+
+
+_numbers = itertools.count()
+_all: weakref.WeakValueDictionary[int, Padding] = weakref.WeakValueDictionary()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _compiled(number: int, layer: str) -> None:
+    """Called while a graph is made, not when it runs: there, nothing is counted."""
+    padding = _all.get(number)
+    if padding is not None and not padding.said:
+        padding.said = True
+        text = (
+            f"{layer or 'the model'}: its input has a number of rows that is no multiple of {padding.multiple}, as FP8 "
+            "products need it; padded inside the layer and cut off again (said once; compiled code does not count how "
+            f"much: make batch x sequence length a multiple of {padding.multiple})"
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", MpguardWarning)  # as an error it would be one of the compiler's
+            _warn(text)
 
 
 def _warn(text: str) -> None:
@@ -88,6 +114,8 @@ class Padded(nn.Module):
         if added:
             input = nn.functional.pad(input.reshape(rows, width), (0, 0, 0, added))
         if torch.compiler.is_compiling():
+            if added:
+                _compiled(state.padding.number, state.name)
             result: torch.Tensor = super().forward(input)
         else:
             state.padding.count(state.name, rows, added, self.in_features * self.out_features)

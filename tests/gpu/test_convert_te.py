@@ -198,3 +198,48 @@ def test_the_recipe_of_megatron_bridge_with_both_ends_in_bf16() -> None:
     assert done.backend == "te" and len(done.converted) == 4
     assert type(net.layers[0].up) is nn.Linear and type(net.layers[3].down) is nn.Linear
     assert train(net, torch.optim.AdamW(net.parameters(), lr=1e-3), 20)[-1] < 5
+
+
+@pytest.mark.filterwarnings("ignore::mpguard.MpguardWarning")
+@pytest.mark.parametrize("lead", [(61,), (3, 7), (2, 3, 5), (0,), (2, 0), ()], ids=str)
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "torchao", "rowwise"])
+def test_padded_rows_give_what_a_multiple_would(name: str, lead: tuple[int, ...]) -> None:
+    """Outputs and gradients are those of a batch in which the rest of the rows is zero."""
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 128).cuda()
+    mpguard.convert(layer, POLICIES[name])
+    inputs = torch.randn(*lead, 256, device="cuda", requires_grad=True)
+    rows = inputs.numel() // 256
+    whole = torch.zeros(-(-max(rows, 1) // 16) * 16, 256, device="cuda")
+    whole[:rows] = inputs.detach().reshape(-1, 256)
+    whole.requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        output = layer(inputs)
+    assert output.shape == (*lead, 128)
+    (output.float() * 2).sum().backward()
+    weight, bias = layer.weight.grad.clone(), layer.bias.grad.clone()
+    layer.zero_grad()
+    with torch.autocast("cuda", torch.bfloat16):
+        expected = layer(whole)
+    (expected[:rows].float() * 2).sum().backward()
+    assert torch.equal(output.reshape(-1, 128), expected[:rows])
+    assert torch.equal(inputs.grad.reshape(-1, 256), whole.grad[:rows])
+    assert torch.equal(weight, layer.weight.grad) and torch.equal(bias, layer.bias.grad)
+
+
+def test_delayed_scaling_carries_rows_of_any_number_and_none() -> None:
+    """Zeros do not enter the history: it is that of the rows alone."""
+    layers = [nn.Linear(256, 128).cuda() for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    inputs = torch.randn(61, 256, device="cuda")
+    for layer, rows in zip(layers, (inputs, torch.cat([inputs, torch.zeros(3, 256, device="cuda")])), strict=True):
+        mpguard.convert(layer, POLICIES["delayed"])
+        with torch.autocast("cuda", torch.bfloat16):
+            layer(rows)[:61].float().sum().backward()
+    ours, theirs = (mpguard.fp8_state_dict(layer)[""] for layer in layers)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    with torch.autocast("cuda", torch.bfloat16):
+        nothing = layers[0](inputs[:0])
+    assert nothing.shape == (0, 128)
+    nothing.float().sum().backward()
+    assert not layers[0].weight.grad.isnan().any()
