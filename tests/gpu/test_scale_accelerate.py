@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,17 @@ from test_loss_scale import EXPECTED, GOOD, OF_DEEPSPEED, POLICY, STORY
 from mpguard.runtime import guard as guards
 from mpguard.runtime.plan import Plan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("one_rank"),
+]
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from accelerate.state import AcceleratorState
-
-    launch = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in launch.items():
-        monkeypatch.setenv(name, value)
-    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
-        monkeypatch.delenv(name)
+def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, "_current", None)
     guards.start(Plan(POLICY, enforce="off", announced=True))
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
 
 
 def steps(accelerator: Any, story: list[tuple[float, int]], scale_of: Any) -> list[tuple[float, bool]]:
@@ -63,7 +53,9 @@ def test_accelerate(strategy: str) -> None:
     plugin = None
     if strategy != "plain":
         os.environ["ACCELERATE_USE_FSDP"] = "true"
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=int(strategy[-1]))
+        # With flat parameters FSDP1 wants its optimizer made after it.
+        own = True if strategy == "fsdp1" else None
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=int(strategy[-1]), use_orig_params=own)
     accelerator = Accelerator(fsdp_plugin=plugin)
     assert accelerator.mixed_precision == "fp16"
     assert steps(accelerator, STORY, lambda _: accelerator.scaler.get_scale()) == EXPECTED

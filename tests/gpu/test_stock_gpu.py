@@ -12,17 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from processes import free_port
 from stock import clean_accelerate, mended
 from torch import nn
 
 import mpguard
 from mpguard.policy import Policy
+from mpguard.runtime import compiling
 from mpguard.runtime import guard as guards
 from mpguard.runtime.plan import Plan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::mpguard.MpguardWarning")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.filterwarnings("ignore::mpguard.MpguardWarning"),
+]
 
 te = pytest.importorskip("transformer_engine.pytorch")
 recipes = pytest.importorskip("transformer_engine.common.recipe")
@@ -67,19 +70,6 @@ class Trained:
     model: nn.Module
     recipes: list[Any]
     dtypes: set[torch.dtype]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """A process group that stays: DeepSpeed does not take a second one."""
-    with pytest.MonkeyPatch.context() as patch:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **address}.items():
-            patch.setenv(name, value)
-        torch.cuda.set_device(0)
-        dist.init_process_group("nccl")
-        yield
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -202,7 +192,8 @@ def by_accelerate() -> set[str]:
     from accelerate.utils.transformer_engine import convert_model
 
     model = Net().cuda()
-    with torch.no_grad():
+    with clean_accelerate(), torch.no_grad():
+        accelerate.Accelerator()
         convert_model(model)
     return converted(model)
 
@@ -221,15 +212,12 @@ def test_s15_te_conversion_takes_the_output_head() -> None:
     assert dict(mpguard.convert(model, CURRENT).skipped)["lm_head"] == "fp8_exclude"
 
 
-def test_s19_delayed_scaling_raises_under_compile() -> None:
-    layer = te.Linear(64, 64)
-
-    @torch.compile
-    def step(x: torch.Tensor) -> torch.Tensor:
-        with te.autocast(recipe=recipes.DelayedScaling()):
-            y: torch.Tensor = layer(x)
-            return y
-
-    with pytest.raises(Exception, match=r"not supported under torch\.compile"):
-        step(torch.randn(32, 64, device="cuda"))
+def test_s19_delayed_scaling_raises_under_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked as dynamo asks: what it makes of the error, a graph in parts or another error, differs by version."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with (
+        pytest.raises(RuntimeError, match=r"not supported under torch\.compile"),
+        te.autocast(recipe=recipes.DelayedScaling()),
+    ):
         pytest.fail(mended(19))
+    assert compiling.choice(DELAYED).on is False
