@@ -30,7 +30,7 @@ te = pytest.importorskip("transformer_engine.pytorch")
 
 ENGINES = (
     "plain", "early", "forgetful", "safetensors", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "zero3-init",
-    "accelerate", "accelerate-fsdp2", "trainer", "accelerate-zero2",
+    "accelerate", "trainer", "accelerate-fsdp2", "accelerate-zero2",
 )  # fmt: skip
 
 DELAYED = Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=4, backend="te")

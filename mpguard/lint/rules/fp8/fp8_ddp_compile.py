@@ -17,13 +17,13 @@ class Fp8DdpCompile(Rule):
     Reports a model that is converted by torchao, compiled and wrapped in DistributedDataParallel.
 
     ## Why is this bad
-    axolotl's documentation says that this combination raises an error, and teaches FSDP2 for FP8 instead. Which
-    versions fail is not settled: with torch 2.11 and torchao 0.18 on one H200 (one process over NCCL,
-    benchmarks/results/fp8_limits.json) it trained in both orders with all three recipes, and with torch 2.13 and
-    emulation on a CPU too.
+    axolotl's documentation says that this combination raises an error, and teaches FSDP2 for FP8 instead. Newer
+    versions train: torch 2.11 with torchao 0.18 on one H200 in both orders with all three recipes
+    (benchmarks/results/fp8_limits.json), on two H200 through accelerate, every parameter and the loss as in BF16
+    (benchmarks/results/gpu_matrix.json), and torch 2.13 with emulation on a CPU.
 
     ## Known limits
-    Preview, until a run on several GPUs settles which versions fail. A conversion in another file is not seen.
+    Preview, because no version that was tried fails. A conversion in another file is not seen.
     """
 
     code, name = "MPG410", "fp8-ddp-compile"
