@@ -23,6 +23,7 @@ import mpguard
 from mpguard.conversion import swap
 from mpguard.conversion.history import KEPT, KEY, keep
 from mpguard.policy import Policy
+from mpguard.runtime import checkpoints
 
 ALONE = ("plain", "early", "forgetful", "safetensors", "accelerate", "trainer", "accelerate-zero2")
 SPREAD = ("ddp", "accelerate", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "zero3-init")
@@ -146,6 +147,28 @@ def test_a_history_of_other_layers_is_refused_and_nothing_is_changed(converted: 
     with pytest.raises(mpguard.PolicyError, match=r"it has no 1\.0 and also elsewhere"):
         mpguard.load_fp8_state_dict(other, state)
     assert not other[0].history()["amax_history_fwd"].any()
+
+
+def test_a_resumed_run_with_more_layers_in_fp8_says_which_begin_anew(converted: nn.Module, tmp_path: Path) -> None:
+    """As from a checkpoint of accelerate: the layer that had no history goes on without one."""
+    optimizer = torch.optim.AdamW(converted.parameters())
+    other = fresh(delayed.POLICY.replace(fp8_exclude=("1.*",)))
+    train(other, torch.optim.AdamW(other.parameters()))
+    checkpoints.save([other], tmp_path)
+    train(other, resumed := torch.optim.AdamW(other.parameters()))
+    optimizer.load_state_dict(resumed.state_dict())
+    checkpoints.load([converted], tmp_path)
+    ours, theirs = mpguard.fp8_state_dict(converted), torch.load(tmp_path / "mpguard_fp8_0.bin")[0]
+    assert all(torch.equal(ours["0"][name], theirs["0"][name]) for name in theirs["0"])
+    with pytest.warns(mpguard.MpguardWarning, match=r"^1\.0: the optimizer comes from a checkpoint"):
+        train(converted, optimizer, 1)
+
+
+def test_nothing_is_written_beside_checkpoints_without_a_history(tmp_path: Path) -> None:
+    net = fresh(Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True))
+    checkpoints.save([net], tmp_path / "new")
+    checkpoints.load([net], tmp_path)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("length", [2, 9])

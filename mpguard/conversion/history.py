@@ -85,21 +85,22 @@ def fp8_state_dict(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     return {name: _copied(layer.history()) for name, layer in layers_of(model).items()}
 
 
-def load_fp8_state_dict(model: nn.Module, state: Mapping[str, History]) -> None:
+def load_fp8_state_dict(model: nn.Module, state: Mapping[str, History], *, strict: bool = True) -> None:
     """Puts back what `fp8_state_dict` gave, into a converted model.
 
-    Raises `PolicyError` where the layers are others; nothing is changed then.
+    strict: raises `PolicyError` where the layers are others, and changes nothing then; otherwise those that both have
+    get theirs, and the first step says that others have none.
     """
     layers = layers_of(model)
-    if layers.keys() != state.keys():
+    if strict and layers.keys() != state.keys():
         missing, unknown = sorted(layers.keys() - state.keys()), sorted(state.keys() - layers.keys())
         what = [f"{kind} {', '.join(names[:3])}" for kind, names in (("no", missing), ("also", unknown)) if names]
         raise PolicyError(
             f"load_fp8_state_dict: the FP8 history is of {len(state)} layers, the model has {len(layers)} with "
             f"delayed scaling; it has {' and '.join(what)}. Convert the model as in the run that saved it"
         )
-    for name, layer in layers.items():
-        layer.recall(state[name])
+    for name in layers.keys() & state.keys():
+        layers[name].recall(state[name])
 
 
 def keep(model: nn.Module, state_dict: Any) -> None:

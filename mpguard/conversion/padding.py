@@ -59,6 +59,11 @@ class Padding:
         self.number = next(_numbers)
         _all[self.number] = self
 
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Of a copy, which counts by itself."""
+        self.__dict__ |= state
+        self.__post_init__()
+
 
 _numbers = itertools.count()
 _all: weakref.WeakValueDictionary[int, Padding] = weakref.WeakValueDictionary()
