@@ -7,6 +7,8 @@ can do; meanwhile the other thread goes on answering.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,20 +17,34 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
+@dataclasses.dataclass(order=True)
+class _Job:
+    """work: None is the end."""
+
+    turn: int
+    number: int
+    future: Future[Any] = dataclasses.field(compare=False)
+    work: Callable[[], Any] | None = dataclasses.field(compare=False)
+
+
 class Jobs:
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._queue: queue.PriorityQueue[_Job] = queue.PriorityQueue()
+        self._numbers = itertools.count()
 
-    async def do(self, work: Callable[[], Result]) -> Result:
-        """The result of some work, or what it raises. Cancelled before its turn, it is not begun."""
+    async def do(self, work: Callable[[], Result], waits: bool = True) -> Result:
+        """The result of some work, or what it raises. Cancelled before its turn, it is not begun.
+
+        waits: somebody does; else it lets what is waited for pass.
+        """
         future: Future[Result] = Future()
-        self._queue.put((future, work))
+        self._queue.put(_Job(0 if waits else 1, next(self._numbers), future, work))
         return await asyncio.wrap_future(future)
 
     def run(self) -> None:
         """Does what is asked until `end`."""
-        while (job := self._queue.get()) is not None:
-            future, work = job
+        while (job := self._queue.get()).work is not None:
+            future, work = job.future, job.work
             if not future.set_running_or_notify_cancel():
                 continue
             try:
@@ -39,4 +55,4 @@ class Jobs:
                 future.set_result(result)
 
     def end(self) -> None:
-        self._queue.put(None)
+        self._queue.put(_Job(-1, 0, Future(), None))

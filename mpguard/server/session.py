@@ -125,7 +125,7 @@ class Session(LanguageServer):
     # -- checking ---------------------------------------------------------------------------------
 
     def soon(self, uri: str, delay: float = TYPING) -> None:
-        """Checks a buffer when nothing has changed in it for a moment."""
+        """Checks a buffer when nothing has changed in it for a moment; those that are typed into come first."""
         before = self._waiting.pop(uri, None)
         if before is not None:
             before.cancel()
@@ -140,13 +140,16 @@ class Session(LanguageServer):
     async def _later(self, uri: str, delay: float) -> None:
         await asyncio.sleep(delay)
         try:
-            await (self.checked(uri) if uri else self.jobs.do(self.checker.forget))
+            await (self.checked(uri, delay < SAVING) if uri else self.jobs.do(self.checker.forget))
         except Exception as error:
             self.say(f"a defect of the server: {error!r}", once=repr(error), more=traceback.format_exc())
         self._waiting.pop(uri, None)
 
-    async def checked(self, uri: str) -> Answer | None:
-        """What there is to say about a buffer as it is now: it is checked, and published, unless it has not changed."""
+    async def checked(self, uri: str, waits: bool = True) -> Answer | None:
+        """What there is to say about a buffer as it is now: it is checked, and published, unless it has not changed.
+
+        waits: whether somebody looks at it.
+        """
         now = self.buffer(uri)
         if now is None:
             return None
@@ -156,7 +159,7 @@ class Session(LanguageServer):
         buffer, texts = now
         try:
             await self._refreshed()
-            report = await self.jobs.do(functools.partial(self.checker.report, buffer))
+            report = await self.jobs.do(functools.partial(self.checker.report, buffer), waits)
             self._trouble.pop(uri, None)
         except ConfigError as error:
             if str(error) not in self._trouble.values():
