@@ -70,7 +70,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         before = path.stat()
     except FileNotFoundError:
         before = None
-    if before is not None and not os.access(path, os.W_OK):
+    if before is not None and not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
         raise PermissionError(13, "the file is read-only", str(path))
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)

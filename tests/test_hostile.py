@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,7 @@ def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def lint(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
     """`mpguard lint` in a process; it fails where that takes longer than a minute."""
     command = [sys.executable, "-m", "mpguard", "lint", "--format", "concise", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **more)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **more)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
@@ -165,3 +169,218 @@ def test_hostile_settings(text: str) -> None:
         assert "pyproject.toml" in done.stderr
     else:
         assert "MPG302" in done.stdout
+
+
+# -- fixes are written whole ----------------------------------------------------------------------------
+
+#: `MPGUARD_KILLS=200 pytest -k killed` for a longer look.
+KILLS = int(os.environ.get("MPGUARD_KILLS", "3"))
+COMMAND = [sys.executable, "-m", "mpguard", "lint", "--fix", "-j", "1", "--no-cache", "."]
+
+
+def many(count: int) -> tuple[bytes, bytes]:
+    """Files to mend; what each of them is before and after."""
+    old, new = (
+        b"\xef\xbb\xbf" + (text + "# \u00e9\n" * 2000).replace("\n", "\r\n").encode() for text in (TRAIN, MENDED)
+    )
+    for number in range(count):
+        Path(f"train{number}.py").write_bytes(old)
+        Path(f"train{number}.py").chmod(0o640)
+    return old, new
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no such signal here")
+def test_a_run_that_is_killed_leaves_each_file_old_or_new() -> None:
+    old, _ = many(30)
+    begin = time.monotonic()
+    assert subprocess.run(COMMAND, capture_output=True, check=False).returncode == 0
+    whole = time.monotonic() - begin
+    between = 0
+    new = Path("train0.py").read_bytes()
+    assert new.startswith(b"\xef\xbb\xbf") and new != old and new.count(b"\n") == new.count(b"\r\n")
+    for number in range(KILLS):
+        many(30)
+        with subprocess.Popen(COMMAND, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            if number % 2:
+                time.sleep(random.uniform(0, 1.2) * whole)
+            else:  # while it writes
+                while process.poll() is None and Path("train0.py").read_bytes() == old:
+                    pass
+                time.sleep(random.uniform(0, 0.02))
+            process.kill()
+        contents = [path.read_bytes() for path in Path().glob("train*.py")]
+        assert set(contents) <= {old, new}
+        assert {stat.S_IMODE(path.stat().st_mode) for path in Path().glob("train*.py")} == {0o640}
+        between += len(set(contents)) == 2
+        for left in Path().glob(".train*"):
+            left.unlink()
+    assert between, "no run was killed while it wrote"
+
+
+def test_two_runs_at_once() -> None:
+    old, _ = many(30)
+    runs = [subprocess.Popen(COMMAND, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for run in runs:
+        _, said = run.communicate(timeout=120)
+        assert run.returncode in (0, 2)
+        assert all("changed by somebody else" in line or "roblem" in line for line in said.splitlines()), said
+    (content,) = {path.read_bytes() for path in Path().glob("train*.py")}
+    assert content != old and b'torch.amp.GradScaler("cuda")' in content
+    assert not list(Path().glob(".train*"))
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """One that every user may write in."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        os.chdir(folder)
+        yield Path(folder)
+        os.chdir("/")
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="there are no users here")
+def test_a_read_only_file_is_said_and_kept(open_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("first.py", "train.py"):
+        (open_folder / name).write_text(TRAIN)
+        (open_folder / name).chmod(0o444)
+    assert main(["lint", "--fix", "--isolated", "first.py"]) == (0 if os.geteuid() == 0 else 2)  # all is imported
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        status = main(["lint", "--fix", "--isolated", "train.py"])
+    finally:
+        os.seteuid(before)
+    assert status == 2
+    assert "train.py: cannot be written: the file is read-only" in capsys.readouterr().err
+    assert (open_folder / "train.py").read_text() == TRAIN
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may give a file away")
+def test_the_owner_stays() -> None:
+    Path("train.py").write_text(TRAIN)
+    os.chown("train.py", 1234, 2345)
+    Path("link.py").symlink_to("train.py")
+    assert main(["lint", "--fix", "link.py"]) == 0
+    status = Path("train.py").stat()
+    assert (status.st_uid, status.st_gid) == (1234, 2345)
+    assert Path("train.py").read_text() == MENDED
+    assert Path("link.py").is_symlink()
+
+
+def test_files_that_change_and_go_while_they_are_read() -> None:
+    """What is written is made of one of the contents that there were, and nobody's newer file is lost."""
+    contents = {f"{TRAIN}x = {number}\n": f"{MENDED}x = {number}\n" for number in range(3)}
+    over = threading.Event()
+
+    def change() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            for name in ("train.py", "other.py"):
+                Path("new").write_text(list(contents)[number % 3])
+                Path("new").replace(name)
+            Path("other.py").unlink()
+
+    for name in ("train.py", "other.py"):
+        Path(name).write_text(TRAIN)
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        for _ in range(30):
+            assert main(["lint", "--fix", "--no-cache", "--format", "concise", "."]) in (0, 1, 2)
+            content = Path("train.py").read_text()
+            assert content in {*contents, *contents.values()}
+    finally:
+        over.set()
+        changing.join()
+
+
+# -- what is printed ------------------------------------------------------------------------------------
+
+ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e"
+
+
+@pytest.mark.parametrize(
+    "arguments", [*(["--format", name] for name in FORMATS), ["--diff"], ["--fix"], ["--statistics"]]
+)
+def test_no_escape_sequence_comes_through(arguments: list[str]) -> None:
+    """Of names of files, of code around a finding, of keys, of messages about what cannot be read."""
+    name = f"a\n::error::b\r{ESCAPES}"
+    Path(f"{name}.py").write_text(f"import torch\n# {ESCAPES}\nscaler = torch.cuda.amp.GradScaler('{ESCAPES}')\n")
+    Path(f"{name}2.py").write_text(f"def f({ESCAPES}:\n")
+    Path(f"{name}.yaml").write_text(CONFIG.replace("amax_history_length", json.dumps(f"amax_history_length{ESCAPES}")))
+    Path(f"{name}3.py").symlink_to("nowhere")
+    Path(f"{name}.ipynb").write_text(json.dumps({"cells": ESCAPES}))
+    done = subprocess.run(
+        [sys.executable, "-m", "mpguard", "lint", *arguments, ".", f"gone{ESCAPES}.py"],
+        capture_output=True, timeout=60, check=False, env={**os.environ, "PYTHONUTF8": "1"},
+    )  # fmt: skip
+    assert done.returncode == 2
+    said = (done.stdout if arguments != ["--diff"] else b"").decode() + done.stderr.decode()
+    assert b"Traceback" not in done.stderr
+    assert not [sign for sign in said if sign in "\x1b\x07\x9b\r"]
+    assert not [line for line in said.splitlines() if line.lstrip().startswith("::error::b")]
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no terminals here")
+def test_a_patch_is_shown_on_a_terminal_and_whole_in_a_pipe() -> None:
+    name = f"a\n::error::b{ESCAPES}.py"
+    Path(name).write_text(f"import torch\nscaler = torch.cuda.amp.GradScaler()  # {ESCAPES}\n")
+    command = [sys.executable, "-m", "mpguard", "lint", "--diff", "."]
+    patch = subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout
+    assert ESCAPES.encode() in patch, "what is not the patch's to change"
+    assert b'\n+++ "a\\n::error::b\\033[2J' in patch
+    ours, theirs = os.openpty()
+    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.DEVNULL) as process:
+        os.close(theirs)
+        process.wait(60)
+        shown = os.read(ours, 100_000)
+    os.close(ours)
+    assert b"+scaler = torch.amp.GradScaler" in shown
+    assert not set(ESCAPES[0]) & set(shown.decode().replace("\x1b[0m", "").replace("\x1b[1m", ""))
+    subprocess.run(["git", "apply", "-p0"], input=patch, check=True)
+    assert "torch.amp.GradScaler" in Path(name).read_text()
+
+
+# -- bombs ----------------------------------------------------------------------------------------------
+
+
+def bomb(first: str, each: str) -> str:
+    """Nine aliases of nine aliases of ...: three billion entries in a few lines."""
+    return first + "".join(each.format(i=i, before=", ".join([f"*a{i - 1}"] * 9)) for i in range(1, 12))
+
+
+BOMBS = {
+    "laughs.yaml": bomb("distributed_type: FSDP\na0: &a0 [x, x]\n", "a{i}: &a{i} [{before}]\n"),
+    "merged.yaml": bomb("mixed_precision: fp16\na0: &a0 {x: 1}\n", "a{i}: &a{i} {{<<: [{before}]}}\n"),
+    "deep.yaml": "distributed_type: FSDP\nx: " + "[" * 50_000 + "]" * 50_000,
+    "deep.json": '{"fp16": ' + "[" * 200_000 + "]" * 200_000 + "}",
+    "digits.json": '{"fp16": {"initial_scale_power": ' + "9" * 100_000 + "}}",
+    "deep.ipynb": '{"cells": ' + "[" * 200_000 + "]" * 200_000 + "}",
+    "none.ipynb": "null",
+    "odd.ipynb": '{"cells": [1, {"cell_type": "code", "source": {}}, {"cell_type": "code", "source": [1, null]}]}',
+    "half.ipynb": '{"cells": [{"cell_type": "code", "source": ["import torch',
+    "line.py": TRAIN + "x = '" + "a" * 5_000_000 + "'\n",
+    "long.py": TRAIN + "x = [" + "1, " * 100_000 + "]\n",
+    "lines.py": TRAIN + "\n" * 1_000_000,
+    "parens.py": TRAIN + "x = " + "(" * 100_000 + ")" * 100_000 + "\n",
+    "terms.py": TRAIN + "x = " + " + ".join(["y"] * 100_000) + "\n",
+    "calls.py": TRAIN + "x = y" + ".z()" * 100_000 + "\n",
+    "elif.py": TRAIN + "if x:\n    pass\n" + "elif y:\n    pass\n" * 50_000,
+    "strings.py": TRAIN + "x = " + "f'{" * 100 + "1" + "}'" * 100 + "\n",
+    "nul.py": TRAIN + "\0" * 1_000_000,
+    "big.py": TRAIN + "    # x\n" * 2_500_000,
+    "run.sh": "accelerate launch " + "$(" * 50_000 + ")" * 50_000 + " train.py --config mp.yaml\n",
+    "README.md": "```python\n" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_end_with_a_finding_or_in_silence(name: str) -> None:
+    Path(name).write_text(BOMBS[name])
+    done = lint("--include-markdown", name)
+    assert done.returncode in (0, 1), done.stderr
+    for line in done.stdout.splitlines()[:-1]:
+        assert line.startswith(name) and len(line) < 1000

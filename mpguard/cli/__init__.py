@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from mpguard.cli.said import say
 from mpguard.errors import MpguardError, NotInForce, did_you_mean, near
 
 #: Command -> what it does. Its module is imported only when it runs.
@@ -84,7 +85,7 @@ def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpar
 
 
 def _refuse(message: str) -> int:
-    print(f"mpguard: {message}", file=sys.stderr)
+    say(message)
     return 2
 
 

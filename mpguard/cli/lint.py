@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Literal
 from mpguard import looks, settings
 from mpguard.cli import lint_adoption, lint_cache, lint_output, progress
 from mpguard.cli.lint_options import configure, flat
+from mpguard.cli.said import say
 from mpguard.errors import ConfigError, did_you_mean_file
 from mpguard.lint.files import READS, Target, collect, kind_of
-from mpguard.lint.report import Outcome, printable
+from mpguard.lint.report import Outcome
 from mpguard.lint.result import FileReport
 
 if TYPE_CHECKING:
@@ -47,13 +48,13 @@ def _run(options: argparse.Namespace) -> int:
     configs = _configs(options)
     found = collect(paths, options.force_exclude, options.include_markdown)
     for message in (*found.refused, *found.empty):
-        _say(message)
+        say(message)
     targets = (*found.targets, *((stdin,) if stdin else ()))
     reports, fixing = _reports(targets, options, configs), _fixing(options)
 
     trouble = list(found.refused)
     for defect in (defect for report in reports for defect in report.defects):
-        _say(f"{defect}\n{defect.traceback.rstrip()}")
+        say(f"{defect}\n{defect.traceback.rstrip()}")
         trouble.append(str(defect))
     if fixing and not options.diff:
         trouble += [problem for report in reports for problem in _keep(report)]
@@ -165,15 +166,10 @@ def _keep(report: FileReport) -> list[str]:
         except OSError as error:
             problems.append(f"{path}: cannot be written: {error.strerror or error}")
     for problem in problems:
-        _say(problem)
+        say(problem)
     return problems
 
 
-def _say(message: str) -> None:
-    """To stderr; names of files may be in it, and are not ours."""
-    print("mpguard: " + "\n".join(map(printable, message.split("\n"))), file=sys.stderr)
-
-
 def _usage(message: str) -> int:
-    _say(message)
+    say(message)
     return 2

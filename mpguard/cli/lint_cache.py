@@ -80,7 +80,8 @@ def opened(options: argparse.Namespace) -> Kept:
     from mpguard.lint.cache.store import Cache
 
     rules, (folder, asked) = identity(), _folder()
-    if rules is None or (folder.is_symlink() and not asked):  # a link in a repository may lead anywhere
+    # A link in a repository may lead anywhere; Path.is_symlink raises where a folder above may not be entered.
+    if rules is None or (os.path.islink(folder) and not asked):  # noqa: PTH114
         return Kept(None, None, fixing, False)
     trace = looks.trace("--config") if options.configs else None
     run = json.dumps([

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import stat
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from mpguard.errors import ConfigError
-from mpguard.lint.report import TEXTS, Line, Outcome, as_json, statistics, summary, write
+from mpguard.lint.report import TEXTS, Line, Outcome, as_json, printable, statistics, summary, write
 from mpguard.lint.result import FileReport, Mended
 
 
@@ -46,7 +47,12 @@ def patch(reports: Iterable[FileReport], outcome: Outcome) -> None:
     """Prints what the fixes would change as a patch, and a summary to stderr."""
     for each in reports:
         if each.mended:
-            print_bytes(_diff(each.target.path, each.mended))
+            data = _diff(each.target.path, each.mended)
+            if sys.stdout.isatty():  # to be read, and not applied
+                lines = data.decode("utf-8", "replace").split("\n")
+                write([(printable(line.rstrip("\r")), "")] for line in lines[:-1])
+            else:
+                print_bytes(data)
     write([_would(outcome)], sys.stderr)
 
 
@@ -92,11 +98,20 @@ def _write_file(file: Path, options: argparse.Namespace, outcome: Outcome) -> No
 def _diff(path: str, mended: Mended) -> bytes:
     import difflib
 
+    name = _quoted(path)
     before, after = (data.decode("utf-8", "surrogateescape") for data in (mended.before, mended.after))
     lines: list[str] = []
-    for line in difflib.unified_diff(_lines(before), _lines(after), path, path):
+    for line in difflib.unified_diff(_lines(before), _lines(after), name, name):
         lines.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
     return "".join(lines).encode("utf-8", "surrogateescape")
+
+
+def _quoted(path: str) -> str:
+    """A name as git writes it in a patch: one with a line break would be two lines of it."""
+    if path.isprintable() and not set(path) & {'"', "\\"}:
+        return path
+    known = {ord('"'): '\\"', ord("\\"): "\\\\", 10: "\\n", 13: "\\r", 9: "\\t"}
+    return '"' + "".join(known.get(b, chr(b) if 32 <= b < 127 else f"\\{b:03o}") for b in os.fsencode(path)) + '"'
 
 
 def _lines(text: str) -> list[str]:
