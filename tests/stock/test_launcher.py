@@ -34,7 +34,7 @@ def worlds(folder: Path, workers: list[dict[str, str]]) -> list[tuple[int, int, 
 
     def found(worker: dict[str, str]) -> tuple[int, int, str, str]:
         variables = {**worker, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        run = in_fork([PROGRAMS / "accelerator.py"], cwd=folder, program=script, **variables)
+        run = in_fork([PROGRAMS / "world.py"], cwd=folder, program=script, **variables)
         assert run.returncode == 0, told(run)
         (line,) = results(run)
         return line["rank"], line["world"], line["engine"], line["mode"]
