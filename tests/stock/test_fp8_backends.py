@@ -23,6 +23,7 @@ from mpguard import hardware
 from mpguard.hardware import Hardware
 from mpguard.plugin import plugins
 from mpguard.policy import Policy
+from mpguard.runtime import compiling
 
 DELAYED = Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=16)  # most_recent by default
 EMULATED = Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True)
@@ -175,3 +176,4 @@ def test_s19_delayed_scaling_under_compile_is_found(tmp_path: Path) -> None:
         "@torch.compile\ndef step(x):\n    with te.autocast(recipe=DelayedScaling()):\n        return layer(x)\n"
     )
     assert linted(code) == {("MPG402", 8)}
+    assert compiling.choice(DELAYED).on is False, "under `compile: auto`"
