@@ -8,13 +8,16 @@ import subprocess
 import sys
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import mpguard
 from mpguard.conversion import choice, padding
@@ -311,6 +314,49 @@ def test_empty_weights_of_accelerate() -> None:
     net.load_state_dict(model().state_dict(), assign=True)
     net.output.weight = net.embedding.weight
     assert train(net, torch.optim.AdamW(net.parameters(), lr=1e-2), 2)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("first", ["convert", "shard"])
+def test_fsdp2_of_a_meta_model_that_is_filled_when_it_is_sharded(first: str) -> None:
+    """No process ever has a whole weight in memory: parameter groups are made of what there is then."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    def sharded(net: Model) -> Model:
+        for block in net.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        return net
+
+    mesh = init_device_mesh("cpu", (1,))
+    source = model().state_dict()
+    with torch.device("meta"):
+        net = Model()
+    if first == "convert":
+        mpguard.convert(net, FP8)
+        sharded(net)
+    else:
+        sharded(net)
+        mpguard.convert(net, FP8)
+    net.to_empty(device="cpu")
+    set_model_state_dict(net, dict(source), options=StateDictOptions(full_state_dict=True))  # it changes the dict
+    decayed = [each for each in net.parameters() if each.ndim > 1]
+    others = [each for each in net.parameters() if each.ndim < 2]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=1e-2)
+    losses = train(net, optimizer, 8)
+    found = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
+    assert list(found) == list(source) and losses[-1] < losses[0]
+    assert not any(torch.equal(found[name], source[name]) for name in source)
+    assert sum(isinstance(each, Float8Linear) for each in net.modules()) == 7
 
 
 def test_activation_checkpoints_compute_the_same() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import PROGRAMS, command, in_fork, mp_yaml, results, told
 from torch import nn
 
 import mpguard
@@ -284,3 +285,43 @@ def test_libraries_are_named_with_the_versions_that_are_tested_here() -> None:
     for library, version in swap.LIBRARIES.values():
         if library != "transformer_engine":
             assert importlib.metadata.version(library).startswith(version)
+
+
+# -- parameters in FP8, which nothing holds ----------------------------------------------------------------
+
+
+PARAMETERS = FP8.replace(fp8_param=True)
+
+
+def test_parameters_in_fp8_are_refused_at_start_where_the_strategy_is_known(tmp_path: Path) -> None:
+    fp8 = "{mpguard_recipe: bf16_with_fp8_current_scaling_mixed, mpguard_overrides: {fp8_emulate: true}}"
+    config = mp_yaml(tmp_path, mixed_precision="fp8", fp8_config=fp8)
+    run = in_fork(["--config", config, PROGRAMS / "accelerated.py"], cwd=tmp_path)
+    assert run.returncode in (1, 2) and results(run) == [], told(run)
+    assert "has fp8_param=True, which a run of accelerate" in run.stderr
+    assert "To go without: mpguard_overrides: {fp8_param: null}" in run.stderr
+
+
+@pytest.mark.parametrize("engine", ["plain", "fsdp2"])
+def test_and_when_the_optimizer_is_made_where_it_was_not(tmp_path: Path, engine: str) -> None:
+    """In a loop of one's own, FSDP2 or not: float8 all-gather is accelerate's. No step is taken."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, torch, mpguard\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_convert_input import PARAMETERS, model\n"
+        "mpguard.activate(PARAMETERS)\n"
+        "net = model()\n"
+        f"if {engine!r} == 'fsdp2':\n"
+        "    import torch.distributed as dist\n"
+        "    from torch.distributed.device_mesh import init_device_mesh\n"
+        "    from torch.distributed.fsdp import fully_shard\n"
+        "    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "    fully_shard(net, mesh=init_device_mesh('cpu', (1,)))\n"
+        "torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "print('went on')\n"
+    )
+    run = command(Path(sys.executable).name, program, cwd=tmp_path)
+    assert run.returncode == 1 and "went on" not in run.stdout, told(run)
+    assert "fp8_param: converted layers keep exact weights" in run.stderr
+    assert "mpguard_overrides: {fp8_param: null}" in run.stderr
