@@ -18,7 +18,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from processes import PROGRAMS, results, told, torchrun
+from processes import PROGRAMS, command, free_port, results, told
 
 import mpguard
 from mpguard.conversion.history import KEY
@@ -40,8 +40,9 @@ DELAYED = Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("resume")
     fixed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "DS_ACCELERATOR": "cuda"}
-    words = (PROGRAMS / "resume.py", request.param, *ENGINES)
-    run = torchrun(*words, cwd=folder, processes=1, timeout=900, **fixed)
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", 1, "--master_port", free_port())
+    words = (*launcher, PROGRAMS / "resume.py", request.param, *ENGINES)
+    run = command(Path(sys.executable).name, *words, cwd=folder, timeout=550, **fixed)
     assert run.returncode == 0, told(run)
     return {"policy": request.param, **{each["engine"]: each for each in results(run)}}
 
