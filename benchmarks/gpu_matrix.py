@@ -109,17 +109,16 @@ def cells(gpus: int) -> list[Cell]:
         for recipe in RECIPES
         for framework in FRAMEWORKS
         for strategy in STRATEGIES
-        if ("all-gather" not in recipe or strategy == "FSDP2")
-        and ("compiled" not in recipe or framework == "accelerate" or (framework == "Trainer" and strategy != "DDP"))
+        if ("all-gather" not in recipe or strategy == "FSDP2") and ("compiled" not in recipe or framework != "own loop")
     ]
     if gpus == 1:
         return [cell for cell in every if cell.strategy != "DDP"]
-    sharded = [("FSDP2", "accelerate"), ("ZeRO-3", "own loop")]
+    recipes = ("bf16", "delayed", "tensorwise")
+    sharded = {("FSDP2", "accelerate"): (*recipes, "tensorwise, float8 all-gather"), ("ZeRO-3", "own loop"): recipes}
     return [
         cell
         for cell in every
-        if cell.strategy == "DDP"
-        or ((cell.strategy, cell.framework) in sharded and cell.recipe in ("bf16", "delayed", "tensorwise"))
+        if cell.strategy == "DDP" or cell.recipe in sharded.get((cell.strategy, cell.framework), ())
     ]
 
 
@@ -279,6 +278,8 @@ def shortfalls(cell: Cell, facts: dict[str, Any], proof: dict[str, Any]) -> list
         wrong.append(f"{fp8:g} matrix kernels a step are FP8, not {asked}")
     if "all-gather" in cell.recipe and facts["gathered_in_fp8"] != LAYERS:
         wrong.append(f"{facts['gathered_in_fp8']} of {LAYERS} weights are all-gathered in FP8")
+    if cell.recipe == "delayed" and cell.gpus > 1 and facts["scales_agree"] is not True:
+        wrong.append("the scales of delayed scaling are not the same on all ranks")
     if cell.backend and not rows.get("fp8", {}).get("ok"):
         wrong.append("the proof has no FP8 recipe in force")
     return wrong

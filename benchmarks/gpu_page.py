@@ -38,6 +38,9 @@ def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
     lines += [
         "## Two GPUs under FSDP2 and ZeRO-3",
         "",
+        "Ranks have parts of the batch of their own. With delayed scaling they ended with the same scales, here and "
+        "under DDP: maxima are reduced across them.",
+        "",
         "| framework | strategy | recipe | |",
         "| --- | --- | --- | --- |",
     ]

@@ -109,6 +109,7 @@ class Probe:
     def end(self) -> None:
         """All ranks."""
         after = weights(self.model)
+        agree = scales_agree(self.model)
         unchanged = [name for name, weight in after.items() if torch.equal(weight, self.before[name])]
         if world()[0] != 0:
             return
@@ -117,6 +118,7 @@ class Probe:
         facts = {
             "finished": True,
             "parameters": len(after),
+            "scales_agree": agree,
             "gathered_in_fp8": sum(hasattr(_local(own), "_tensor") for own in self.model.parameters()),
             "unchanged": unchanged,
             "reduced_in": reduced_in(self.model, self.engine),
@@ -155,6 +157,17 @@ def _full(parameter: Any) -> torch.Tensor:
 def _local(parameter: Any) -> Any:
     """This rank's shard; in torchao's wrapper, which has a `_tensor`, where it is all-gathered in FP8."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def scales_agree(trained: nn.Module) -> bool | None:
+    """Whether delayed scaling has the same scales on all ranks, whose data differ; None without any. All ranks."""
+    metas = [getattr(module, "fp8_meta", {}).get("scaling_fwd") for module in trained.modules()]
+    own = [meta.scale.tolist() for meta in metas if hasattr(meta, "amax_history")]
+    if not own or world()[1] == 1:
+        return None
+    every: list[Any] = [None] * world()[1]
+    torch.distributed.all_gather_object(every, own)
+    return all(each == own for each in every)
 
 
 def reduced_in(trained: Any, engine: Any) -> str:
