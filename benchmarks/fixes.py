@@ -1,7 +1,7 @@
 """Every real file is checked by all rules, and every fix is tried: no rule raises, no file hangs, what a fix makes
 parses, the same rule is silent on it, and nothing else changed.
 
-    python benchmarks/fixes.py FOLDER [-j 2] [-o benchmarks/results/fixes.json]
+    python benchmarks/fixes.py FOLDER [-j 2] [--every 5] [-o benchmarks/results/fixes.json]
 
 FOLDER is what `evidence.py fetch` unpacked, or any other. Each file with a fixable finding is mended in memory as it
 is, with Windows line endings, and with a byte order mark, by safe and unsafe fixes of all rules, preview ones too.
@@ -123,9 +123,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("-j", "--jobs", type=int, default=workers.available())
+    parser.add_argument("--every", type=int, default=1, help="of all files, only each N-th")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    targets = [target for target in collect([str(options.folder)]).targets if target.problem is None]
+    targets = [target for target in collect([str(options.folder)]).targets if target.problem is None][:: options.every]
     begin = time.perf_counter()
     outcomes = workers.run(
         targets,
