@@ -17,7 +17,7 @@ import functools
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -45,6 +45,7 @@ _open: list[dict[Key, Seen]] = []
 _of: dict[str, dict[Key, Seen]] = {}
 _uses: dict[str, set[str]] = {}
 _contents: dict[str, tuple[Status, str]] = {}
+_instead: dict[str, bytes] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +168,16 @@ def _merge(into: dict[Key, Seen], looks: dict[Key, Seen]) -> None:
 # -- looks ------------------------------------------------------------------------------------------
 
 
+def look_at(files: Mapping[str, bytes]) -> None:
+    """From here on these contents are what absolute paths hold: what an editor has open and not saved."""
+    _instead.clear()
+    _instead.update(files)
+
+
 def content(path: str | Path) -> bytes:
     """What is in a regular file. Raises `OSError`, for a FIFO or a device too, which might never end."""
+    if _instead and (data := _instead.get(os.path.abspath(path))) is not None:
+        return data
     with open(path, "rb", opener=_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "is a FIFO or a device, not a regular file, and is not read", str(path))

@@ -332,6 +332,37 @@ async def test_saving_one_file_checks_those_that_rest_on_it(folder: Path) -> Non
 
 
 @session
+async def test_what_rests_on_an_unsaved_file_is_checked_as_that_is_typed(folder: Path) -> None:
+    config, module = folder / "mp.yaml", folder / "precision.py"
+    config.write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\n")
+    module.write_text("import torch\n\nLOW = torch.bfloat16\n")
+    launched = 'from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision="bf16")\n'
+    importing = "from precision import LOW\n" + TRAIN.replace("torch.float16", "LOW")
+    async with editor(folder) as client:
+        first, second = (folder / "launched.py").as_uri(), (folder / "importing.py").as_uri()
+
+        async def until(uri: str, said: str, holds: bool = True) -> None:
+            await client.until(lambda: (said in str(client.published[uri].diagnostics)) == holds, said)
+
+        def close(file: Path) -> None:
+            client.text_document_did_close(
+                types.DidCloseTextDocumentParams(types.TextDocumentIdentifier(file.as_uri()))
+            )
+
+        assert "is `bf16` in the launch config already" in str(await client.open(first, launched))
+        assert codes(await client.open(second, importing)) == ["MPG302"]
+        assert await client.open(config.as_uri(), config.read_text(), "yaml") == []
+        await client.write(config.as_uri(), config.read_text().replace("bf16", "fp16"), 2)
+        await until(first, "is `bf16`, the launch config says `fp16`")
+        close(config)
+        await until(first, "is `bf16` in the launch config already")
+        await client.open(module.as_uri(), module.read_text().replace("bfloat16", "float16"))
+        await until(second, "MPG201")
+        close(module)
+        await until(second, "MPG201", False)
+
+
+@session
 async def test_the_editors_settings_are_asked_for_and_judged(folder: Path) -> None:
     one, other = folder / "one", folder / "other"
     one.mkdir()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from mpguard import remembered
+from mpguard import looks, remembered
 from mpguard.lint import fixes, limit
 from mpguard.lint.adoption import noqa
 from mpguard.lint.engine import Checked, Engine, FileReport
@@ -76,9 +77,7 @@ class Buffer:
         if self.cells is not None:
             cells = [{"cell_type": "code" if python else "raw", "source": text} for text, python in self.cells]
             return json.dumps({"cells": cells, "metadata": {"language_info": {"name": "python"}}}).encode()
-        # The text is decoded already, whatever its coding line says; a BOM says that this is UTF-8.
-        bom = codecs.BOM_UTF8 if kind == "python" and not self.text.startswith("\ufeff") else b""
-        return bom + self.text.encode("utf-8", "replace")
+        return encoded(self.text, kind == "python")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +88,23 @@ class Change:
     problem: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """What there is to say about a buffer. rests_on: the other files that were read for it, as absolute paths."""
+
+    report: FileReport
+    rests_on: frozenset[str]
+
+
 class Checker:
-    """Checks buffers, one after another; what lies around them is read once, until `forget`."""
+    """Checks buffers, one after another; what lies around them is read once, until `forget`.
+
+    Within `looks.recording()` it knows what findings rest on.
+    """
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
+        self._read: set[str] = set()
         self._engines: dict[tuple[Wishes, Path], Engine] = {}
         self._trees = Trees()
 
@@ -101,16 +112,29 @@ class Checker:
         """Files have changed: configs, modules, settings are read again."""
         remembered.forget()
         self._engines.clear()
+        self._read.clear()
 
-    def report(self, buffer: Buffer) -> FileReport | None:
-        """What there is to say about a buffer; None where it is none of ours. Raises `ConfigError` for settings."""
+    def report(self, buffer: Buffer, unsaved: Mapping[str, bytes]) -> Said | None:
+        """What there is to say about a buffer; None where it is none of ours. Raises `ConfigError` for settings.
+
+        unsaved: what other files hold, where it is another content than the disk's.
+        """
         target = buffer.target()
         if target is None:
             return None
+        looks.look_at(unsaved)
         engine = self._engine(buffer)
         engine.selection(target.path)  # what is wrong with settings is the user's to mend, and no defect
         engine.project.configs_for(target.path)
-        return engine.check(target)
+        report, trace = engine.check(target), looks.trace(target.path)
+        read = {where for what, where in (trace.looks if trace else ()) if what == "file"}
+        self._read |= read
+        return Said(report, frozenset(read - {target.path}))
+
+    def changed(self, path: str) -> None:
+        """What an open file holds has changed: what was made of it before is forgotten."""
+        if path in self._read:
+            self.forget()
 
     def change(self, buffer: Buffer, action: Action, finding: Finding | None = None) -> Change:
         """What an action makes of a buffer. finding: the one that it is about. Raises `ConfigError` for settings."""
@@ -152,6 +176,12 @@ class Checker:
             self._engines[key] = Engine(self.rules, buffer.wishes.options(buffer.folder))
             self._engines[key].trees = self._trees
         return self._engines[key]
+
+
+def encoded(text: str, mark: bool = False) -> bytes:
+    """A text as a file's bytes. mark: say that it is UTF-8, whatever its coding line says: it is decoded already."""
+    bom = codecs.BOM_UTF8 if mark and not text.startswith("\ufeff") else b""
+    return bom + text.encode("utf-8", "replace")
 
 
 def _texts(data: bytes, buffer: Buffer) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import traceback
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from pygls.lsp.server import LanguageServer
 from mpguard import __version__
 from mpguard.errors import ConfigError, MpguardError
 from mpguard.lint.engine import FileReport
+from mpguard.lint.files import PYTHON
 from mpguard.lint.finding import Finding, Lines, PlacedNote
 from mpguard.server import answers, wishes
 from mpguard.server.answers import Shown
-from mpguard.server.checker import Action, Buffer, Change, Checker
+from mpguard.server.checker import Action, Buffer, Change, Checker, encoded
 from mpguard.server.jobs import Jobs
 from mpguard.server.places import Ruler
 from mpguard.server.wishes import Wishes
@@ -45,11 +47,15 @@ _NOTEBOOKS = types.NotebookDocumentSyncOptions(
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What was last said about a buffer. texts: the URIs of its texts (of the cells of a notebook), in order."""
+    """What was last said about a buffer. texts: the URIs of its texts (of the cells of a notebook), in order.
+
+    rests_on: the other files that were read for it.
+    """
 
     buffer: Buffer
     report: FileReport | None
     texts: tuple[str, ...]
+    rests_on: frozenset[str] = frozenset()
     shown: tuple[Shown, ...] = ()
     diagnostics: tuple[types.Diagnostic, ...] = ()
 
@@ -68,6 +74,7 @@ class Session(LanguageServer):
         self._waiting: dict[str, asyncio.Task[None]] = {}
         self._said: set[str] = set()
         self._trouble: dict[str, str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._watched = False
         self._read = 0.0
 
@@ -159,18 +166,39 @@ class Session(LanguageServer):
         buffer, texts = now
         try:
             await self._refreshed()
-            report = await self.jobs.do(functools.partial(self.checker.report, buffer), waits)
+            said = await self.jobs.do(functools.partial(self.checker.report, buffer, self._unsaved(buffer.path)), waits)
             self._trouble.pop(uri, None)
         except ConfigError as error:
             if str(error) not in self._trouble.values():
                 self.say(str(error))
             self._trouble[uri] = str(error)
-            report = None
+            said = None
         if self.buffer(uri) != now:
             return None  # it has changed in the meantime, and waits for its next turn
-        answer = self._answered(Answer(buffer, report, texts))
+        report, rests_on = (said.report, said.rests_on) if said else (None, frozenset[str]())
+        answer = self._answered(Answer(buffer, report, texts, rests_on))
         self._publish(uri, answer)
+        if not _is_saved(buffer) if known is None else known.buffer.text != buffer.text:
+            self._ripple(buffer.path)
         return answer
+
+    def _unsaved(self, path: str) -> dict[str, bytes]:
+        """What other open files hold, by their paths."""
+        texts = self.workspace.text_documents.values()
+        found = {uris.to_fs_path(each.uri): each.source for each in texts if uris.urlparse(each.uri)[0] == "file"}
+        return {name: encoded(text, name.endswith(PYTHON)) for name, text in found.items() if name and name != path}
+
+    def _ripple(self, path: str) -> None:
+        """An open file holds something else: what rests on it is checked again, when nobody waits for anything."""
+        resting = [uri for uri, answer in self.answers.items() if path in answer.rests_on]
+        self._aside(self.jobs.do(functools.partial(self.checker.changed, path)))
+        for uri in resting:
+            self.soon(uri, SAVING)
+
+    def _aside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)  # asyncio itself keeps no task alive
+        task.add_done_callback(self._tasks.discard)
 
     async def _refreshed(self) -> None:
         """Files that nobody watches may have changed: what is known of them is forgotten now and then."""
@@ -218,6 +246,8 @@ class Session(LanguageServer):
         if waiting is not None:
             waiting.cancel()
         answer = self.answers.pop(uri, None)
+        if answer is not None and not _is_saved(answer.buffer):
+            self._ripple(answer.buffer.path)  # it holds what the disk does, from here on
         for text in answer.texts if answer else ():
             self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(text, []))
 
@@ -306,6 +336,13 @@ class Session(LanguageServer):
         """pygls' own errors; those of requests are answers already."""
         with contextlib.suppress(Exception):
             super().report_server_error(error, source)
+
+
+def _is_saved(buffer: Buffer) -> bool:
+    try:
+        return Path(buffer.path).read_bytes() == encoded(buffer.text)
+    except OSError:
+        return False
 
 
 @functools.lru_cache(16)

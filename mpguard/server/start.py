@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 
-from mpguard import settings
+from mpguard import looks, settings
 from mpguard.errors import ExtensionError
 from mpguard.lint.rule import rules
 from mpguard.server.checker import Checker
@@ -23,7 +23,7 @@ def start(isolated: bool) -> int:
     os.dup2(2, 1)  # what a rule prints is for the log, and would break the protocol
     sys.stdout = sys.stderr
     jobs = Jobs()
-    with settings.isolated(isolated):
+    with settings.isolated(isolated), looks.recording():
         try:
             found, trouble = rules(), None
         except ExtensionError as error:
