@@ -67,7 +67,8 @@ class Float8Linear(Padded, Remembering, te.Linear, nn.Linear):  # type: ignore[m
             return {}
         if not self.fp8_meta_tensors_initialized:  # as `set_extra_state` does before the first forward pass
             self.fp8_meta |= {"num_gemms": 1, "recipe": recipe}
-            self.init_fp8_meta_tensors(recipe)
+            with torch.cuda.device_of(self.weight):
+                self.init_fp8_meta_tensors(recipe)
         return {
             f"{name}_{way}": getattr(self.fp8_meta[f"scaling_{way}"], name)
             for way in ("fwd", "bwd")
