@@ -38,11 +38,10 @@ class Float8Linear(Padded, Remembering, te.Linear, nn.Linear):  # type: ignore[m
     extra_repr = nn.Linear.extra_repr
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        where = {"input": input.device.type, "weight": self.weight.device.type}
-        if set(where.values()) != {"cuda"}:
-            wrong = next(name for name, device in where.items() if device != "cuda")
+        if not (input.is_cuda and self.weight.is_cuda):
+            name, wrong = ("weight", self.weight) if input.is_cuda else ("input", input)
             raise NotInForce(
-                f"{self._mpguard_fp8.name or 'the model'}: its {wrong} is on {where[wrong]}; Transformer Engine "
+                f"{self._mpguard_fp8.name or 'the model'}: its {name} is on {wrong.device}; Transformer Engine "
                 'computes on a GPU. Move the model and the batch there (`model.to("cuda")`)'
             )
         if FP8GlobalStateManager.is_fp8_enabled():
@@ -67,7 +66,7 @@ class Float8Linear(Padded, Remembering, te.Linear, nn.Linear):  # type: ignore[m
             return {}
         if not self.fp8_meta_tensors_initialized:  # as `set_extra_state` does before the first forward pass
             self.fp8_meta |= {"num_gemms": 1, "recipe": recipe}
-            with torch.cuda.device_of(self.weight):
+            with torch.cuda.device_of(self.weight):  # type: ignore[no-untyped-call]
                 self.init_fp8_meta_tensors(recipe)
         return {
             f"{name}_{way}": getattr(self.fp8_meta[f"scaling_{way}"], name)
