@@ -100,6 +100,13 @@ async def test_an_editor_that_is_gone_leaves_no_server_behind(folder: Path) -> N
         assert await client.status() == 1
 
 
+def test_it_imports_no_torch() -> None:
+    code = "import sys, mpguard.server.start; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert {"pygls", "libcst"} <= set(done.stdout.split())
+    assert not {"torch", "accelerate", "rich"} & set(done.stdout.split())
+
+
 def test_without_pygls_it_says_what_to_install() -> None:
     code = "import sys; sys.modules['pygls'] = None; from mpguard.cli import main; sys.exit(main(['server']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
