@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from editor import applied, marked
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lsprotocol import types
 from pygls.workspace import PositionCodec
@@ -12,9 +12,11 @@ from mpguard.lint.finding import Lines
 from mpguard.server import places
 from mpguard.server.places import Ruler, Text
 
+lenient = settings(max_examples=300, deadline=None)
 TEXT = st.text(st.sampled_from("ab \r\n\n😀\u2028\x0cé"), max_size=40)
 
 
+@lenient
 @given(TEXT, TEXT)
 def test_edits_make_the_one_text_of_the_other(before: str, after: str) -> None:
     edits = Ruler(Lines(before), PositionCodec()).edits(after)
@@ -23,6 +25,7 @@ def test_edits_make_the_one_text_of_the_other(before: str, after: str) -> None:
         assert edits == []
 
 
+@lenient
 @given(TEXT, TEXT)
 def test_so_do_those_of_a_text_that_is_too_long_to_compare(before: str, after: str) -> None:
     most, places.MOST_LINES = places.MOST_LINES, 0
@@ -34,6 +37,7 @@ def test_so_do_those_of_a_text_that_is_too_long_to_compare(before: str, after: s
     assert applied({"a": before}, types.WorkspaceEdit({"a": edits}))["a"] == after
 
 
+@lenient
 @given(TEXT, st.data())
 def test_a_change_lands_where_the_editor_made_it(before: str, data: st.DataObject) -> None:
     lines = Lines(before)
