@@ -15,9 +15,10 @@ import mpguard
 from mpguard.plugin import get
 from mpguard.policy import Policy
 from mpguard.runtime.fp8 import Fp8Found
-from mpguard.runtime.observe import Observed
+from mpguard.runtime.observe import Observed, observe
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof import Proof, compare, failures
+from mpguard.runtime.recorder import Recorder
 
 SCRIPT = PROGRAMS / "scripted.py"
 
@@ -286,6 +287,33 @@ def test_fp8_asked_is_fp8_in_a_script_that_says_nothing_of_it(tmp_path: Path) ->
 def test_a_compiled_model_is_made_fp8_too(tmp_path: Path) -> None:
     run = trained(tmp_path, "--compile", **float8(master_dtype="fp32"))
     assert run.returncode == 0 and "2 of 2 Linear (torchao tensorwise, emulated)" in run.stderr, told(run)
+
+
+def test_delayed_scaling_is_not_compiled() -> None:
+    """S19. Pieces without FP8 layers may be."""
+    found = Fp8Found("te", ["a"], recipe={"recipe": "DelayedScaling"}, entered=True)
+    plan = Plan(Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed"), strategy="fsdp2", processes=2)
+    assert "compile" in wrong(plan, fp8=found, compiled=True, compiled_fp8=True)
+    assert "compile" not in wrong(plan, fp8=found, compiled=True)
+    seen = dataclasses.replace(GOOD, fp8=found, compiled=True, compiled_fp8=True)
+    (said,) = [text for text in failures(compare(seen, plan), plan, seen) if text.startswith("compile")]
+    assert "refuses delayed scaling under torch.compile: compile nothing" in said
+
+
+def test_delayed_scaling_that_asks_for_compile_is_refused_before_training(tmp_path: Path) -> None:
+    run = trained(tmp_path, **float8(fp8_recipe="delayed", backend="te", fp8_emulate="false", compile="true"))
+    assert run.returncode == 1 and "has compile=True, and Transformer Engine refuses" in run.stderr, told(run)
+    assert "finished" not in run.stdout
+
+
+def test_a_compiled_module_with_fp8_layers_is_seen() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    policy = Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True)
+    assert not observe(Recorder(), torch.compile(net), optimizer, policy=policy).compiled_fp8
+    mpguard.convert(net, policy)
+    assert observe(Recorder(), torch.compile(net), optimizer, policy=policy).compiled_fp8
+    assert not observe(Recorder(), net, optimizer, policy=policy).compiled_fp8
 
 
 def test_fp8_asked_and_none_possible_is_not_in_force(tmp_path: Path) -> None:

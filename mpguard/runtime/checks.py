@@ -15,6 +15,7 @@ from mpguard import hardware
 from mpguard.document import Document
 from mpguard.plugin import ABSENT, Change, differences, show
 from mpguard.policy import Dtype
+from mpguard.runtime import compiling
 from mpguard.runtime.plan import Plan, deepspeed_file
 
 _EITHER = "Set `distributed_type: MULTI_CPU`, or run where there is a GPU"
@@ -121,3 +122,5 @@ def _hardware(launch: Launch) -> Iterator[str]:
     lacking = hardware.detect().refuses(launch.plan.policy)
     if lacking:
         yield f"the policy `{launch.plan.policy.name}` does not run here: {lacking}"
+    if compiled := compiling.refused(launch.plan.policy):
+        yield compiled

@@ -19,11 +19,22 @@ class Choice:
     why: str = ""
 
 
+#: Of delayed scaling, whose histories are updated between steps (S19).
+NEVER = "Transformer Engine refuses delayed scaling under torch.compile"
+
+
+def refused(policy: Policy) -> str | None:
+    """Why a policy that says `compile: true` cannot be in force; None where it can."""
+    if policy.compile is not True or policy.low_bit_recipe != "delayed":
+        return None
+    return f"`{policy.name}` has compile=True, and {NEVER}. Leave `compile` out, or set fp8_recipe to tensorwise"
+
+
 def choice(policy: Policy) -> Choice:
     """What `auto` chooses for a policy on this machine."""
     recipe = policy.low_bit_recipe
     if recipe == "delayed":
-        return Choice(False, "Transformer Engine refuses delayed scaling under torch.compile")
+        return Choice(False, NEVER)
     here = hardware.detect()
     if recipe is None or policy.fp8_emulate or here.gpu is None:
         return Choice(None)

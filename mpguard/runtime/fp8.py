@@ -86,6 +86,10 @@ def find(modules: list[tuple[str, nn.Module]], policy: Policy, te_recipes: list[
     return found
 
 
+def is_fp8(module: nn.Module) -> bool:
+    return is_te(module) or is_of(module, "torchao.float8")
+
+
 def is_te(module: nn.Module) -> bool:
     return is_of(module, "transformer_engine")
 

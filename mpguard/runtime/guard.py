@@ -31,7 +31,7 @@ from mpguard.errors import ConfigError, NotCarried, NotInForce, NotProven
 from mpguard.plugin import Change, gathers, require_carried
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
-from mpguard.runtime import imports, proof, verdict
+from mpguard.runtime import compiling, imports, proof, verdict
 from mpguard.runtime.observe import Observed, innermost, models_of, observe, updated_by
 from mpguard.runtime.plan import Plan, enforcement
 from mpguard.runtime.proof import Proof, Row
@@ -99,6 +99,8 @@ class Guard:
 
     def check_start(self) -> None:
         """What a worker knows before it trains. Raises `NotInForce`."""
+        if self.plan.enforce == "error" and (reason := compiling.refused(self.plan.policy)):
+            raise NotInForce(reason)
         launched, asked = number("WORLD_SIZE", 1), self.plan.processes
         if asked is not None and launched != asked and self.plan.enforce == "error":
             raise NotInForce(

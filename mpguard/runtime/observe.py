@@ -36,6 +36,7 @@ class Observed:
     reductions: of gradients across processes; `reduced_by` says how it was seen.
     replicated: norm and sum of gradients that must be the same on all ranks; None where they are sharded.
     unscaled: whether gradients came from a loss that no GradScaler had scaled.
+    compiled_fp8: whether a module that is compiled has FP8 layers in it.
     """
 
     engine: str = "single"
@@ -61,6 +62,7 @@ class Observed:
     fp8: fp8.Fp8Found | None = None
     tf32: bool | None = None
     compiled: bool = False
+    compiled_fp8: bool = False
 
 
 def device_of(module: nn.Module) -> str:
@@ -88,7 +90,9 @@ def observe(recorder: Recorder, model: nn.Module | None, optimizer: Any, *, poli
         _count(seen.buffers, root.buffers())
     if not roots:
         _count(seen.parameters, updated)
-    seen.compiled = bool(recorder.compiled) or any(_compiled(module) for _, module in modules)
+    compiled = [module for _, module in modules if _compiled(module)]
+    seen.compiled = bool(recorder.compiled or compiled)
+    seen.compiled_fp8 = any(fp8.is_fp8(inner) for module in compiled for inner in module.modules())
     _computed(seen, recorder, roots, updated)
     seen.output = recorder.output
     _optimized(seen, recorder, optimizer)

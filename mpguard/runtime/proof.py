@@ -11,6 +11,7 @@ from typing import Any
 
 from mpguard.plugin import get
 from mpguard.policy import Dtype
+from mpguard.runtime.compiling import NEVER
 from mpguard.runtime.fp8 import Fp8Found
 from mpguard.runtime.observe import Observed
 from mpguard.runtime.plan import Plan
@@ -169,6 +170,8 @@ def _why(row: Row, plan: Plan, seen: Observed) -> str:
         return ". Call backward on what scaler.scale(loss) returns, for each loss"
     if row.name == "scaler" and policy.fp16:
         return ". FP16 gradients below 6e-8 are lost without loss scaling; accelerate makes no GradScaler on the CPU"
+    if row.name == "compile" and policy.low_bit_recipe == "delayed":
+        return f". {NEVER}: compile nothing, or set fp8_recipe to tensorwise"
     if row.name == "optimizer" and policy.master_dtype is Dtype.FP32:
         return ". Load the model in fp32: the optimizer's parameters are the master weights"
     if row.name == "parameters" and policy.asks_of_the_script:
@@ -357,6 +360,8 @@ def _others(seen: Observed, plan: Plan) -> list[Row]:
                 seen.compiled == policy.compile,
             )
         )
+    elif policy.low_bit_recipe == "delayed" and seen.compiled_fp8:
+        rows.append(Row("compile", "FP8 layers are compiled", "delayed scaling not compiled", False))
     elif policy.low_bit_recipe:
         rows.append(Row("compile", "compiled" if seen.compiled else "not compiled", "auto", None))
     return rows
