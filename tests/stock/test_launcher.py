@@ -99,7 +99,8 @@ def test_s23_use_cpu_is_ignored_beside_fsdp_and_deepspeed(tmp_path: Path) -> Non
     assert not any("ACCELERATE_USE_CPU" in worker for worker in run.workers), mended(23)
     variables = {name: value for name, value in run.workers[0].items() if name.startswith("ACCELERATE_")}
     ranks = ranks_in_fork([SHARED / "accelerated.py"], cwd=tmp_path, program=script, **variables)
-    assert all(rank.returncode == 1 and "train_batch_size is not equal" in rank.stderr for rank in ranks), mended(23)
+    said = [rank.stderr for rank in ranks]  # the rank that is later may be told that the other one is gone
+    assert all(rank.returncode == 1 for rank in ranks) and "train_batch_size is not equal" in "".join(said), mended(23)
     assert "which accelerate starts on a GPU only" in refused(mp_yaml(tmp_path, **deepspeed))
 
 
