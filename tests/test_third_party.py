@@ -155,3 +155,11 @@ def test_isolated_leaves_them_out(install: Install) -> None:
     assert done.returncode == 1, done.stderr
     assert "MPG302" in done.stdout
     assert not done.stderr
+
+
+def test_where_a_rule_failed_the_rest_is_not_called_clean(install: Install) -> None:
+    install(rule())
+    Path("train.py").write_text("import torch\n")
+    done = lint("train.py")
+    assert done.returncode == 2
+    assert done.stdout == "No problems in 1 file, but not all could be done.\n"

@@ -165,7 +165,8 @@ def summary(outcome: Outcome) -> Line:
     left_out = ", ".join(f"{number:,} {why}" for why, number in outcome.left_out.items())
     if not findings:
         new, more = ("new ", f" ({left_out})") if left_out else ("", "")
-        return [(f"{fixed}No {new}problems in {_count(outcome.files, 'file')}{more}.", "bold green")]
+        but, style = (", but not all could be done", "bold") if outcome.trouble else ("", "bold green")
+        return [(f"{fixed}No {new}problems in {_count(outcome.files, 'file')}{more}{but}.", style)]
     severities = Counter(finding.severity for finding in findings)
     kinds = ", ".join(
         _count(severities[severity], severity) if severity != "info" else f"{severities[severity]} info"
