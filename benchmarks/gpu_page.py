@@ -22,7 +22,8 @@ def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
         f"{states['proven']} combinations of framework, strategy and recipe trained 103 steps each through mpguard on "
         f"an {result['hardware']} and were proven; {states['refused']} were refused before training. None ran as "
         "something else.", "",
-        f"Measured on {result['date']} with {versions}.", "",
+        f"Measured on {result['date']} with {versions}. Accelerate and the Trainer ran under `mpguard launch`, loops "
+        "of one's own under `torchrun -m mpguard.run`, each with an mp.yaml of `mpguard init`.", "",
         "Proven means, for each cell: the proof of `mpguard launch` says `in force` (the recipe during the forward "
         "pass has every field of the policy); every trainable parameter has changed; master weights are FP32, and "
         "gradients are reduced in FP32; all products of the converted layers run as FP8 kernels, by the kernels' "
@@ -67,10 +68,11 @@ def _compiled(result: dict[str, Any]) -> list[str]:
     lines = [
         "## compile: auto", "",
         "`compile: auto`, the default, is on for torchao, whose casts cost more than its products gain unless they are "
-        "compiled; it is off for delayed scaling, which Transformer Engine refuses under torch.compile; for the "
-        "other recipes the script decides, since compiling helps wide layers a little and hurts narrow ones. It acts "
-        "where an `Accelerator` is made, so in the Trainer too; a loop of your own compiles what it compiles. All "
-        "engines were proven compiled (the tables above), DDP with torchao too.", "",
+        "compiled; it is off for delayed scaling, which Transformer Engine refuses under torch.compile (a model that "
+        "is compiled all the same is refused); for the other recipes the script decides, since compiling helps wide "
+        "layers a little and hurts narrow ones. It acts where an `Accelerator` is made, so in the Trainer too; a loop "
+        "of your own compiles what it compiles. All engines were proven compiled (the tables above), DDP with torchao "
+        "too.", "",
         f"Milliseconds of a training step on one {result['hardware']}, layers converted by mpguard, FP32 weights, BF16 "
         "autocast, AdamW (benchmarks/results/compile_auto.json):", "",
         f"| recipe | {' | '.join(', '.join(column) for column in columns)} |", f"| --- {'| --- ' * len(columns)}|",
@@ -107,4 +109,4 @@ def _entry(cell: dict[str, Any]) -> str:
     if cell["state"] != "proven":
         return str(cell["state"])
     share = f"{100 * cell['fp8_share']:.0f} % FP8, " if cell["backend"] else ""
-    return f"{share}{100 * cell['gap']:.1f} %" if cell["recipe"] != "bf16" else f"loss {cell['loss']:.3f}"
+    return f"{share}{100 * cell['gap']:.2f} %" if cell["recipe"] != "bf16" else f"loss {cell['loss']:.3f}"
