@@ -158,6 +158,10 @@ def test_sometimes_is_a_dtype_under_a_guard() -> None:
         ("import torch\nx = torch.nn.Linear(1, 1).cuda().half()\nuse(x)", "model"),
         ("from torch import nn\nclass N(nn.Module): pass\nclass M(N): pass\nuse(M())", "model"),
         ("from torch.optim import AdamW\nuse(AdamW(p))", "optimizer"),
+        ("import torch\nuse(getattr(torch.optim, args.optimizer)(p))", "optimizer"),
+        ("import torch.optim as optim\ncls = getattr(optim, name)\nuse(cls(p, lr=1))", "optimizer"),
+        ("import torch\nuse(getattr(torch.nn, 'Linear')(1, 1))", "model"),
+        ("import torch\nuse(getattr(elsewhere, name)(p))", ""),
         ("from torch.cuda import amp\nuse(amp.GradScaler())", "scaler"),
         ("from accelerate import Accelerator\nimport torch\na = Accelerator()\n"
          "m, o = a.prepare(m, torch.optim.SGD(p))\nuse(o)", "optimizer"),

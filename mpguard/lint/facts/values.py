@@ -469,7 +469,7 @@ class Values:
     def _library_call(self, path: str, call: Call) -> Alternatives:
         last = path.rsplit(".", 1)[-1]
         if path == "getattr":
-            return NOTHING_KNOWN
+            return self._getattr(call)
         if path in ("torch.compile", "copy.copy") or last in names.WRAPPERS:
             inner = call.argument(0, "model", "module")
             found = self.evaluate(inner, call.scope, call.order)
@@ -500,6 +500,16 @@ class Values:
         if kind in ("engine", "apex"):
             return (Alternative(ALWAYS, self._engine(call, path, kind)),)
         return (Alternative(ALWAYS, Object(kind, call, path)),) if kind else NOTHING_KNOWN
+
+    def _getattr(self, call: Call) -> Alternatives:
+        """`getattr(torch.optim, name)` is some optimizer; an attribute whose name is written out is that attribute."""
+        owners, name = self.evaluate(call.argument(0), call.scope, call.order), constant(call.argument(1))
+        if name is not None and isinstance(name[0], str):
+            default = call.argument(2)
+            other = self.evaluate(default, call.scope, call.order) if default is not None else ()
+            return (*self._attribute(owners, name[0]), *other)
+        paths = {each.atom.path for each in owners if isinstance(each.atom, Ref)}
+        return (Alternative(ALWAYS, Ref("torch.optim.Optimizer")),) if paths == {"torch.optim"} else NOTHING_KNOWN
 
     def _engine(self, call: Call, path: str, kind: str) -> Several:
         kinds = ("model", "apex_optimizer") if kind == "apex" else ("engine", "engine_optimizer", "", "scheduler")
