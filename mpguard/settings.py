@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -97,6 +98,16 @@ def nearest(path: Path) -> Settings:
         found = _of_folder(folder)
     looks.note("settings", str(folder), found.fingerprint)
     return found
+
+
+def of_file(path: str) -> Settings:
+    """The same for a file that is there: many files of one folder cost little more than one."""
+    return _beside(os.path.dirname(os.path.abspath(path)), are_isolated())  # noqa: PTH100, PTH120
+
+
+@remembered
+def _beside(folder: str, isolated: bool) -> Settings:  # noqa: ARG001
+    return nearest(Path(folder))
 
 
 @remembered

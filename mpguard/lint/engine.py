@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib
 import itertools
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterable
@@ -102,6 +103,7 @@ class Engine:
         self.project = Project(options.configs, options.gpu)
         self.trees: Trees | None = None
         self._selections: dict[Path | None, Selection] = {}
+        self._of_python: dict[frozenset[str], tuple[type[Rule], ...]] = {}
 
     def run(self, targets: Iterable[Target], jobs: int = 1, told: workers.Told | None = None) -> list[FileReport]:
         """Checks all targets, in up to `jobs` processes. Raises `ConfigError` before any is checked.
@@ -109,7 +111,7 @@ class Engine:
         told: is told how many of how many are done, now and then.
         """
         targets = list(targets)
-        for folder in {Path(target.path).absolute().parent for target in targets}:
+        for folder in map(Path, {os.path.dirname(os.path.abspath(target.path)) for target in targets}):  # noqa: PTH100, PTH120
             found = settings.nearest(folder)
             self._selected(found)
             if found.configs:
@@ -176,7 +178,7 @@ class Engine:
 
     def selection(self, path: str) -> Selection:
         """The rules that are on for a file."""
-        found = settings.nearest(Path(path))
+        found = settings.of_file(path)
         if found.configs:  # one that has gone is said even where no rule asks for it
             self.project.configs_for(path)
         ignored = ignored_in(path, self.rules, found)
@@ -190,9 +192,13 @@ class Engine:
     # -- Python ---------------------------------------------------------------------------------
 
     def _python(self, data: bytes, target: Target, chosen: Selection) -> Checked:
-        on = [rule for code, rule in self.rules.items() if code in chosen.codes and issubclass(rule, Rule)]
+        if chosen.codes not in self._of_python:
+            on = [rule for code, rule in self.rules.items() if code in chosen.codes and issubclass(rule, Rule)]
+            self._of_python[chosen.codes] = tuple(on)
         speaking = [
-            rule for rule in gate.relevant(data, on) if not rule.needs_config or self.project.configs_for(target.path)
+            rule
+            for rule in gate.relevant(data, self._of_python[chosen.codes])
+            if not rule.needs_config or self.project.configs_for(target.path)
         ]
         about_dicts = self._about_dicts(data, chosen)
         judged = suppress.may_be_judged(data)
