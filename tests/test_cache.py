@@ -628,9 +628,7 @@ def test_old_files_go(lint: Linted, own_cache: Path) -> None:
     (own_cache / "notes.txt").write_text("not ours")
     gpus = ("h100", "a100", "b200", "l4", "v100")
     for number in range(20):
-        lint.report(
-            "--ignore", f"MPG{number % 4 + 1}", "--gpu", gpus[number % 5], "."
-        )
+        lint.report("--ignore", f"MPG{number % 4 + 1}", "--gpu", gpus[number % 5], ".")
     kept = {each.name for each in own_cache.iterdir()}
     assert len([name for name in kept if name.startswith("lint-")]) == 16
     assert ".lint-x.json.1" not in kept
