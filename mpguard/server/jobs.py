@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import itertools
 import queue
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+
+#: Seconds without work after which garbage is collected: trees and facts of earlier versions, which refer in circles.
+PAUSE = 1.0
 
 
 @dataclasses.dataclass(order=True)
@@ -42,9 +46,19 @@ class Jobs:
         return await asyncio.wrap_future(future)
 
     def run(self) -> None:
-        """Does what is asked until `end`."""
-        while (job := self._queue.get()).work is not None:
+        """Does what is asked until `end`; garbage is collected when nothing is."""
+        worked = False
+        while True:
+            try:
+                job = self._queue.get(timeout=PAUSE if worked else None)
+            except queue.Empty:
+                gc.collect()
+                worked = False
+                continue
             future, work = job.future, job.work
+            if work is None:
+                return
+            worked = True
             if not future.set_running_or_notify_cancel():
                 continue
             try:

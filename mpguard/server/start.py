@@ -40,9 +40,9 @@ def start(isolated: bool) -> int:
         threading.Thread(target=serve, daemon=True).start()
         for module in ("mpguard.lint.facts.file", "mpguard.lint.configs.inline"):
             importlib.import_module(module)  # while the editor makes itself known: the first check is fast then
-        # Trees are many objects and little garbage; what is loaded by now stays.
+        # Trees are many objects and little garbage, which `jobs` collects in pauses; what is loaded by now stays.
         gc.freeze()
-        gc.set_threshold(50_000, 20, 100)
+        gc.set_threshold(50_000, 20, 20)
         try:
             jobs.run()
         except KeyboardInterrupt:  # the other thread waits for a line of the terminal, and cannot be woken
