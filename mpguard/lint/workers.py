@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import pickle
@@ -26,8 +27,9 @@ Told = Callable[[int, int], None]
 
 #: Fewer tasks than this are done without a fork.
 FEW = 9
-#: Objects that may come to be before the garbage collector looks: some 150 MiB. Without it, a tenth of the time goes.
-_MOST_OBJECTS = 1_500_000
+#: Objects that may come to be, in all workers together and in each, before the garbage collector looks: a million are
+#: 100 MiB, and half a second of looking.
+_MOST_OBJECTS, _MOST_OF_ONE = 6_000_000, 3_000_000
 _HEADER = struct.Struct("=Q")
 #: Small files are handed out together: a message costs as much as the check of one.
 _BATCH_WEIGHT, _BATCH_LENGTH = 64 << 10, 32
@@ -57,7 +59,7 @@ def run(
     """
     if jobs < 2 or len(tasks) < FEW or not hasattr(os, "fork"):
         results = []
-        with _rare_collections() as collect:
+        with _rare_collections(1) as collect:
             for task in tasks:
                 results.append(work(task))
                 collect()
@@ -68,19 +70,19 @@ def run(
 
 
 @contextlib.contextmanager
-def _rare_collections() -> Iterator[Callable[[], None]]:
+def _rare_collections(jobs: int) -> Iterator[Callable[[], None]]:
     """Trees are many objects and little garbage: the collector looks between tasks, and only after many objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:
-        yield _collect_if_many
+        yield functools.partial(_collect, min(_MOST_OBJECTS // jobs, _MOST_OF_ONE))
     finally:
         if enabled:
             gc.enable()
 
 
-def _collect_if_many() -> None:
-    if gc.get_count()[0] > _MOST_OBJECTS:
+def _collect(most: int) -> None:
+    if gc.get_count()[0] > most:
         gc.collect()
 
 
@@ -210,7 +212,7 @@ class _Pool:
             # Ctrl-C reaches the whole group: die without a traceback, the parent says what is to say.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             gc.freeze()
-            with os.fdopen(tasks, "rb") as inbox, _rare_collections() as collect:
+            with os.fdopen(tasks, "rb") as inbox, _rare_collections(self._jobs) as collect:
                 while header := inbox.read(_HEADER.size):
                     batch: list[int] = pickle.loads(inbox.read(_HEADER.unpack(header)[0]))
                     _send(results, [(index, self._work(self._tasks[index])) for index in batch])
