@@ -197,6 +197,7 @@ def torchfix(folder: Path, home: Path, every: int) -> dict[str, Any]:
         "mb": round(size / 1e6, 1),
         "seconds": round(run.seconds, 1),
         "seconds_for_all": round(run.seconds * of / size),
+        "cpu_seconds_for_all": round(run.cpu * of / size),
     }
 
 
