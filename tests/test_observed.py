@@ -329,15 +329,15 @@ def test_layers_of_different_recipes_are_not_in_force(tmp_path: Path) -> None:
 def test_a_deepspeed_config_object_gets_the_policy() -> None:
     from types import SimpleNamespace
 
-    from mpguard.runtime import patches
     from mpguard.runtime.guard import Guard
+    from mpguard.runtime.patches import deepspeed
     from mpguard.runtime.plan import Plan
 
     guard = Guard(Plan(mpguard.recipe("bf16_mixed"), enforce="off"))
     given = {"config": SimpleNamespace(_param_dict={"train_batch_size": 1})}
-    assert patches._deepspeed_arguments(given, guard)["config"]["bf16"] == {"enabled": True}
+    assert deepspeed._deepspeed_arguments(given, guard)["config"]["bf16"] == {"enabled": True}
     with pytest.raises(mpguard.ConfigError, match="a dict or a file is needed"):
-        patches._deepspeed_arguments({"config": 3}, guard)
+        deepspeed._deepspeed_arguments({"config": 3}, guard)
 
 
 # -- several processes ---------------------------------------------------------------------------

@@ -5,7 +5,7 @@
     checks    what can be known before training
     hooked    what the hook's .pth line imports
     imports   patches are made as modules come in
-    patches   the few things that are wrapped, in one table
+    patches   the few things that are wrapped, and why: a table for each library
     products  the matrix products behind a backward pass, and their dtypes
     recorder  what is only visible while it happens
     observe   what a process really does, as plain data

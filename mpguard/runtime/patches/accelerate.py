@@ -1,0 +1,160 @@
+"""What is wrapped of accelerate."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from mpguard.plugin import ABSENT, Change, gathers
+from mpguard.runtime import checkpoints, compiling
+from mpguard.runtime import guard as guards
+from mpguard.runtime.patches.patch import Function, Patch
+
+
+def _accelerator(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        guard = guards.current()
+        if guard is None:
+            original(self, *args, **kwargs)
+            return
+        given = dict(signature.bind(self, *args, **kwargs).arguments)
+        del given["self"]
+        original(self, **_accelerator_arguments(given, guard))
+        if guard.plan.policy.low_bit_recipe != "delayed":
+            return
+        this = weakref.ref(self)  # the hooks are its own
+
+        def load(_models: Any, folder: str) -> None:
+            found = this()
+            checkpoints.load(found._models if found is not None else (), folder)  # those of FSDP are not handed over
+
+        self.register_save_state_pre_hook(lambda models, _weights, folder: checkpoints.save(models, folder))
+        self.register_load_state_pre_hook(load)
+
+    return __init__
+
+
+def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str, Any]:
+    """The arguments of `Accelerator` with the policy in them; of FP8 the rest, where mpguard converts itself."""
+    strategy = _accelerate_strategy(given)
+    policy = guard.plan.policy
+    guard.converts = not gathers(policy, strategy)
+    converts = policy.low_bit_recipe is not None and guard.converts
+    with guards.quiet():
+        wanted = (policy.replace(fp8=None, fp4=None) if converts else policy).to("accelerate", strategy)
+    wanted.pop("deepspeed_plugin", None)  # the run has one of its own; `deepspeed.initialize` gets the policy
+    fsdp = wanted.pop("fsdp_plugin", None)
+    mode = wanted["mixed_precision"]
+    before = given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
+    if converts:
+        os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # heeded in other modes too (S10)
+    if str(before).lower() not in (mode, "fp8" if converts else mode):
+        guard.say_change("Accelerator", Change("mixed_precision", str(before), mode))
+    os.environ["ACCELERATE_MIXED_PRECISION"] = mode  # read again by its plugins and by transformers
+    result = {**given, "mixed_precision": mode}
+    handlers = _handlers(list(given.get("kwargs_handlers") or []), wanted.get("kwargs_handlers", []), guard)
+    if handlers or given.get("kwargs_handlers"):
+        result["kwargs_handlers"] = handlers
+    if fsdp is not None:
+        result["fsdp_plugin"] = _fsdp_plugin(given.get("fsdp_plugin"), fsdp.mixed_precision_policy, guard)
+    if "dynamo_backend" in wanted:
+        if given.get("dynamo_plugin") is not None or given.get("dynamo_backend") is not None:
+            guard.say_change(
+                "Accelerator", Change("dynamo_backend", "the script's", wanted["dynamo_backend"], "compile")
+            )
+        result["dynamo_backend"] = wanted["dynamo_backend"]
+        result.pop("dynamo_plugin", None)
+    elif (chosen := compiling.choice(policy)).on is not None and chosen.on != _compiles(given):
+        if chosen.on:
+            guard.say(f"mpguard: compile: auto is on here: {chosen.why}")
+        else:
+            guard.say_change("Accelerator", Change("dynamo_backend", "the script's", "no", chosen.why))
+        result["dynamo_backend"] = "inductor" if chosen.on else "no"
+        result.pop("dynamo_plugin", None)
+    return result
+
+
+def _compiles(given: Mapping[str, Any]) -> bool:
+    """Whether an `Accelerator` with these arguments, or accelerate's variables, would compile models."""
+    plugin = given.get("dynamo_plugin")
+    backend = given.get("dynamo_backend") or getattr(plugin, "backend", None)
+    backend = backend or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    return str(getattr(backend, "value", backend)).lower() != "no"
+
+
+def _accelerate_strategy(given: Mapping[str, Any]) -> str | None:
+    """Which engine this `Accelerator` will ask for, from its arguments and accelerate's variables."""
+
+    def flag(name: str) -> bool:
+        return os.environ.get(name, "false").lower() in ("true", "1")
+
+    fsdp = given.get("fsdp_plugin")
+    if fsdp is not None or flag("ACCELERATE_USE_FSDP"):
+        version = getattr(fsdp, "fsdp_version", None) or os.environ.get("FSDP_VERSION", "1")
+        return f"fsdp{version}"
+    if given.get("deepspeed_plugin") or given.get("deepspeed_plugins") or flag("ACCELERATE_USE_DEEPSPEED"):
+        guard = guards.current()
+        asked = guard.plan.strategy if guard else None
+        return asked if asked and asked.startswith("deepspeed") else "deepspeed-zero2"
+    return "ddp" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else "single"
+
+
+def _handlers(given: list[Any], wanted: list[Any], guard: guards.Guard) -> list[Any]:
+    """The script's handlers with the policy's values; FP8 handlers other than the policy's go."""
+    result = []
+    kinds = {type(handler): handler for handler in wanted}
+    for handler in given:
+        ours = kinds.pop(type(handler), None)
+        name = type(handler).__name__
+        if ours is None:
+            if name.endswith("RecipeKwargs"):
+                guard.say_change(
+                    "Accelerator",
+                    Change(f"kwargs_handlers.{name}", "the script's", ABSENT, "the policy's FP8 recipe is another"),
+                )
+                continue
+            result.append(handler)
+            continue
+        plain = type(handler)() if not name.endswith("RecipeKwargs") else None
+        for field in dataclasses.fields(ours):
+            new, old = getattr(ours, field.name), getattr(handler, field.name)
+            if new == old or (plain is not None and new == getattr(plain, field.name)):
+                continue
+            guard.say_change("Accelerator", Change(f"{name}.{field.name}", old, new))
+            setattr(handler, field.name, new)
+        result.append(handler)
+    return result + list(kinds.values())
+
+
+def _fsdp_plugin(given: Any, wanted: Any, guard: guards.Guard) -> Any:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = given if given is not None else FullyShardedDataParallelPlugin()
+    before = plugin.mixed_precision_policy
+    if before is not None and before != wanted:
+        guard.say_change("Accelerator", Change("fsdp_plugin.mixed_precision_policy", before, wanted))
+    plugin.mixed_precision_policy = wanted
+    return plugin
+
+
+PATCHES = (
+    Patch(
+        "accelerate.accelerator",
+        "Accelerator.__init__",
+        (
+            "mixed_precision", "kwargs_handlers", "fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins",
+            "dynamo_plugin", "dynamo_backend",
+        ),
+        "the YAML has no place for the FSDP policy (S12, S13), loss scaling or torchao (S17); code beats it (S11)",
+        "accelerate 1.15.0",
+        _accelerator,
+    ),
+)  # fmt: skip

@@ -1,0 +1,138 @@
+"""What is wrapped of DeepSpeed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpguard.errors import ConfigError
+from mpguard.plugin import Setting, differences, merged
+from mpguard.runtime import guard as guards
+from mpguard.runtime.observe import innermost
+from mpguard.runtime.patches.patch import Function, Patch
+
+
+def _deepspeed_initialize(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is None:
+            return original(*args, **kwargs)
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        guard.engine_depth += 1  # ZeRO steps its optimizer once to allocate states
+        try:
+            made = original(**_deepspeed_arguments(given, guard))
+        finally:
+            guard.engine_depth -= 1
+        if guard.waiting:
+            guard.recorder.engines.append(made[0])
+        return made
+
+    return initialize
+
+
+def _deepspeed_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str, Any]:
+    """The arguments of `deepspeed.initialize` with the policy in the config."""
+    config, where = given.get("config"), "deepspeed.initialize"
+    if config is None:
+        config = given.pop("config_params", None)
+    arguments: Any = given.get("args")
+    if config is None and getattr(arguments, "deepspeed_config", None) is not None:
+        config = arguments.deepspeed_config
+        given["args"] = copy.copy(arguments)
+        given["args"].deepspeed_config = None
+    if config is None:
+        return given
+    if isinstance(config, (str, os.PathLike)):
+        where, config = str(config), _deepspeed_file(str(config))
+    plain = getattr(config, "_param_dict", getattr(config, "config", config))  # a DeepSpeedConfig, or HF's
+    if not isinstance(plain, Mapping):
+        raise ConfigError(f"deepspeed.initialize: config is a {type(config).__name__}; a dict or a file is needed")
+    with guards.quiet():
+        changes = differences(plain, guard.plan.policy, "deepspeed")
+    for change in changes:
+        if change.overrides:
+            guard.say_change(where, change)
+    return {**given, "config": merged(plain, {change.key: Setting(change.new) for change in changes})}
+
+
+def _deepspeed_file(name: str) -> dict[str, Any]:
+    """A DeepSpeed config by path, or as base64 or JSON text, as DeepSpeed takes it."""
+    from mpguard.document import read
+
+    if Path(name).is_file():
+        return read(Path(name)).require()
+    try:
+        import base64
+
+        loaded = json.loads(base64.urlsafe_b64decode(name).decode("utf-8"))
+    except (ValueError, UnicodeDecodeError):
+        raise ConfigError(f"{name}: is no file; deepspeed.initialize needs a DeepSpeed config") from None
+    return dict(loaded)
+
+
+def _engine_step(original: Function) -> Function:
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is None or not guard.waiting:
+            return original(self, *args, **kwargs)
+        skipped = self.skipped_steps
+        guard.engine_depth += 1
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            guard.engine_depth -= 1
+        if self.was_step_applied():
+            scaler = _engine_scaler(self)
+            if scaler is not None:
+                guard.recorder.scalers[id(innermost(self.basic_optimizer))] = scaler
+            guard.step_applied(self.basic_optimizer, self)
+        elif self.skipped_steps > skipped:
+            guard.step_skipped()
+        return result
+
+    return step
+
+
+def _engine_scaler(engine: Any) -> dict[str, Any] | None:
+    if not engine.fp16_enabled():
+        return None
+    optimizer = engine.optimizer
+    dynamic = bool(getattr(optimizer, "dynamic_loss_scale", True))
+    scale: Any = getattr(optimizer, "loss_scale", None) or getattr(optimizer, "cur_scale", 0.0)
+    window = engine.dynamic_loss_scale_args() or {}
+    return {
+        "kind": "DeepSpeed's loss scaler",
+        "enabled": True,
+        "scale": float(scale),
+        "window": window.get("scale_window") if dynamic else None,
+    }
+
+
+PATCHES = (
+    Patch(
+        "deepspeed",
+        "initialize",
+        ("args", "config", "config_params"),
+        "reduction and master dtypes have a place only in its config; `auto` and a missing section mean FP32 (S8, S9)",
+        "deepspeed 0.19.8",
+        _deepspeed_initialize,
+    ),
+    Patch(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.step",
+        ("self",),
+        "ZeRO steps its optimizer per group, and skips steps without a log: the engine alone knows what was applied",
+        "deepspeed 0.19.8",
+        _engine_step,
+    ),
+)  # fmt: skip

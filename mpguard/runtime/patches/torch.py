@@ -1,0 +1,266 @@
+"""What is wrapped of torch: FSDP, its scalers, optimizers, backward passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from mpguard.plugin import Change
+from mpguard.runtime import guard as guards
+from mpguard.runtime.observe import innermost
+from mpguard.runtime.patches.patch import Function, Patch
+
+
+def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Callable[[Function], Function]:
+    """A wrapper that puts the policy's dtypes into the mixed precision object of FSDP 1 or 2."""
+
+    def wrap(original: Function) -> Function:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            guard = guards.current()
+            if guard is None:
+                return original(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            with guards.quiet():
+                wanted = guard.plan.policy.to(target)
+            given = bound.arguments.get(parameter)
+            bound.arguments[parameter] = _with_dtypes(given, wanted, fields, target, guard)
+            if target == "fsdp1" and guard.plan.policy.low_bit_recipe and not bound.arguments.get("use_orig_params"):
+                why = "FP8 layers need a weight of their own"
+                guard.say_change("FullyShardedDataParallel", Change("use_orig_params", False, True, why))
+                bound.arguments["use_orig_params"] = True
+            return original(*bound.args, **bound.kwargs)
+
+        return wrapped
+
+    return wrap
+
+
+def _with_dtypes(given: Any, wanted: Any, fields: tuple[str, ...], target: str, guard: guards.Guard) -> Any:
+    if given is None:
+        return wanted
+    new = {field: value for field in fields if (value := getattr(wanted, field)) is not None}
+    for field, value in new.items():
+        old = getattr(given, field)
+        if old is not None and old != value:
+            guard.say_change(target, Change(field, str(old).removeprefix("torch."), str(value).removeprefix("torch.")))
+    return dataclasses.replace(given, **new)
+
+
+def _scaler_init(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        guard = guards.current()
+        bound = signature.bind(self, *args, **kwargs)
+        if guard is not None and guard.plan.policy.fp16 and bound.arguments.get("enabled", True):
+            with guards.quiet():
+                wanted = guard.plan.policy.to("torch")
+            for name, value in wanted.scaling.items():
+                old = bound.arguments.get(name)
+                if old is not None and old != value:
+                    guard.say_change("GradScaler", Change(name, old, value))
+                bound.arguments[name] = value
+            original(*bound.args, **bound.kwargs)
+            wanted.hold(self)
+            return
+        original(*bound.args, **bound.kwargs)
+
+    return __init__
+
+
+def _scaler_step(original: Function) -> Function:
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is None or not guard.waiting:
+            return original(self, optimizer, *args, **kwargs)
+        enabled = self.is_enabled()
+        recorder = guard.recorder
+        recorder.scaler = self if enabled else None
+        recorder.scalers[id(innermost(optimizer))] = {
+            "kind": type(self).__name__,
+            "enabled": enabled,
+            "scale": self.get_scale(),
+            "window": self.get_growth_interval() if enabled and self.get_growth_factor() >= 1.5 else None,
+        }
+        before = guard.stepped, recorder.skipped
+        try:
+            result = original(self, optimizer, *args, **kwargs)
+        finally:
+            recorder.scaler = None
+        if enabled and guard.waiting and (guard.stepped, recorder.skipped) == before:
+            guard.step_skipped()
+        return result
+
+    return step
+
+
+def _scaler_scale(original: Function) -> Function:
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        result = original(self, outputs)
+        guard = guards.current()
+        if guard is not None and guard.waiting and self.is_enabled():
+            guard.recorder.scaled(result)
+        return result
+
+    return scale
+
+
+def _backward(original: Function) -> Function:
+    @functools.wraps(original)
+    def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is None or not guard.waiting:
+            return original(t_outputs, *args, **kwargs)
+        guard.check_patience()
+        with guard.recorder.passing(t_outputs, bool(kwargs.get("accumulate_grad"))):
+            return original(t_outputs, *args, **kwargs)
+
+    return run
+
+
+def _compiled_graph(original: Function) -> Function:
+    @functools.wraps(original)
+    def call_user_compiler(self: Any, gm: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is not None and guard.waiting:
+            guard.recorder.graph(gm)
+        return original(self, gm, *args, **kwargs)
+
+    return call_user_compiler
+
+
+def _optimizer_init(original: Function) -> Function:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        guard = guards.current()
+        if guard is not None:
+            guard.convert(self)
+
+    return __init__
+
+
+def _load_state_dict(original: Function) -> Function:
+    @functools.wraps(original)
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        guard = guards.current()
+        if guard is not None:
+            guard.rearm()
+        return result
+
+    return load_state_dict
+
+
+def _module_load_state_dict(original: Function) -> Function:
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is not None and guard.plan.policy.low_bit_recipe == "delayed":
+            from mpguard.conversion import history
+
+            history.keep(self, state_dict)
+        return original(self, state_dict, *args, **kwargs)
+
+    return load_state_dict
+
+
+PATCHES = (
+    Patch(
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel.__init__",
+        ("mixed_precision",),
+        "without a policy FSDP reduces in the parameters' dtype (S13)",
+        "torch 2.13.0",
+        _mixed_precision("fsdp1", "mixed_precision", ("param_dtype", "reduce_dtype", "buffer_dtype")),
+    ),
+    Patch(
+        "torch.distributed.fsdp._fully_shard._fully_shard",
+        "fully_shard",
+        ("mp_policy",),
+        "without a policy FSDP2 reduces in the parameters' dtype (S13)",
+        "torch 2.13.0",
+        _mixed_precision("fsdp2", "mp_policy", ("param_dtype", "reduce_dtype", "output_dtype")),
+    ),
+    Patch(
+        "torch.amp.grad_scaler",
+        "GradScaler.__init__",
+        ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"),
+        "loss scaling of a loop of one's own",
+        "torch 2.13.0",
+        _scaler_init,
+    ),
+    Patch(
+        "torch.amp.grad_scaler",
+        "GradScaler.step",
+        ("optimizer",),
+        "whether a step was applied, and which scaler scaled it",
+        "torch 2.13.0",
+        _scaler_step,
+    ),
+    Patch(
+        "torch.amp.grad_scaler",
+        "GradScaler.scale",
+        ("outputs",),
+        "whether what goes backward has been scaled",
+        "torch 2.13.0",
+        _scaler_scale,
+    ),
+    Patch(
+        "torch.distributed.fsdp.sharded_grad_scaler",
+        "ShardedGradScaler.scale",
+        ("outputs",),
+        "the same: FSDP1's scaler has a `scale` of its own",
+        "torch 2.13.0",
+        _scaler_scale,
+    ),
+    Patch(
+        "torch.autograd.graph",
+        "_engine_run_backward",
+        ("t_outputs",),
+        "the dtypes of the matrix products are in the graph that goes backward, and nowhere else afterwards",
+        "torch 2.13.0",
+        _backward,
+    ),
+    Patch(
+        "torch._dynamo.output_graph",
+        "OutputGraph.call_user_compiler",
+        ("gm",),
+        "a compiled region is one node of autograd's graph: its products are in dynamo's",
+        "torch 2.13.0",
+        _compiled_graph,
+    ),
+    Patch(
+        "torch.optim.optimizer",
+        "Optimizer.__init__",
+        ("params",),
+        "every loop makes an optimizer: the models that it updates become FP8, in each engine (S1, S2, S3, S14, S15)",
+        "torch 2.13.0",
+        _optimizer_init,
+    ),
+    Patch(
+        "torch.optim.optimizer",
+        "Optimizer.load_state_dict",
+        ("state_dict",),
+        "a checkpoint can bring other dtypes: the next step is proven again",
+        "torch 2.13.0",
+        _load_state_dict,
+    ),
+    Patch(
+        "torch.nn.modules.module",
+        "Module.load_state_dict",
+        ("state_dict",),
+        "weights that are loaded before the optimizer is built come before the conversion: their FP8 history is kept",
+        "torch 2.13.0",
+        _module_load_state_dict,
+    ),
+)  # fmt: skip

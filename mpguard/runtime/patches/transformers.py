@@ -1,0 +1,77 @@
+"""What is wrapped of transformers' Trainer."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from mpguard.plugin import Change
+from mpguard.runtime import checkpoints
+from mpguard.runtime import guard as guards
+from mpguard.runtime.patches.patch import Function, Patch
+
+
+def _trainer(parameter: str, act: Callable[..., None]) -> Callable[[Function], Function]:
+    """A wrapper of what saves or loads the optimizer's state of a Trainer: the FP8 history goes with it."""
+
+    def wrap(original: Function) -> Function:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            folder = signature.bind(self, *args, **kwargs).arguments[parameter]
+            if guards.current() is not None and folder is not None:
+                act([self.model], folder)
+            return result
+
+        return wrapped
+
+    return wrap
+
+
+def _trainer_and_deepspeed(original: Function) -> Function:
+    """`TrainingArguments` say no precision under mpguard, and a DeepSpeed config that does would be a mismatch."""
+
+    @functools.wraps(original)
+    def trainer_config_process(self: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is not None:
+            for field in ("bf16", "fp16"):
+                asked = getattr(guard.plan.policy, field)
+                if getattr(args, field) and not asked:
+                    guard.say_change("TrainingArguments", Change(field, True, False))
+                setattr(args, field, asked)
+        return original(self, args, *more, **kwargs)
+
+    return trainer_config_process
+
+
+PATCHES = (
+    Patch(
+        "transformers.trainer",
+        "Trainer._save_optimizer_and_scheduler",
+        ("output_dir",),
+        "its checkpoints hold weights as bare tensors: the history of delayed scaling is saved beside them",
+        "transformers 5.23.0",
+        _trainer("output_dir", checkpoints.save),
+    ),
+    Patch(
+        "transformers.trainer",
+        "Trainer._load_optimizer_and_scheduler",
+        ("checkpoint",),
+        "and put back",
+        "transformers 5.23.0",
+        _trainer("checkpoint", checkpoints.load),
+    ),
+    Patch(
+        "transformers.integrations.deepspeed",
+        "HfTrainerDeepSpeedConfig.trainer_config_process",
+        ("args",),
+        "it refuses a DeepSpeed config that says the precision where TrainingArguments do not",
+        "transformers 5.23.0",
+        _trainer_and_deepspeed,
+    ),
+)  # fmt: skip
