@@ -343,6 +343,21 @@ def test_names_of_the_tree_are_followed_into_their_modules(tmp_path: Path) -> No
     ]
 
 
+def test_of_a_huge_imported_class_the_name_and_the_bases_are_known(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").touch()
+    method = "    def m{}(self):\n        return self.half()\n"
+    body = "".join(map(method.format, range(3000)))
+    table = "T = {\n" + "".join(f"    {i}: 'a',\n" for i in range(3000)) + "}\n"
+    (tmp_path / "huge.py").write_text(f"import torch\nclass Huge(torch.nn.Module):\n{body}{table}")
+    path = tmp_path / "train.py"
+    path.write_text("from huge import Huge, T\nuse(Huge(), T)\n")
+    facts = Facts(Source.parse(path.read_bytes(), str(path)), Project())
+    (call,) = facts.calls["use"]
+    assert [facts.kinds(given, call) for given in call.positional] == [{"model"}, {""}]
+    other = facts.imported("huge")
+    assert other is not None and other.parsed_bytes < 100
+
+
 def test_a_folder_called_as_a_library_is_not_that_library(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "torch").mkdir()

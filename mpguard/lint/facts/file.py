@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 
 #: Files up to this size are walked whole; of larger ones the statements that matter.
 WHOLE = 8_000
+#: Of an imported class, what is longer than this is known by its name and its bases alone: hundreds of methods say too
+#: little about one that asks to be parsed for it.
+LARGEST_IMPORTED = 100_000
 #: What makes a top-level statement matter: precision, training, and what decides between them.
 #: Each alternative begins with a letter, which is three times as fast as one that begins with `\b`; what is in the
 #: group is looked at more closely.
@@ -175,7 +178,12 @@ class Facts:
     def need(self, name: str) -> None:
         """Parses what may bind a top-level name; at once for the file that is linted, on demand for an imported one."""
         if self._waiting and name in self._mentions:
-            self._walk(_skimmed([chunk for chunk in self._mentions.pop(name) if chunk in self._waiting]))
+            chunks = [chunk for chunk in self._mentions.pop(name) if chunk in self._waiting]
+            large = [chunk for chunk in chunks if chunk.end - chunk.start > LARGEST_IMPORTED]
+            for chunk in large:
+                self._waiting.remove(chunk)
+                self._stub(chunk)
+            self._walk(_skimmed([chunk for chunk in chunks if chunk not in large and not _is_table(chunk)]))
 
     def need_all(self) -> None:
         """Parses what matters of an imported module: its events are asked for."""
@@ -552,6 +560,11 @@ def _sets(text: str, start: int, end: int) -> bool:
         if found.lastindex or not _BEFORE.search(text, line, found.start()):
             return True
     return False
+
+
+def _is_table(chunk: Chunk) -> bool:
+    """A long literal without a word that matters: what is in it says nothing."""
+    return chunk.defines is None and chunk.end - chunk.start > WHOLE and not _matters(chunk.text, 0, len(chunk.text))
 
 
 def _skimmed(chunks: Sequence[Chunk]) -> Sequence[Chunk]:

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 #: How far calls, parameters and names are followed.
 DEPTH = 24
 _MOST = 16
-#: Expressions that are looked at for one; in real code it is 4 for nearly all, and 1,500 at most.
-_MOST_STEPS = 2_000
-_UNCUT = 1 << 30
+#: Expressions that are looked at for one; in real code it is 4 for nearly all, and 900 at most but for a few.
+_MOST_STEPS = 1_000
+#: Stands for the limits among what something was cut short for. Nothing that is active equals it.
+_TOO_FAR = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +120,14 @@ NOTHING_KNOWN: Alternatives = (Alternative(ALWAYS, UNKNOWN),)
 class _Search:
     """What is being evaluated, outermost first, across the modules of one linted file.
 
-    `cut` is the outermost place of it that something was cut short for since it was last set: what lies inside of that
-    place may be more when it is asked for by itself, and is not remembered."""
+    `cuts`: for what of it something was cut short since it was last set. What lies inside may be more when it is asked
+    for by itself: it is remembered no longer than that is active, and not for what lies less deep (`partly`)."""
 
     def __init__(self) -> None:
-        self.active: dict[object, int] = {}
+        self.active: dict[object, None] = {}
         self.steps = 0
-        self.cut = _UNCUT
+        self.cuts: set[object] = set()
+        self.partly: dict[cst.CSTNode, tuple[Alternatives, set[object], int]] = {}
 
 
 class Values:
@@ -150,20 +152,26 @@ class Values:
         search = self._search
         if self._cut(node):
             return NOTHING_KNOWN
+        if node in search.partly:
+            found, cuts, place = search.partly[node]
+            if search.active.keys() >= cuts - {_TOO_FAR} and (_TOO_FAR not in cuts or len(search.active) >= place):
+                search.cuts |= cuts
+                return found
         search.steps += 1
-        place = len(search.active)
-        outside, search.cut = search.cut, _UNCUT
-        search.active[node] = place
+        outside, search.cuts = search.cuts, set()
+        search.active[node] = None
         try:
             found = self._evaluate(node, scope, order)
         finally:
             del search.active[node]
         found = found[:_MOST] if len(found) <= _MOST else (*found[:_MOST], Alternative(ALWAYS, UNKNOWN))
-        if search.cut >= place:
+        cuts = search.cuts - {node}
+        if not cuts or not search.active:
             self._known[node] = found
-            search.cut = outside
         else:
-            search.cut = min(search.cut, outside)
+            search.partly[node] = found, cuts, len(search.active)
+            outside |= cuts
+        search.cuts = outside
         return found
 
     def _cut(self, what: object) -> bool:
@@ -171,13 +179,19 @@ class Values:
         search = self._search
         if not search.active:
             search.steps = 0
+            search.partly = {}
         elif what in search.active:
-            search.cut = min(search.cut, search.active[what])
+            search.cuts.add(what)
             return True
         elif len(search.active) > DEPTH or search.steps > _MOST_STEPS:
-            search.cut = 0
+            search.cuts.add(_TOO_FAR)
             return True
         return False
+
+    def _left(self, what: object) -> None:
+        """What was cut short for something is whole for whoever asked for that."""
+        del self._search.active[what]
+        self._search.cuts.discard(what)
 
     def _evaluate(self, node: cst.CSTNode, scope: Scope, order: int) -> Alternatives:
         literal = constant(node)
@@ -319,12 +333,11 @@ class Values:
         """What a binding gives its name."""
         if self._cut(binding):
             return NOTHING_KNOWN
-        active = self._search.active
-        active[binding] = len(active)
+        self._search.active[binding] = None
         try:
             found = self._bound(binding)
         finally:
-            del active[binding]
+            self._left(binding)
         return _under(found, binding.guard)
 
     def _bound(self, binding: Binding) -> Alternatives:
@@ -442,15 +455,14 @@ class Values:
         """What a call returns."""
         if self._cut(call):
             return NOTHING_KNOWN
-        active = self._search.active
-        active[call] = len(active)
+        self._search.active[call] = None
         try:
             found: list[Alternative] = []
             for alternative in self.evaluate(call.func, call.scope, call.order):
                 found += _under(self._called(alternative.atom, call), alternative.guard)
             return tuple(found) or NOTHING_KNOWN
         finally:
-            del active[call]
+            self._left(call)
 
     def _called(self, atom: Atom, call: Call) -> Alternatives:
         if isinstance(atom, Ref):
