@@ -515,7 +515,7 @@ class Endless(Rule):
 
 
 @session
-async def test_a_check_without_end_is_ended_and_the_server_answers_meanwhile(folder: Path) -> None:
+async def test_a_check_without_end_is_ended_and_the_server_goes_on(folder: Path) -> None:
     path = of_theirs(folder, ENDLESS)
     code = (
         "import sys; from mpguard.lint import limit; limit.SECONDS = 2\n"
@@ -527,7 +527,6 @@ async def test_a_check_without_end_is_ended_and_the_server_answers_meanwhile(fol
         item = types.TextDocumentItem(bad, "python", 1, TRAIN + "endless = 1\n")
         client.text_document_did_open(types.DidOpenTextDocumentParams(item))
         assert await client.hover(good, 8, 6) == pages.page(rules()["MPG201"])
-        assert bad not in client.published, "it is still checked"
         (found,) = await client.said(bad, 1)
         assert found.code == "MPG000" and found.message.startswith("parse limit: still not checked after 2 s")
         assert len(await client.write(good, TRAIN + "\n", 2)) == 2

@@ -148,12 +148,10 @@ class Chunk:
             return before.module
         try:
             return _parsed(self.code)
-        except (cst.ParserSyntaxError, cst.CSTValidationError) as error:
-            place = (error.editor_line, error.editor_column) if isinstance(error, cst.ParserSyntaxError) else (1, 1)
-            line, column = place  # what libcst parses and then refuses (`return.5`) has none
-            first = self.source.position(self.source.offset(self.start))[0]
+        except cst.ParserSyntaxError as error:
+            line = self.source.position(self.source.offset(self.start))[0] + error.editor_line - 1
             message = "parse limit: Python accepts this, the linter's parser (libcst) does not"
-            raise Unparsable(message, first + line - 1, column, self.source.path) from None
+            raise Unparsable(message, line, error.editor_column, self.source.path) from None
 
     @property
     def parsed(self) -> bool:
@@ -406,7 +404,7 @@ _CHECK_NODE = cst.CSTNode.__post_init__
 
 
 def _parsed(text: str) -> cst.Module:
-    """libcst's tree of some code. The parser makes sound nodes; that each checks itself takes long."""
+    """libcst's tree of some code. The nodes do not check themselves: that takes long, and refuses `return.5`."""
     cst.CSTNode.__post_init__ = _is_sound  # type: ignore[method-assign, assignment]
     try:
         with Frames():
