@@ -395,6 +395,29 @@ def test_a_worker_that_dies_takes_only_its_file_with_it(tmp_path: Path, make_rul
     assert all(found(each) == [("MPG901", 1)] for each in reports if each not in dead)
 
 
+BESIDE_AN_IDLE_ONE = """
+import os, selectors
+from mpguard.lint import workers
+pool = workers._Pool(range(4), lambda task: task, None, lambda task: 1, 2, told=None)
+idle = workers._Worker(0, -1, os.pipe()[0], [], bytearray())
+pool._workers.append(idle)
+with selectors.DefaultSelector() as selector:
+    pool._start(selector)
+    pool._workers.remove(idle)
+    while pool._workers:
+        for key, _ in selector.select():
+            pool._receive(key.data, selector)
+print(sorted(pool._results))
+"""
+
+
+def test_a_worker_is_started_beside_one_that_has_nothing_left_to_do() -> None:
+    """Where one has died. The pipe of the other is closed by then, and what raises in a child makes it a second parent."""
+    command = [sys.executable, "-c", BESIDE_AN_IDLE_ONE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[0, 1, 2, 3]\n", "")
+
+
 CTRL_C = """
 import sys, time
 sys.path.insert(0, {tests!r})

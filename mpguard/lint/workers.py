@@ -18,7 +18,7 @@ import signal
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 Task = TypeVar("Task")
@@ -142,12 +142,9 @@ class _Pool:
         result_out, result_in = os.pipe()
         pid = os.fork()
         if pid == 0:
-            os.close(task_in)
-            os.close(result_out)
-            for other in self._workers:  # or their pipes would stay open when the parent is gone
-                os.close(other.tasks)
-                os.close(other.results)
-            self._be_worker(task_out, result_in)
+            # Or the pipes of the others would stay open when the parent is gone.
+            others = [end for other in self._workers for end in (other.tasks, other.results) if end >= 0]
+            self._be_worker(task_out, result_in, (task_in, result_out, *others))
         os.close(task_out)
         os.close(result_in)
         worker = _Worker(pid, task_in, result_out, [], bytearray())
@@ -205,10 +202,12 @@ class _Pool:
         while self._workers:
             self._bury(self._workers[-1])
 
-    def _be_worker(self, tasks: int, results: int) -> None:
-        """The child's whole life; never returns."""
+    def _be_worker(self, tasks: int, results: int, not_ours: Iterable[int]) -> None:
+        """The child's whole life; never returns: nothing may raise outside of this, or there would be two parents."""
         status = 1
         try:
+            for end in not_ours:
+                os.close(end)
             # Ctrl-C reaches the whole group: die without a traceback, the parent says what is to say.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             gc.freeze()
