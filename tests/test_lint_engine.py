@@ -412,7 +412,7 @@ print(sorted(pool._results))
 
 
 def test_a_worker_is_started_beside_one_that_has_nothing_left_to_do() -> None:
-    """Where one has died. The pipe of the other is closed by then, and what raises in a child makes it a second parent."""
+    """Where one has died. The pipe of the other is closed, and what raises in a child makes it a second parent."""
     command = [sys.executable, "-c", BESIDE_AN_IDLE_ONE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[0, 1, 2, 3]\n", "")
