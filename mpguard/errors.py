@@ -52,11 +52,12 @@ class SettingsError(ConfigError):
 
 
 class MissingExtra(MpguardError, ImportError):
-    """A target was asked for whose library is not installed."""
+    """A target was asked for whose library is not installed. `name` is that library, as of any ImportError."""
 
     def __init__(self, library: str, extra: str, wanted_for: str) -> None:
-        self.library, self.extra = library, extra
-        super().__init__(f"{wanted_for} needs `{library}`, which is not installed: pip install 'mpguard[{extra}]'")
+        text = f"{wanted_for} needs `{library}`, which is not installed: pip install 'mpguard[{extra}]'"
+        super().__init__(text, name=library)
+        self.extra = extra
 
 
 class ExtensionError(MpguardError):

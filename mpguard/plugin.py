@@ -129,14 +129,14 @@ class Plugin:
     """A target: its settings, the real object they become, and which policy fields it carries.
 
     Attributes: `name`; `carries`, the fields that can change its settings or its object, or make
-    it refuse the policy; `extra`, the extra of mpguard that installs its library; `library`, the module
+    it refuse the policy; `extra`, the extra of mpguard that installs its library; `module`, the one
     that must be there.
     """
 
     def __init__(
         self, name: str, carries: Iterable[str], extra: str | None, library: str | None, settings: SettingsOf
     ) -> None:
-        self.name, self.carries, self.extra, self.library = name, frozenset(carries), extra, library
+        self.name, self.carries, self.extra, self.module = name, frozenset(carries), extra, library
         self.doc = settings.__doc__ or ""
         self._settings = settings
         self._arguments: Callable[[Policy, str | None], dict[str, Any]] | None = None
@@ -187,8 +187,8 @@ class Plugin:
         return self._ask(self._build, arguments)
 
     def require(self) -> None:
-        if self.library and importlib.util.find_spec(self.library) is None:
-            raise MissingExtra(self.library, self.extra or self.name, f"target `{self.name}`")
+        if self.module and importlib.util.find_spec(self.module) is None:
+            raise MissingExtra(self.module, self.extra or self.name, f"target `{self.name}`")
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Whether a parsed config file is one of this target's, by its content."""

@@ -102,10 +102,10 @@ def around(model: nn.Module, _policy: Policy) -> None:
     watch(layer for layer in model.modules() if isinstance(layer, Float8Linear))
 
 
-def library(_policy: Policy) -> tuple[str, Any]:
+def te_or_torchao(_policy: Policy) -> tuple[str, Any]:
     """In the place of `swap._library`."""
     return "te", SimpleNamespace(Float8Linear=Float8Linear, templates=templates, around=around)
 
 
 def install() -> None:
-    swap._library = library
+    swap._library = te_or_torchao

@@ -297,7 +297,7 @@ def test_transformer_engine_handlers_need_transformer_engine(monkeypatch: pytest
             "use_mxfp8_block_scaling": False,
         }
     }  # fmt: skip
-    monkeypatch.setattr(get("te"), "library", "a_library_that_nobody_has")
+    monkeypatch.setattr(get("te"), "module", "a_library_that_nobody_has")
     with pytest.raises(MissingExtra, match=r"mpguard\[te\]"):
         to(policy, "accelerate")
 
@@ -643,10 +643,10 @@ def test_transformer_engine_refuses_what_it_does_not_have(name: str) -> None:
 
 
 def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(get("te"), "library", "a_library_that_nobody_has")
+    monkeypatch.setattr(get("te"), "module", "a_library_that_nobody_has")
     with pytest.raises(MissingExtra) as raised:
         mpguard.recipe("bf16_with_mxfp8_mixed").to("te")
-    assert (raised.value.library, raised.value.extra) == ("a_library_that_nobody_has", "te")
+    assert (raised.value.name, raised.value.extra) == ("a_library_that_nobody_has", "te")
     assert isinstance(raised.value, ImportError)
     assert str(raised.value) == (
         "target `te` needs `a_library_that_nobody_has`, which is not installed: pip install 'mpguard[te]'"

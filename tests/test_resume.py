@@ -83,7 +83,7 @@ def test_a_lost_history_shows_and_is_said(runs: dict[Any, Any]) -> None:
 
 @pytest.fixture
 def converted(monkeypatch: pytest.MonkeyPatch) -> nn.Sequential:
-    monkeypatch.setattr(swap, "_library", delayed.library)
+    monkeypatch.setattr(swap, "_library", delayed.te_or_torchao)
     return fresh()
 
 

@@ -564,7 +564,7 @@ def _sets(text: str, start: int, end: int) -> bool:
 
 def _is_table(chunk: Chunk) -> bool:
     """A long literal without a word that matters: what is in it says nothing."""
-    return chunk.defines is None and chunk.end - chunk.start > WHOLE and not _matters(chunk.text, 0, len(chunk.text))
+    return chunk.defines is None and chunk.end - chunk.start > WHOLE and not _matters(chunk.text)
 
 
 def _skimmed(chunks: Sequence[Chunk]) -> Sequence[Chunk]:

@@ -413,7 +413,7 @@ class _Forward:
             kind = type(atom).__name__
             if kind == "Ref":
                 known = True
-                carries = self.library(atom.path, call, arg) or carries  # type: ignore[union-attr]
+                carries = self.through_library(atom.path, call, arg) or carries  # type: ignore[union-attr]
             elif kind in ("Function", "Class"):
                 known = True
                 if atom.facts is not facts and names.SAVES.search(name):  # type: ignore[union-attr]
@@ -435,7 +435,7 @@ class _Forward:
                 return False
         return carries or not known
 
-    def library(self, path: str, call: Call, arg: cst.Arg) -> bool:
+    def through_library(self, path: str, call: Call, arg: cst.Arg) -> bool:
         last = path.rsplit(".", 1)[-1]
         kind = names.kind_of(path)
         if names.SAVES.search(last):

@@ -56,29 +56,24 @@ class Not:
 
 
 @dataclasses.dataclass(frozen=True)
-class All:
-    """Conjunction."""
-
+class _Parts:
     parts: tuple[Condition, ...]
 
     @functools.cached_property
     def leaves(self) -> int:
         return sum(part.leaves for part in self.parts)
+
+
+class All(_Parts):
+    """Conjunction."""
 
     def value(self, known: Known) -> bool | None:
         values = [part.value(known) for part in self.parts]
         return False if False in values else None if None in values else True
 
 
-@dataclasses.dataclass(frozen=True)
-class Any:
+class Any(_Parts):
     """Disjunction."""
-
-    parts: tuple[Condition, ...]
-
-    @functools.cached_property
-    def leaves(self) -> int:
-        return sum(part.leaves for part in self.parts)
 
     def value(self, known: Known) -> bool | None:
         values = [part.value(known) for part in self.parts]

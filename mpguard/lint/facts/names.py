@@ -37,7 +37,6 @@ SCALER_NAMES = frozenset({"GradScaler", "ShardedGradScaler"})
 NO_GRAD = frozenset(
     {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.grad_mode.no_grad"}
 )
-FP8_AUTOCASTS = frozenset({"fp8_autocast"})
 #: Transformer Engine's recipes, and the row of `hardware.NEEDS` that each stands for.
 FP8_RECIPES = {
     "DelayedScaling": "delayed", "Float8CurrentScaling": "tensorwise", "Float8BlockScaling": "blockwise",
