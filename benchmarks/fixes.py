@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from mpguard.lint import workers
-from mpguard.lint.engine import CONFIG, SYNTAX, Engine, FileReport, Options
+from mpguard.lint.engine import Engine, Options
 from mpguard.lint.files import Target, collect
+from mpguard.lint.result import CONFIG, SYNTAX, FileReport
 from mpguard.lint.rule import rules
 from mpguard.lint.selection import Selectors
 

@@ -34,8 +34,9 @@ from typing import Any, NamedTuple
 import mpguard
 from mpguard.edits import write_atomically
 from mpguard.lint import gate, workers
-from mpguard.lint.engine import CONFIG, SYNTAX, Engine, Options
+from mpguard.lint.engine import Engine, Options
 from mpguard.lint.files import Target, collect, kind_of
+from mpguard.lint.result import CONFIG, SYNTAX
 from mpguard.lint.rule import Rule, rules
 from mpguard.lint.selection import Selectors
 

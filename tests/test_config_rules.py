@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from mpguard.cli import main
-from mpguard.lint.engine import Engine, FileReport, Options
+from mpguard.lint.engine import Engine, Options
 from mpguard.lint.files import Target, kind_of
+from mpguard.lint.result import FileReport
 from mpguard.lint.rule import Bad, ConfigRule, rules
 from mpguard.lint.selection import Selectors
 from mpguard.plugin import STRATEGIES

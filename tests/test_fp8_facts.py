@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from mpguard.hardware import NEEDS
-from mpguard.lint.engine import Engine, FileReport, Options
+from mpguard.lint.engine import Engine, Options
 from mpguard.lint.facts import names
 from mpguard.lint.files import Target
 from mpguard.lint.project.requirements import Required, required
+from mpguard.lint.result import FileReport
 from mpguard.lint.rule import rules
 from mpguard.lint.selection import Selectors
 from mpguard.policy import BACKENDS

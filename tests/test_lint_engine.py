@@ -19,8 +19,9 @@ import pytest
 from mpguard.edits import Edit
 from mpguard.lint import limit
 from mpguard.lint import rule as registry
-from mpguard.lint.engine import Engine, FileReport, Options
+from mpguard.lint.engine import Engine, Options
 from mpguard.lint.files import Target
+from mpguard.lint.result import FileReport
 from mpguard.lint.rule import BaseRule, Diagnostic, Fix, Note, Rule, any_of, rules
 from mpguard.lint.selection import Selectors
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from mpguard.lint.engine import Engine, FileReport, Options
+from mpguard.lint.engine import Engine, Options
 from mpguard.lint.files import Target, kind_of
 from mpguard.lint.pages import page, unmarked
+from mpguard.lint.result import FileReport
 from mpguard.lint.rule import Bad, BaseRule, ConfigRule, EngineRule, Example, Good, rules
 from mpguard.lint.selection import Selectors
 

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mpguard import looks, settings
-from mpguard.edits import Edit
 from mpguard.lint import gate, limit, suppress, workers
 from mpguard.lint.files import MARKDOWN, Target
 from mpguard.lint.finding import Finding, Lines, placed
 from mpguard.lint.project.project import LaunchConfig, Project
-from mpguard.lint.result import Defect, FileReport, Mended
+from mpguard.lint.result import CONFIG, SYNTAX, Checked, Defect, FileReport
 from mpguard.lint.rule import BaseRule, ConfigRule, Diagnostic, LaunchRule, Rule
 from mpguard.lint.selection import Rules, Selection, Selectors, ignored_in, selection
 
@@ -29,10 +28,6 @@ if TYPE_CHECKING:
     from mpguard.document import Document
     from mpguard.lint.facts.file import Facts
     from mpguard.lint.trees import Trees
-
-__all__ = ["CONFIG", "SYNTAX", "Checked", "Defect", "Engine", "FileReport", "Mended", "Options"]
-
-SYNTAX, CONFIG = "MPG000", "MPG003"
 
 #: A YAML or JSON that is found and longer than this is data; no config comes near it.
 LARGEST_FOUND_CONFIG = 256 << 10
@@ -59,25 +54,6 @@ class Options:
     configs: tuple[LaunchConfig, ...] = ()
     gpu: str | None = None
     fix: Literal["safe", "unsafe", "noqa"] | None = None
-
-
-@dataclasses.dataclass
-class Checked:
-    """One version of one file's content: what the rules said of it, and what it takes to change it.
-
-    findings: the diagnostics with their places, one for each and in the same order.
-    encode: a new text as the file's bytes; None where the content could not be read.
-    ours: it is Python, or a config that mpguard knows.
-    edited: the file's bytes with edits of the text, where the text is not the file's own (a notebook's program).
-    """
-
-    lines: Lines
-    diagnostics: list[Diagnostic]
-    findings: list[Finding]
-    defects: list[Defect]
-    encode: Callable[[str], bytes] | None = None
-    ours: bool = True
-    edited: Callable[[list[Edit]], bytes] | None = None
 
 
 @dataclasses.dataclass

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from mpguard.edits import Edit, Unwritable, applied, compatible
-from mpguard.lint.engine import CONFIG, Checked, Mended
+from mpguard.lint.result import CONFIG, Checked, Mended
 from mpguard.lint.rule import Diagnostic, Fix
 
 #: Rules that undo each other's fixes would go on for ever; three rounds are the most seen.

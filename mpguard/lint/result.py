@@ -8,8 +8,34 @@ from typing import TYPE_CHECKING
 from mpguard.lint.files import Target
 
 if TYPE_CHECKING:
-    from mpguard.lint.finding import Finding
+    from collections.abc import Callable
+
+    from mpguard.edits import Edit
+    from mpguard.lint.finding import Finding, Lines
+    from mpguard.lint.rule import Diagnostic
     from mpguard.looks import Trace
+
+#: What the engine itself says: of Python, and of a config, that it cannot read.
+SYNTAX, CONFIG = "MPG000", "MPG003"
+
+
+@dataclasses.dataclass
+class Checked:
+    """One version of one file's content: what the rules said of it, and what it takes to change it.
+
+    findings: the diagnostics with their places, one for each and in the same order.
+    encode: a new text as the file's bytes; None where the content could not be read.
+    ours: it is Python, or a config that mpguard knows.
+    edited: the file's bytes with edits of the text, where the text is not the file's own (a notebook's program).
+    """
+
+    lines: Lines
+    diagnostics: list[Diagnostic]
+    findings: list[Finding]
+    defects: list[Defect]
+    encode: Callable[[str], bytes] | None = None
+    ours: bool = True
+    edited: Callable[[list[Edit]], bytes] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,10 +19,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from mpguard.edits import Edit
 from mpguard.lint.finding import Lines, Span
+from mpguard.lint.result import SYNTAX
 from mpguard.lint.rule import Diagnostic, Fix
 from mpguard.lint.selection import Rules, suggestion
 
-UNKNOWN, UNUSED, SYNTAX = "MPG001", "MPG002", "MPG000"
+UNKNOWN, UNUSED = "MPG001", "MPG002"
 
 _JUDGED = re.compile(rb"mpguard\s*:\s*i|noqa[^\n\r]*MPG", re.I)
 _CODE = r"[A-Za-z]+[0-9]+"

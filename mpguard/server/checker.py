@@ -12,9 +12,10 @@ from typing import Literal
 from mpguard import looks, remembered
 from mpguard.lint import fixes, limit
 from mpguard.lint.adoption import noqa
-from mpguard.lint.engine import Checked, Engine, FileReport
+from mpguard.lint.engine import Engine
 from mpguard.lint.files import Kind, Target, excluded, kind_of
 from mpguard.lint.finding import Finding
+from mpguard.lint.result import Checked, FileReport
 from mpguard.lint.selection import Rules
 from mpguard.lint.trees import Trees
 from mpguard.server.wishes import Wishes

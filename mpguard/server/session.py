@@ -17,9 +17,9 @@ from pygls.lsp.server import LanguageServer
 
 from mpguard import __version__
 from mpguard.errors import ConfigError, MpguardError
-from mpguard.lint.engine import FileReport
 from mpguard.lint.files import PYTHON
 from mpguard.lint.finding import Finding, Lines, PlacedNote
+from mpguard.lint.result import FileReport
 from mpguard.server import answers, wishes
 from mpguard.server.answers import Shown
 from mpguard.server.checker import Action, Buffer, Change, Checker, encoded

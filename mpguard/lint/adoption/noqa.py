@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mpguard.edits import Edit, Unwritable, applied
 from mpguard.lint import suppress
-from mpguard.lint.engine import CONFIG, SYNTAX, Checked, Mended
 from mpguard.lint.files import MARKDOWN, Target
 from mpguard.lint.finding import Lines
+from mpguard.lint.result import CONFIG, SYNTAX, Checked, Mended
 
 #: What is reported about the file as such, and about suppressions themselves.
 _NOT_SUPPRESSED = (SYNTAX, CONFIG, suppress.UNKNOWN, suppress.UNUSED)
