@@ -14,6 +14,9 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+#: Where something stands in a text: its first offset, and the one behind its last.
+Span = tuple[int, int]
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Edit:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mpguard import looks
 from mpguard.document.json_reader import read_json
-from mpguard.document.nodes import MAX_LENGTH, Node, Pair, Problem, Span, Tree, line_starts
+from mpguard.document.nodes import MAX_LENGTH, Node, Pair, Problem, Tree, line_starts
 from mpguard.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mpguard.edits import Edit
+    from mpguard.edits import Edit, Span
     from mpguard.plugin import Change
 
 __all__ = ["Document", "Entry", "Problem", "decode", "parse", "read"]

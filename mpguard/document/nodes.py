@@ -10,7 +10,7 @@ import re
 from collections.abc import Hashable, Iterator
 from typing import Any, Literal
 
-Span = tuple[int, int]
+from mpguard.edits import Span
 
 #: A config nested deeper, or with more values after all aliases are expanded, is not read: it is
 #: a mistake or an attack ("billion laughs"), and either would stall the reader.

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from mpguard.lint.rule import Applicability, BaseRule, Diagnostic, Note, Severity
 
 Position = tuple[int, int]
-Span = tuple[int, int]
 
 
 class Lines:

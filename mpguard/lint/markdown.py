@@ -10,8 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import cached_property
 
-from mpguard.edits import Edit, Unwritable
-from mpguard.lint.finding import Span
+from mpguard.edits import Edit, Span, Unwritable
 from mpguard.lint.rule import Diagnostic
 
 _FENCE = re.compile(

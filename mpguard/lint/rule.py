@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from mpguard.edits import Edit
+from mpguard.edits import Edit, Span
 from mpguard.errors import ExtensionError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 Severity = Literal["error", "warning", "info"]
 Applicability = Literal["safe", "unsafe"]
-Span = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)

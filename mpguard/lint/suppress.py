@@ -17,8 +17,8 @@ import re
 import tokenize
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from mpguard.edits import Edit
-from mpguard.lint.finding import Lines, Span
+from mpguard.edits import Edit, Span
+from mpguard.lint.finding import Lines
 from mpguard.lint.result import SYNTAX
 from mpguard.lint.rule import Diagnostic, Fix
 from mpguard.lint.selection import Rules, suggestion

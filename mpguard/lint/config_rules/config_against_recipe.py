@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpguard import settings
+from mpguard.edits import Span
 from mpguard.errors import ConfigError, MpguardError, PolicyError, UnknownRecipe
-from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Fix, Good, Note, Span
+from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Fix, Good, Note
 from mpguard.plugin import ABSENT, Change, show
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 from mpguard import looks
+from mpguard.edits import Span
 from mpguard.lint.files import MARKDOWN, NEVER, kind_of
-from mpguard.lint.finding import Span
 from mpguard.remembered import remembered
 
 Launcher = Literal["accelerate", "deepspeed", "torchrun", "mpguard"]

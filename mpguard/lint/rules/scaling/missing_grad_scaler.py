@@ -5,13 +5,13 @@ from pathlib import Path
 
 import libcst as cst
 
-from mpguard.edits import Edit
+from mpguard.edits import Edit, Span
 from mpguard.lint import mend
 from mpguard.lint.facts import unscaled
 from mpguard.lint.facts.file import Event, Facts, Region
 from mpguard.lint.facts.guard import Guard, compatible
 from mpguard.lint.facts.walk import Record, Scope, dotted
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, Span, any_of
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 #: Folders (the file's, and two above) whose loops train nothing: they measure, or prove what happens.
 _TESTS = frozenset({"test", "tests"})
