@@ -13,6 +13,7 @@ import transformers
 
 from mpguard.lint import gate
 from mpguard.lint.facts.file import Facts
+from mpguard.lint.noise import stripped
 from mpguard.lint.rule import Rule, any_of, rules
 from mpguard.lint.source import Source
 
@@ -47,7 +48,7 @@ def test_a_conjunction_of_alternatives() -> None:
     ],
 )
 def test_comments_and_docstrings_do_not_count(code: bytes, left: bytes) -> None:
-    assert gate.stripped(code) == left
+    assert stripped(code) == left
 
 
 def test_a_rule_that_is_not_asked_has_nothing_to_say() -> None:

@@ -19,6 +19,7 @@ from mpguard import looks, settings
 from mpguard.lint import gate, limit, suppress, workers
 from mpguard.lint.files import MARKDOWN, Target
 from mpguard.lint.finding import Finding, Lines, placed
+from mpguard.lint.noise import stripped
 from mpguard.lint.project.project import LaunchConfig, Project
 from mpguard.lint.result import CONFIG, SYNTAX, Checked, Defect, FileReport
 from mpguard.lint.rule import BaseRule, ConfigRule, Diagnostic, LaunchRule, Rule
@@ -224,7 +225,7 @@ class Engine:
 
     def _about_dicts(self, data: bytes, chosen: Selection) -> list[type[BaseRule]]:
         """The config rules that could speak about a DeepSpeed config in Python code."""
-        if not gate.speaks(gate.DEEPSPEED_DICT, data) or not gate.speaks(gate.DEEPSPEED_DICT, gate.stripped(data)):
+        if not gate.speaks(gate.DEEPSPEED_DICT, data) or not gate.speaks(gate.DEEPSPEED_DICT, stripped(data)):
             return []
         on = [
             rule

@@ -14,18 +14,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
+from mpguard.lint.noise import stripped
 from mpguard.lint.rule import BaseRule, any_of
 
 R = TypeVar("R", bound="BaseRule | type[BaseRule]")
-
-#: Strings are matched first, so that a `#` in one starts no comment. A triple-quoted string goes,
-#: unless it is an f-string, whose braces hold code.
-_NOISE = re.compile(
-    rb'(?P<keep>[fFtT][rR]?"""(?:[^\\"]|\\.|"(?!""))*"""|[fFtT][rR]?\'\'\'(?:[^\\\']|\\.|\'(?!\'\'))*\'\'\')'
-    rb'|(?P<drop>"""(?:[^\\"]|\\.|"(?!""))*"""|\'\'\'(?:[^\\\']|\\.|\'(?!\'\'))*\'\'\'|#[^\r\n]*)'
-    rb'|"(?:[^\\"\r\n]|\\.)*"|\'(?:[^\\\'\r\n]|\\.)*\'',
-    re.DOTALL,
-)
 
 #: What a Python file with a DeepSpeed config in a dict holds: a key that such a config must have, or alone has, in
 #: quotes (`per_device_train_batch_size` is everywhere).
@@ -125,8 +117,3 @@ def _words(tokens: Collection[bytes]) -> dict[bytes, bytes]:
         if inside:
             chosen[token] = max(inside, key=lambda word: (counts[word], -len(word), word))
     return chosen
-
-
-def stripped(data: bytes) -> bytes:
-    """The bytes without comments and triple-quoted strings."""
-    return _NOISE.sub(lambda match: b"" if match.lastgroup == "drop" else match.group(), data)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpguard import looks
-from mpguard.lint.gate import stripped
+from mpguard.lint.noise import stripped
 from mpguard.remembered import remembered
 
 if TYPE_CHECKING:

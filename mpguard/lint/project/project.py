@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from mpguard import looks, settings
 from mpguard.errors import ConfigError
 from mpguard.lint.files import CONFIG, MARKDOWN, NEVER, NOTEBOOK, matches
+from mpguard.lint.noise import stripped
 from mpguard.lint.project import importers, launch_lines
 from mpguard.lint.project.launch_lines import Launch, Word
 from mpguard.lint.project.requirements import Required, required
@@ -338,7 +339,6 @@ def _beside(folder: Path) -> tuple[LaunchConfig, ...]:
 
 def _for_others(path: str, configs: tuple[LaunchConfig, ...]) -> bool:
     """Whether other code beside the configs uses what they configure, and this file does not."""
-    from mpguard.lint.gate import stripped
     from mpguard.lint.project.beside import mentions
 
     try:
