@@ -66,11 +66,6 @@ def through(facts: Facts, backward: Event, owner: str) -> Edit | None:
     return replaced(call.node, call, f"{owner}.backward({inner}{given})")
 
 
-def is_statement(call: Call) -> bool:
-    """Whether the call is a whole statement: `model.half()`."""
-    return isinstance(call.statement, cst.Expr) and call.statement.value is call.node
-
-
 def without_statement(facts: Facts, record: Call) -> Edit:
     """The statement is removed with its line; `pass` where a block would be left empty."""
     first, last = record.chunk.span(record.statement)
@@ -110,7 +105,7 @@ def without_cast(facts: Facts, cast: Event) -> Fix | None:
         and dotted(statement.targets[0].target) == cast.key != ""
     )
     plain = isinstance(cast.subject, (cst.Name, cst.Attribute)) and cast.key
-    if useless or (is_statement(call) and plain):
+    if useless or (call.is_statement and plain):
         edit = without_statement(facts, call)
         return Fix(title, "unsafe", (edit,)) if edit.text != "pass" else None
     return Fix(title, "unsafe", (without_method(call),))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from mpguard.lint import mend
 from mpguard.lint.facts import names
 from mpguard.lint.facts.autocast_ops import LOWERED
 from mpguard.lint.facts.events import Event
@@ -113,7 +112,7 @@ class Trained:
     def _reach(self, cast: Event, guard: Guard, whole: tuple[str, Record] | None) -> Reach:
         if whole is not None:
             return self.facts.flow.forward_key(*whole, guard)
-        if mend.is_statement(cast.call) and cast.key:
+        if cast.call.is_statement and cast.key:
             return self.facts.flow.forward_key(cast.key, cast.call, guard)
         bound = self._bound(cast.call)
         if bound is not None and bound.key == cast.key:
@@ -129,7 +128,7 @@ class Trained:
             call = self.facts.walker.call_of.get(parents[arg]) if isinstance(arg, cst.Arg) else None
             return self._applied(call) if call is not None and call.name == "apply" else None
         part = cast.key.removesuffix(".data")
-        changed = mend.is_statement(cast.call) or (
+        changed = cast.call.is_statement or (
             isinstance(above, cst.Assign) and any(dotted(target.target) == f"{part}.data" for target in above.targets)
         )
         if not changed or not part or "." in part or _FROZEN in cast.call.guard:
@@ -284,7 +283,7 @@ class Trained:
         if (
             event.kind == "construct"
             or kinds & {"model", "parameters"}
-            or mend.is_statement(event.call)
+            or event.call.is_statement
             or self._whole(event) is not None
         ):
             return True

@@ -138,6 +138,11 @@ class Call(Record):
         return {arg.keyword.value: arg.value for arg in self.node.args if arg.keyword is not None}
 
     @property
+    def is_statement(self) -> bool:
+        """Whether the call is a whole statement: `model.half()`."""
+        return isinstance(self.statement, cst.Expr) and self.statement.value is self.node
+
+    @property
     def starred(self) -> bool:
         """Whether arguments come from `*args` or `**kwargs`."""
         return any(arg.star for arg in self.node.args)

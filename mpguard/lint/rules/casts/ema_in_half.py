@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import mend
 from mpguard.lint.facts import names
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
@@ -149,7 +148,7 @@ def step(other_ema, model):
 
     def _average(self, cast: Event) -> str:
         """The name of the average that is cast in place, or that a cast makes."""
-        if mend.is_statement(cast.call):
+        if cast.call.is_statement:
             return cast.key if _EMA.search(cast.key.rsplit(".", 1)[-1]) else ""
         node: cst.CSTNode = cast.call.node
         statement = cast.call.statement
@@ -175,7 +174,7 @@ def step(other_ema, model):
                 given = call.argument(0, "model", "parameters")
                 inside = given is not None and given is cast.call.node
                 before = (
-                    mend.is_statement(cast.call)
+                    cast.call.is_statement
                     and bool(cast.key)
                     and dotted(given).removesuffix(".parameters") == cast.key
                     and call.scope is cast.scope

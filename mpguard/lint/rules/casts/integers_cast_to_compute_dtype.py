@@ -188,6 +188,6 @@ def convert(state_dict):
         if call.name == "to" and len(call.node.args) > 1 and (dtype is not None or len(call.positional) > 1):
             edit = mend.without_argument(call, dtype if dtype is not None else call.positional[1])
             return Fix("Remove the cast, keep the move", "unsafe", (edit,))
-        if len(call.node.args) > 1 or mend.is_statement(call):
+        if len(call.node.args) > 1 or call.is_statement:
             return None
         return Fix("Remove the cast", "unsafe", (mend.without_method(call),))

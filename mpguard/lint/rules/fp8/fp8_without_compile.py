@@ -243,7 +243,7 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
         one that a function converts, trains nothing with and keeps to itself."""
         if event.subject is None or facts.from_outside(event.subject, event.call):
             return True
-        local = event.scope.kind == "function" and mend.is_statement(event.call) and "." not in event.key
+        local = event.scope.kind == "function" and event.call.is_statement and "." not in event.key
         if not local or not event.key:
             return False
         reach = facts.flow.forward_key(event.key, event.call)
@@ -269,7 +269,7 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
         if isinstance(statement, cst.Assign) and statement.value is call.node and len(statement.targets) == 1:
             model = dotted(statement.targets[0].target)
         else:
-            model = dotted(call.argument(0, "module")) if mend.is_statement(call) else ""
+            model = dotted(call.argument(0, "module")) if call.is_statement else ""
         if torch is None or not model or not isinstance(call.line, cst.SimpleStatementLine):
             return None
         edit = mend.line_after(facts, call.line, call, f"{model} = {torch}.compile({model})")

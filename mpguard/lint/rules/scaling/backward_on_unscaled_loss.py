@@ -261,7 +261,7 @@ def thrown_away(model, loader, optimizer):
         return any(
             each.kind == "scale"
             and each.record.scope is backward.record.scope
-            and mend.is_statement(each.call)
+            and each.call.is_statement
             and bool(each.call.positional)
             and facts.short(each.call.positional[0]).strip("()") == loss
             for each in trace[:place]

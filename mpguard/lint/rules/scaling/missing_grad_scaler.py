@@ -438,7 +438,7 @@ def peak_memory(model):
         together = step.scope is scope and loops and set(loops[:1]) <= set(step.call.loops)
         if torch is None or not together or step.subject is None or step.call.node.args or facts.repeated(scope):
             return None
-        if not mend.is_statement(step.call) or not isinstance(step.call.line, cst.SimpleStatementLine):
+        if not step.call.is_statement or not isinstance(step.call.line, cst.SimpleStatementLine):
             return None
         if [event for event in facts.events("step") if event.scope is scope] != [step]:
             return None

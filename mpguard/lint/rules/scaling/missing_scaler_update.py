@@ -172,7 +172,7 @@ class Gan:
                 backward = next(each for _, each in before(trace, place) if each.scale is not None)
                 notes = (Note("its loss is scaled here", backward.span),)
                 fix = None
-                if mend.is_statement(step.call):
+                if step.call.is_statement:
                     edit = mend.line_after(facts, step.call.line, step.call, f"{scaler}.update()")
                     fix = Fix("Update the scaler after the step", "unsafe", (edit,))
                 expr = facts.short(step.call.node)

@@ -100,7 +100,7 @@ def arms(args, loss, scaler):
         reported: set[object] = set()
         for trace in facts.traces.all:
             for place, scale in enumerate(trace):
-                if scale.kind != "scale" or scale.record in reported or not mend.is_statement(scale.call):
+                if scale.kind != "scale" or scale.record in reported or not scale.call.is_statement:
                     continue
                 if not facts.traces.like_torch(scale.scaler, scale.record):
                     continue

@@ -413,7 +413,7 @@ class DividedOutByAdam:
         block = facts.walker.parents.get(step.call.line)
         for each in together:
             line = each.call.line
-            if each.call.node.args or not mend.is_statement(each.call) or facts.walker.parents.get(line) is not block:
+            if each.call.node.args or not each.call.is_statement or facts.walker.parents.get(line) is not block:
                 return None
             if not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
                 return None
