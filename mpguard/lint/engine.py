@@ -236,7 +236,7 @@ class Engine:
 
     @staticmethod
     def _dicts(facts: Facts) -> list[Document]:
-        from mpguard.lint.configs.inline import configs  # and PyYAML, which most runs over Python do not need
+        from mpguard.lint.facts.config_dicts import configs  # and PyYAML, which most runs over Python do not need
 
         return configs(facts)
 

@@ -38,7 +38,7 @@ def start(isolated: bool) -> int:
                 jobs.end()
 
         threading.Thread(target=serve, daemon=True).start()
-        for module in ("mpguard.lint.facts.file", "mpguard.lint.configs.inline"):
+        for module in ("mpguard.lint.facts.file", "mpguard.lint.facts.config_dicts"):
             importlib.import_module(module)  # while the editor makes itself known: the first check is fast then
         # Trees are many objects and little garbage, which `jobs` collects in pauses; what is loaded by now stays.
         gc.freeze()

@@ -321,9 +321,9 @@ def settings_of(wrap: Wrap) -> Settings:
 
 
 def _config(wrap: Wrap) -> Document | None:
-    from mpguard.lint.configs import inline
+    from mpguard.lint.facts import config_dicts  # and PyYAML, which most runs over Python do not need
 
-    written = inline.given_to(wrap.facts, wrap.call)
+    written = config_dicts.given_to(wrap.facts, wrap.call)
     if written is not None:
         return written
     given = wrap.call.argument(None, "config", "config_params")
