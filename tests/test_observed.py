@@ -57,6 +57,10 @@ def run(folder: Path, script: str, *words: object, recipe: str = "bf16_mixed", *
         "def f(x):\n  "
         + OFF
         + "y = F.linear(x, w) @ w\n  return h(y)\ntrain(f, torch.optim.AdamW([w, *h.parameters()]))",
+        # experts, beside a layer in BF16
+        "w = nn.Parameter(torch.randn(2, 64, 32)); h = nn.Linear(32, 32); ends = torch.tensor([8, 16]).int()\n"
+        "def f(x): return F.grouped_mm(x, w.transpose(1, 2), offs=ends) + F.pad(h(x), (0, 32))\n"
+        "train(f, torch.optim.AdamW([w, *h.parameters()]))",
     ],
 )
 def test_fp32_computation_is_seen_wherever_it_hides(tmp_path: Path, script: str) -> None:

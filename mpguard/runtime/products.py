@@ -22,6 +22,10 @@ FACTORS = {
 
 #: The right factor is a weight of shape (outputs, inputs, ...).
 WEIGHTED = ("Linear", "MkldnnLinear", "Convolution", "MkldnnConvolution", "CudnnConvolution", "SlowConvDilated2D")
+
+#: The right factor is a stack of matrices (experts, inputs, outputs); each row meets one of them. One library's has a
+#: fallback of its own.
+GROUPED = ("GroupedMm", "GeneratedBackwardFor_transformers_grouped_mm_fallback")
 RECURRENT = ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "Lstm")
 
 #: Products of activations with each other. Autocast leaves some in FP32 that are none of the model's own choice:
@@ -34,7 +38,8 @@ ATTENTION, UNNAMED = 0, -1
 #: Calls in dynamo's graphs, by name.
 CALLS = frozenset(
     ("linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "mv", "einsum", "bilinear", "conv1d", "conv2d",
-     "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention")
+     "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention", "grouped_mm",
+     "_grouped_mm", "grouped_mm_fallback")
 )  # fmt: skip
 
 #: `torch.autograd.Function` in dynamo's graphs. What is inside has no gradient of its own.
@@ -113,6 +118,10 @@ def _work(node: Any, shape: tuple[int, ...], function: bool) -> tuple[int, int]:
         inputs = _shape(*operands[0])
         inner = math.prod(sizes[1:]) if sizes else inputs[-1 if "Linear" in name else 1] if inputs else 1
         return _leaf(operands[1]) or UNNAMED, elements * inner
+    if name.startswith(GROUPED):
+        stack = _shape(*operands[1])
+        rows = _shape(*operands[0])
+        return _leaf(operands[1]) or UNNAMED, elements * (rows[-1] if rows else stack[-2] if stack else 1)
     if name.startswith(BATCHED):
         keys = _shape(*operands[1])
         return ATTENTION, 2 * elements * (keys[-2] if len(keys) > 1 else 1)

@@ -59,6 +59,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
     27: ("MPG801", "MPG807"),
     28: ("MPG802", "MPG809"),
     29: ("MPG826",),
+    30: ("mpguard.grouped:lowered",),
 }
 
 

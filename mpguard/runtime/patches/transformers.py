@@ -1,4 +1,4 @@
-"""What is wrapped of transformers' Trainer."""
+"""What is wrapped of transformers: its Trainer, and the products of its experts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from mpguard.grouped import lowered
 from mpguard.plugin import Change
 from mpguard.runtime import checkpoints
 from mpguard.runtime import guard as guards
@@ -73,5 +74,13 @@ PATCHES = (
         "it refuses a DeepSpeed config that says the precision where TrainingArguments do not",
         "transformers 5.23.0",
         _trainer_and_deepspeed,
+    ),
+    Patch(
+        "transformers.integrations.moe",
+        "_grouped_mm",
+        ("input", "weight", "offs"),
+        "autocast does not lower it: experts compute in the dtype of their master weights (S30)",
+        "transformers 5.23.0",
+        lowered,
     ),
 )  # fmt: skip
