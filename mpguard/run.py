@@ -26,9 +26,9 @@ from pathlib import Path
 
 from mpguard.document import read
 from mpguard.errors import ConfigError, MpguardError, NotInForce
-from mpguard.runtime import guard
+from mpguard.runtime import activation, ending
 from mpguard.runtime.plan import CONFIG, Plan, looks_like_accelerate
-from mpguard.runtime.proof import say
+from mpguard.runtime.saying import not_in_force, say
 from mpguard.runtime.verdict import rank, speaks
 
 
@@ -43,12 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = Plan.found(options.config, enforce=options.enforce, proof_json=options.proof_json)
         if options.config is not None:
             use_cpu_as_asked(Path(options.config))
-        active = guard.start(plan)
+        guard = activation.start(plan)
     except NotInForce as error:
-        return _refused(guard.not_in_force(str(error)), 1)
+        return _refused(not_in_force(str(error)), 1)
     except MpguardError as error:
         return _refused(str(error), 2)
-    return active.finish(_run(options))
+    return ending.finish(guard, _run(options))
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace | int:
@@ -101,7 +101,7 @@ def _run(options: argparse.Namespace) -> int:
     except NotInForce as error:
         _record(error)
         if speaks():
-            say(f"mpguard: {guard.not_in_force(str(error))}")
+            say(f"mpguard: {not_in_force(str(error))}")
         return 1
     except MpguardError as error:
         _record(error)

@@ -17,6 +17,7 @@ from processes import PROGRAMS, command, free_port, in_fork, mp_yaml, proof, res
 import mpguard
 from mpguard import hardware
 from mpguard.policy import Policy
+from mpguard.runtime import activation
 from mpguard.runtime import guard as guards
 from mpguard.runtime.plan import Plan
 
@@ -185,7 +186,7 @@ def activated(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
 
     def activate(recipe: str, **plan: object) -> None:
         monkeypatch.setattr(guards, "_current", None)
-        guards.start(Plan(mpguard.recipe(recipe), enforce="off", announced=True, **plan))  # type: ignore[arg-type]
+        activation.start(Plan(mpguard.recipe(recipe), enforce="off", announced=True, **plan))  # type: ignore[arg-type]
 
     monkeypatch.setattr(guards, "_current", None)
     for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "ACCELERATE_USE_DEEPSPEED"):

@@ -17,7 +17,7 @@ from mpguard import hardware
 from mpguard.errors import NotInForce
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
-from mpguard.runtime import compiling
+from mpguard.runtime import compiling, converting
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.plan import Plan
 
@@ -86,7 +86,7 @@ def test_what_is_refused_is_refused_by_the_code() -> None:
         elif cell["state"] == "refused":
             guard = Guard(Plan(policy_of(cell), strategy=matrix.STRATEGIES[cell["strategy"]]))
             with pytest.raises(NotInForce) as error:
-                guard.convert(torch.optim.SGD(nn.Linear(16, 16).parameters(), lr=0.1))
+                converting.convert(guard, torch.optim.SGD(nn.Linear(16, 16).parameters(), lr=0.1))
             assert f"not in force: {error.value}".removesuffix("  (--enforce warn to go on anyway)") == cell["reason"]
         else:
             assert H200.refuses(policy_of(cell)) is None

@@ -21,6 +21,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 import mpguard
 from mpguard import scaling
 from mpguard.policy import Policy
+from mpguard.runtime import activation
 from mpguard.runtime import guard as guards
 from mpguard.runtime.plan import Plan
 
@@ -59,7 +60,7 @@ EXPECTED = [(2.0**power, factor == GOOD) for factor, power in STORY]
 @pytest.fixture
 def activated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(guards, "_current", None)
-    guards.start(Plan(POLICY, enforce="off", announced=True))
+    activation.start(Plan(POLICY, enforce="off", announced=True))
     yield
     monkeypatch.setattr(guards, "_current", None)
 

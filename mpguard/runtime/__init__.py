@@ -1,17 +1,24 @@
 """The policy at run time: injection and proof.
 
-    plan      what a run was asked to be, and how workers are told
-    launcher  the launcher half: resolve once, refuse what can be refused, start the workers
-    checks    what can be known before training
-    hooked    what the hook's .pth line imports
-    imports   patches are made as modules come in
-    patches   the few things that are wrapped, and why: a table for each library
-    products  the matrix products behind a backward pass, and their dtypes
-    recorder  what is only visible while it happens
-    observe   what a process really does, as plain data
-    proof     that data against the policy: rows, table, JSON
-    verdict   one verdict over all ranks
-    guard     when to prove, and what follows
+    plan        what a run was asked to be, and how workers are told
+    launcher    the launcher half: resolve once, refuse what can be refused, start the workers
+    checks      what can be known before training
+    compiling   what `compile: auto` means
+    hooked      what the hook's .pth line imports
+    activation  a plan put in force: patches, hooks, the guard
+    imports     patches are made as modules come in
+    patches     the few things that are wrapped, and why: a table for each library
+    converting  what becomes of the models of an optimizer
+    checkpoints the history of delayed scaling beside checkpoints
+    products    the matrix products behind a backward pass, and their dtypes
+    recorder    what is only visible while it happens
+    fp8         FP8 layers as they are
+    observe     what a process really does, as plain data
+    proof       that data against the policy: rows, table, JSON
+    verdict     one verdict over all ranks
+    guard       when to prove, and what follows
+    saying      the lines that a run prints
+    ending      the status that a process ends with
 
 Importing this package imports nothing else: the hook does it at interpreter start.
 """
@@ -21,14 +28,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mpguard.runtime.guard import activate, prove
+    from mpguard.runtime.activation import activate
+    from mpguard.runtime.guard import prove
 
 __all__ = ["activate", "prove"]
 
 
 def __getattr__(name: str) -> object:
-    if name in __all__:
-        from mpguard.runtime import guard
+    if name == "activate":
+        from mpguard.runtime.activation import activate
 
-        return getattr(guard, name)
+        return activate
+    if name == "prove":
+        from mpguard.runtime.guard import prove
+
+        return prove
     raise AttributeError(f"module 'mpguard.runtime' has no attribute {name!r}")

@@ -75,8 +75,9 @@ def _launcher(module: ModuleType, count: int) -> None:
 
 def _worker(_torch: ModuleType) -> None:
     from mpguard.errors import MpguardError, NotInForce
-    from mpguard.runtime import guard, proof
+    from mpguard.runtime import activation, ending, guard
     from mpguard.runtime.plan import Plan
+    from mpguard.runtime.saying import not_in_force, say
 
     if guard.current() is not None:
         return
@@ -84,12 +85,12 @@ def _worker(_torch: ModuleType) -> None:
     if plan is None:
         return
     try:
-        guard.start(plan).take_over_exit()
+        ending.Ending(activation.start(plan)).take_over()
     except NotInForce as error:
-        proof.say(f"mpguard: not in force: {error}")
+        say(f"mpguard: {not_in_force(str(error))}")
         raise SystemExit(1) from None
     except MpguardError as error:
-        proof.say(f"mpguard: {error}")
+        say(f"mpguard: {error}")
         raise SystemExit(2) from None
 
 

@@ -27,9 +27,10 @@ from mpguard.document import Document, read
 from mpguard.errors import ConfigError, MpguardError, NotInForce
 from mpguard.lint.configs.accelerate_keys import OLD, unknown_key
 from mpguard.plugin import Change, Setting, differences, merged, require_carried, show
-from mpguard.runtime import checks, guard
+from mpguard.runtime import checks
 from mpguard.runtime.plan import Plan, absolute, enforcement, strategy_of
-from mpguard.runtime.proof import Proof, say
+from mpguard.runtime.proof import Proof
+from mpguard.runtime.saying import header, say
 
 #: `launch_command_parser` of accelerate.
 ParserFactory = Callable[[], argparse.ArgumentParser]
@@ -221,7 +222,7 @@ def _header(plan: Plan, launch: checks.Launch, mode: str, overridden: Sequence[C
         rows.append(("reduce_dtype", f"{plan.policy.params_dtype} -> {reduce}", f"grad_reduce_in_fp32 ({usual})"))
     wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [
-        guard.header(plan),
+        header(plan),
         *(f"  {key:{wide[0]}}  {values:{wide[1]}}  {why}".rstrip() for key, values, why in rows),
     ]
     return "\n".join(lines)

@@ -398,9 +398,3 @@ def _amount(elements: int) -> str:
         if elements >= size:
             return f"{elements / size:.3g} {unit}"
     return str(elements)
-
-
-def say(text: str) -> None:
-    """A line of mpguard's own, on stderr: the script's stdout is the script's."""
-    sys.stderr.write(f"{text}\n")  # in one piece: ranks share it
-    sys.stderr.flush()

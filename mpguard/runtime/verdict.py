@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from mpguard.runtime.observe import world_size
-from mpguard.runtime.proof import say
+from mpguard.runtime.saying import say
 
 #: Seconds that ranks wait for each other's verdict, after how many they say so, and how long rank 0,
 #: whose process may hold the store, waits for the others to have read.

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from test_loss_scale import EXPECTED, GOOD, OF_DEEPSPEED, POLICY, STORY
 
+from mpguard.runtime import activation
 from mpguard.runtime import guard as guards
 from mpguard.runtime.plan import Plan
 
@@ -27,7 +28,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, "_current", None)
-    guards.start(Plan(POLICY, enforce="off", announced=True))
+    activation.start(Plan(POLICY, enforce="off", announced=True))
 
 
 def steps(accelerator: Any, story: list[tuple[float, int]], scale_of: Any) -> list[tuple[float, bool]]:

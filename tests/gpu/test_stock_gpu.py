@@ -17,7 +17,7 @@ from torch import nn
 
 import mpguard
 from mpguard.policy import Policy
-from mpguard.runtime import compiling
+from mpguard.runtime import activation, compiling
 from mpguard.runtime import guard as guards
 from mpguard.runtime.plan import Plan
 
@@ -78,7 +78,7 @@ def activated(policy: Policy, strategy: str) -> Iterator[None]:
     before = guards._current
     guards._current = None
     try:
-        guards.start(Plan(policy, strategy=strategy, enforce="off", announced=True))
+        activation.start(Plan(policy, strategy=strategy, enforce="off", announced=True))
         yield
     finally:
         guards._current = before

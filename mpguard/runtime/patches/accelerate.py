@@ -14,6 +14,7 @@ from mpguard.plugin import ABSENT, Change, gathers
 from mpguard.runtime import checkpoints, compiling
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches.patch import Function, Patch
+from mpguard.runtime.saying import quiet
 
 
 def _accelerator(original: Function) -> Function:
@@ -48,7 +49,7 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
     policy = guard.plan.policy
     guard.converts = not gathers(policy, strategy)
     converts = policy.low_bit_recipe is not None and guard.converts
-    with guards.quiet():
+    with quiet():
         wanted = (policy.replace(fp8=None, fp4=None) if converts else policy).to("accelerate", strategy)
     wanted.pop("deepspeed_plugin", None)  # the run has one of its own; `deepspeed.initialize` gets the policy
     fsdp = wanted.pop("fsdp_plugin", None)

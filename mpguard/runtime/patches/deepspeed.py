@@ -16,6 +16,7 @@ from mpguard.plugin import Setting, differences, merged
 from mpguard.runtime import guard as guards
 from mpguard.runtime.observe import innermost
 from mpguard.runtime.patches.patch import Function, Patch
+from mpguard.runtime.saying import quiet
 
 
 def _deepspeed_initialize(original: Function) -> Function:
@@ -56,7 +57,7 @@ def _deepspeed_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str
     plain = getattr(config, "_param_dict", getattr(config, "config", config))  # a DeepSpeedConfig, or HF's
     if not isinstance(plain, Mapping):
         raise ConfigError(f"deepspeed.initialize: config is a {type(config).__name__}; a dict or a file is needed")
-    with guards.quiet():
+    with quiet():
         changes = differences(plain, guard.plan.policy, "deepspeed")
     for change in changes:
         if change.overrides:

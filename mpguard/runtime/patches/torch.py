@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from mpguard.plugin import Change
+from mpguard.runtime import converting
 from mpguard.runtime import guard as guards
 from mpguard.runtime.observe import innermost
 from mpguard.runtime.patches.patch import Function, Patch
+from mpguard.runtime.saying import quiet
 
 
 def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Callable[[Function], Function]:
@@ -26,7 +28,7 @@ def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Ca
             if guard is None:
                 return original(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
-            with guards.quiet():
+            with quiet():
                 wanted = guard.plan.policy.to(target)
             given = bound.arguments.get(parameter)
             bound.arguments[parameter] = _with_dtypes(given, wanted, fields, target, guard)
@@ -60,7 +62,7 @@ def _scaler_init(original: Function) -> Function:
         guard = guards.current()
         bound = signature.bind(self, *args, **kwargs)
         if guard is not None and guard.plan.policy.fp16 and bound.arguments.get("enabled", True):
-            with guards.quiet():
+            with quiet():
                 wanted = guard.plan.policy.to("torch")
             for name, value in wanted.scaling.items():
                 old = bound.arguments.get(name)
@@ -144,7 +146,7 @@ def _optimizer_init(original: Function) -> Function:
         original(self, *args, **kwargs)
         guard = guards.current()
         if guard is not None:
-            guard.convert(self)
+            converting.convert(guard, self)
 
     return __init__
 

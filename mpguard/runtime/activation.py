@@ -1,0 +1,102 @@
+"""Puts a policy in force in this process: patches, hooks and the guard that proves it."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+from pathlib import Path
+from types import ModuleType
+
+from mpguard.errors import NotInForce
+from mpguard.plugin import require_carried
+from mpguard.policy import Policy
+from mpguard.recipes import recipe
+from mpguard.runtime import compiling, ending, imports, patches
+from mpguard.runtime.guard import Guard, current, put_in_force
+from mpguard.runtime.plan import Plan, enforcement
+from mpguard.runtime.saying import header, quiet, say, whole_lines
+from mpguard.runtime.verdict import number, rank
+
+
+def start(plan: Plan) -> Guard:
+    """Puts a plan in force for everything that is built from here on, and returns its guard.
+
+    A second call with another plan replaces the first one's. Raises `PolicyError`, `NotInForce`.
+    """
+    guard = current()
+    if guard is None:
+        require_carried("accelerate", plan.policy, plan.strategy)
+        guard = Guard(plan)
+        put_in_force(guard)
+        _begin(guard)
+    elif guard.plan.policy != plan.policy:
+        guard.plan = dataclasses.replace(plan, announced=guard.plan.announced)
+        guard.rearm()
+    return guard
+
+
+def activate(
+    policy: Policy | str | None = None, *, enforce: str | None = None, proof_json: str | None = None
+) -> Policy:
+    """Puts a policy in force for everything that is built from here on, and proves it. Returns the policy.
+
+    policy: a `Policy`, or the name of a recipe; by default the one that the launcher handed over,
+    else `[tool.mpguard] recipe` (`ConfigError` where there is none). enforce: "error" (default),
+    "warn", "off". proof_json: where the proof is written. Precision that the frameworks are given
+    from here on (`Accelerator`, `deepspeed.initialize`, FSDP, GradScaler, TF32) becomes the
+    policy's, and each override is logged; after the first applied optimizer step `NotInForce` is
+    raised where what runs is something else. Call it before models and optimizers are built.
+    """
+    before = current()
+    if policy is None:
+        plan = before.plan if before is not None else Plan.found(None, enforce=enforce, proof_json=proof_json)
+    else:
+        policy = recipe(policy) if isinstance(policy, str) else policy
+        handed = Plan.from_environment() or Plan(policy, enforce=enforcement(None, Path.cwd()))
+        plan = dataclasses.replace(
+            handed,
+            policy=policy,
+            enforce=enforcement(enforce or handed.enforce, Path.cwd()),
+            proof_json=proof_json or handed.proof_json,
+        )
+    guard = start(plan)
+    if before is None:
+        ending.Ending(guard).take_over()
+    return guard.plan.policy
+
+
+def _begin(guard: Guard) -> None:
+    """Says the header, where the launcher half has not, and waits for the libraries to come in."""
+    if number("WORLD_SIZE", 1) > 1:
+        whole_lines()
+        atexit.register(ending.let_gloo_finish)
+    if not guard.plan.announced and rank() == 0:
+        say(header(guard.plan))
+    check_start(guard.plan)
+    guard.write_proof(None)
+
+    def torch_is_here(_torch: ModuleType) -> None:
+        with quiet():
+            if guard.plan.policy.tf32 is not None:
+                guard.plan.policy.to("torch").set_tf32()
+        guard.listen()
+
+    patches.apply()
+    imports.after("torch", torch_is_here)
+    imports.after("transformer_engine", lambda _: guard.recorder.listen_to_modules())
+    if guard.plan.enforce == "error":
+        ending.mind_hard_exits(guard)
+
+
+def check_start(plan: Plan) -> None:
+    """What a worker knows before it trains. Raises `NotInForce`."""
+    if plan.enforce == "error" and (reason := compiling.refused(plan.policy)):
+        raise NotInForce(reason)
+    launched, asked = number("WORLD_SIZE", 1), plan.processes
+    if asked is not None and launched != asked and plan.enforce == "error":
+        raise NotInForce(
+            f"{plan.config or 'the plan'} asks for {asked} process{'es' if asked > 1 else ''}, "
+            f"{launched} {'was' if launched == 1 else 'were'} started; "
+            "stock accelerate starts one for MULTI_CPU. Use `mpguard launch --config`, `torchrun --nproc_per_node "
+            f"{asked}`, or set `num_processes: {launched}`"
+        )
