@@ -256,6 +256,29 @@ def test_a_frozen_model_is_converted_and_stays_frozen() -> None:
     assert inputs.grad is not None and inputs.grad.any() and all(each.grad is None for each in net.parameters())
 
 
+def test_the_work_that_no_linear_layer_does_is_said() -> None:
+    """Experts in one parameter, GPT-2's Conv1D: of all Linear layers in FP8 nobody would guess how little that is."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(vocab_size=64, num_key_value_heads=2, num_local_experts=8, **sizes)
+    done = mpguard.convert(transformers.MixtralForCausalLM(config), FP8)
+    ((kind, share),) = done.others
+    assert kind == "MixtralExperts" and share > 0.9
+    first = str(done).splitlines()[0]
+    assert first.startswith("4 of 5 Linear layers in FP8") and "MixtralExperts (9" in first and "stay in bf16" in first
+    net = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2))
+    with pytest.raises(mpguard.NotInForce, match=r"lm_head: fp8_exclude; Conv1D, \d+ % of the weights: no Linear"):
+        mpguard.convert(net, FP8)
+    lazy = nn.Sequential(nn.Linear(32, 32), nn.LazyLinear(32), nn.LazyConv2d(4, 3))
+    assert mpguard.convert(lazy, FP8).others == ()
+
+
+def test_a_complex_weight() -> None:
+    done = mpguard.convert(nn.Sequential(nn.Linear(32, 32, dtype=torch.complex64), nn.Linear(32, 32)), FP8)
+    assert dict(done.skipped) == {"0": "has a complex weight"}
+
+
 def test_an_own_forward_of_an_instance_is_kept() -> None:
     """Somebody has put a function in the place of one layer's forward."""
     net = model()
@@ -268,6 +291,8 @@ def test_an_own_forward_of_an_instance_is_kept() -> None:
 def test_what_is_no_model(value: Any) -> None:
     with pytest.raises(mpguard.PolicyError, match=r"convert: .* is no torch\.nn\.Module"):
         mpguard.convert(value, FP8)
+    with pytest.raises(mpguard.PolicyError, match=r"revert: .* is no torch\.nn\.Module"):
+        mpguard.revert(value)
 
 
 def test_what_is_no_policy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
@@ -57,6 +58,25 @@ def reasons(modules: Named, policy: Policy) -> dict[int, str]:
         else:
             found[id(module)] = _adapter(spelled) or _unfit(module, multiple(policy))
     return found
+
+
+def others(modules: Named) -> tuple[tuple[str, float], ...]:
+    """Classes of modules with matrices of their own that are no Linear layer, such as a mixture's experts; the shares.
+
+    Embeddings multiply nothing; what holds less than a hundredth is left out.
+    """
+    from torch import nn
+
+    sizes: dict[str, int] = {}
+    for module in {id(module): module for _, module in modules}.values():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        kind = "" if isinstance(module, nn.Linear) or is_of(module, "transformer_engine") else type(module).__name__
+        own = [each for each in module._parameters.values() if each is not None and not nn.parameter.is_lazy(each)]
+        shapes = [getattr(each, "ds_shape", each.shape) for each in own]
+        sizes[kind] = sizes.get(kind, 0) + sum(math.prod(shape) for shape in shapes if len(shape) > 1)
+    whole = max(1, sum(sizes.values()))
+    return tuple((kind, size / whole) for kind, size in sizes.items() if kind and size * 100 >= whole)
 
 
 def plain_name(name: str) -> str:
@@ -168,6 +188,8 @@ def _unfit(module: nn.Linear, multiple: int) -> str:
     weight = module._parameters.get("weight")
     if weight is None:
         return "has no weight of its own (it is computed, or flattened by FSDP with use_orig_params=False)"
+    if weight.is_complex():
+        return "has a complex weight"
     if not weight.is_floating_point() or weight.dtype.itemsize < 2:
         return f"is quantized, its weight is {str(weight.dtype).removeprefix('torch.')}"
     if type(weight) is not torch.nn.Parameter and type(weight).__name__ != "DTensor":

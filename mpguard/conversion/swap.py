@@ -85,9 +85,11 @@ def convert_named(model: nn.Module, modules: choice.Named, policy: Policy) -> Co
     _check_policy(names, before, policy)
     todo = {key: layer for key, layer in layers.items() if not reasons[key] and key not in before}
     skipped = tuple((names[key], reasons[key]) for key in layers if reasons[key] and key not in before)
+    others = choice.others(modules)
     if not todo and not before:
-        said = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in skipped[:5])
-        raise NotInForce(f"convert: nothing in the model can be FP8: {said or 'it has no Linear layer'}")
+        said = [f"{name or 'the model'}: {reason}" for name, reason in skipped[:5]] or ["it has no Linear layer"]
+        said += [f"{kind}, {100 * share:.0f} % of the weights: no Linear layers" for kind, share in others]
+        raise NotInForce(f"convert: nothing in the model can be FP8: {'; '.join(said)}")
     backend, library = _library(policy)
     padding = next((layer.__dict__[MARK].padding for layer in before.values()), Padding(choice.multiple(policy)))
     try:
@@ -105,12 +107,14 @@ def convert_named(model: nn.Module, modules: choice.Named, policy: Policy) -> Co
         library.around(model, policy)
     return Conversion(
         backend, str(policy.low_bit_recipe), policy.compute_dtype.short, policy.fp8_emulate,
-        tuple(names[key] for key in todo), tuple(names[key] for key in before), skipped,
+        tuple(names[key] for key in todo), tuple(names[key] for key in before), skipped, others,
     )  # fmt: skip
 
 
 def revert(model: nn.Module) -> nn.Module:
     """Takes back what `convert` did: plain `nn.Linear` layers with the same parameters. Returns the model."""
+    if not isinstance(model, nn.Module):
+        raise PolicyError(f"revert: {model!r:.60} is no torch.nn.Module; a model is needed")
     layers = [module for module in model.modules() if MARK in module.__dict__]
     for layer in layers:
         if not type(layer).__module__.startswith(__package__):
