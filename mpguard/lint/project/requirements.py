@@ -30,11 +30,18 @@ class Required:
 
     def since(self, version: tuple[int, ...]) -> bool:
         """Whether nothing older than a version is allowed."""
-        return self.low is not None and self.low >= version
+        return self.low is not None and _release(self.low) >= _release(version)
 
     def before(self, version: tuple[int, ...]) -> bool:
         """Whether only what is older than a version is allowed."""
-        return self.below is not None and self.below <= version
+        return self.below is not None and _release(self.below) <= _release(version)
+
+
+def _release(version: tuple[int, ...]) -> tuple[int, ...]:
+    """A version as it is compared: 2.4 and 2.4.0 are one (PEP 440)."""
+    while version and version[-1] == 0:
+        version = version[:-1]
+    return version
 
 
 @remembered

@@ -318,6 +318,14 @@ scaler = torch.cuda.amp.GradScaler()
             """\
 import torch
 
+scaler = torch.cuda.amp.GradScaler()
+""",
+            files={"requirements.txt": "torch<2.4.0,>=2.3.0\n"},
+        ),
+        Good(
+            """\
+import torch
+
 context = torch.cuda.amp.autocast()
 """,
             files={"torch/__init__.py": ""},

@@ -34,7 +34,8 @@ class Fp8WithoutCompile(Rule):
     A compile that an option switches counts. A helper that converts a model of its caller's, where
     no caller is in sight, is not judged. Transformer Engine needs no compile and is never reported.
     FP8 that is only emulated (`emulate=True`) is not judged.
-    A launch flag (`accelerate launch --dynamo_backend inductor`) is out of sight.
+    A launch flag (`accelerate launch --dynamo_backend inductor`) is out of sight. An `Accelerator(**arguments)` may
+    be given a dynamo backend: silent.
     """
 
     code, name = "MPG401", "fp8-without-compile"
@@ -192,6 +193,17 @@ accelerator = Accelerator(
         ),
         Good(
             """\
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+
+arguments = {"kwargs_handlers": [AORecipeKwargs()]}
+if backend:
+    arguments["dynamo_backend"] = backend
+accelerator = Accelerator(**arguments)
+"""
+        ),
+        Good(
+            """\
 from torchao.float8 import convert_to_float8_training
 from speed import faster
 from models import build
@@ -227,7 +239,9 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
             for event in facts.events("convert")
             if not self._outside(event, facts) and not emulated(facts, event.call)
         ]
-        if facts.events("accelerator"):  # a helper's handlers may go to one that compiles
+        accelerators = facts.events("accelerator")
+        # A helper's handlers may go to one that compiles; `**arguments` may hold a dynamo backend.
+        if accelerators and not any(event.call.starred for event in accelerators):
             found += [each for each in facts.events("fp8_handler") if _handler(each)]
         if not found or launched_compiled(facts):
             return
