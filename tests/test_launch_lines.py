@@ -10,8 +10,7 @@ import pytest
 
 from mpguard import settings
 from mpguard.cli import main
-from mpguard.lint.project import launch_lines
-from mpguard.lint.project import project as project_module
+from mpguard.lint.project import launch_lines, tree
 from mpguard.lint.project.launch_lines import Launch, read
 from mpguard.lint.project.project import Project
 
@@ -145,7 +144,7 @@ def make(files: dict[str, str]) -> None:
 
 def configs(script: str) -> list[tuple[str, str | None]]:
     launch_lines.in_tree.cache_clear()
-    project_module.top_of.cache_clear()
+    tree.top_of.cache_clear()
     return [(each.path, each.mixed_precision) for each in Project().configs_for(script)]
 
 

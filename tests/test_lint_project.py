@@ -12,9 +12,10 @@ from mpguard.cli import main
 from mpguard.errors import ConfigError
 from mpguard.lint.engine import Engine, Options
 from mpguard.lint.files import Target, collect
-from mpguard.lint.project import launch_lines
+from mpguard.lint.project import launch_lines, tree
 from mpguard.lint.project import project as module
-from mpguard.lint.project.project import Project, launch_config
+from mpguard.lint.project.launch_configs import launch_config
+from mpguard.lint.project.project import Project
 from mpguard.lint.rule import rules
 from mpguard.lint.selection import Selectors
 
@@ -23,7 +24,7 @@ from mpguard.lint.selection import Selectors
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     settings._of_folder.cache_clear()
-    module.top_of.cache_clear()
+    tree.top_of.cache_clear()
     return tmp_path
 
 
@@ -141,7 +142,7 @@ TREE = {
 )
 def test_modules_are_found_in_the_tree(imported: str, by: str, expected: str | None) -> None:
     make(TREE)
-    assert module._resolve(imported, by) == expected
+    assert tree.file_of(imported, by) == expected
 
 
 def test_installed_packages_are_no_part_of_each_other() -> None:
@@ -149,9 +150,9 @@ def test_installed_packages_are_no_part_of_each_other() -> None:
           ".venv/site-packages/a/b/__init__.py": "", ".venv/site-packages/a/b/y.py": "",
           ".venv/site-packages/torch/__init__.py": ""})  # fmt: skip
     inside = ".venv/site-packages/a/b/y.py"
-    assert module._resolve("a.x", inside) == ".venv/site-packages/a/x.py"
-    assert module._resolve("..x", inside) == ".venv/site-packages/a/x.py"
-    assert module._resolve("torch", inside) is None
+    assert tree.file_of("a.x", inside) == ".venv/site-packages/a/x.py"
+    assert tree.file_of("..x", inside) == ".venv/site-packages/a/x.py"
+    assert tree.file_of("torch", inside) is None
 
 
 def test_facts_of_an_imported_module_are_read_once() -> None:

@@ -22,7 +22,7 @@ from mpguard.lint.result import FileReport
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mpguard.lint.project.project import LaunchConfig
+    from mpguard.lint.project.launch_configs import LaunchConfig
 
 __all__ = ["configure", "run"]
 
@@ -121,7 +121,7 @@ def _configs(options: argparse.Namespace) -> tuple[LaunchConfig, ...]:
         named(options.gpu)
     if not options.configs:
         return ()
-    from mpguard.lint.project.project import launch_config
+    from mpguard.lint.project.launch_configs import launch_config
 
     for name in options.configs:
         if not Path(name).exists():

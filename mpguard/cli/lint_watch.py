@@ -103,7 +103,7 @@ def _again(changed: list[str], once: Callable[[], int]) -> None:
 
 def _roots(options: argparse.Namespace) -> set[Path]:
     """The trees of what is checked: modules, configs and settings that findings rest on lie there too."""
-    from mpguard.lint.project.project import top_of
+    from mpguard.lint.project.tree import top_of
 
     named = [Path(path).absolute() for path in (*(options.paths or ["."]), *options.configs)]
     tops = {top_of(path if path.is_dir() else path.parent) for path in named}

@@ -20,7 +20,8 @@ from mpguard.lint import gate, limit, suppress, workers
 from mpguard.lint.files import MARKDOWN, Target
 from mpguard.lint.finding import Finding, Lines, placed
 from mpguard.lint.noise import stripped
-from mpguard.lint.project.project import LaunchConfig, Project
+from mpguard.lint.project.launch_configs import LaunchConfig
+from mpguard.lint.project.project import Project
 from mpguard.lint.result import CONFIG, SYNTAX, Checked, Defect, FileReport
 from mpguard.lint.rule import BaseRule, ConfigRule, Diagnostic, LaunchRule, Rule
 from mpguard.lint.selection import Rules, Selection, Selectors, ignored_in, selection

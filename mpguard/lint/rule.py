@@ -166,7 +166,7 @@ class ConfigRule(BaseRule):
 
     kinds: ClassVar[tuple[str, ...]]
 
-    def __init__(self, project: Project | None = None) -> None:
+    def __init__(self, project: Project) -> None:
         self.project = project
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
@@ -180,7 +180,7 @@ class ConfigRule(BaseRule):
 class LaunchRule(BaseRule):
     """A rule about the launch lines of a shell script, Makefile, workflow or README. project: what lies around it."""
 
-    def __init__(self, project: Project | None = None) -> None:
+    def __init__(self, project: Project) -> None:
         self.project = project
 
     def check(self, launches: list[Launch]) -> Iterator[Diagnostic]:

@@ -32,7 +32,7 @@ class Wishes:
 
     def options(self, folder: Path) -> Options:
         """As the engine takes them. Raises `ConfigError`."""
-        from mpguard.lint.project.project import launch_config
+        from mpguard.lint.project.launch_configs import launch_config
 
         if self.gpu is not None:
             from mpguard.hardware import named

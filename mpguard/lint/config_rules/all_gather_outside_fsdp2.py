@@ -113,7 +113,9 @@ fp8_config:
         backend = said(document, "fp8_config", "backend")
         if backend is None or not is_fp8(document, "AO") or kind(document) is None:
             return
-        if is_fsdp2(document) or names_recipe(document) or mentions(document.path, r"AORecipeKwargs\b", self.project):
+        if is_fsdp2(document) or names_recipe(document):
+            return
+        if mentions(document.path, r"AORecipeKwargs\b", self.project.launched_with(document.path)):
             return
         gather = said(document, "fp8_config", "enable_fsdp_float8_all_gather")
         key = ".".join(gather.path) if gather is not None else "fp8_config.enable_fsdp_float8_all_gather"

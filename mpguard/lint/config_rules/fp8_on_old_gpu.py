@@ -95,7 +95,7 @@ fp8_config: {backend: TE}
         entry = mixed_precision(document)
         if entry is None or mode(document) != "fp8":
             return
-        gpu, notes = self.project.gpu(document.path) if self.project is not None else None, ()
+        gpu, notes = self.project.gpu(document.path), ()
         instance = document.entry("ec2_instance_type")
         family = re.match(r"ml\.([\w-]+)\.", instance.value) if instance and isinstance(instance.value, str) else None
         if instance is not None and family is not None:

@@ -81,7 +81,8 @@ mixed_precision: fp8
         entry = mixed_precision(document)
         if entry is None or not is_fp8(document) or names_recipe(document):
             return
-        if said(document, "fp8_config", "backend") is not None or flagged(document.path, "fp8_backend", self.project):
+        launches = self.project.launched_with(document.path)
+        if said(document, "fp8_config", "backend") is not None or flagged("fp8_backend", launches):
             return
-        if not mentions(document.path, r"RecipeKwargs\b", self.project):
+        if not mentions(document.path, r"RecipeKwargs\b", launches):
             yield self.at(entry)

@@ -150,14 +150,15 @@ fp8_config:
         if backend is None or not is_fp8(document, "AO") or names_recipe(document):
             return
         dynamo = document.entry("dynamo_backend") or said(document, "dynamo_config", "backend")
-        if mentions(document.path, _COMPILES, self.project):
+        launches = self.project.launched_with(document.path)
+        if mentions(document.path, _COMPILES, launches):
             return
         if kind(document) == "DEEPSPEED":  # its workers never get a dynamo setting
             yield self.at(backend, help="compile the model in the code: under DEEPSPEED `dynamo_config` has no effect")
             return
         if dynamo is not None and str(dynamo.value).lower() not in ("no", "false", "none"):
             return
-        if flagged(document.path, "dynamo_backend", self.project):
+        if flagged("dynamo_backend", launches):
             return
         wanted = {"dynamo_config.dynamo_backend": "INDUCTOR"}
         if dynamo is not None:

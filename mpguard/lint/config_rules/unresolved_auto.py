@@ -145,11 +145,12 @@ engine = deepspeed.initialize(model=model, config=filled)
         configs = naming(document.path)
         if not configs or any(mode(config) not in (None, "no") for config in configs):
             return
-        if any(flagged(config.path, "mixed_precision", self.project) for config in configs):
+        launched = [(config.path, self.project.launched_with(config.path)) for config in configs]
+        if any(flagged("mixed_precision", launches) for _, launches in launched):
             return
-        if not any(mentions(config.path, r"\bAccelerator\(", self.project) for config in configs):
+        if not any(mentions(path, r"\bAccelerator\(", launches) for path, launches in launched):
             return
-        if not any(mentions(config.path, _FILLS_IN, self.project) for config in configs):
+        if not any(mentions(path, _FILLS_IN, launches) for path, launches in launched):
             named = Path(configs[0].path).name
             yield self._at(
                 first, f"accelerate fills in `false`, as `{named}` says no `mixed_precision`; the run is FP32"

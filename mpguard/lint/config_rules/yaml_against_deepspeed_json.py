@@ -109,7 +109,7 @@ deepspeed_config:
         names = document.entry(_NAMES)
         if names is None or not isinstance(names.value, str) or accelerate_config.on_sagemaker(document):
             return
-        other = self.project.config_named(document.path, names.value) if self.project is not None else None
+        other = self.project.config_named(document.path, names.value)
         kind = accelerate_config.kind(document)
         if kind == "DEEPSPEED":
             if document.data.get("use_cpu") is not True:

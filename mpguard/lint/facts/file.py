@@ -53,7 +53,7 @@ from mpguard.lint.source import Chunk, Frames, Source
 
 if TYPE_CHECKING:
     from mpguard.document import Document
-    from mpguard.lint.project.project import LaunchConfig
+    from mpguard.lint.project.launch_configs import LaunchConfig
 
 #: Files up to this size are walked whole; of larger ones the statements that matter.
 WHOLE = 8_000

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,29 +17,27 @@ from mpguard.remembered import remembered
 
 if TYPE_CHECKING:
     from mpguard.document import Document
-    from mpguard.lint.project.project import Project
+    from mpguard.lint.project.launch_lines import Launch
 
 #: Files of a folder, and bytes of a file, that are looked at: enough for a project, bounded for a heap.
 MOST_FILES, LARGEST = 60, 256 << 10
-#: A launch config is some hundred bytes.
+#: A launch config is some hundred bytes; files beside the code that are larger are data.
 LARGEST_CONFIG = 64 << 10
 
 
-def mentions(config: str, pattern: str, project: Project | None = None) -> bool:
+def mentions(config: str, pattern: str, launches: Iterable[tuple[str, Launch]] = ()) -> bool:
     """Whether code that a config may launch matches a pattern outside comments.
 
-    That is the code in its folder, in the one above, and, with a project, beside the scripts that launch lines of
-    the tree start with it.
+    That is the code in its folder, in the one above, and beside the scripts that launch lines start with it.
     """
     folder = Path(config).absolute().parent
-    launched = [Path(script).parent for script, _ in project.launched_with(config)] if project is not None else []
     found = re.compile(pattern.encode())
-    return any(found.search(code) for place in {folder, folder.parent, *launched} for code in _code(place))
+    folders = {folder, folder.parent, *(Path(script).parent for script, _ in launches)}
+    return any(found.search(code) for each in folders for code in _code(each))
 
 
-def flagged(config: str, option: str, project: Project | None) -> bool:
-    """Whether a launch line of the tree that names a config gives an option itself, or may."""
-    launches = project.launched_with(config) if project is not None else ()
+def flagged(option: str, launches: Iterable[tuple[str, Launch]]) -> bool:
+    """Whether a launch line gives an option itself, or may."""
     return any(option in launch.options or launch.hidden for _, launch in launches)
 
 

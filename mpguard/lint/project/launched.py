@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
     from mpguard.lint.facts.values import Alternatives
     from mpguard.lint.facts.walk import Record
-    from mpguard.lint.project.project import LaunchConfig
+    from mpguard.lint.project.launch_configs import LaunchConfig
 
     Configs = tuple[LaunchConfig, ...]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from mpguard import looks
 from mpguard.edits import Edit
 from mpguard.errors import ConfigError
+from mpguard.lint.project.beside import LARGEST_CONFIG
 from mpguard.lint.project.launch_lines import Launch, Word
-from mpguard.lint.project.project import LARGEST_CONFIG
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, LaunchRule, Note, any_of
 
 _OPTIONS = ("--config", "--config_file", "--config-file")
@@ -127,7 +127,7 @@ echo "accelerate launch config.yaml"
     def _is_launch_config(self, name: str, option: str, launch: Launch) -> bool:
         if not name.endswith((".yaml", ".yml", ".json")):
             return False
-        there = self.project.named_in(name, launch.path) if self.project is not None else None
+        there = self.project.named_in(name, launch.path)
         if there is None:
             return _LAUNCH_CONFIG.search(name) is not None and not self._is_scripts(option, launch)
         return _is_accelerates(there)
@@ -135,7 +135,7 @@ echo "accelerate launch config.yaml"
     def _is_scripts(self, option: str, launch: Launch) -> bool:
         """Whether the script, as far as it lies in the tree, has an option of that name."""
         name = launch.script.text if launch.script is not None else None
-        script = self.project.named_in(name, launch.path) if self.project is not None and name else None
+        script = self.project.named_in(name, launch.path) if name else None
         try:
             return script is not None and option.encode() in looks.read(script)
         except OSError:

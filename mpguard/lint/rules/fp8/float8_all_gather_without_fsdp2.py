@@ -10,7 +10,7 @@ from mpguard.lint.facts.walk import Call, constant
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 if TYPE_CHECKING:
-    from mpguard.lint.project.project import LaunchConfig
+    from mpguard.lint.project.launch_configs import LaunchConfig
 
 _SETTING = "enable_fsdp_float8_all_gather"
 

@@ -1,0 +1,189 @@
+"""The configs that code is launched with: what they ask for, and which ones are a script's."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpguard import looks, settings
+from mpguard.errors import ConfigError
+from mpguard.lint.files import CONFIG
+from mpguard.lint.noise import stripped
+from mpguard.lint.project import launch_lines
+from mpguard.lint.project.beside import LARGEST_CONFIG, mentions
+from mpguard.lint.project.launch_lines import Launch, Word
+from mpguard.lint.project.tree import top_of
+
+if TYPE_CHECKING:
+    from mpguard.document import Document, Entry
+
+#: What a script that is started with an accelerate config uses.
+_LAUNCHED = r"\b(?:accelerate|deepspeed|transformers|trl|mpguard)\b|Trainer\b"
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """A config that code is launched with: one of accelerate, or a DeepSpeed file.
+
+    mixed_precision: what it asks for, in lower case, as accelerate 1.15 resolves it:
+        `deepspeed_config.mixed_precision` beats the top level (S7); where neither is there, what
+        the DeepSpeed file that it names has enabled. None where it asks for nothing or it is unclear.
+    distributed_type: as it is written; `DEEPSPEED` of a DeepSpeed file.
+    """
+
+    path: str
+    document: Document
+    mixed_precision: str | None
+    distributed_type: str | None
+    #: The word of a launch line that says `mixed_precision` instead, and the file that it stands in.
+    said_at: tuple[str, Word] | None = None
+
+    def entry(self, key: str) -> Entry | None:
+        """The entry at a dotted path, with its place in the document."""
+        return self.document.entry(key)
+
+
+def launch_config(path: Path, shown: str | None = None) -> LaunchConfig:
+    """Reads a config that code is launched with. Raises `ConfigError` for a file that is none."""
+    from mpguard import document  # and PyYAML, which most runs over Python do not need
+
+    read = document.read(path)
+    data = read.require()
+    shown = shown or str(path)
+    if read.kind == "deepspeed":
+        return LaunchConfig(shown, read, _deepspeed_precision(data), "DEEPSPEED")
+    if read.kind != "accelerate":
+        what = f"a config of {read.kind}" if read.kind else "none"
+        raise ConfigError(f"{path}: code is checked against configs of accelerate or DeepSpeed; this is {what}")
+    distributed = data.get("distributed_type")
+    return LaunchConfig(
+        shown, read, _accelerate_precision(data, path), distributed if isinstance(distributed, str) else None
+    )
+
+
+def _accelerate_precision(data: dict[str, object], path: Path) -> str | None:
+    section = data.get("deepspeed_config")
+    section = section if isinstance(section, dict) else {}
+    for said in (
+        section.get("mixed_precision"),
+        data.get("mixed_precision"),
+        "fp16" if data.get("fp16") is True else None,
+    ):
+        if said is not None:
+            return said.lower() if isinstance(said, str) else None
+    from mpguard.document import read
+
+    name = section.get("deepspeed_config_file")
+    if not isinstance(name, str):
+        return None
+    for candidate in (Path(name), path.parent / name):
+        try:
+            return _deepspeed_precision(read(candidate).require())
+        except ConfigError:
+            continue
+    return None
+
+
+def _deepspeed_precision(data: dict[str, object]) -> str | None:
+    enabled = [
+        name
+        for name in ("bf16", "fp16")
+        if isinstance(section := data.get(name), dict) and section.get("enabled") is True
+    ]
+    return enabled[0] if len(enabled) == 1 else None
+
+
+def launched_with(config: str) -> Iterator[tuple[str, Launch]]:
+    """The launch lines of the tree that name an accelerate config, each with the script that it starts."""
+    top = top_of(Path(config).absolute().parent)
+    for script, launches in launch_lines.in_tree(top).items():
+        for launch in launches:
+            named = launch.options.get("config" if launch.launcher == "mpguard" else "config_file")
+            name = named.text if named is not None else None
+            file = launch_lines.located(name, launch.path, top) if name else None
+            if file is not None and looks.real(file) == looks.real(config):
+                yield script, launch
+
+
+def configured(folder: Path) -> tuple[LaunchConfig, ...]:
+    """Those that the settings of a folder name."""
+    return tuple(launch_config(path, os.path.relpath(path)) for path in settings.nearest(folder).config_paths())
+
+
+def launched(path: str) -> tuple[LaunchConfig, ...] | None:
+    """The configs that the launch lines of the tree name for a script; none where one of them is unknown.
+
+    None where no line names one: a line without a config takes the user's own, which is out of sight.
+    """
+    top = top_of(Path(path).absolute().parent)
+    found: list[LaunchConfig] = []
+    for launch in launch_lines.in_tree(top).get(looks.real(path), ()):
+        named, said = _named(launch), launch.options.get("mixed_precision")
+        if named is None and said is None:
+            continue
+        config = _flags_only(launch) if named is None else _found(named, launch, top)
+        if config is None or (said is not None and said.text is None):
+            return ()
+        if said is not None and said.text is not None:
+            where = (os.path.relpath(launch.path), said)
+            config = dataclasses.replace(config, mixed_precision=said.text.lower(), said_at=where)
+        if config not in found:
+            found.append(config)
+    return tuple(found) or None
+
+
+def _found(named: Word, launch: Launch, top: Path) -> LaunchConfig | None:
+    try:
+        file = None if named.text is None else launch_lines.located(named.text, launch.path, top)
+        return None if file is None else launch_config(file, os.path.relpath(file))
+    except ConfigError:
+        return None
+
+
+def _flags_only(launch: Launch) -> LaunchConfig:
+    """A launch without a config file, that says its precision itself."""
+    from mpguard.document import parse
+
+    return LaunchConfig(os.path.relpath(launch.path), parse("", launch.path, "yaml"), None, None)
+
+
+def _named(launch: Launch) -> Word | None:
+    """The config that a launch line names; unknown where it may name one, or two of them."""
+    own = launch.options.get("config" if launch.launcher == "mpguard" else "config_file")
+    deepspeed = launch.argument("--deepspeed", "--deepspeed_config")
+    if deepspeed is not None and (deepspeed[1].text or ".json").endswith(".json"):
+        return deepspeed[1] if own is None else Word(None, own.span)
+    if own is None and launch.hidden and launch.launcher in ("accelerate", "mpguard"):
+        return Word(None, launch.span)
+    return own
+
+
+def beside(folder: Path) -> tuple[LaunchConfig, ...]:
+    """The accelerate configs in a folder."""
+    found = []
+    for path in (folder / name for name in looks.names(folder, CONFIG)):
+        if not looks.is_file(path):
+            continue
+        try:
+            if b"distributed_type" not in (looks.read_up_to(path, LARGEST_CONFIG) or b""):
+                continue
+            config = launch_config(path, os.path.normpath(path))
+        except (OSError, ConfigError):
+            continue  # no launch config; if it is a broken one, the run over it says so
+        if config.document.kind == "accelerate":
+            found.append(config)
+    return tuple(found)
+
+
+def for_others(path: str, configs: tuple[LaunchConfig, ...]) -> bool:
+    """Whether other code beside the configs uses what they configure, and this file does not."""
+    try:
+        return not re.search(_LAUNCHED.encode(), stripped(looks.read(path))) and any(
+            mentions(config.path, r"\baccelerate\b") for config in configs
+        )
+    except OSError:
+        return False

@@ -1,0 +1,48 @@
+"""The tree that a file is in: its top, and the files of the modules in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mpguard import looks
+from mpguard.lint.files import NEVER
+from mpguard.remembered import remembered
+
+
+def file_of(module: str, from_path: str) -> str | None:
+    """The file of a module, looked for from the importing file's folder up to the tree's top."""
+    folder = Path(from_path).absolute().parent
+    top = top_of(folder)
+    dots = len(module) - len(module.lstrip("."))
+    parts = [part for part in module[dots:].split(".") if part]
+    if not all(part.isidentifier() for part in parts):
+        return None
+    above = [folder, *folder.parents]
+    inside = above[: above.index(top) + 1]
+    if dots:
+        bases = inside[dots - 1 : dots]
+    else:
+        bases = [*inside, top / "src"]
+        if parts and parts[0] == top.name and looks.is_file(top / "__init__.py"):
+            bases.append(top.parent)
+    for base in bases:
+        module_file = base.joinpath(*parts)
+        for candidate in (module_file.with_name(f"{module_file.name}.py"), module_file / "__init__.py"):
+            if looks.is_file(candidate) and (parts or candidate.name == "__init__.py"):
+                return str(candidate) if Path(from_path).is_absolute() else os.path.relpath(candidate)
+    return None
+
+
+@remembered
+def top_of(folder: Path) -> Path:
+    """The top of the tree that a folder is in: see `Project.source_of`."""
+    for candidate in (folder, *folder.parents):
+        if candidate.name in NEVER:
+            break  # an installed package: what lies beside it is not of its tree
+        if any(looks.exists(candidate / name) for name in ("pyproject.toml", "mpguard.toml", ".git")):
+            return candidate
+    top = folder
+    while looks.is_file(top.parent / "__init__.py"):
+        top = top.parent
+    return top
