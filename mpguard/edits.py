@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import os
 import stat
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -75,6 +74,8 @@ def write_atomically(path: Path, data: bytes) -> None:
         before = None
     if before is not None and not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
         raise PermissionError(13, "the file is read-only", str(path))
+    import tempfile  # 3 ms, for what most runs do not do
+
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)
     try:
