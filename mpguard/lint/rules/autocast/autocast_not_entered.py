@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.edits import Edit
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.values import Object
 from mpguard.lint.facts.walk import Call, dotted, text_of
-from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
+from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
 
 #: Contexts in which a call is made to see what it raises.
 _PROBES = re.compile(r"(?i)raises|warns|warnings|subtest|suppress")
@@ -19,11 +20,15 @@ class AutocastNotEntered(Rule):
 
     ## What it does
     Reports `torch.autocast(...)`, its deprecated forms and `accelerator.autocast()` where the call is a statement by
-    itself, or is bound to a name of a function or script that is never used.
+    itself, is bound to a name of a function or script that is never used, or stands before `and`: a context is true,
+    so that `with torch.autocast("cuda") and torch.no_grad():` enters the second alone.
 
     ## Why is this bad
     `torch.autocast` is a context manager: it changes nothing before `with` or a decorator enters it. The code below it
     runs in FP32, at the speed and with the memory of FP32, without a word.
+
+    ## Fix safety
+    Unsafe: a comma in the place of `and` enters both. What was meant, but the run computes something else than before.
 
     ## Known limits
     A context that is stored in an attribute, a dict or a list, passed on or returned counts as entered, and so does a
@@ -35,8 +40,12 @@ class AutocastNotEntered(Rule):
     message = "`{call}` is never entered: nothing runs under it"
     help = "enter it: `with torch.autocast(...):`, or decorate a function with it"
     triggers = (any_of(b"autocast(", b"autocast as"),)
-    # A line with an autocast (or a name for one) that does not begin as a region or a decorator does.
-    pattern = re.compile(rb"^(?![ \t]*(?:async[ \t]+)?(?:with|def)\b[^:\n]*(?::[ \t]*)?$)[^\n@]*autocast[ (]", re.M)
+    # A line with an autocast (or a name for one) that does not begin as a region or a decorator does, or has an `and`.
+    pattern = re.compile(
+        rb"^(?![ \t]*(?:async[ \t]+)?(?:with|def)\b[^:\n]*(?::[ \t]*)?$)[^\n@]*autocast[ (]"
+        rb"|autocast\([^\n]*\)[ \t]+and\b",
+        re.M,
+    )
     examples = (
         Bad(
             """\
@@ -73,6 +82,44 @@ amp = torch.autocast("cuda", dtype=torch.bfloat16)  # !
 for x in loader:
     loss = model(x).sum()
     loss.backward()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def encode(model, x):
+    with torch.autocast("cuda", dtype=torch.bfloat16) and torch.set_grad_enabled(model.training):  # !
+        return model(x)
+""",
+            fixed="""\
+import torch
+
+def encode(model, x):
+    with torch.autocast("cuda", dtype=torch.bfloat16), torch.set_grad_enabled(model.training):
+        return model(x)
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def decode(model, x, stack):
+    with (torch.autocast("cuda") and torch.no_grad()):  # !
+        return stack.enter_context(torch.autocast("cuda", torch.bfloat16) and torch.no_grad())  # !
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def right(args, model, x):
+    with torch.no_grad() and torch.autocast("cuda"):
+        y = model(x)
+    with args.amp and torch.autocast("cuda") or torch.no_grad():
+        y = model(y)
+    with torch.autocast("cuda", enabled=args.amp and args.gpu), torch.no_grad():
+        return model(y)
 """
         ),
         Good(
@@ -127,7 +174,13 @@ def mine(autocast):
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for call in self._made(facts):
-            if not self._probe(call) and not self._used(call, facts):
+            if self._probe(call):
+                continue
+            dropped = self._dropped(call, facts)
+            if dropped is not None:
+                help = "`and` gives its second operand, for a context is true: write a comma"
+                yield self.at(call, call=facts.short(call.node), help=help, fix=self._fix(dropped, call, facts))
+            elif not self._used(call, facts):
                 yield self.at(call, call=facts.short(call.node))
 
     def _made(self, facts: Facts) -> Iterator[Call]:
@@ -141,6 +194,20 @@ def mine(autocast):
         return any(flag.startswith("try#") for flag in call.guard.flags()) or any(
             _PROBES.search(text_of(item.expr)) for item in call.withs
         )
+
+    def _dropped(self, call: Call, facts: Facts) -> cst.BooleanOperation | None:
+        """The `and` whose first operand it is, which gives the second: a context is true."""
+        above = facts.walker.parents.get(call.node)
+        if not isinstance(above, cst.BooleanOperation) or not isinstance(above.operator, cst.And):
+            return None
+        return above if above.left is call.node else None
+
+    def _fix(self, dropped: cst.BooleanOperation, call: Call, facts: Facts) -> Fix | None:
+        statement = facts.walker.parents.get(dropped)
+        if not isinstance(statement, cst.With) or dropped.lpar:
+            return None
+        edit = Edit(call.chunk.outer_span(dropped.left)[1], call.chunk.outer_span(dropped.right)[0], ", ")
+        return Fix("Enter both contexts", "unsafe", (edit,))
 
     def _used(self, call: Call, facts: Facts) -> bool:
         """Whether something may enter it: all but a statement of its own, and a local name that nothing reads."""
