@@ -10,8 +10,8 @@ reader's: `{"package", "file", "line", "code", "verdict", "why"}`, true where th
 have to agree with the finding by the rule's own definition. `list --preview` shows preview rules too;
 they have no verdicts here and do not count.
 
-evidence_unseen.json is another matter: other packages, judged once, with the rules as they were at its commit. It is
-not kept up: what the rules got wrong there is the figure.
+evidence_unseen.json is another matter: batches of other packages, each judged once, with the rules as they were at its
+commit. It is not kept up: what the rules got wrong there is the figure.
 """
 
 from __future__ import annotations
@@ -151,9 +151,18 @@ def check(folder: Path) -> int:
 # -- the page -----------------------------------------------------------------------------------------
 
 
-def unseen() -> str:
-    """The paragraph on the packages that no rule had been mended by."""
-    data = json.loads(UNSEEN.read_text())
+def unseen() -> tuple[str, ...]:
+    """A paragraph for each batch of packages that no rule had been mended by, the latest first."""
+    batches = json.loads(UNSEEN.read_text())["batches"]
+    told = (
+        "The packages of each were fixed by SHA-256, in three lots, each lot before its findings were read, and linted"
+        " before any rule was mended by them. The later the batch, the more it says about the rules as they are"
+        f" ([benchmarks/{UNSEEN.name}](../benchmarks/{UNSEEN.name}))."
+    )
+    return (*(line for batch in reversed(batches) for line in (_batch(batch), "")), told)
+
+
+def _batch(data: dict[str, Any]) -> str:
     judged = [verdict for verdict in data["verdicts"] if verdict["code"] != FREQUENT]
     frequent = [verdict["verdict"] for verdict in data["verdicts"] if verdict["code"] == FREQUENT]
     right = sum(verdict["verdict"] for verdict in judged)
@@ -165,10 +174,8 @@ def unseen() -> str:
         f"**On {len(data['packages'])} packages that no rule had been mended by: {right} right,"
         f" {len(judged) - right} wrong, precision {right / len(judged):.1%}**"
         f" ({sum(whole.values())} of {len(whole)} where each rule counts once in a package; {FREQUENT}:"
-        f" {sum(frequent)} of {len(frequent)} drawn at random). The packages were fixed by SHA-256, in three lots, each"
-        f" before its findings were read, and linted on {data['date']} with commit"
-        f" {data['mpguard commit'][:7]}, before any rule was mended by them; those mended since:"
-        f" {', '.join(data['mended since'])} ([benchmarks/{UNSEEN.name}](../benchmarks/{UNSEEN.name}))."
+        f" {sum(frequent)} of {len(frequent)} drawn at random), on {data['date']} with commit"
+        f" {data['mpguard commit'][:7]}; those mended since: {', '.join(data['mended since'])}."
     )
 
 
@@ -198,7 +205,7 @@ def page() -> str:
         "",
         f"**Without {FREQUENT}: {true} right, {false} wrong, precision {true / (true + false):.1%}.**",
         "",
-        unseen(),
+        *unseen(),
         "",
         *(f"| {' | '.join(row)} |" for row in rows),
         "",
