@@ -30,6 +30,8 @@ class Settings:
 
     source: the file they are from; None where there is none, and all is at its default.
     select: codes, prefixes of codes or ALL instead of the rules that are on by default; None: those.
+    preview: prefixes and ALL select preview rules too.
+    per_file_ignores: pattern -> codes that are left out in its files; `!pattern`: in all others.
     configs: launch configs that the code is checked against, instead of those found beside it.
     recipe, enforce: what `mpguard.run` and `mpguard.auto` take where nothing else says it.
     gpu: what the code will run on (`h100`, `sm_90`).
@@ -41,6 +43,7 @@ class Settings:
     source: Path | None = None
     select: tuple[str, ...] | None = None
     extend_select: tuple[str, ...] = ()
+    preview: bool = False
     ignore: tuple[str, ...] = ()
     per_file_ignores: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     include: tuple[str, ...] = ()
@@ -155,7 +158,9 @@ def _values(table: Mapping[str, Any], path: Path, text: str) -> dict[str, Any]:
     for key, value in table.items():
         where = f"{path}{_line(text, key)}"
         if key not in _KEYS:
-            raise SettingsError(f"{where}: there is no setting `{key}`{did_you_mean(key, _KEYS)}")
+            inner = value if key in ("tool", "mpguard") and isinstance(value, dict) else None
+            hint = did_you_mean(key, _KEYS) if inner is None else "; here the settings stand at the top, in no table"
+            raise SettingsError(f"{where}: there is no setting `{key}`{hint}")
         read, needed = _KEYS[key]
         try:
             values[key.replace("-", "_")] = read(value)
@@ -190,10 +195,33 @@ def _strings(value: Any) -> tuple[str, ...]:
     return tuple(map(_string, value))
 
 
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _codes(value: Any) -> tuple[str, ...]:
+    """In upper case, as on the command line."""
+    return tuple(code.upper() for code in _strings(value))
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    return tuple(map(_pattern, _strings(value)))
+
+
+def _pattern(text: str) -> str:
+    """As .gitignore has it, to which `./src` would be no path; an empty one would do nothing."""
+    negated, rest = ("!", text[1:]) if text.startswith("!") else ("", text)
+    if not rest.strip():
+        raise ValueError
+    return negated + (rest[1:] if rest.startswith("./") else rest)
+
+
 def _ignores(value: Any) -> dict[str, tuple[str, ...]]:
     if not isinstance(value, dict):
         raise ValueError
-    return {pattern: _strings(codes) for pattern, codes in value.items()}
+    return {_pattern(pattern): _codes(codes) for pattern, codes in value.items()}
 
 
 def _enforce(value: Any) -> str:
@@ -202,19 +230,20 @@ def _enforce(value: Any) -> str:
     return _string(value)
 
 
-_A_LIST = "a list of strings"
+_A_LIST, _PATTERNS = "a list of strings", "a list of patterns, none of them empty,"
 _KEYS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
-    "select": (_strings, _A_LIST),
-    "extend-select": (_strings, _A_LIST),
-    "ignore": (_strings, _A_LIST),
+    "select": (_codes, _A_LIST),
+    "extend-select": (_codes, _A_LIST),
+    "ignore": (_codes, _A_LIST),
+    "preview": (_truth, "true or false"),
     "per-file-ignores": (_ignores, "a table of pattern = list of codes"),
-    "include": (_strings, _A_LIST),
-    "exclude": (_strings, _A_LIST),
+    "include": (_patterns, _PATTERNS),
+    "exclude": (_patterns, _PATTERNS),
     "configs": (_strings, _A_LIST),
     "recipe": (_string, "a string"),
     "gpu": (_string, "a string"),
-    "training-paths": (_strings, _A_LIST),
-    "inference-paths": (_strings, _A_LIST),
+    "training-paths": (_patterns, _PATTERNS),
+    "inference-paths": (_patterns, _PATTERNS),
     "enforce": (_enforce, "one of error, warn, off"),
     "cache-dir": (_string, "a string"),
 }

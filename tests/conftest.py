@@ -11,3 +11,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("MPGUARD_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def no_colours_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a plain shell, also where CI sets them."""
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)

@@ -13,6 +13,7 @@ import pytest
 
 from mpguard import settings
 from mpguard.cli import main
+from mpguard.lint.rule import rules
 
 TRAIN = """\
 import torch
@@ -305,6 +306,34 @@ def test_per_file_ignores_and_extend_select(lint: Lint) -> None:
     Path("pyproject.toml").write_text("[tool.mpguard]\nselect = ['MPG8']\nextend-select = ['MPG101']\n")
     assert lint(".")[1].count("MPG101") == 2
     assert lint("--ignore", "MPG101", ".")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "left"),
+    [
+        ("./legacy", "train.py"),
+        ("legacy/**/*.py", "train.py"),
+        ("!legacy/", "legacy/train.py"),
+        ("!train.py", "legacy/train.py train.py"),
+        ("!/train.py", "train.py"),
+    ],
+)
+def test_per_file_ignores_of_all_other_files(lint: Lint, pattern: str, left: str) -> None:
+    Path("legacy").mkdir()
+    for name in ("legacy/train.py", "train.py"):
+        Path(name).write_text(TRAIN)
+    Path("mpguard.toml").write_text(f"per-file-ignores = {{'{pattern}' = ['MPG101']}}\n")
+    assert [line.partition(":")[0] for line in lint(".")[1].splitlines()[:-1]] == left.split()
+
+
+def test_preview_is_a_setting_too(lint: Lint) -> None:
+    Path("train.py").write_text(TRAIN)
+    preview = next(code for code, rule in sorted(rules().items()) if rule.preview)
+    Path("train.py").write_text(f"x = 1  # noqa: {preview}\n")
+    Path("mpguard.toml").write_text("select = ['ALL']\n")
+    assert lint("train.py")[0] == 0
+    Path("mpguard.toml").write_text("select = ['ALL']\npreview = true\n")
+    assert "MPG002" in lint("train.py")[1]
 
 
 def test_isolated_knows_no_settings(lint: Lint) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,53 @@ def test_unknown_command_names_the_near_one(typed: str, meant: str, capsys: pyte
 def test_unknown_leading_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--fast", "lint"]) == 2
     assert "--fast" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["a.py", "--format", "concise", "b.py"],
+        ["a.py", "--format", "concise", "--", "b.py"],
+        ["--format", "concise", "--", "a.py", "b.py"],
+        ["a.py", "b.py", "--format=concise"],
+    ],
+)
+def test_options_may_stand_between_names(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.py", "b.py"):
+        Path(name).write_text("x = \n")
+    assert main(["lint", *arguments]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("a.py:1:") and "\nb.py:1:" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lint", "--", "-x", "--fix"], "mpguard: -x: no such file or folder"),
+        (["apply", "bf16_mixed", "--", "-x"], "mpguard: -x: "),
+        (["lint", "a.py", "--nope", "b.py"], "there is no option `--nope`"),
+        (["lint", "--baseline=--"], "`--` is no value for `--baseline`"),
+        (["completion", "zsh", "fish"], "`fish` is one argument too many"),
+        (["lint", "--select", "--", "a.py"], "--select: expected one argument"),
+    ],
+)
+def test_what_stands_behind_two_dashes_is_no_option(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "rule --all", "rule MPG201", "completion zsh", "recipes"])
+def test_a_reader_that_is_gone_is_no_traceback(arguments: str) -> None:
+    command = f"{sys.executable} -m mpguard {arguments} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode in (0, 2), done.stdout, done.stderr) == (True, "", "")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

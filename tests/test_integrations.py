@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mpguard import settings
 from mpguard.server import wishes
 from mpguard.server.wishes import Wishes
 
@@ -30,9 +31,9 @@ def block(language: str, holding: str) -> str:
 
 
 def test_vs_code() -> None:
-    settings = json.loads(block("json", "glspc"))
-    assert [settings["glspc.server.command"], *settings["glspc.server.commandArguments"]] == ["mpguard", "server"]
-    assert wishes.read(settings["glspc.server.initializationOptions"]) == Wishes(preview=True)
+    said = json.loads(block("json", "glspc"))
+    assert [said["glspc.server.command"], *said["glspc.server.commandArguments"]] == ["mpguard", "server"]
+    assert wishes.read(said["glspc.server.initializationOptions"]) == Wishes(preview=True)
 
 
 def test_helix() -> None:
@@ -53,6 +54,16 @@ def test_neovim() -> None:
 def test_all_settings_are_in_the_table_and_no_others() -> None:
     told = set(re.findall(r"`mpguard\.(\w+)`", PAGE.split("editor's setting")[1].split("`mpguard server --iso")[0]))
     assert told == set(wishes._KEYS)
+
+
+def test_settings_of_files_are_all_in_their_table(tmp_path: Path) -> None:
+    rows = re.findall(r"^\| (`.*?) \|", PAGE.split("## Settings")[1].split("## Editors")[0], re.M)
+    assert {name for row in rows for name in re.findall(r"`([\w-]+)`", row)} == set(settings._KEYS)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mp.yaml").write_text("mixed_precision: bf16\n")
+    (tmp_path / "pyproject.toml").write_text(block("toml", "[tool.mpguard]"))
+    found = settings.nearest(tmp_path)
+    assert found.config_paths() and found.per_file_ignores == {"legacy/": ("MPG1",)}
 
 
 @pytest.mark.parametrize("tool", ["tox.ini", "noxfile.py", ".PHONY: mpguard"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -377,6 +378,34 @@ def test_a_terminal_gets_colours_unless_no_color() -> None:
     colours, plain = terminal(), terminal(NO_COLOR="1")
     assert "\x1b[" in colours and "MPG801" in colours
     assert "\x1b[" not in plain and "MPG801" in plain
+    assert "\x1b[" in terminal(NO_COLOR="")
+    assert "\x1b[" not in terminal(TERM="dumb")
+
+
+@pytest.mark.parametrize(
+    ("environment", "coloured"),
+    [
+        ({"FORCE_COLOR": "1"}, True),
+        ({"FORCE_COLOR": "1", "TERM": "dumb"}, True),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+        ({"FORCE_COLOR": ""}, False),
+    ],
+)
+def test_colours_that_are_asked_for_come_in_a_pipe_too(
+    mpguard: Any, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], coloured: bool
+) -> None:
+    Path("mp.yaml").write_text(WIZARD)
+    plain = mpguard("lint", "mp.yaml").out
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    shown = mpguard("lint", "mp.yaml").out
+    assert ("\x1b[" in shown) is coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == plain
+    assert ("\x1b[" in mpguard("rule", "MPG801").out) is coloured
+    for name in ("json", "sarif", "github", "gitlab", "junit"):
+        assert "\x1b" not in mpguard("lint", "mp.yaml", "--format", name).out
+    assert mpguard("lint", "mp.yaml", "--output-file", "out.txt").status == 1
+    assert Path("out.txt").read_text() == plain
 
 
 def test_names_and_text_that_the_output_cannot_encode() -> None:
@@ -464,10 +493,22 @@ def test_rule_all_as_json(mpguard: Any) -> None:
     assert all(set(rule) == {"code", "name", "severity", "preview", "fix", "doc"} for rule in report["rules"])
 
 
+def test_a_prefix_lists_its_rules(mpguard: Any) -> None:
+    listed = mpguard("rule", "mpg21").out.splitlines()
+    assert len(listed) > 3 and all(line.startswith("MPG21") for line in listed)
+    assert mpguard("rule", "ALL").out == mpguard("rule", "--all").out
+    report = json.loads(mpguard("rule", "MPG21", "--format", "json", "MPG801").out)
+    assert [rule["code"] for rule in report["rules"]] == [*(line[:6] for line in listed), "MPG801"]
+    pages = mpguard("rule", "MPG801", "MPG811").out
+    assert "\n\n# use-cpu-is-ignored (MPG811)\n" in pages
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["MPG8011"], "`MPG801` (unknown-fp8-key)"),
+        (["MPG999"], "there is no rule `MPG999`; `mpguard rule --all` lists them"),
+        (["MPG219"], "there is no rule `MPG219`; did you mean `MPG21"),
         (["use-cpu-ignored"], "did you mean `MPG811` (use-cpu-is-ignored)?"),
         ([], "name a rule, or give --all"),
         (["--all", "MPG801"], "name a rule, or give --all"),

@@ -92,6 +92,9 @@ def test_mpguard_toml_goes_before_pyproject(tmp_path: Path) -> None:
         ("[tool.mpguard]\nenforce = 'loud'\n", "`enforce` is `loud`; one of error, warn, off is needed"),
         ("[tool.mpguard.per-file-ignores]\nx = 'MPG1'\n", "pyproject.toml:1: `per-file-ignores` is"),
         ("[tool]\nmpguard = 3\n", "`tool.mpguard` is 3; a table is needed"),
+        ("[tool.mpguard]\npreview = 'yes'\n", "`preview` is `yes`; true or false is needed"),
+        ("[tool.mpguard]\nexclude = ['']\n", "`exclude` is ['']; a list of patterns, none of them empty, is needed"),
+        ("[tool.mpguard.per-file-ignores]\n'!' = ['MPG1']\n", "`per-file-ignores` is {'!': ['MPG1']}"),
         ("[tool.mpguard]\nselect = [\n", "pyproject.toml: is not TOML"),
         ("[tool.mpguard]\nselect = []\nselect = []\n", "pyproject.toml: is not TOML"),
     ],
@@ -101,6 +104,22 @@ def test_what_is_wrong_is_an_error_with_its_place(tmp_path: Path, text: str, mes
     with pytest.raises(SettingsError) as error:
         nearest(tmp_path / "train.py")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("header", ["[tool.mpguard]", "[mpguard]"])
+def test_a_table_in_mpguard_toml_is_told_from_a_setting(tmp_path: Path, header: str) -> None:
+    (tmp_path / "mpguard.toml").write_text(f"{header}\npreview = true\n")
+    with pytest.raises(SettingsError, match=r"; here the settings stand at the top, in no table$"):
+        nearest(tmp_path)
+
+
+def test_codes_in_lower_case_and_paths_from_here_are_as_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "mpguard.toml").write_text(
+        "ignore = ['mpg3']\nexclude = ['./old', '!./old/a.py']\nper-file-ignores = {'./src' = ['mpg101']}\n"
+    )
+    found = nearest(tmp_path)
+    assert (found.ignore, found.exclude) == (("MPG3",), ("/old", "!/old/a.py"))
+    assert found.per_file_ignores == {"/src": ("MPG101",)}
 
 
 def test_a_config_that_is_not_there(tmp_path: Path) -> None:

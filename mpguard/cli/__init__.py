@@ -6,9 +6,13 @@ Exit status: 0 clean or done, 1 findings or not in force, 2 could not run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from mpguard.cli.said import say
 from mpguard.errors import MpguardError, NotInForce, did_you_mean, near
@@ -29,7 +33,26 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status. Never raises for what is the user's to mend."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # here, where a reader that is gone can be handled
+        return status
+    except SystemExit as error:  # argparse
+        return error.code if isinstance(error.code, int) else 2
+    except NotInForce as error:
+        print(f"mpguard: not in force: {error}", file=sys.stderr)
+        return 1
+    except MpguardError as error:
+        return _refuse(str(error))
+    except BrokenPipeError:  # `| head`; what is still buffered must not fail again when Python ends
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
     command = next((a for a in arguments if not a.startswith("-")), None)
     leading = arguments[: arguments.index(command)] if command is not None else arguments
     if "--version" in leading or "-V" in leading:
@@ -52,36 +75,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     module.configure(parser)
-    try:
-        parse = getattr(module, "parse_arguments", None)  # `launch` leaves it to accelerate's parser
-        options = parse(parser, arguments[1:]) if parse else _parsed(parser, arguments[1:])
-        status: int = module.run(options)
-        return status
-    except SystemExit as error:  # argparse
-        return error.code if isinstance(error.code, int) else 2
-    except NotInForce as error:
-        print(f"mpguard: not in force: {error}", file=sys.stderr)
-        return 1
-    except MpguardError as error:
-        return _refuse(str(error))
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    parse = getattr(module, "parse_arguments", None)  # `launch` leaves it to accelerate's parser
+    options = parse(parser, arguments[1:]) if parse else _parsed(parser, arguments[1:])
+    status: int = module.run(options)
+    return status
 
 
 def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """The options, or an error that names the near ones."""
-    options, unknown = parser.parse_known_args(arguments)
+    """The options, or an error that names the near ones. Options may stand between and behind what has no name."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    for argument in arguments[:end]:
+        if argument.startswith("--") and argument.endswith("=--"):  # argparse makes a list of it
+            parser.error(f"`--` is no value for `{argument.removesuffix('=--')}`")
+    # Behind `--` nothing is an option: NUL, which no argument can have, keeps argparse from seeing one there.
+    behind = (f"\0{each}" if each.startswith("-") and each != "--" else each for each in arguments[end:])
+    options, unknown = parser.parse_known_intermixed_args([*arguments[:end], *behind])
+    vars(options).update({name: _unmarked(value) for name, value in vars(options).items()})
+    unknown = _unmarked(unknown)
     if unknown:
-        name = unknown[0].partition("=")[0]
+        name = next((each for each in unknown if each.startswith("-") and each != "-"), unknown[0]).partition("=")[0]
         if not name.startswith("-"):
             parser.error(f"`{name}` is one argument too many")
         known = near(name, [option for action in parser._actions for option in action.option_strings])
         hint = f"did you mean {' or '.join(f'`{option}`' for option in known)}?" if known else "--help lists them"
         parser.error(f"there is no option `{name}`; {hint}")
     return options
+
+
+def _unmarked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unmarked(each) for each in value]
+    return type(value)(str(value).removeprefix("\0")) if isinstance(value, (str, Path)) else value
 
 
 def _refuse(message: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import stat
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mpguard.errors import ConfigError
-from mpguard.lint.report import TEXTS, Line, Outcome, as_json, printable, statistics, summary, write
+from mpguard.lint.report import TEXTS, Line, Outcome, as_json, printable, statistics, summary, write, write_text
 from mpguard.lint.result import FileReport, Mended
 
 
@@ -40,7 +39,7 @@ def report(options: argparse.Namespace, outcome: Outcome, to_stderr: bool) -> No
     if text is None:
         write(_lines_of(options, outcome), stream)
     elif text:
-        write(([(line, "")] for line in text.split("\n")), stream)
+        write_text(f"{text}\n", stream)
 
 
 def patch(reports: Iterable[FileReport], outcome: Outcome) -> None:
@@ -82,9 +81,7 @@ def _write_file(file: Path, options: argparse.Namespace, outcome: Outcome) -> No
 
     text = _document(options, outcome)
     if text is None:
-        stream = io.StringIO()
-        write(_lines_of(options, outcome), stream)
-        text = stream.getvalue().removesuffix("\n")
+        text = "\n".join("".join(piece for piece, _ in line) for line in _lines_of(options, outcome))
     data = f"{text}\n".encode(errors="backslashreplace") if text else b""
     try:
         if file.exists() and not stat.S_ISREG(file.stat().st_mode):  # /dev/stdout: not to be replaced by a file

@@ -111,7 +111,7 @@ def _roots(options: argparse.Namespace) -> set[Path]:
 
 
 def _clear() -> None:
-    if coloured(sys.stdout):
+    if sys.stdout.isatty() and coloured(sys.stdout):
         print(_CLEAR, end="", flush=True)
 
 

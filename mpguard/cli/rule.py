@@ -5,14 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
+from mpguard.cli.said import say
 from mpguard.errors import did_you_mean
 
+if TYPE_CHECKING:
+    from mpguard.lint.rule import BaseRule
+
 FORMATS = ("text", "json")
+#: Columns of a page on a terminal: longer lines are hard to read.
+_WIDEST = 100
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("code", nargs="*", metavar="CODE", help="MPG201, or the rule's name (missing-grad-scaler)")
+    parser.add_argument(
+        "code", nargs="*", metavar="CODE", help="MPG201, its name (missing-grad-scaler), or a prefix (MPG2) for a list"
+    )
     parser.add_argument("--all", action="store_true", help="a line for each rule; with --format json their pages")
     parser.add_argument("--format", type=_format, default="text", metavar="|".join(FORMATS), help="default: text")
 
@@ -20,44 +30,47 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from mpguard.lint import pages
     from mpguard.lint.rule import rules as load
-    from mpguard.lint.selection import suggestion
+    from mpguard.lint.selection import covers, suggestion
 
     rules = load()
     if bool(options.code) == options.all:
-        print("mpguard: name a rule, or give --all", file=sys.stderr)
+        say("name a rule, or give --all")
         return 2
     by_name = {rule.name: code for code, rule in rules.items()}
-    chosen = list(rules.values())
-    if options.code:
-        codes = [by_name.get(given, given.upper()) for given in options.code]
-        for given, code in zip(options.code, codes, strict=True):
-            if code not in rules:
-                print(f"mpguard: there is no rule `{given}`{suggestion(given, rules)}", file=sys.stderr)
-                return 2
-        chosen = [rules[code] for code in codes]
+    asked = [by_name.get(given, given.upper()) for given in options.code] or ["ALL"]
+    chosen: dict[str, type[BaseRule]] = {}
+    for given, code in zip(options.code or asked, asked, strict=True):
+        covered = {code: rules[code]} if code in rules else {c: rule for c, rule in rules.items() if covers(code, c)}
+        if not covered:
+            say(f"there is no rule `{given}`{suggestion(given, rules)}")
+            return 2
+        chosen |= covered
     if options.format == "json":
-        print(json.dumps({"version": 1, "rules": [pages.as_json(rule) for rule in chosen]}, indent=2))
-    elif options.all:
-        width = max(len(rule.name) for rule in chosen)
-        for rule in chosen:
-            marks = [*(["preview"] if rule.preview else []), *(["fix"] if rule.fixable() else [])]
-            print(f"{rule.code}  {rule.severity:7}  {rule.name:{width}}  {', '.join(marks)}".rstrip())
+        print(json.dumps({"version": 1, "rules": [pages.as_json(rule) for rule in chosen.values()]}, indent=2))
+    elif all(code in rules for code in asked):
+        _show("\n".join(map(pages.page, chosen.values())))
     else:
-        for rule in chosen:
-            _show(pages.page(rule))
+        _list(chosen.values())
     return 0
 
 
-def _show(page: str) -> None:
-    from mpguard.lint.report import coloured, write
+def _list(rules: Iterable[type[BaseRule]]) -> None:
+    width = max(len(rule.name) for rule in rules)
+    for rule in rules:
+        marks = [*(["preview"] if rule.preview else []), *(["fix"] if rule.fixable() else [])]
+        print(f"{rule.code}  {rule.severity:7}  {rule.name:{width}}  {', '.join(marks)}".rstrip())
+
+
+def _show(text: str) -> None:
+    from mpguard.lint.report import coloured, console, write_text
 
     if not coloured(sys.stdout):
-        write([(line, "")] for line in page.splitlines())
+        write_text(f"{text.rstrip()}\n")
         return
-    from rich.console import Console
     from rich.markdown import Markdown
 
-    Console().print(Markdown(page))
+    shown = console(sys.stdout)
+    shown.print(Markdown(text), width=min(shown.width, _WIDEST))
 
 
 def _format(text: str) -> str:

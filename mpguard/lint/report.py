@@ -14,9 +14,12 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mpguard.lint.finding import Finding, PlacedNote, Position
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 #: Pieces of text, each with a style of rich's (empty: none).
 Line = list[tuple[str, str]]
@@ -291,21 +294,40 @@ def printable(text: str) -> str:
 
 
 def write(lines: Iterable[Line], stream: TextIO | None = None) -> None:
-    """Prints lines: in colour on a terminal (unless NO_COLOR is set), as plain text elsewhere."""
+    """Prints lines, in colour where that is wanted, with the same text."""
+    stream = sys.stdout if stream is None else stream
+    if not coloured(stream):
+        write_text("".join("".join(text for text, _ in line) + "\n" for line in lines), stream)
+        return
+    from rich.text import Text
+
+    shown = console(stream)
+    for line in lines:
+        shown.print(Text.assemble(*((text, style) for text, style in line)), soft_wrap=True)
+
+
+def write_text(text: str, stream: TextIO | None = None) -> None:
+    """Prints a text as it is: a report for another program has no colours, whatever is asked for."""
     stream = sys.stdout if stream is None else stream
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")  # a file's text may hold what the terminal's encoding cannot
-    if not coloured(stream):
-        for line in lines:
-            print("".join(text for text, _ in line), file=stream)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(file=stream, highlight=False, soft_wrap=True)
-    for line in lines:
-        console.print(Text.assemble(*((text, style) for text, style in line)))
+    stream.write(text)
 
 
 def coloured(stream: TextIO) -> bool:
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    """On a terminal, or with FORCE_COLOR; never with NO_COLOR. Both are off where they are empty."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
+
+
+def console(stream: TextIO) -> Console:
+    """rich's, for a stream that is coloured."""
+    from rich.console import Console
+
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    forced = bool(os.environ.get("FORCE_COLOR"))
+    return Console(
+        file=stream, highlight=False, force_terminal=forced or None, color_system="standard" if forced else "auto"
+    )

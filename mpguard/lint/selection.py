@@ -16,6 +16,8 @@ from mpguard.lint.rule import BaseRule
 from mpguard.settings import Settings
 
 Rules = Mapping[str, type[BaseRule]]
+#: Characters of a code that name its group.
+_GROUP = len("MPG1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +61,12 @@ def selection(rules: Rules, settings: Settings, said: Selectors) -> Selection:
     codes: set[str] = set()
     asked: set[str] = set()
     for code, rule in rules.items():
-        by = max((_length(s) for s in chosen if _covers(s, code)), default=-1)
+        by = max((_length(s) for s in chosen if covers(s, code)), default=-1)
         if by < 0 and (select is not None or rule.preview):
             continue
-        if rule.preview and not said.preview and by < len(code):
+        if rule.preview and not (said.preview or settings.preview) and by < len(code):
             continue
-        if max((_length(s) for s in dropped if _covers(s, code)), default=-1) >= max(by, 0):
+        if max((_length(s) for s in dropped if covers(s, code)), default=-1) >= max(by, 0):
             continue
         codes.add(code)
         if by >= 0:
@@ -73,17 +75,17 @@ def selection(rules: Rules, settings: Settings, said: Selectors) -> Selection:
 
 
 def ignored_in(path: str, rules: Rules, settings: Settings) -> frozenset[str]:
-    """The codes that `per-file-ignores` takes out for one file."""
+    """The codes that `per-file-ignores` takes out for one file. `!pattern` is for all files but those."""
     codes: set[str] = set()
     for pattern, selectors in settings.per_file_ignores.items():
-        if matches((pattern,), settings.root, path):
-            codes.update(code for code in rules if any(_covers(selector, code) for selector in selectors))
+        if matches((pattern.removeprefix("!"),), settings.root, path) != pattern.startswith("!"):
+            codes.update(code for code in rules if any(covers(selector, code) for selector in selectors))
     return frozenset(codes)
 
 
 def check(selector: str, rules: Rules, origin: str) -> None:
     """Raises `SettingsError` for a selector that covers no rule, with the near ones."""
-    if any(_covers(selector, code) for code in rules):
+    if any(covers(selector, code) for code in rules):
         return
     raise SettingsError(f"{origin}: there is no rule `{selector}`{suggestion(selector, rules)}")
 
@@ -93,13 +95,15 @@ def suggestion(given: str, rules: Rules) -> str:
     by_name = {rule.name: code for code, rule in rules.items()}
     codes = [by_name[name] for name in near(given.lower(), by_name)]
     if given.upper().startswith("MPG") or not codes:
-        codes = near(given.upper(), rules)
+        group = given.upper()[:_GROUP]  # digits are alike in all groups: only those of its own are near
+        codes = near(given.upper(), [code for code in rules if len(group) == _GROUP and code.startswith(group)])
     if not codes:
         return "; `mpguard rule --all` lists them"
     return f"; did you mean {' or '.join(f'`{code}` ({rules[code].name})' for code in codes)}?"
 
 
-def _covers(selector: str, code: str) -> bool:
+def covers(selector: str, code: str) -> bool:
+    """Whether a code, a prefix or ALL stands for a code."""
     return selector == "ALL" or (selector.startswith("MPG") and code.startswith(selector))
 
 
