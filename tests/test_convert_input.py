@@ -266,7 +266,9 @@ def test_the_work_that_no_linear_layer_does_is_said() -> None:
     ((kind, share),) = done.others
     assert kind == "MixtralExperts" and share > 0.8
     first = str(done).splitlines()[0]
-    assert first.startswith("4 of 5 Linear layers in FP8") and "MixtralExperts (88 %)" in first and "stay in bf16" in first
+    assert (
+        first.startswith("4 of 5 Linear layers in FP8") and "MixtralExperts (88 %)" in first and "stay in bf16" in first
+    )
     net = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2))
     with pytest.raises(mpguard.NotInForce, match=r"lm_head: fp8_exclude; Conv1D, \d+ % of the weights: no Linear"):
         mpguard.convert(net, FP8)

@@ -93,6 +93,8 @@ TE = Fp8Found("te", ["layers.0"], entered=True, recipe={**get("te").arguments(DE
         ({"against": ["lm_head"]}, "fp8_exclude"),
         ({"unmatched": ["*typo*"]}, "fp8_exclude"),
         ({"backend": "te"}, "fp8"),
+        ({"beside": ["layers.0"]}, "fp8 products"),
+        ({"share": 0.2}, None),
     ],
 )
 def test_fp8_is_compared_layer_by_layer(changed: dict[str, Any], row: str | None) -> None:
@@ -282,6 +284,35 @@ def test_fp8_asked_is_fp8_in_a_script_that_says_nothing_of_it(tmp_path: Path) ->
         run.returncode == 0 and "mpguard: 2 of 2 Linear layers in FP8 (torchao tensorwise, emulated)" in run.stderr
     ), told(run)
     assert made["observed"]["fp8"]["converted"] == ["0", "2"] and made["rows"]["compute"]["found"] == "bf16"
+
+
+DIRECT = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.taken, self.called = nn.Linear(32, 32), nn.Linear(32, 96)
+    def forward(self, x):
+        return self.called(nn.functional.linear(x, self.taken.weight))
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters())
+with torch.autocast("cpu", torch.bfloat16):
+    loss = net(torch.randn(16, 32)).float().sum()
+loss.backward()
+optimizer.step()
+"""
+
+
+def test_an_fp8_layer_that_is_not_called_is_not_in_force(tmp_path: Path) -> None:
+    """Code that takes its weight multiplies in BF16, whatever the layer is; kept out, it is shown what share is FP8."""
+    (tmp_path / "direct.py").write_text(DIRECT)
+    config = mp_yaml(tmp_path, **float8(master_dtype="fp32"))
+    run = in_fork(["--config", config, "direct.py"], cwd=tmp_path)
+    assert run.returncode == 1 and "fp8 products: taken multiplied outside of the FP8 layer" in run.stderr, told(run)
+    config = mp_yaml(tmp_path, **float8(master_dtype="fp32", fp8_exclude="['taken']"))
+    run = in_fork(["--config", config, "direct.py"], cwd=tmp_path)
+    assert run.returncode == 0 and "fp8 products   75 % of the multiply-adds with weights" in run.stderr, told(run)
 
 
 def test_a_compiled_model_is_made_fp8_too(tmp_path: Path) -> None:

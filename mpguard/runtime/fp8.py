@@ -27,6 +27,8 @@ class Fp8Found:
     emulated: computed in software. mixed: whether layers differ in that, or in TE's recipe.
     entered: whether they ran inside FP8 autocast (None for torchao, which has none).
     unmatched: the user's patterns that match no module.
+    beside: FP8 layers whose weights something else has multiplied, and the layers not. share: of the multiply-adds
+    with weights, what FP8 layers did; None where that was not seen.
     """
 
     backend: str
@@ -38,6 +40,8 @@ class Fp8Found:
     mixed: bool = False
     entered: bool | None = None
     unmatched: list[str] = dataclasses.field(default_factory=list)
+    beside: list[str] = dataclasses.field(default_factory=list)
+    share: float | None = None
 
 
 def find(modules: list[tuple[str, nn.Module]], policy: Policy, te_recipes: list[dict[str, Any]]) -> Fp8Found | None:

@@ -10,12 +10,13 @@ import dataclasses
 import gc
 import os
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from mpguard.conversion.choice import plain_name
 from mpguard.policy import Policy
 from mpguard.runtime import fp8
-from mpguard.runtime.products import ATTENTION, short
+from mpguard.runtime.products import ATTENTION, Pass, short
 from mpguard.runtime.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -93,12 +94,14 @@ def observe(recorder: Recorder, model: nn.Module | None, optimizer: Any, *, poli
     compiled = [module for _, module in modules if _compiled(module)]
     seen.compiled = bool(recorder.compiled or compiled)
     seen.compiled_fp8 = any(fp8.is_fp8(inner) for module in compiled for inner in module.modules())
-    _computed(seen, recorder, roots, updated)
+    whole = _computed(seen, recorder, roots, updated)
     seen.output = recorder.output
     _optimized(seen, recorder, optimizer)
     _reduced(seen, recorder, roots, updated)
     seen.scaler = recorder.scalers.get(id(optimizer))
     seen.fp8 = fp8.find([(plain_name(name), module) for name, module in modules], policy, recorder.te_recipes)
+    if seen.fp8 is not None:
+        _multiplied(seen.fp8, modules, whole)
     seen.tf32 = torch.backends.cuda.matmul.allow_tf32
     return seen
 
@@ -181,7 +184,7 @@ def engine_of(roots: list[nn.Module], recorder: Recorder, world: int) -> str:
     return "single" if world == 1 else "none"
 
 
-def _computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], updated: list[torch.Tensor]) -> None:
+def _computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], updated: list[torch.Tensor]) -> Pass:
     """The products behind what the optimizer has updated, and the names of their weights."""
     whole = recorder.behind({id(parameter) for parameter in updated})
     names = {id(parameter): name for root in roots for name, parameter in root.named_parameters()}
@@ -195,6 +198,19 @@ def _computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], update
         else:
             seen.compute[dtype] = seen.compute.get(dtype, 0) + work
     seen.unscaled = whole.unscaled
+    return whole
+
+
+def _multiplied(found: fp8.Fp8Found, modules: list[tuple[str, nn.Module]], whole: Pass) -> None:
+    """Which FP8 layers had their weights multiplied by something else, and what share of the work is theirs."""
+    layers = {id(module._parameters.get("weight")): name for name, module in modules if fp8.is_fp8(module)}
+    work: Counter[int] = Counter()
+    for (_, weight), size in whole.work.items():
+        work[weight] += size if weight != ATTENTION else 0
+    seen = [weight for weight in layers if work[weight]]  # not those that are sharded, frozen or in compiled code
+    found.beside = [plain_name(layers[weight]) for weight in seen if not whole.kernels[weight]]
+    if len(seen) == len(layers) and not whole.compiled:
+        found.share = sum(whole.kernels[weight] for weight in layers) / work.total()
 
 
 def _optimized(seen: Observed, recorder: Recorder, optimizer: Any) -> None:

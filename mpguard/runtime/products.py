@@ -51,17 +51,20 @@ class Pass:
     """Backward passes that reach the same leaves. Holds no tensor.
 
     work: multiply-adds by dtype and by the id of the weight (`UNNAMED`, or `ATTENTION` where there is none).
+    kernels: those of somebody's own kernels, such as FP8 layers have, by the id of the weight.
     leaves: ids of the tensors that get gradients. compiled: whether a compiled region is among it,
     whose products are in dynamo's graph. unscaled: whether it ran on a loss that no GradScaler scaled.
     """
 
     work: Counter[tuple[str, int]] = dataclasses.field(default_factory=Counter)
+    kernels: Counter[int] = dataclasses.field(default_factory=Counter)
     leaves: set[int] = dataclasses.field(default_factory=set)
     compiled: bool = False
     unscaled: bool = False
 
     def add(self, other: Pass) -> None:
         self.work += other.work
+        self.kernels += other.kernels
         self.leaves |= other.leaves
         self.compiled |= other.compiled
         self.unscaled |= other.unscaled
@@ -95,9 +98,11 @@ def behind(outputs: Iterable[Any]) -> Pass:
         made = _metadata(node, 0)
         if made is None or not made.dtype.is_floating_point:
             continue
-        weight, work = _work(node, tuple(made.shape), isinstance(node, BackwardCFunction))
+        function = isinstance(node, BackwardCFunction)
+        weight, work = _work(node, tuple(made.shape), function)
         if work:
             found.work[short(made.dtype), weight] += work
+            found.kernels += Counter({weight: work} if function else {})
     return found
 
 

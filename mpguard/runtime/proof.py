@@ -254,6 +254,12 @@ def _fp8(seen: Observed, plan: Plan) -> list[Row]:
     found += ", emulated)" if fp8.emulated else ")"
     ok = fp8.backend in policy.backends and not wrong
     rows = [Row("fp8", "; ".join([found, *wrong]), asked, ok)]
+    if fp8.beside:
+        beside = f"{_names(fp8.beside)} multiplied outside of the FP8 layer"
+        asked = "each FP8 layer called; or named in fp8_exclude, where other code takes its weight"
+        rows.append(Row("fp8 products", beside, asked, False))
+    elif fp8.share is not None:
+        rows.append(Row("fp8 products", f"{100 * fp8.share:.0f} % of the multiply-adds with weights", "", None))
     compute = policy.compute_dtype.short
     explained = [name for name, reason in fp8.left.items() if reason]
     reasons = dict.fromkeys(fp8.left[name] for name in explained)
