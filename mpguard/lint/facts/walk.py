@@ -796,13 +796,13 @@ class Walker:
             else:
                 found = Flag(subject, value[0])
             return found if isinstance(operator, (cst.Is, cst.Equal)) else negated(found)
-        if dotted(right) and isinstance(operator, (cst.Is, cst.IsNot, cst.Equal, cst.NotEqual)):
-            found = Flag(subject, dotted(right).rsplit(".", 1)[-1])  # an enum's member, a dtype
+        if _member(right) and isinstance(operator, (cst.Is, cst.IsNot, cst.Equal, cst.NotEqual)):
+            found = Flag(subject, _member(right)[0])
             return found if isinstance(operator, (cst.Is, cst.Equal)) else negated(found)
         if isinstance(operator, (cst.In, cst.NotIn)) and isinstance(right, (cst.Tuple, cst.List, cst.Set)):
-            values = [constant(element.value) for element in right.elements]
-            if all(each is not None for each in values):
-                found = Any(tuple(Flag(subject, each[0]) for each in values if each is not None))
+            values = [constant(each.value) or _member(each.value) for each in right.elements]
+            if all(values):
+                found = Any(tuple(Flag(subject, each[0]) for each in values if each))
                 return found if isinstance(operator, cst.In) else negated(found)
         return Flag(text_of(node))
 
@@ -858,6 +858,12 @@ def _is_formula(node: cst.CSTNode) -> bool:
         return dotted(node.func) in ("bool", "getattr")
     path = dotted(node)
     return bool(path) and constant(node) is None
+
+
+def _member(node: cst.CSTNode) -> tuple[str, ...]:
+    """The last name of what is compared with: an enum's member, a dtype; empty for an expression."""
+    path = dotted(node)
+    return (path.rsplit(".", 1)[-1],) if path else ()
 
 
 def _leaves(node: cst.CSTNode) -> bool:

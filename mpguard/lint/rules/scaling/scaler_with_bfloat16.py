@@ -148,6 +148,43 @@ class Run:
         return torch.amp.GradScaler("cuda", enabled=False)
 """,
         ),
+        Bad(
+            """\
+import torch
+
+class Run:
+    def __init__(self, config):
+        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
+        self.amp = self.dtype in [torch.bfloat16, torch.float16]
+        self.context = torch.amp.autocast("cuda", dtype=self.dtype, enabled=self.amp)
+        self.scaler = torch.amp.GradScaler(enabled=self.amp)  # !
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def build(dtype):
+    return torch.amp.GradScaler("cuda", enabled=dtype in (torch.bfloat16, torch.float16))  # !
+""",
+            fixed="""\
+import torch
+
+def build(dtype):
+    return torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Run:
+    def __init__(self, dtype):
+        self.amp = dtype in [torch.bfloat16, torch.float16]
+        self.scaler = torch.amp.GradScaler(enabled=self.amp and dtype is not torch.bfloat16)
+        self.other = torch.amp.GradScaler(enabled=dtype in [torch.float16])
+"""
+        ),
         Good(
             """\
 import torch
@@ -211,8 +248,9 @@ def from_outside(loss):
             if path.rsplit(".", 1)[-1] not in ("GradScaler", "ShardedGradScaler") or not path.startswith("torch."):
                 continue
             given, enabled = enabled_argument(scaler.call, path), facts.enabled(scaler.call, path)
-            if any(_asks_for_bf16(condition) for condition in enabled):
-                alone = any(isinstance(condition, Flag) and _asks_for_bf16(condition) for condition in enabled)
+            asked = [flag for condition in enabled for flag in _bf16_flags(condition) if enabled.given(flag).possible]
+            if asked:
+                alone = any(flag in enabled for flag in asked)
                 fix = self._off(given, scaler, facts) if alone else self._condition(given, scaler, facts)
                 yield self.at(scaler, fix=fix)
             elif enabled.possible and not any(_FP16.search(flag) for flag in enabled.flags()):
@@ -236,7 +274,7 @@ def from_outside(loss):
             text = facts.text(kept[0], scaler.call) if len(kept) == 1 else None
         elif isinstance(given, cst.Comparison) and isinstance(given.comparisons[0].comparator, (cst.Tuple, cst.List)):
             elements = [element.value for element in given.comparisons[0].comparator.elements]
-            kept = [each for each in elements if not _BF16.fullmatch(str((constant(each) or ("",))[0]))]
+            kept = [each for each in elements if not _BF16.fullmatch(str((constant(each) or (dotted(each),))[0]))]
             left = facts.text(given.left, scaler.call)
             text = f"{left} == {facts.text(kept[0], scaler.call)}" if len(kept) == 1 else None
         else:
@@ -246,8 +284,11 @@ def from_outside(loss):
         return Fix("Enable it for FP16 alone", "unsafe", (mend.replaced(given, scaler.call, text),))
 
 
-def _asks_for_bf16(condition: Condition) -> bool:
-    """Whether a condition holds for BF16 among others."""
+def _bf16_flags(condition: Condition) -> Iterator[Flag]:
+    """The flags for BF16 that are among those for which a condition holds."""
     if isinstance(condition, Flag):
-        return bool(_BF16.fullmatch(condition.name if condition.equals is None else str(condition.equals)))
-    return isinstance(condition, (All, Any)) and any(_asks_for_bf16(part) for part in condition.parts)
+        if _BF16.fullmatch(condition.name if condition.equals is None else str(condition.equals)):
+            yield condition
+    elif isinstance(condition, (All, Any)):
+        for part in condition.parts:
+            yield from _bf16_flags(part)
