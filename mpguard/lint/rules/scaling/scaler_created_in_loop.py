@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
@@ -11,12 +12,16 @@ from mpguard.lint.facts.walk import Call, Record, constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 
+#: Methods that a framework, or a loop out of sight, calls once for each batch.
+_STEP = re.compile(r"_?train(?:ing)?_(?:one_|on_|a_)?(?:step|batch|iter(?:ation)?|minibatch)")
+
+
 class ScalerCreatedInLoop(Rule):
     """A GradScaler is built anew for each step, or for each epoch.
 
     ## What it does
     Reports the creation of a scaler in a loop, or in a function that is called in one, where the optimizer that it
-    steps outlives the loop.
+    steps outlives the loop; and in a method that trains one batch (`training_step`, `train_batch`).
 
     ## Why is this bad
     The scale begins at 65536 again each time. It is doubled after 2,000 steps without an overflow and halved after
@@ -64,6 +69,49 @@ def main(model, loader):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for epoch in range(10):
         train_epoch(model, loader, optimizer)
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+class Classifier:
+    def training_step(self, batch, index):
+        self.scaler = torch.amp.GradScaler(enabled=self.amp)  # !
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.network(batch).sum()
+        if not self.lightning_mode:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return loss
+"""
+        ),
+        Good(
+            """\
+import torch
+
+class Classifier:
+    def training_step(self, batch, index):
+        if self.scaler is None:
+            self.scaler = torch.amp.GradScaler()
+        self.scaler.scale(self.network(batch).sum()).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def train_batch(self, batch):
+        optimizer = torch.optim.SGD(self.network.parameters(), 0.1)
+        scaler = torch.amp.GradScaler()
+        scaler.scale(self.network(batch).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    def training_iteration(self, loader):
+        scaler = torch.amp.GradScaler()
+        for batch in loader:
+            scaler.scale(self.network(batch).sum()).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
 """
         ),
         Good(
@@ -146,7 +194,15 @@ def sweep(model, loader):
             for call in facts.callers(scope):
                 if _loops(call) and self._outlives(step.optimizer, step.record, _loops(call)[-1], facts, call):
                     return "by each call in a loop"
+            if _STEP.fullmatch(scope.name) and not step.loops and self._given(step.optimizer, step.record):
+                return "by each training step"
         return ""
+
+    def _given(self, node: cst.BaseExpression | None, at: Record) -> bool:
+        """Whether a method finds an object rather than making it: an attribute that it sets nowhere, a parameter."""
+        key = dotted(node)
+        kinds = {each.kind for each in at.scope.bindings.get(key, ())}
+        return at.scope.owner is not None and (kinds == {"param"} or (key.startswith("self.") and not kinds))
 
     def _outlives(
         self, node: cst.BaseExpression | None, at: Record, loop: cst.CSTNode, facts: Facts, call: Call | None = None

@@ -40,7 +40,7 @@ class ScalerNotInCheckpoint(Rule):
         any_of(b"Scaler"),
         any_of(b".scale("),
         any_of(b".update("),
-        any_of(b".state_dict("),
+        any_of(b"state_dict("),
         any_of(b"save"),
     )
     examples = (
@@ -126,6 +126,65 @@ def train(model, loader, resume):
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     state["scaler"] = scaler.state_dict()  # !
     torch.save(state, "last.pt")
+"""
+        ),
+        Bad(
+            """\
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+class Run:
+    def __init__(self, model, args):
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=args.dtype == "fp16")
+
+    def step(self, x):
+        self.scaler.scale(self.model(x).sum()).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def save(self, folder):
+        model, optimizer = get_state_dict(model=self.model, optimizers=self.optimizer)  # !
+        dcp.save(model, checkpoint_id=folder / "model")
+        dcp.save(optimizer, checkpoint_id=folder / "optimizer")
+
+    def load(self, folder):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.load(model, checkpoint_id=folder / "model")
+        dcp.load(optimizer, checkpoint_id=folder / "optimizer")
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+"""
+        ),
+        Good(
+            """\
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from project import get_state_dict as of_ones_own
+
+class Run:
+    def __init__(self, model, args):
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=args.dtype == "fp16")
+
+    def step(self, x):
+        self.scaler.scale(self.model(x).sum()).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def save(self, folder):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}, checkpoint_id=folder)
+
+    def load(self, folder):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state = {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        self.scaler.load_state_dict(state["scaler"])
 """
         ),
         Good(
