@@ -11,7 +11,6 @@ from mpguard.lint.facts.values import Object
 from mpguard.lint.facts.walk import Call, Record, constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
-
 #: Methods that a framework, or a loop out of sight, calls once for each batch.
 _STEP = re.compile(r"_?train(?:ing)?_(?:one_|on_|a_)?(?:step|batch|iter(?:ation)?|minibatch)")
 
