@@ -30,7 +30,8 @@ from mpguard.lint.cache.identity import identity
 from mpguard.lint.engine import Engine, Options
 from mpguard.lint.files import collect
 from mpguard.lint.rule import Rule, rules
-from mpguard.lint.source import Source, _suspect
+from mpguard.lint.depth import suspect
+from mpguard.lint.source import Source
 
 IMPORTS = ("argparse", "importlib.metadata", "yaml", "pathspec", "libcst", "mpguard", "mpguard.cli.lint",
            "mpguard.lint.engine", "mpguard.lint.facts.file")  # fmt: skip
@@ -84,7 +85,7 @@ def measured(folder: Path) -> dict[str, Any]:
         "digest": cpu(lambda: [looks.digested(data) for data in datas]),
         "gate": cpu(lambda: [gate.relevant(data, on) for data in datas]),
         "gate, every token of every rule": cpu(lambda: [[token in data for token in tokens] for data in datas], 1),
-        "awake files: too deep for the parser?": cpu(lambda: [*map(_suspect, texts)]),
+        "awake files: too deep for the parser?": cpu(lambda: [*map(suspect, texts)]),
         "awake files: Python's own parser": cpu(lambda: [*map(ast.parse, texts)]),
         "awake files: into statements": cpu(lambda: [Source(data, "x.py").chunks for data in awake]),
         "awake files: libcst, whole": cpu(lambda: [*map(libcst.parse_module, texts)], 1),

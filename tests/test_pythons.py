@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from mpguard.lint.rule import Rule, rules
-from mpguard.lint.source import Source, Unparsable
+from mpguard.lint.source import Source
+from mpguard.lint.text import Unparsable
 
 REPOSITORY = Path(__file__).parent.parent
 MINORS = range(10, 15)

@@ -10,7 +10,8 @@ import accelerate
 import libcst as cst
 import pytest
 
-from mpguard.lint.source import Source, Unparsable
+from mpguard.lint.source import Source
+from mpguard.lint.text import Unparsable
 
 SAMPLE = sorted(Path(accelerate.__file__).parent.rglob("*.py"))
 

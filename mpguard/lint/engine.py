@@ -183,7 +183,8 @@ class Engine:
         if not speaking and not about_dicts and not judged and not target.named and SYNTAX not in chosen.asked:
             return Checked(Lines(""), [], [], [])
 
-        from mpguard.lint.source import Source, Unparsable
+        from mpguard.lint.source import Source
+        from mpguard.lint.text import Unparsable
 
         diagnostics: list[Diagnostic] = []
         defects: list[Defect] = []
@@ -196,7 +197,7 @@ class Engine:
                 from mpguard.lint.facts.file import Facts
 
                 if self.trees is not None:
-                    self.trees.begin(source)
+                    source.tree_of = self.trees.begin(source.path).parse
                 facts = Facts(source, self.project)
                 diagnostics, defects = self._ask(speaking, facts, target.path, (Unparsable,))
                 try:
@@ -242,7 +243,7 @@ class Engine:
         return configs(facts)
 
     def _unparsable(self, data: bytes, target: Target, chosen: Selection, error: Exception) -> Checked:
-        from mpguard.lint.source import Unparsable
+        from mpguard.lint.text import Unparsable
 
         message = error.message if isinstance(error, Unparsable) else "parse limit: the code is nested too deeply"
         line, column = (error.line, error.column) if isinstance(error, Unparsable) else (1, 1)
@@ -423,7 +424,8 @@ class Engine:
 
 def _explained(error: Exception, data: bytes, target: Target) -> Exception:
     """What Python says of a file of which a statement did not parse, if it refuses it too."""
-    from mpguard.lint.source import Source, Unparsable
+    from mpguard.lint.source import Source
+    from mpguard.lint.text import Unparsable
 
     try:
         if isinstance(error, Unparsable) and error.path:

@@ -48,8 +48,9 @@ from mpguard.lint.facts.trace import Traces
 from mpguard.lint.facts.trained import Trained
 from mpguard.lint.facts.values import DEPTH, Alternatives, Constant, Dtype, Function, Object, Ref, Values
 from mpguard.lint.facts.walk import Binding, Call, Record, Scope, Use, Walker, dotted
+from mpguard.lint.parsing import Frames
 from mpguard.lint.project.requirements import Required
-from mpguard.lint.source import Chunk, Frames, Source
+from mpguard.lint.source import Chunk, Source
 
 if TYPE_CHECKING:
     from mpguard.document import Document

@@ -19,7 +19,7 @@ from mpguard.lint.facts import autocast_ops as ops
 from mpguard.lint.facts.guard import ALWAYS, Guard, compatible, negated
 from mpguard.lint.facts.values import Class, Function, Object, Ref
 from mpguard.lint.facts.walk import Binding, Call, Record, Scope, constant, dotted
-from mpguard.lint.source import Frames
+from mpguard.lint.parsing import Frames
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
