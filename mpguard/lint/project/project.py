@@ -170,7 +170,8 @@ class Project:
 
     def _read(self, path: str) -> Facts | None:
         from mpguard.lint.facts.file import Facts
-        from mpguard.lint.source import Source, Unparsable
+        from mpguard.lint.source import Source
+        from mpguard.lint.text import Unparsable
 
         try:
             with looks.on_behalf(path):
