@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.edits import Edit
-from mpguard.lint.facts.walk import Call, Record, With, constant, dotted
+from mpguard.lint.facts.records import Call, Record, With
+from mpguard.lint.facts.syntax import constant, dotted
 from mpguard.lint.rule import Fix
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Event, Facts
+    from mpguard.lint.facts.events import Event
+    from mpguard.lint.facts.file import Facts
 
 
 def replaced(node: cst.CSTNode, at: Record, text: str) -> Edit:

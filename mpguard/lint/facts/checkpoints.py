@@ -12,7 +12,8 @@ import libcst as cst
 
 from mpguard.lint.facts.events.event import Event, is_optimizer, is_scaler, last_name
 from mpguard.lint.facts.names import SAVES
-from mpguard.lint.facts.walk import Call, Use, dotted
+from mpguard.lint.facts.records import Call, Use
+from mpguard.lint.facts.syntax import dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

@@ -16,12 +16,12 @@ import libcst as cst
 from mpguard.document import Document
 from mpguard.document.nodes import MAX_DEPTH, Node, Pair
 from mpguard.lint.facts.guard import ALWAYS
+from mpguard.lint.facts.syntax import constant, dotted
 from mpguard.lint.facts.values import Constant
-from mpguard.lint.facts.walk import constant, dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
-    from mpguard.lint.facts.walk import Call, Record
+    from mpguard.lint.facts.records import Call, Record
 
 #: What makes a dict a DeepSpeed config, whatever it is for: nothing else has keys of these names.
 _OWN = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "torch_autocast"})

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import libcst as cst
 
-from mpguard.lint.facts import names, walk
+from mpguard.lint.facts import names
 from mpguard.lint.facts.callgraph import CallGraph
 from mpguard.lint.facts.checkpoints import Checkpoints
 from mpguard.lint.facts.events import FINDERS, Event, compiled, is_optimizer
@@ -41,13 +41,15 @@ from mpguard.lint.facts.guard import ALWAYS, Condition, Guard, compatible
 from mpguard.lint.facts.options import Option, forgotten_dtypes
 from mpguard.lint.facts.precision import Precision
 from mpguard.lint.facts.prepared import Prepared
+from mpguard.lint.facts.records import Binding, Call, Record, Scope, Use
 from mpguard.lint.facts.regions import Region, Regions
 from mpguard.lint.facts.scalars import Scalars
 from mpguard.lint.facts.settled import settle
+from mpguard.lint.facts.syntax import dotted, text_of
 from mpguard.lint.facts.trace import Traces
 from mpguard.lint.facts.trained import Trained
 from mpguard.lint.facts.values import DEPTH, Alternatives, Constant, Dtype, Function, Object, Ref, Values
-from mpguard.lint.facts.walk import Binding, Call, Record, Scope, Use, Walker, dotted
+from mpguard.lint.facts.walk import Walker
 from mpguard.lint.parsing import Frames
 from mpguard.lint.project.requirements import Required
 from mpguard.lint.source import Chunk, Source
@@ -81,7 +83,6 @@ _ENTRIES = frozenset({"__init__", "__call__", "forward"})
 _NAMED = re.compile(r"\.[ \t]*(\w+)")
 _GRAD = re.compile(r"\.grad\b")
 _NAME = re.compile(r"[^\W\d]\w*")
-_HEADER = re.compile(r"^(async[ \t]+def|def|class)[ \t]+(\w+)[ \t]*(?:\(([^()]*)\))?", re.MULTILINE)
 
 
 class Project(Protocol):
@@ -167,7 +168,7 @@ class Facts:
         if not imported:
             self._walk(_skimmed(self._wanted(chunks)))
             for chunk in self._waiting:
-                self._stub(chunk)
+                self.walker.stub(chunk)
             self._waiting = []
             settle(self.walker)
         self._events: dict[str, list[Event]] = {}
@@ -183,7 +184,7 @@ class Facts:
             large = [chunk for chunk in chunks if chunk.end - chunk.start > LARGEST_IMPORTED]
             for chunk in large:
                 self._waiting.remove(chunk)
-                self._stub(chunk)
+                self.walker.stub(chunk)
             self._walk(_skimmed([chunk for chunk in chunks if chunk not in large and not _is_table(chunk)]))
 
     def need_all(self) -> None:
@@ -218,19 +219,6 @@ class Facts:
         self._waiting = [chunk for chunk in chunks if chunk not in wanted]
         return [chunk for chunk in chunks if chunk in wanted]
 
-    def _stub(self, chunk: Chunk) -> None:
-        """A definition that is not parsed: its name, and the bases of a class."""
-        header = _HEADER.search(chunk.text)
-        if header is None:
-            return
-        kind, name, bases = header.groups()
-        scope = Scope("class" if kind == "class" else "function", name, cst.Pass(), self.module, chunk)
-        scope.parsed = False
-        scope.base_names = [base.strip() for base in (bases or "").split(",") if "=" not in base and base.strip()]
-        self.module.children.append(scope)
-        place = self.walker._place(scope.node)
-        self.module.bindings.setdefault(name, []).append(Binding(*place, key=name, kind="stub", defines=scope))
-
     def aliases(self, name: str) -> list[str]:
         """What a file calls a thing of this name besides: `from torch import compile as c`, `ac = amp.autocast`."""
         if self._aliases[0] != self.parsed_bytes:
@@ -247,11 +235,7 @@ class Facts:
 
     def condition(self, node: cst.CSTNode, scope: Scope) -> Condition:
         """The formula that the truth of an expression is."""
-        before, self.walker.scope = self.walker.scope, scope
-        try:
-            return self.walker.condition(node)
-        finally:
-            self.walker.scope = before
+        return self.walker.conditions.of(node, scope)
 
     def evaluate(self, node: cst.CSTNode | None, at: Record) -> Alternatives:
         """What an expression may be, where a record stands; `values` explains the alternatives."""
@@ -342,7 +326,7 @@ class Facts:
         """Whether another module may take a top-level name from this one: by `__all__`, or by an import in the tree."""
         self.need("__all__")
         listed = (binding.value for binding in self.module.bindings.get("__all__", ()) if binding.value is not None)
-        return any(f"'{name}'" in walk.text_of(each).replace('"', "'") for each in listed) or (
+        return any(f"'{name}'" in text_of(each).replace('"', "'") for each in listed) or (
             self.project.imported_elsewhere(self.path, name)
         )
 
@@ -603,9 +587,6 @@ def _without_gc() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-__all__ = ["Event", "Facts", "NoProject", "Project", "Region"]
 
 
 def _renamed(binding: Binding) -> str:

@@ -18,8 +18,9 @@ import libcst as cst
 
 from mpguard.lint.facts import names
 from mpguard.lint.facts.guard import Guard, compatible
+from mpguard.lint.facts.records import Binding, Call, Record, Scope, Use
+from mpguard.lint.facts.syntax import children, dotted
 from mpguard.lint.facts.values import Ref
-from mpguard.lint.facts.walk import Binding, Call, Record, Scope, Use, children, dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

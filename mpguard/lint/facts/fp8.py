@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.guard import Guard, compatible
+from mpguard.lint.facts.records import Call, Record, Scope, With
+from mpguard.lint.facts.syntax import constant
 from mpguard.lint.facts.values import Class, Constant, Object, Ref
-from mpguard.lint.facts.walk import Call, Record, Scope, With, constant
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts import names
-from mpguard.lint.facts.walk import Binding, Scope, Use, constant, dotted
+from mpguard.lint.facts.records import Binding, Scope, Use
+from mpguard.lint.facts.syntax import constant, dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

@@ -11,13 +11,13 @@ import libcst as cst
 
 from mpguard import looks
 from mpguard.lint.facts.guard import Flag, Guard, Not
-from mpguard.lint.facts.walk import dotted
+from mpguard.lint.facts.syntax import dotted
 from mpguard.lint.files import NEVER
 from mpguard.remembered import remembered
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
-    from mpguard.lint.facts.walk import Binding, Record, Use
+    from mpguard.lint.facts.records import Binding, Record, Use
 
 #: A condition that asks for the version of torch, or for what it has.
 _ASKS = re.compile(

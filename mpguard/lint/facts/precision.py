@@ -17,8 +17,9 @@ import libcst as cst
 
 from mpguard.lint.facts import autocast_ops as ops
 from mpguard.lint.facts.guard import ALWAYS, Guard, compatible, negated
+from mpguard.lint.facts.records import Binding, Call, Record, Scope
+from mpguard.lint.facts.syntax import constant, dotted
 from mpguard.lint.facts.values import Class, Function, Object, Ref
-from mpguard.lint.facts.walk import Binding, Call, Record, Scope, constant, dotted
 from mpguard.lint.parsing import Frames
 
 if TYPE_CHECKING:

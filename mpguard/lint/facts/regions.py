@@ -11,8 +11,9 @@ import libcst as cst
 
 from mpguard.lint.facts import names
 from mpguard.lint.facts.guard import ALWAYS, Guard, compatible
+from mpguard.lint.facts.records import Call, Record, Scope, With
+from mpguard.lint.facts.syntax import constant, dotted, text_of
 from mpguard.lint.facts.values import UNKNOWN, Alternative, Constant, Method, Object, Ref
-from mpguard.lint.facts.walk import Call, Record, Scope, With, constant, dotted, text_of
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpguard.lint.facts.guard import Fixed, Flag, Guard, negated
-from mpguard.lint.facts.walk import Record, Scope, Walker, constant
+from mpguard.lint.facts.records import Record, Scope
+from mpguard.lint.facts.syntax import constant
+from mpguard.lint.facts.walk import Walker
 
 
 def settle(walker: Walker) -> None:

@@ -19,8 +19,9 @@ from mpguard.lint.facts.autocast_ops import LOWERED
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.flow import FRAMEWORK_STEPS, UPCASTS, Reach, Sink
 from mpguard.lint.facts.guard import Flag, Guard, compatible, negated
+from mpguard.lint.facts.records import Binding, Call, Record, Scope
+from mpguard.lint.facts.syntax import constant, dotted
 from mpguard.lint.facts.values import Function, Object, Ref
-from mpguard.lint.facts.walk import Binding, Call, Record, Scope, constant, dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

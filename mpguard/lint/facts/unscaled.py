@@ -10,8 +10,9 @@ import libcst as cst
 from mpguard.lint.facts import names
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.guard import Guard, compatible
+from mpguard.lint.facts.records import Scope
+from mpguard.lint.facts.syntax import dotted
 from mpguard.lint.facts.values import Class, Constant, Object, Ref
-from mpguard.lint.facts.walk import Scope, dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

@@ -17,7 +17,8 @@ import libcst as cst
 
 from mpguard.lint.facts import names
 from mpguard.lint.facts.guard import ALWAYS, MOST_CONDITIONS, Guard, compatible, negated
-from mpguard.lint.facts.walk import Binding, Call, Param, Scope, constant, dotted
+from mpguard.lint.facts.records import Binding, Call, Param, Scope
+from mpguard.lint.facts.syntax import constant, dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

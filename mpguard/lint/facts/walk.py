@@ -1,321 +1,22 @@
-"""The one walk over libcst's tree: scopes, bindings, calls, uses of names, `with` blocks.
-
-What it records is raw and in order; nothing is resolved here. Each record knows its *guard* (the
-flag conditions under which it happens), the `with` items and loops around it, and its scope.
-"""
+"""The one walk over libcst's tree, which makes all records: statements and expressions, in order of evaluation."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
-from typing import Any as Anything
-from typing import Literal
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import libcst as cst
-from libcst._nodes.internal import CodegenState
 
-from mpguard.lint.facts.guard import ALWAYS, MOST_FLAGS, All, Any, Condition, Fixed, Flag, Guard, negated
+from mpguard.lint.facts.conditions import Conditions
+from mpguard.lint.facts.guard import ALWAYS, Condition, Flag, Guard, negated
+from mpguard.lint.facts.records import Binding, BindingKind, Call, Exit, Param, Record, Return, Scope, Use, With
+from mpguard.lint.facts.syntax import children, constant, dotted
 from mpguard.lint.source import Chunk
 
-BindingKind = Literal[
-    "assign",
-    "element",
-    "for",
-    "with",
-    "import",
-    "from",
-    "param",
-    "augmented",
-    "item",
-    "def",
-    "class",
-    "stub",
-    "del",
-    "except",
-]
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class Record:
-    """Something in the file: its node, scope, order of evaluation, guard, enclosing `with` items and loops."""
-
-    node: cst.CSTNode
-    scope: Scope
-    order: int
-    guard: Guard
-    withs: tuple[With, ...]
-    loops: tuple[cst.CSTNode, ...]
-    chunk: Chunk
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """Where it stands in `Source.text`."""
-        return self.chunk.span(self.node)
-
-    def __repr__(self) -> str:
-        line = self.chunk.source.position(self.span[0])[0]
-        return f"<{type(self).__name__.lower()} at {self.chunk.source.path}:{line}>"
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class Binding(Record):
-    """A name (`x`, `self.x`, `args.dtype`) gets a value.
-
-    value: the expression; of an `element` it is unpacked, at `index`. For imports `target` is the
-    module and `name` what is taken from it.
-    """
-
-    key: str
-    kind: BindingKind
-    value: cst.BaseExpression | None = None
-    index: tuple[int, ...] = ()
-    target: str = ""
-    name: str = ""
-    defines: Scope | None = None
-    statement: cst.CSTNode | None = None
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class Use(Record):
-    """A name or dotted name is read: the longest chain, such as `out.loss.backward`."""
-
-    path: str
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class With(Record):
-    """One item of a `with` statement (or what `enter_context` enters); `last` is the order at its end."""
-
-    expr: cst.BaseExpression
-    last: int = 1 << 60
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class Return(Record):
-    """`return value`, or `yield value`."""
-
-    value: cst.BaseExpression | None
-    yields: bool = False
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class Exit(Record):
-    """`continue`, `break` or `raise`: the node's type says which."""
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class Call(Record):
-    """A call. `name`: the last name of what is called; `path`: all of it where it is a dotted name;
-    `receiver`: what stands before the last dot; `statement`: the small statement it stands in,
-    `line` the whole line or compound header."""
-
-    node: cst.Call
-    name: str
-    path: str
-    receiver: cst.BaseExpression | None
-    statement: cst.CSTNode
-    line: cst.CSTNode
-
-    @property
-    def func(self) -> cst.BaseExpression:
-        return self.node.func
-
-    @functools.cached_property
-    def positional(self) -> list[cst.BaseExpression]:
-        """The positional arguments up to the first `*args`."""
-        found: list[cst.BaseExpression] = []
-        for arg in self.node.args:
-            if arg.star == "*":
-                break
-            if arg.keyword is None and not arg.star:
-                found.append(arg.value)
-        return found
-
-    @functools.cached_property
-    def keywords(self) -> dict[str, cst.BaseExpression]:
-        return {arg.keyword.value: arg.value for arg in self.node.args if arg.keyword is not None}
-
-    @property
-    def is_statement(self) -> bool:
-        """Whether the call is a whole statement: `model.half()`."""
-        return isinstance(self.statement, cst.Expr) and self.statement.value is self.node
-
-    @property
-    def starred(self) -> bool:
-        """Whether arguments come from `*args` or `**kwargs`."""
-        return any(arg.star for arg in self.node.args)
-
-    def argument(self, position: int | None, *names: str) -> cst.BaseExpression | None:
-        """An argument by position or one of its names; None where it is not given."""
-        for name in names:
-            if name in self.keywords:
-                return self.keywords[name]
-        if position is not None and position < len(self.positional):
-            return self.positional[position]
-        return None
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class Param:
-    name: str
-    default: cst.BaseExpression | None
-    annotation: cst.BaseExpression | None
-    kind: Literal["plain", "keyword", "star", "double"] = "plain"
-
-
-_Place = tuple[Anything, "Scope", int, Guard, tuple[With, ...], tuple[cst.CSTNode, ...], Chunk]
-
-
-class Scope:
-    """A module, class or function, with what happens in it."""
-
-    def __init__(
-        self,
-        kind: Literal["module", "class", "function"],
-        name: str,
-        node: cst.CSTNode,
-        parent: Scope | None,
-        chunk: Chunk,
-    ) -> None:
-        self.kind, self.name, self.node, self.parent, self.chunk = kind, name, node, parent, chunk
-        self.params: list[Param] = []
-        self.decorators: list[cst.BaseExpression] = []
-        self.bases: list[cst.BaseExpression] = []
-        #: The dotted names of the bases, as they are written; those of a statement that is not parsed too.
-        self.base_names: list[str] = []
-        self.bindings: dict[str, list[Binding]] = {}
-        self.uses: dict[str, list[Use]] = {}
-        self.calls: list[Call] = []
-        self.withs: list[With] = []
-        self.returns: list[Return] = []
-        #: Matrix products that are written `a @ b`.
-        self.products: list[Record] = []
-        self.exits: list[Exit] = []
-        self.children: list[Scope] = []
-        self.guard: Guard = ALWAYS
-        self.order = 0
-        self.parsed = True
-        #: Names that were set to a condition: `use_amp = args.fp16 and cuda`.
-        self.conditions: dict[str, Condition] = {}
-        self.globals: set[str] = set()
-
-    @property
-    def qualname(self) -> str:
-        return f"{self.parent.qualname}.{self.name}".lstrip(".") if self.parent is not None else ""
-
-    @property
-    def owner(self) -> Scope | None:
-        """The class whose method this is, or within whose method it is defined."""
-        scope = self.parent
-        while scope is not None and scope.kind != "class":
-            scope = scope.parent
-        return scope
-
-    @property
-    def is_method(self) -> bool:
-        return self.kind == "function" and self.parent is not None and self.parent.kind == "class"
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether its first parameter is the object, or the class."""
-        return self.is_method and not any(dotted(each) == "staticmethod" for each in self.decorators)
-
-    def chain(self) -> Iterator[Scope]:
-        """This scope and those around it, as names are looked up (classes only as the innermost)."""
-        scope: Scope | None = self
-        while scope is not None:
-            if scope is self or scope.kind != "class":
-                yield scope
-            scope = scope.parent
-
-    def within(self) -> Iterator[Scope]:
-        """This scope and all those around it."""
-        scope: Scope | None = self
-        while scope is not None:
-            yield scope
-            scope = scope.parent
-
-    def descendants(self) -> Iterator[Scope]:
-        """This scope and all inside it."""
-        yield self
-        for child in self.children:
-            yield from child.descendants()
-
-    def method(self, name: str) -> Scope | None:
-        return next((child for child in self.children if child.kind == "function" and child.name == name), None)
-
-    def __repr__(self) -> str:
-        return f"<{self.kind} {self.qualname or 'module'}>"
-
-
-def dotted(node: cst.CSTNode | None) -> str:
-    """`a.b.c` of a chain of names; empty for anything else."""
-    parts: list[str] = []
-    while isinstance(node, cst.Attribute):
-        parts.append(node.attr.value)
-        node = node.value
-    if not isinstance(node, cst.Name):
-        return ""
-    parts.append(node.value)
-    return ".".join(reversed(parts))
-
-
-class _Text(CodegenState):
-    """Writes code and takes no notice of places, for which libcst makes a context manager at each node."""
-
-    def record_syntactic_position(self, node: Anything, **_: Anything) -> Anything:  # noqa: ARG002
-        return _NO_PLACE
-
-
-_NO_PLACE = contextlib.nullcontext()
-
-
-def text_of(node: cst.CSTNode) -> str:
-    """The code of a node, without white space: what two equal conditions have in common."""
-    state = _Text("    ", "\n")
-    node._codegen(state)
-    return "".join("".join(state.tokens).split())
-
-
-def constant(node: cst.CSTNode | None) -> tuple[object] | None:
-    """The value of a literal, in a tuple (None is one); None for anything else."""
-    if isinstance(node, cst.Name):
-        return {"True": (True,), "False": (False,), "None": (None,)}.get(node.value)
-    if isinstance(node, (cst.SimpleString, cst.ConcatenatedString)):
-        value = node.evaluated_value
-        return (value,) if isinstance(value, str) else None
-    if isinstance(node, (cst.Integer, cst.Float)):
-        return (node.evaluated_value,)
-    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Minus):
-        inner = constant(node.expression)
-        return (-inner[0],) if inner and isinstance(inner[0], (int, float)) else None
-    return None
-
-
-_SKIPPED = (
-    "whitespace", "lpar", "rpar", "comma", "equal", "semicolon", "operator", "lbrace", "rbrace", "lbracket",
-    "rbracket",
-    "leading_lines", "trailing_whitespace", "header", "footer", "colon", "dot", "star", "annotation",
-)  # fmt: skip
-
-
-@functools.cache
-def _fields(kind: type) -> tuple[str, ...]:
-    """The fields of a node type that can hold expressions."""
-    return tuple(f.name for f in dataclasses.fields(kind) if not f.name.startswith(_SKIPPED))
-
-
-def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    for field in _fields(type(node)):
-        value = getattr(node, field)
-        if isinstance(value, cst.CSTNode):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            for each in value:
-                if isinstance(each, cst.CSTNode):
-                    yield each
+_Place = tuple[Any, Scope, int, Guard, tuple[With, ...], tuple[cst.CSTNode, ...], Chunk]
+#: What the walk comes back to behind a function or class.
+_Outside = tuple[Scope, tuple[With, ...], tuple[cst.CSTNode, ...], cst.CSTNode, cst.CSTNode]
 
 
 class Walker:
@@ -332,8 +33,8 @@ class Walker:
         self.order = 0
         self.statement: cst.CSTNode = module.node
         self.line: cst.CSTNode = module.node
-        #: Of `a and b or c ...`, which is asked for again at each of its operators; until a flag gets a new meaning.
-        self._formulas: dict[cst.CSTNode, Condition] = {}
+        self.conditions = Conditions()
+        self._outside: tuple[_Outside, ...] = ()
 
     def chunk(self, chunk: Chunk) -> None:
         """Walks one top-level statement (or the whole file) as the next of the module."""
@@ -342,13 +43,26 @@ class Walker:
         for statement in tree.body:
             self._statement(statement)
 
+    def stub(self, chunk: Chunk) -> None:
+        """A definition that is not parsed: its name, and the bases of a class."""
+        header = _HEADER.search(chunk.text)
+        if header is None:
+            return
+        kind, name, bases = header.groups()
+        scope = Scope("class" if kind == "class" else "function", name, cst.Pass(), self.module, chunk)
+        scope.parsed = False
+        scope.base_names = [base.strip() for base in (bases or "").split(",") if "=" not in base and base.strip()]
+        self.module.children.append(scope)
+        place = self._place(scope.node)
+        self.module.bindings.setdefault(name, []).append(Binding(*place, key=name, kind="stub", defines=scope))
+
     # -- records ----------------------------------------------------------------------------------
 
     def _place(self, node: cst.CSTNode) -> _Place:
         self.order += 1
         return node, self.scope, self.order, self.guard, self.withs, self.loops, self.current
 
-    def _bind(self, key: str, kind: BindingKind, node: cst.CSTNode, **details: Anything) -> Binding:
+    def _bind(self, key: str, kind: BindingKind, node: cst.CSTNode, **details: Any) -> Binding:
         binding = Binding(*self._place(node), key=key, kind=kind, statement=self.statement, **details)
         owner = self.scope
         if key.split(".", 1)[0] in owner.globals:
@@ -364,6 +78,9 @@ class Walker:
 
     def _holder(self, key: str) -> Scope | None:
         return self.scope.owner if key.startswith("self.") and self.scope.owner is not None else self.scope
+
+    def _condition(self, node: cst.CSTNode) -> Condition:
+        return self.conditions.of(node, self.scope)
 
     # -- statements -------------------------------------------------------------------------------
 
@@ -432,7 +149,7 @@ class Walker:
                     self.scope.globals.update(item.name.value for item in statement.names)
             elif isinstance(statement, cst.Assert):
                 self._expr(statement.test, statement)
-                self.guard = self.guard.given(self.condition(statement.test))
+                self.guard = self.guard.given(self._condition(statement.test))
             elif isinstance(statement, cst.Del):
                 key = dotted(statement.target)
                 if key:
@@ -446,11 +163,8 @@ class Walker:
         if len(node.targets) == 1:
             key = dotted(node.targets[0].target)
             holder = self._holder(key) if key else None
-            if holder is not None and _is_formula(node.value):
-                condition = self.condition(node.value)
-                if key.rsplit(".", 1)[-1] not in Guard([condition]).flags():
-                    holder.conditions[key] = condition
-                    self._formulas.clear()
+            if holder is not None:
+                self.conditions.name(key, node.value, holder, self.scope)
 
     def _target(
         self, target: cst.CSTNode, value: cst.BaseExpression | None, node: cst.CSTNode, index: tuple[int, ...] = ()
@@ -496,7 +210,7 @@ class Walker:
 
     def _if(self, node: cst.If) -> bool:
         self._expr(node.test, node)
-        condition = self.condition(node.test)
+        condition = self._condition(node.test)
         before = self.guard
         if Guard([condition]).flags() & _assigned(node):
             condition = Flag(f"#{self._place(node)[2]}")
@@ -630,10 +344,7 @@ class Walker:
         scope.order = self.order
         self.scope.children.append(scope)
         self.scopes.append(scope)
-        self._outside = (
-            *getattr(self, "_outside", ()),
-            (self.scope, self.withs, self.loops, self.line, self.statement),
-        )
+        self._outside = (*self._outside, (self.scope, self.withs, self.loops, self.line, self.statement))
         self.scope = scope
         if kind == "function":
             self.withs, self.loops = (), ()
@@ -717,7 +428,7 @@ class Walker:
 
     def _either(self, node: cst.IfExp) -> None:
         self._expr(node.test, node)
-        before, condition = self.guard, self.condition(node.test)
+        before, condition = self.guard, self._condition(node.test)
         self.guard = before.given(condition)
         self._expr(node.body, node)
         self.guard = before.given(negated(condition))
@@ -726,12 +437,12 @@ class Walker:
 
     def _shortcut(self, node: cst.BooleanOperation) -> None:
         self._expr(node.left, node)
-        before, condition = self.guard, self.condition(node.left)
+        before, condition = self.guard, self._condition(node.left)
         self.guard = before.given(condition if isinstance(node.operator, cst.And) else negated(condition))
         self._expr(node.right, node)
         self.guard = before
 
-    def _comprehension(self, node: Anything) -> None:
+    def _comprehension(self, node: Any) -> None:
         before, self.loops = self.loops, (*self.loops, node)
         part: cst.CompFor | None = node.for_in
         while part is not None:
@@ -747,79 +458,11 @@ class Walker:
             self._expr(node.elt, node)
         self.loops = before
 
-    # -- conditions -------------------------------------------------------------------------------
 
-    def condition(self, node: cst.CSTNode) -> Condition:
-        """The formula that an expression's truth is."""
-        known = constant(node)
-        if known is not None:
-            return Fixed(bool(known[0]))
-        path = dotted(node)
-        if path:
-            for scope in self.scope.within():
-                if path in scope.conditions:
-                    return scope.conditions[path]
-            return Flag(path.rsplit(".", 1)[-1])
-        if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Not):
-            return negated(self.condition(node.expression))
-        if isinstance(node, cst.BooleanOperation):
-            if node not in self._formulas:
-                self._formulas[node] = self._formula(node)
-            return self._formulas[node]
-        if isinstance(node, cst.Comparison) and len(node.comparisons) == 1:
-            return self._comparison(node)
-        if isinstance(node, cst.Call):
-            name = dotted(node.func).rsplit(".", 1)[-1]
-            args = [arg.value for arg in node.args]
-            if name == "bool" and len(args) == 1:
-                return self.condition(args[0])
-            key = constant(args[1 if name == "getattr" else 0]) if len(args) > (name == "getattr") else None
-            if name in ("getattr", "get") and key and isinstance(key[0], str):
-                return Flag(key[0])
-        return Flag(self._subject(node))
-
-    def _formula(self, node: cst.BooleanOperation) -> Condition:
-        parts = (self.condition(node.left), self.condition(node.right))
-        if sum(part.leaves for part in parts) > MOST_FLAGS:
-            return Flag(text_of(node))
-        return All(parts) if isinstance(node.operator, cst.And) else Any(parts)
-
-    def _comparison(self, node: cst.Comparison) -> Condition:
-        operator, right = node.comparisons[0].operator, node.comparisons[0].comparator
-        value = constant(right)
-        subject = self._subject(node.left)
-        if value is not None and isinstance(operator, (cst.Is, cst.IsNot, cst.Equal, cst.NotEqual)):
-            if value[0] is None or value[0] is False:
-                found = negated(self.condition(node.left))
-            elif value[0] is True:
-                found = self.condition(node.left)
-            else:
-                found = Flag(subject, value[0])
-            return found if isinstance(operator, (cst.Is, cst.Equal)) else negated(found)
-        if _member(right) and isinstance(operator, (cst.Is, cst.IsNot, cst.Equal, cst.NotEqual)):
-            found = Flag(subject, _member(right)[0])
-            return found if isinstance(operator, (cst.Is, cst.Equal)) else negated(found)
-        if isinstance(operator, (cst.In, cst.NotIn)) and isinstance(right, (cst.Tuple, cst.List, cst.Set)):
-            values = [constant(each.value) or _member(each.value) for each in right.elements]
-            if all(values):
-                found = Any(tuple(Flag(subject, each[0]) for each in values if each))
-                return found if isinstance(operator, cst.In) else negated(found)
-        return Flag(text_of(node))
-
-    def _subject(self, node: cst.CSTNode) -> str:
-        path = dotted(node)
-        if path:
-            return path.rsplit(".", 1)[-1]
-        if isinstance(node, cst.Subscript) and len(node.slice) == 1 and isinstance(node.slice[0].slice, cst.Index):
-            key = constant(node.slice[0].slice.value)
-            if key and isinstance(key[0], str):
-                return key[0]
-        return text_of(node)
-
-
+_HEADER = re.compile(r"^(async[ \t]+def|def|class)[ \t]+(\w+)[ \t]*(?:\(([^()]*)\))?", re.MULTILINE)
 _COMPREHENSIONS = frozenset({cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp})
 _LEAVES = frozenset({cst.SimpleString, cst.Integer, cst.Float, cst.Imaginary, cst.Ellipsis})
-_COMPOUND: dict[type, Anything] = {
+_COMPOUND: dict[type, Any] = {
     cst.If: Walker._if,
     cst.For: Walker._for,
     cst.While: Walker._while,
@@ -844,26 +487,6 @@ def _params(node: cst.Parameters) -> list[Param]:
     if node.star_kwarg is not None:
         found.append(made(node.star_kwarg, "double"))
     return found
-
-
-def _is_formula(node: cst.CSTNode) -> bool:
-    """Whether an expression is a condition over flags, worth to be followed through a name."""
-    if isinstance(node, cst.Comparison):
-        return True
-    if isinstance(node, cst.BooleanOperation):
-        return _is_formula(node.left) or _is_formula(node.right) or bool(dotted(node.left))
-    if isinstance(node, cst.UnaryOperation):
-        return isinstance(node.operator, cst.Not)
-    if isinstance(node, cst.Call):
-        return dotted(node.func) in ("bool", "getattr")
-    path = dotted(node)
-    return bool(path) and constant(node) is None
-
-
-def _member(node: cst.CSTNode) -> tuple[str, ...]:
-    """The last name of what is compared with: an enum's member, a dtype; empty for an expression."""
-    path = dotted(node)
-    return (path.rsplit(".", 1)[-1],) if path else ()
 
 
 def _leaves(node: cst.CSTNode) -> bool:

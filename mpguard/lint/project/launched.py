@@ -11,8 +11,8 @@ from mpguard.lint.rule import Note
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.records import Record
     from mpguard.lint.facts.values import Alternatives
-    from mpguard.lint.facts.walk import Record
     from mpguard.lint.project.launch_configs import LaunchConfig
 
     Configs = tuple[LaunchConfig, ...]

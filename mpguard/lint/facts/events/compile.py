@@ -10,7 +10,7 @@ import libcst as cst
 
 from mpguard.lint.facts.events.event import Event, aliases, called, finds
 from mpguard.lint.facts.guard import ALWAYS, Guard, compatible
-from mpguard.lint.facts.walk import constant
+from mpguard.lint.facts.syntax import constant
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

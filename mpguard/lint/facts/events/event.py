@@ -12,8 +12,9 @@ import libcst as cst
 
 from mpguard.lint.facts import names
 from mpguard.lint.facts.guard import Guard
+from mpguard.lint.facts.records import Call, Record, Scope
+from mpguard.lint.facts.syntax import dotted
 from mpguard.lint.facts.values import Class
-from mpguard.lint.facts.walk import Call, Record, Scope, dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

@@ -10,7 +10,7 @@ from mpguard.lint.facts.events.event import Event, aliases, called, finds
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
-    from mpguard.lint.facts.walk import Call
+    from mpguard.lint.facts.records import Call
 
 
 def _named(facts: Facts, *wanted: str) -> Iterator[tuple[Call, str]]:

@@ -9,7 +9,8 @@ import libcst as cst
 
 from mpguard.lint.facts import names
 from mpguard.lint.facts.events.event import Event, aliases, called, created, finds, is_optimizer, is_scaler, last_name
-from mpguard.lint.facts.walk import Call, constant, dotted
+from mpguard.lint.facts.records import Call
+from mpguard.lint.facts.syntax import constant, dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

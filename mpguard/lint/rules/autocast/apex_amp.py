@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from mpguard.lint.facts import imports
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.walk import Binding
+from mpguard.lint.facts.records import Binding
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
 
 _AMP = re.compile(r"apex\.(?:amp|fp16_utils)(?:\.|$)|apex\.(?:contrib\.)?optimizers\.(?:\w+\.)?FP16_Optimizer$")

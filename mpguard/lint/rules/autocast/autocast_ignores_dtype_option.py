@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from mpguard.lint import mend
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.options import Option
-from mpguard.lint.facts.walk import Call
+from mpguard.lint.facts.records import Call
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 

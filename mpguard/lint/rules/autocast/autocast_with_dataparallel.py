@@ -7,8 +7,9 @@ import libcst as cst
 from mpguard.lint.facts import names
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import Guard
+from mpguard.lint.facts.records import Call, Record
+from mpguard.lint.facts.syntax import dotted, text_of
 from mpguard.lint.facts.values import Object
-from mpguard.lint.facts.walk import Call, Record, dotted, text_of
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 _DEPTH = 6

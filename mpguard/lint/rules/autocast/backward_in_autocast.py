@@ -3,8 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import mend
-from mpguard.lint.facts.file import Event, Facts, Region
-from mpguard.lint.facts.walk import Call
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.records import Call
+from mpguard.lint.facts.regions import Region
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 #: What may follow a backward pass and needs no autocast: the fix moves it out too.

@@ -3,7 +3,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
 
 #: What asks the hardware, or a name that says that somebody did.

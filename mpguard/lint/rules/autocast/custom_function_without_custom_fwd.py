@@ -9,8 +9,9 @@ from mpguard.edits import Edit
 from mpguard.lint import mend
 from mpguard.lint.facts import autocast_ops
 from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.records import Call, Scope
 from mpguard.lint.facts.regions import Region
-from mpguard.lint.facts.walk import Call, Scope, dotted, text_of
+from mpguard.lint.facts.syntax import dotted, text_of
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 _FUNCTIONS = frozenset({"torch.autograd.Function", "torch.autograd.function.Function"})

@@ -6,7 +6,8 @@ import libcst as cst
 
 from mpguard.lint.facts import autocast_ops
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.walk import Call, constant
+from mpguard.lint.facts.records import Call
+from mpguard.lint.facts.syntax import constant
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 #: What is worth FP32: matrix products, and what autocast itself would run in FP32.

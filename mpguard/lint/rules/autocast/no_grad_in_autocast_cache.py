@@ -3,7 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.walk import Call, With, constant
+from mpguard.lint.facts.records import Call, With
+from mpguard.lint.facts.syntax import constant
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 #: The first torch with which the weights were seen to get their gradients.

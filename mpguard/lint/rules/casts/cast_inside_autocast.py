@@ -3,9 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import mend
-from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import Guard, compatible
-from mpguard.lint.facts.walk import Call
+from mpguard.lint.facts.records import Call
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 

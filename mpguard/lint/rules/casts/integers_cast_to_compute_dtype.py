@@ -9,7 +9,7 @@ from mpguard.lint import mend
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.precision import CASTS_LOW
-from mpguard.lint.facts.walk import constant, dotted, text_of
+from mpguard.lint.facts.syntax import constant, dotted, text_of
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
 
 #: What holds ids and nothing else, by the conventions of Hugging Face.

@@ -10,7 +10,8 @@ from mpguard.lint import mend
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.precision import CASTS_LOW
-from mpguard.lint.facts.walk import Call, Record, constant, dotted
+from mpguard.lint.facts.records import Call, Record
+from mpguard.lint.facts.syntax import constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
 
 #: Up to here a dtype holds all integers.

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mpguard.lint import mend
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.walk import constant
+from mpguard.lint.facts.syntax import constant
 from mpguard.lint.project import launched
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
 

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint import mend
-from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.fp8 import float8_configs, is_true, may_shard
-from mpguard.lint.facts.walk import Call, constant
+from mpguard.lint.facts.records import Call
+from mpguard.lint.facts.syntax import constant
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 if TYPE_CHECKING:

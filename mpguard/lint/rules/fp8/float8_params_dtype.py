@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.fp8 import TE
-from mpguard.lint.facts.walk import Call
+from mpguard.lint.facts.records import Call
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 _STORES = ("enable_layerwise_casting", "apply_layerwise_casting")

@@ -7,8 +7,9 @@ from mpguard.lint import mend
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.fp8 import emulated
+from mpguard.lint.facts.records import Call, Scope
+from mpguard.lint.facts.syntax import constant
 from mpguard.lint.facts.values import Method, Object
-from mpguard.lint.facts.walk import Call, Scope, constant
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 _LANGUAGE_MODEL = re.compile(r"(?:ForCausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM)$")

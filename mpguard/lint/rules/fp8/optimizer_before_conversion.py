@@ -6,7 +6,8 @@ from mpguard.lint.facts.events import Event, is_optimizer
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.fp8 import float8_configs
 from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.walk import Call, dotted
+from mpguard.lint.facts.records import Call
+from mpguard.lint.facts.syntax import dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 _SETTING = "enable_fsdp_float8_all_gather"

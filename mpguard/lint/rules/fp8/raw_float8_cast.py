@@ -5,8 +5,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts.file import Event, Facts
-from mpguard.lint.facts.walk import Binding, dotted
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.records import Binding
+from mpguard.lint.facts.syntax import dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
 
 #: What shows that somebody thought of a scale, or of the range.

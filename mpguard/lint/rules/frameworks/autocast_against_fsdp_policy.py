@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.file import Event, Facts, Region
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import Guard, compatible
 from mpguard.lint.facts.prepared import policy_of
-from mpguard.lint.facts.walk import Call
+from mpguard.lint.facts.records import Call
+from mpguard.lint.facts.regions import Region
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 _SHORT = {"float16": "FP16", "bfloat16": "BF16"}

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import mend
-from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import compatible
 from mpguard.lint.facts.prepared import Wrap, other_way, receiver_at
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of

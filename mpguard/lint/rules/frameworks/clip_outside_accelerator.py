@@ -4,10 +4,12 @@ import re
 from collections.abc import Iterator
 
 from mpguard.lint import mend
-from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import compatible
 from mpguard.lint.facts.prepared import Wrap, other_way, receiver_at
-from mpguard.lint.facts.walk import Call, dotted
+from mpguard.lint.facts.records import Call
+from mpguard.lint.facts.syntax import dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 _PARAMETERS = ("parameters", "named_parameters")

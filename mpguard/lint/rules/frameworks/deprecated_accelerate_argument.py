@@ -7,7 +7,8 @@ import libcst as cst
 from mpguard.edits import Edit
 from mpguard.lint import mend
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.walk import Binding, Call, Use, constant
+from mpguard.lint.facts.records import Binding, Call, Use
+from mpguard.lint.facts.syntax import constant
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
 
 #: Where an expression may stand for another without parentheses around it.

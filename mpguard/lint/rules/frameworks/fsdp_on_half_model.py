@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import compatible
+from mpguard.lint.facts.records import Call
 from mpguard.lint.facts.trained import Weights
-from mpguard.lint.facts.walk import Call
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 _SHORT = {"float16": "FP16", "bfloat16": "BF16"}

@@ -6,10 +6,11 @@ import libcst as cst
 
 from mpguard.edits import Edit
 from mpguard.lint import mend
-from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import compatible
 from mpguard.lint.facts.prepared import policy_of
-from mpguard.lint.facts.walk import constant, dotted
+from mpguard.lint.facts.syntax import constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
 
 _LOW = {"float16": "FP16", "bfloat16": "BF16"}

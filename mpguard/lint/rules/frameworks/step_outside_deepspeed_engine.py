@@ -5,10 +5,12 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import mend
-from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import compatible
 from mpguard.lint.facts.prepared import Settings, Wrap, other_way, settings_of
-from mpguard.lint.facts.walk import Call, dotted
+from mpguard.lint.facts.records import Call
+from mpguard.lint.facts.syntax import dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 _DEPTH = 4

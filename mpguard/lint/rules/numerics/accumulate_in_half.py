@@ -8,7 +8,8 @@ import libcst as cst
 
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.precision import NUMBER, SPEAKS_LOW, Of
-from mpguard.lint.facts.walk import Binding, Call, constant, dotted
+from mpguard.lint.facts.records import Binding, Call
+from mpguard.lint.facts.syntax import constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 #: What a loop over steps goes over; a loop over layers or experts adds up a few terms.

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.precision import CASTS_LOW
+from mpguard.lint.facts.records import Call
 from mpguard.lint.facts.values import Object, Ref
-from mpguard.lint.facts.walk import Call
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 _LOSSES = frozenset({

@@ -7,7 +7,7 @@ from mpguard.lint import mend
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.precision import SPEAKS_FP16
 from mpguard.lint.facts.scalars import Meeting
-from mpguard.lint.facts.walk import dotted
+from mpguard.lint.facts.syntax import dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 #: The largest number of FP16. `masked_fill` refuses anything beyond; `where` and arithmetic round up to here.

@@ -3,10 +3,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import mend
-from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import compatible
+from mpguard.lint.facts.records import Call
 from mpguard.lint.facts.trace import Kind, Moment, Trace, between, unrelated
-from mpguard.lint.facts.walk import Call
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 #: What ends the gradients of a loss: something applies them, or throws them away.

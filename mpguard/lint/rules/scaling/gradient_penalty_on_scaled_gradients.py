@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from mpguard.lint.facts.events.event import aliases, called
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.walk import Call, Scope, constant
+from mpguard.lint.facts.records import Call, Scope
+from mpguard.lint.facts.syntax import constant
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 #: The scale by another name: `inv_scale`, `scaler._scale`.

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.walk import Binding, Call, Record, constant, dotted
+from mpguard.lint.facts.records import Binding, Call, Record
+from mpguard.lint.facts.syntax import constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 #: Names of a factor that scales a loss against underflow; one of ranks or of accumulation is none.

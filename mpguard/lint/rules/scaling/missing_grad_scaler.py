@@ -8,9 +8,12 @@ import libcst as cst
 from mpguard.edits import Edit, Span
 from mpguard.lint import mend
 from mpguard.lint.facts import unscaled
-from mpguard.lint.facts.file import Event, Facts, Region
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import Guard, compatible
-from mpguard.lint.facts.walk import Record, Scope, dotted
+from mpguard.lint.facts.records import Record, Scope
+from mpguard.lint.facts.regions import Region
+from mpguard.lint.facts.syntax import dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 #: Folders (the file's, and two above) whose loops train nothing: they measure, or prove what happens.

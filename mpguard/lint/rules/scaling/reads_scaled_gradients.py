@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.records import Use
+from mpguard.lint.facts.syntax import constant, dotted
 from mpguard.lint.facts.trace import Kind, Moment, Trace, before, between, unrelated
-from mpguard.lint.facts.walk import Use, constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 #: Methods that measure a gradient, and functions that measure or log one.

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import compatible
+from mpguard.lint.facts.records import Binding, Scope
 from mpguard.lint.facts.scaled import bfloat16_region
-from mpguard.lint.facts.walk import Binding, Scope
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import mend
-from mpguard.lint.facts.file import Event, Facts
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import All, Any, Condition, Flag
 from mpguard.lint.facts.regions import enabled_argument
 from mpguard.lint.facts.scaled import bfloat16_region
-from mpguard.lint.facts.walk import constant, dotted
+from mpguard.lint.facts.syntax import constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 _BF16 = re.compile(r"(?i)(?:use_|is_|with_|torch\.)?(?:bf16|bfloat16)(?:[-_]mixed|_enabled)?")

@@ -1,0 +1,80 @@
+"""Libcst's nodes, read: the names, literals and code that they are."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import libcst as cst
+from libcst._nodes.internal import CodegenState
+
+
+def dotted(node: cst.CSTNode | None) -> str:
+    """`a.b.c` of a chain of names; empty for anything else."""
+    parts: list[str] = []
+    while isinstance(node, cst.Attribute):
+        parts.append(node.attr.value)
+        node = node.value
+    if not isinstance(node, cst.Name):
+        return ""
+    parts.append(node.value)
+    return ".".join(reversed(parts))
+
+
+class _Text(CodegenState):
+    """Writes code and takes no notice of places, for which libcst makes a context manager at each node."""
+
+    def record_syntactic_position(self, node: Any, **_: Any) -> Any:  # noqa: ARG002
+        return _NO_PLACE
+
+
+_NO_PLACE = contextlib.nullcontext()
+
+
+def text_of(node: cst.CSTNode) -> str:
+    """The code of a node, without white space: what two equal conditions have in common."""
+    state = _Text("    ", "\n")
+    node._codegen(state)
+    return "".join("".join(state.tokens).split())
+
+
+def constant(node: cst.CSTNode | None) -> tuple[object] | None:
+    """The value of a literal, in a tuple (None is one); None for anything else."""
+    if isinstance(node, cst.Name):
+        return {"True": (True,), "False": (False,), "None": (None,)}.get(node.value)
+    if isinstance(node, (cst.SimpleString, cst.ConcatenatedString)):
+        value = node.evaluated_value
+        return (value,) if isinstance(value, str) else None
+    if isinstance(node, (cst.Integer, cst.Float)):
+        return (node.evaluated_value,)
+    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Minus):
+        inner = constant(node.expression)
+        return (-inner[0],) if inner and isinstance(inner[0], (int, float)) else None
+    return None
+
+
+_SKIPPED = (
+    "whitespace", "lpar", "rpar", "comma", "equal", "semicolon", "operator", "lbrace", "rbrace", "lbracket",
+    "rbracket",
+    "leading_lines", "trailing_whitespace", "header", "footer", "colon", "dot", "star", "annotation",
+)  # fmt: skip
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[str, ...]:
+    """The fields of a node type that can hold expressions."""
+    return tuple(f.name for f in dataclasses.fields(kind) if not f.name.startswith(_SKIPPED))
+
+
+def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    for field in _fields(type(node)):
+        value = getattr(node, field)
+        if isinstance(value, cst.CSTNode):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                if isinstance(each, cst.CSTNode):
+                    yield each
