@@ -27,10 +27,10 @@ import libcst
 from mpguard import looks
 from mpguard.lint import gate
 from mpguard.lint.cache.identity import identity
+from mpguard.lint.depth import suspect
 from mpguard.lint.engine import Engine, Options
 from mpguard.lint.files import collect
 from mpguard.lint.rule import Rule, rules
-from mpguard.lint.depth import suspect
 from mpguard.lint.source import Source
 
 IMPORTS = ("argparse", "importlib.metadata", "yaml", "pathspec", "libcst", "mpguard", "mpguard.cli.lint",
