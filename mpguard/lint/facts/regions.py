@@ -145,7 +145,7 @@ class Regions:
                         for region in atom.facts.regions(given):
                             found.append(dataclasses.replace(region, guard=region.guard.joined(item.guard, each.guard)))
                 elif isinstance(atom, Object) and atom.kind in _REGIONS:
-                    region = self._region(each)
+                    region = self._handed(self._region(each), item, atom.path)
                     found.append(dataclasses.replace(region, guard=region.guard.joined(item.guard)))
                 elif atom is UNKNOWN or isinstance(atom, (Ref, Method)):
                     found.append(Region("", each.guard.joined(item.guard), None, self.facts))
@@ -165,6 +165,25 @@ class Regions:
         if atom.kind != "autocast":
             return Region(atom.kind, guard, call, facts)
         return dataclasses.replace(facts.autocast(call, atom.path), guard=guard.joined(facts.enabled(call, atom.path)))
+
+    def _handed(self, region: Region, item: With, path: str) -> Region:
+        """The region of a shim, `def autocast(**kwargs): return torch.autocast("cuda", **kwargs)`, with what an item
+        hands through it; the region as it is, where that cannot be told."""
+        inner = region.call
+        outer = self.facts.walker.call_of.get(item.expr) if isinstance(item.expr, cst.Call) else None
+        if region.kind != "autocast" or inner is None or not inner.starred or outer is None or outer is inner:
+            return region
+        params = {param.name: param.kind for param in inner.scope.params}
+        starred = [dotted(arg.value) for arg in inner.node.args if arg.star]
+        if outer.starred or outer.positional or any(params.get(name) not in ("star", "double") for name in starred):
+            return region
+        if any(binding.kind != "param" for name in starred for binding in inner.scope.bindings.get(name, ())):
+            return region
+        handed = {name: value for name, value in outer.keywords.items() if name not in params}
+        found = region.facts.contexts.autocast(inner, path, complete=True)
+        dtypes = self.facts.dtypes(handed["dtype"], outer) if "dtype" in handed else found.dtypes
+        enabled = ALWAYS.given(self.facts.condition(handed["enabled"], item.scope)) if "enabled" in handed else ALWAYS
+        return dataclasses.replace(found, dtypes=dtypes, guard=region.guard.joined(enabled))
 
     def enabled(self, call: Call, path: str) -> Guard:
         """The guard that an autocast's or a scaler's `enabled=` is; an impossible one for `False`."""
@@ -187,8 +206,10 @@ class Regions:
         params = call.scope.params if call is not None and isinstance(given, cst.Name) else []
         return any(p.name == dotted(given) and constant(p.default) == (False,) for p in params)
 
-    def autocast(self, call: Call, path: str) -> Region:
-        """The region that a call of an autocast makes: its device and dtype, with torch's defaults."""
+    def autocast(self, call: Call, path: str, complete: bool = False) -> Region:
+        """The region that a call of an autocast makes: its device and dtype, with torch's defaults.
+
+        complete: what `**kwargs` hand to it is known, and no dtype."""
         legacy = path.startswith(("torch.cuda.amp.", "torch.cpu.amp."))
         if legacy:
             device: str | None = path.split(".")[1]
@@ -202,7 +223,11 @@ class Regions:
         given = call.argument(1, "dtype")
         if given is not None and constant(given) != (None,):
             dtypes = self.facts.dtypes(given, call)
-        elif call.starred or "set_autocast_gpu_dtype" in self.facts.calls or "set_autocast_dtype" in self.facts.calls:
+        elif (
+            (call.starred and not complete)
+            or "set_autocast_gpu_dtype" in self.facts.calls
+            or "set_autocast_dtype" in self.facts.calls
+        ):
             dtypes = ((ALWAYS, None),)
         else:
             dtypes = tuple((guard, {"cuda": "float16", "cpu": "bfloat16"}.get(name or "")) for guard, name in devices)

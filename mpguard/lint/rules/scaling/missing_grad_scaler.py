@@ -240,6 +240,80 @@ for x in loader:
     optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+
+class Run:
+    def __init__(self, model, mixed_precision=False):
+        self.model, self.mixed_precision = model, mixed_precision
+        self.optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss(self, x):
+        if self.mixed_precision:
+            with torch.autocast(device_type="cuda"):
+                return self.model(x).sum()
+        return self.model(x).sum()
+
+    def fit(self, loader):
+        for x in loader:
+            loss = self.loss(x)
+            loss.backward()  # !
+            self.optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from shim import autocast
+
+class Run:
+    def __init__(self, model, amp):
+        self.model, self.amp = model, amp
+        self.optimizer = torch.optim.AdamW(model.parameters())
+
+    def fit(self, loader):
+        for x in loader:
+            with autocast(enabled=self.amp):
+                loss = self.model(x).sum()
+            loss.backward()  # !
+            self.optimizer.step()
+""",
+            files={
+                "shim.py": "import torch\n\ndef autocast(**kwargs):\n    return torch.autocast('cuda', **kwargs)\n",
+                "pyproject.toml": "",
+            },
+        ),
+        Good(
+            """\
+import torch
+from shim import autocast, other
+
+class Run:
+    def __init__(self, model, amp):
+        self.model, self.amp = model, amp
+        self.optimizer = torch.optim.AdamW(model.parameters())
+
+    def fit(self, loader, options):
+        for x in loader:
+            with autocast(enabled=self.amp, dtype=torch.bfloat16):
+                loss = self.model(x).sum()
+            with autocast(**options):
+                loss = loss + self.model(x).sum()
+            with autocast(enabled=False):
+                loss = loss + self.model(x).sum()
+            with other(enabled=self.amp):
+                loss = loss + self.model(x).sum()
+            loss.backward()
+            self.optimizer.step()
+""",
+            files={
+                "shim.py": "import torch\n\ndef autocast(**kwargs):\n    return torch.autocast('cuda', **kwargs)\n\n"
+                "def other(**kwargs):\n    kwargs = {'dtype': torch.bfloat16, **kwargs}\n"
+                "    return torch.autocast('cuda', **kwargs)\n",
+                "pyproject.toml": "",
+            },
+        ),
         Good(
             """\
 import torch
@@ -385,17 +459,21 @@ def peak_memory(model):
                 if step is None or unscaled.scaled(guard.joined(step.guard), program, facts):
                     continue
                 reported |= {scope for scope in program if scope.kind != "module"}
-                notes = (Note("FP16 from here", where), Note("this step applies the gradients", step.span))
+                notes: tuple[Note, ...] = (Note("this step applies the gradients", step.span),)
+                if where is not None:
+                    notes = (Note("FP16 from here", where), *notes)
                 # GradScaler refuses gradients of FP16 parameters: no fix for those.
-                fix = self._fix(backward, step, region, guard, facts) if region is not None else None
+                here = region is not None and region.facts is facts
+                fix = self._fix(backward, step, region, guard, facts) if region is not None and here else None
                 what = "FP16 autocast" if region is not None else "FP16 weights"
                 yield self.at(backward, what=what, notes=notes, fix=fix)
                 break
 
     # -- what makes the gradients FP16 --------------------------------------------------------------
 
-    def _low_precision(self, backward: Event, facts: Facts) -> Iterator[tuple[Region | None, Span, Guard]]:
-        """What computes this loss in FP16: a region (none: weights), its place, the guard under which both happen."""
+    def _low_precision(self, backward: Event, facts: Facts) -> Iterator[tuple[Region | None, Span | None, Guard]]:
+        """What computes this loss in FP16: a region (none: weights), its place if that is in this file, the guard under
+        which both happen."""
         assert backward.subject is not None
         records: list[Record] = [backward.call, *facts.flow.backward(backward.subject, backward.call)]
         for record in records:
@@ -403,10 +481,10 @@ def peak_memory(model):
             for place, region in enumerate(around):
                 for guard in self._half(region, around[place + 1 :], around):
                     both = guard.joined(record.guard, backward.guard)
-                    if both.possible and "mixed_precision" not in both.flags() and region.facts is facts:
+                    if both.possible and not _of_accelerate(both, facts):
                         assert region.call is not None
                         if region.call not in facts.forgotten_dtypes:  # BF16 was meant: MPG310 says so
-                            yield region, region.call.span, both
+                            yield region, region.call.span if region.facts is facts else None, both
         for load in facts.events("load"):
             for guard in load.may_be("float16"):
                 both = guard.joined(backward.guard)
@@ -425,7 +503,7 @@ def peak_memory(model):
         """Whether the load makes the weights FP16 that this backward gives gradients."""
         if facts.infers(load.call) or facts.kinds(load.subject, load.call) != {"model"}:
             return False
-        if "mixed_precision" in guard.flags() or facts.frozen.value(load.call.node):
+        if _of_accelerate(guard, facts) or facts.frozen.value(load.call.node):
             return False
         reach = facts.flow.forward(load.call.node, load.call, guard)
         if reach.meets("peft") or not reach.meets("optimizer"):
@@ -493,3 +571,8 @@ def peak_memory(model):
         if guard:
             return None
         return f", enabled={' and '.join(text for _, text in conditions)}" if conditions else ""
+
+
+def _of_accelerate(guard: Guard, facts: Facts) -> bool:
+    """Whether a guard asks for the precision that Accelerate is given too: it brings the scaler."""
+    return "mixed_precision" in guard.flags() and "accelerat" in facts.source.text
