@@ -93,6 +93,8 @@ class _Comment:
 
 def in_python(lines: Lines) -> Comments:
     """The suppressions of Python code; those before the first place that Python cannot tokenize."""
+    if not _NOQA.search(lines.text) and not _OWN.search(lines.text):
+        return NONE
     return _read(_python_comments(lines))
 
 

@@ -28,7 +28,7 @@ from mpguard.server.places import Ruler
 from mpguard.server.wishes import Wishes
 
 #: Seconds without a further keystroke before a text is checked, and without a further change of files before all are.
-TYPING, SAVING = 0.03, 0.2
+TYPING, SAVING = 0.01, 0.2
 #: Seconds after which files are read again where the editor does not say when they change.
 UNWATCHED = 5
 
