@@ -34,6 +34,11 @@ AUTOCASTS = frozenset({
     "torch.cpu.amp.autocast", "torch.cpu.amp.autocast_mode.autocast",
 })  # fmt: skip
 SCALER_NAMES = frozenset({"GradScaler", "ShardedGradScaler"})
+CLIPS = frozenset(
+    f"torch.nn.utils.{module}{name}"
+    for module in ("", "clip_grad.")
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
+)
 NO_GRAD = frozenset(
     {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.grad_mode.no_grad"}
 )

@@ -503,10 +503,13 @@ class Values:
         if path == "torch.set_grad_enabled":
             given = constant(call.argument(0, "mode"))
             return (Alternative(ALWAYS, Object("no_grad", call, path)),) if given == (False,) else NOTHING_KNOWN
-        if path == "functools.partial" and len(call.positional) == 1 and "device_type" in call.keywords:
-            made = self.evaluate(call.positional[0], call.scope, call.order)
+        if path == "functools.partial" and len(call.positional) == 1:
+            made = [each.atom for each in self.evaluate(call.positional[0], call.scope, call.order)]
             paths = [
-                each.atom.path for each in made if isinstance(each.atom, Ref) and each.atom.path in names.AUTOCASTS
+                atom.path
+                for atom in made
+                if isinstance(atom, Ref)
+                and (atom.path in names.CLIPS or (atom.path in names.AUTOCASTS and "device_type" in call.keywords))
             ]
             return (Alternative(ALWAYS, Object("partial", call, paths[0])),) if len(paths) == 1 else NOTHING_KNOWN
         kind = names.kind_of(path)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint.facts.events.event import Event, aliases, called, created, finds, is_scaler
+from mpguard.lint.facts.names import CLIPS
+from mpguard.lint.facts.values import Object
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -55,3 +57,9 @@ def _clips(facts: Facts) -> Iterator[Event]:
     wanted = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
     for call in called(facts, *wanted, *(alias for name in wanted for alias in aliases(facts, name))):
         yield Event("clip", call, facts, call.argument(0, "parameters"))
+    for name, calls in facts.calls.items():
+        if "clip" in name and name not in wanted:
+            for call in calls:
+                atoms = [each.atom for each in facts.evaluate(call.func, call)]
+                if any(isinstance(atom, Object) and atom.path in CLIPS for atom in atoms):
+                    yield Event("clip", call, facts, call.argument(0, "parameters"))

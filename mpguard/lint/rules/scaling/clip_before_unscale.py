@@ -7,8 +7,9 @@ import libcst as cst
 from mpguard.lint import mend
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import compatible
+from mpguard.lint.facts.names import CLIPS
 from mpguard.lint.facts.trace import Moment, Trace, before, between, unrelated
-from mpguard.lint.facts.values import Ref
+from mpguard.lint.facts.values import Constant, Object, Ref
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 
@@ -38,7 +39,7 @@ class ClipBeforeUnscale(Rule):
     severity = "error"
     message = "`{expr}` clips gradients that are still scaled"
     help = "call `{scaler}.unscale_(optimizer)` before"
-    triggers = (any_of(b"clip_grad_"), any_of(b".scale("), any_of(b"scaler", b"Scaler"))
+    triggers = (any_of(b"clip_grad"), any_of(b".scale("), any_of(b"scaler", b"Scaler"))
     examples = (
         Bad(
             """\
@@ -126,6 +127,76 @@ def train(model, losses, optimizer):
             scaler.update()
             optimizer.zero_grad()
 """
+        ),
+        Bad(
+            """\
+from functools import partial
+
+import torch
+from builders import build_clipper
+
+class Manager:
+    def __init__(self, model, optimizer, config):
+        self.model, self.optimizer = model, optimizer
+        self.clip_grad = build_clipper(config)
+        self.scaler = torch.amp.GradScaler("cuda", enabled=config.fp16) if config.cuda else None
+
+    def differentiate(self, x):
+        loss = self.model(x)
+        if self.scaler is None:
+            loss.backward()
+        else:
+            self.scaler.scale(loss).backward()
+
+    def epoch(self, loader):
+        for x in loader:
+            self.differentiate(x)
+            if self.clip_grad is not None:
+                self.clip_grad(parameters=self.model.parameters())  # !
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+""",
+            files={
+                "builders.py": "from functools import partial\n\nfrom torch import nn\n\ndef build_clipper(config):\n"
+                "    clip = None\n    if config.value is not None:\n"
+                "        clip = partial(nn.utils.clip_grad_value_, clip_value=config.value)\n"
+                "    elif config.norm is not None:\n"
+                "        clip = partial(nn.utils.clip_grad_norm_, max_norm=config.norm)\n    return clip\n",
+                "pyproject.toml": "",
+            },
+        ),
+        Good(
+            """\
+import torch
+from builders import build_clipper, unscales_and_clips
+
+class Manager:
+    def __init__(self, model, optimizer, config):
+        self.model, self.optimizer = model, optimizer
+        self.clip_grad = build_clipper(config)
+        self.other_clip_grad = unscales_and_clips
+        self.scaler = torch.amp.GradScaler("cuda", enabled=config.fp16)
+
+    def epoch(self, loader):
+        for x in loader:
+            self.scaler.scale(self.model(x)).backward()
+            self.scaler.unscale_(self.optimizer)
+            self.clip_grad(self.model.parameters())
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scaler.scale(self.model(x)).backward()
+            self.other_clip_grad(self.model.parameters())
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+""",
+            files={
+                "builders.py": "from functools import partial\n\nfrom torch import nn\n\ndef build_clipper(config):\n"
+                "    return partial(nn.utils.clip_grad_norm_, max_norm=config.norm)\n",
+                "pyproject.toml": "",
+            },
         ),
         Good(
             """\
@@ -219,7 +290,10 @@ def of_ones_own(model, loader, optimizer, scaler):
 
     def _of_torch(self, clip: Moment, facts: Facts) -> bool:
         atoms = [each.atom for each in facts.evaluate(clip.call.func, clip.call)]
-        return any(isinstance(atom, Ref) and atom.path.startswith("torch.nn.utils.") for atom in atoms)
+        if any(isinstance(atom, Ref) and atom.path.startswith("torch.nn.utils.") for atom in atoms):
+            return True
+        made = [atom for atom in atoms if atom != Constant(None)]  # or nothing to clip by
+        return bool(made) and all(isinstance(atom, Object) and atom.path in CLIPS for atom in made)
 
     def _scaled(self, trace: Trace, place: int, facts: Facts) -> Moment | None:
         """The backward pass whose gradients are clipped and still scaled."""
