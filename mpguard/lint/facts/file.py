@@ -24,121 +24,46 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, Protocol
 
 import libcst as cst
 
-from mpguard.lint.facts import names
+from mpguard.lint.facts import names, skim
 from mpguard.lint.facts.callgraph import CallGraph
 from mpguard.lint.facts.checkpoints import Checkpoints
-from mpguard.lint.facts.events import FINDERS, Event, compiled, is_optimizer
+from mpguard.lint.facts.events import FINDERS, Event, compiled
 from mpguard.lint.facts.flow import Flow
 from mpguard.lint.facts.frozen import Frozen
 from mpguard.lint.facts.guard import ALWAYS, Condition, Guard, compatible
+from mpguard.lint.facts.masters import masters
 from mpguard.lint.facts.options import Option, forgotten_dtypes
 from mpguard.lint.facts.precision import Precision
 from mpguard.lint.facts.prepared import Prepared
-from mpguard.lint.facts.records import Binding, Call, Record, Scope, Use
+from mpguard.lint.facts.records import Binding, Call, Record, Scope
 from mpguard.lint.facts.regions import Region, Regions
 from mpguard.lint.facts.scalars import Scalars
 from mpguard.lint.facts.settled import settle
+from mpguard.lint.facts.surroundings import NoProject, Project
 from mpguard.lint.facts.syntax import dotted, text_of
 from mpguard.lint.facts.trace import Traces
 from mpguard.lint.facts.trained import Trained
 from mpguard.lint.facts.values import DEPTH, Alternatives, Constant, Dtype, Function, Object, Ref, Values
 from mpguard.lint.facts.walk import Walker
 from mpguard.lint.parsing import Frames
-from mpguard.lint.project.requirements import Required
 from mpguard.lint.source import Chunk, Source
 
-if TYPE_CHECKING:
-    from mpguard.document import Document
-    from mpguard.lint.project.launch_configs import LaunchConfig
-
-#: Files up to this size are walked whole; of larger ones the statements that matter.
-WHOLE = 8_000
 #: Of an imported class, what is longer than this is known by its name and its bases alone: hundreds of methods say too
 #: little about one that asks to be parsed for it.
 LARGEST_IMPORTED = 100_000
-#: What makes a top-level statement matter: precision, training, and what decides between them.
-#: Each alternative begins with a letter, which is three times as fast as one that begins with `\b`; what is in the
-#: group is looked at more closely.
-_MATTERS = re.compile(
-    r"float16|bf16|fp16|autocast|[sS]caler|backward|\.step\(|float8|fp8|\.prepare\(|deepspeed|accelerat|"
-    r"no_grad|inference_mode|Trainer|Optimizer|optim\b|HalfTensor|requires_grad|tf32|fp32_precision|"
-    r"transformer_engine|Scaling\(|RecipeKwargs|fully_shard|matmul_precision|\.(?:load_)?state_dict\(|"
-    r"(half\b|amp\b|compile|te(?=\.))"
-)
-_WORDS = re.compile(r"\bhalf|\bamp|(?<!\bre\.)compile|\bte")
 #: What has a `step` and applies no gradients.
 _NO_OPTIMIZER = re.compile(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\b|\bema\b")
-#: What a method may do to the facts without a word that matters: give an attribute a value, be a context manager.
-_SETS = re.compile(r"(?:self|cls)\.[\w.]+[^\n=()]*(?<![<>!])=(?!=)|(yield\b|global\b|as[ \t]+self\.)")
-_BEFORE = re.compile(r"[=(#]")
-#: Methods that are called without their names.
-_ENTRIES = frozenset({"__init__", "__call__", "forward"})
-_NAMED = re.compile(r"\.[ \t]*(\w+)")
-_GRAD = re.compile(r"\.grad\b")
-_NAME = re.compile(r"[^\W\d]\w*")
-
-
-class Project(Protocol):
-    """What the facts ask of the rest of the linted tree."""
-
-    def configs_for(self, path: str) -> tuple[LaunchConfig, ...]:
-        """The launch configs that a file is started with."""
-
-    def declared(self, path: str) -> Literal["training", "inference"] | None:
-        """What `training-paths` and `inference-paths` say about a file."""
-
-    def gpu(self, path: str) -> str | None:
-        """What the code is said to run on: a name (`h100`) or a capability (`sm_90`)."""
-
-    def required(self, path: str, package: str) -> Required:
-        """The versions of a package that the project of a file asks for."""
-
-    def config_named(self, path: str, name: str) -> Document | None:
-        """The config that a file names, beside it or in the working directory."""
-
-    def source_of(self, module: str, from_path: str) -> Facts | None:
-        """The facts of an imported module of the linted tree; leading dots for relative imports."""
-
-    def imported_elsewhere(self, path: str, name: str) -> bool:
-        """Whether another file of the tree may take a name from a module."""
-
-
-class NoProject:
-    """A file linted by itself."""
-
-    def configs_for(self, path: str) -> tuple[LaunchConfig, ...]:  # noqa: ARG002
-        return ()
-
-    def declared(self, path: str) -> Literal["training", "inference"] | None:  # noqa: ARG002
-        return None
-
-    def gpu(self, path: str) -> str | None:  # noqa: ARG002
-        return None
-
-    def required(self, path: str, package: str) -> Required:  # noqa: ARG002
-        return Required()
-
-    def config_named(self, path: str, name: str) -> Document | None:  # noqa: ARG002
-        return None
-
-    def source_of(self, module: str, from_path: str) -> Facts | None:  # noqa: ARG002
-        return None
-
-    def imported_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
-        return False
 
 
 class Facts:
     """The facts of one file: `source`, `path`, `calls` (by the last name of what is called), `module` (its scope).
 
-    Raises `source.Unparsable` for a file that Python accepts and libcst does not."""
+    Raises `text.Unparsable` for a file that Python accepts and libcst does not."""
 
     def __init__(self, source: Source, project: Project | None = None, imported: bool = False) -> None:
         """imported: a module that another file asks about; each statement is parsed when a name of it is needed."""
@@ -164,9 +89,9 @@ class Facts:
         self._indexed: dict[Scope, int] = {}
         self._aliases: tuple[int, dict[str, list[str]]] = (-1, {})
         self._waiting: list[Chunk] = list(chunks) if imported else []
-        self._mentions: dict[str, list[Chunk]] = _mentions(chunks) if imported else {}
+        self._mentions: dict[str, list[Chunk]] = skim.mentions(chunks) if imported else {}
         if not imported:
-            self._walk(_skimmed(self._wanted(chunks)))
+            self._walk(skim.skimmed(self._wanted(chunks)))
             for chunk in self._waiting:
                 self.walker.stub(chunk)
             self._waiting = []
@@ -185,13 +110,12 @@ class Facts:
             for chunk in large:
                 self._waiting.remove(chunk)
                 self.walker.stub(chunk)
-            self._walk(_skimmed([chunk for chunk in chunks if chunk not in large and not _is_table(chunk)]))
+            self._walk(skim.skimmed([chunk for chunk in chunks if chunk not in large and not skim.is_table(chunk)]))
 
     def need_all(self) -> None:
         """Parses what matters of an imported module: its events are asked for."""
         if self._waiting:
-            wanted = [chunk for chunk in self._waiting if chunk.defines is None or _matters(chunk.text)]
-            self._walk(_skimmed(wanted))
+            self._walk(skim.skimmed([chunk for chunk in self._waiting if skim.matters(chunk)]))
             self._waiting = []
 
     def _walk(self, chunks: Sequence[Chunk]) -> None:
@@ -208,14 +132,10 @@ class Facts:
             self._indexed[scope] = len(scope.calls)
 
     def _wanted(self, chunks: tuple[Chunk, ...]) -> Sequence[Chunk]:
-        """Imports, small statements, those with a token that matters, and those that call them; the others wait."""
-        if len(self.source.normal) <= WHOLE:
+        """Those of the file that is linted; the others wait."""
+        if len(self.source.normal) <= skim.WHOLE:
             return chunks
-        wanted = {chunk for chunk in chunks if chunk.defines is None or _matters(chunk.text)}
-        named = {chunk.defines for chunk in wanted} - {None}
-        if named:
-            mentions = re.compile(r"\b(?:" + "|".join(sorted(map(re.escape, filter(None, named)))) + r")\(")
-            wanted |= {chunk for chunk in chunks if chunk not in wanted and mentions.search(chunk.text)}
+        wanted = skim.wanted(chunks)
         self._waiting = [chunk for chunk in chunks if chunk not in wanted]
         return [chunk for chunk in chunks if chunk in wanted]
 
@@ -469,38 +389,8 @@ class Facts:
 
     @cached_property
     def masters(self) -> bool:
-        """Whether FP32 masters of FP16 weights may be kept, and the loss scaled, by other means than torch.amp's: apex,
-        a framework's own FP16 optimizer or module, gradients that are copied from one set of parameters to another."""
-        self.need_all()
-        for call in self.calls.get("backward", ()):
-            if call.receiver is not None and call.positional and is_optimizer(self, call.receiver, call):
-                return True
-        for scope in self.walker.scopes:
-            if any(names.MASTERS.search(base) for base in scope.base_names):
-                return True
-            if any(names.MASTERS.search(use.path) for uses in scope.uses.values() for use in uses):
-                return True
-            for key, bindings in scope.bindings.items():
-                for binding in bindings:
-                    if binding.kind in ("from", "import") and names.FP16_MODULE.search(f"{binding.target}."):
-                        return True
-                    if key.endswith(".grad") and binding.value is not None:
-                        given = self.short(binding.value)
-                        if _GRAD.search(given) and key not in given:
-                            return True
-            if any(_GRAD.search(use.path) and self._goes_to_grad(use) for uses in scope.uses.values() for use in uses):
-                return True
-        return False
-
-    def _goes_to_grad(self, use: Use) -> bool:
-        """Whether a value is assigned to the gradient of an element: `masters[n].grad = p.grad.float()`."""
-        node: cst.CSTNode | None = use.node
-        while node is not None and not isinstance(node, (cst.BaseSmallStatement, cst.BaseCompoundStatement)):
-            node = self.walker.parents.get(node)
-        return isinstance(node, cst.Assign) and any(
-            isinstance(each.target, cst.Attribute) and each.target.attr.value == "grad" and not dotted(each.target)
-            for each in node.targets
-        )
+        """Whether FP32 masters of FP16 weights may be kept, and the loss scaled, by other means than torch.amp's."""
+        return masters(self)
 
     # -- text -------------------------------------------------------------------------------------
 
@@ -516,65 +406,6 @@ class Facts:
         """A node's code on one line, cut to what a message can hold."""
         text = " ".join(cst.Module([]).code_for_node(node).split()) if node is not None else ""
         return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _mentions(chunks: tuple[Chunk, ...]) -> dict[str, list[Chunk]]:
-    """Name -> the top-level statements that may bind it: a definition, or any other that mentions it."""
-    found: dict[str, list[Chunk]] = {}
-    for chunk in chunks:
-        name = chunk.defines
-        for each in {name} if name is not None else set(_NAME.findall(chunk.text)):
-            found.setdefault(each, []).append(chunk)
-        if name is None and "import *" in chunk.text:
-            found.setdefault("*", []).append(chunk)
-    return found
-
-
-def _matters(text: str, start: int = 0, end: int = sys.maxsize) -> bool:
-    """Whether a statement matters: for precision, for training, or for what decides between them."""
-    found = _MATTERS.finditer(text, start, end)
-    return any(each.lastindex is None or _WORDS.match(text, each.start()) is not None for each in found)
-
-
-def _sets(text: str, start: int, end: int) -> bool:
-    """Whether a method gives an attribute a value, at the beginning of a statement, or yields, or sets a global."""
-    for found in _SETS.finditer(text, start, end):
-        if found.start() and (text[found.start() - 1].isalnum() or text[found.start() - 1] == "_"):
-            continue
-        line = text.rfind("\n", 0, found.start()) + 1
-        if found.lastindex or not _BEFORE.search(text, line, found.start()):
-            return True
-    return False
-
-
-def _is_table(chunk: Chunk) -> bool:
-    """A long literal without a word that matters: what is in it says nothing."""
-    return chunk.defines is None and chunk.end - chunk.start > WHOLE and not _matters(chunk.text)
-
-
-def _skimmed(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-    """Skips, in large classes, the methods that do not matter, and neither call nor are called by those that do."""
-    left = {
-        method: chunk
-        for chunk in chunks
-        if chunk.end - chunk.start > WHOLE
-        for method in chunk.methods
-        if not (method.name in _ENTRIES or _matters(chunk.text, method.start, method.end))
-        and not _sets(chunk.text, method.start, method.end)
-    }
-    if not left:
-        return chunks
-    mattering = {m.name for chunk in chunks for m in chunk.methods if m not in left} - _ENTRIES
-    for chunk in chunks:
-        chunk.skipped = tuple(method for method, home in left.items() if home is chunk)
-    read = set().union(*(_NAMED.findall(chunk.code) for chunk in chunks))
-    for chunk in chunks:
-        chunk.skipped = tuple(
-            method
-            for method in chunk.skipped
-            if method.name not in read and mattering.isdisjoint(_NAMED.findall(chunk.text, method.body, method.end))
-        )
-    return chunks
 
 
 @contextlib.contextmanager
