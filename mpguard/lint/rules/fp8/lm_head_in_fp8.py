@@ -9,13 +9,22 @@ from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.fp8 import emulated
 from mpguard.lint.facts.records import Call, Scope
 from mpguard.lint.facts.syntax import constant
-from mpguard.lint.facts.values import Method, Object
+from mpguard.lint.facts.values import Method, Object, Ref
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 _LANGUAGE_MODEL = re.compile(r"(?:ForCausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM)$")
 #: Attributes of a model of one's own that are its output head.
 _HEADS = ("lm_head", "embed_out")
+#: accelerate's public filter, which is given a layer and looks for the first and the last in that.
+_FILTER = "filter_first_and_last_linear_layers"
 _LAYERS = ("torch.nn.Linear", "transformer_engine.pytorch.Linear")
+
+#: What takes a filter: event -> the place and name of that argument.
+_FILTERED = {
+    "convert": (None, "module_filter_fn"),
+    "convert_accelerate": (2, "module_filter_func"),
+    "fp8_handler": (1, "module_filter_func"),
+}
 
 
 class LmHeadInFp8(Rule):
@@ -23,7 +32,9 @@ class LmHeadInFp8(Rule):
 
     ## What it does
     Reports `convert_to_float8_training(model)` and accelerate's `convert_model(model)` of a language model (an
-    `AutoModelForCausalLM`, a `...LMHeadModel`, a class with an `lm_head`) without a filter.
+    `AutoModelForCausalLM`, a `...LMHeadModel`, a class with an `lm_head`) without a filter. And accelerate's
+    `filter_first_and_last_linear_layers` as the filter of any model: it is asked about one layer at a time, finds that
+    this layer has no name of its own, and leaves out none (accelerate 1.15.0, seen).
 
     ## Why is this bad
     The head's logits span many orders of magnitude and feed the loss directly; the recipes of torchao, torchtitan and
@@ -32,7 +43,8 @@ class LmHeadInFp8(Rule):
     vocabularies the head is no multiple of 16 either, so that the product stops.
 
     ## Fix safety
-    Unsafe: the filter leaves out what is called `lm_head` (`embed_out`); routers and other heads have other names.
+    Unsafe: the filter leaves out what is called `lm_head` (`embed_out`); routers and other heads have other names. For
+    accelerate's own conversion the fix removes `filter_first_and_last_linear_layers`: its default does what that says.
 
     ## Known limits
     A filter is taken to know what it does. A part of a model (`model.model`, `model.layers`) is not judged, nor is a
@@ -44,8 +56,16 @@ class LmHeadInFp8(Rule):
     message = "the output head `{head}` is converted to FP8 with the rest of the model"
     help = "leave the head (and routers) out by a filter"
     triggers = (
-        any_of(b"convert_to_float8_training", b"convert_model"),
-        any_of(b"ForCausalLM", b"LMHead", b"ForConditionalGeneration", b"ForMaskedLM", b"lm_head", b"embed_out"),
+        any_of(b"convert_to_float8_training", b"convert_model", _FILTER.encode()),
+        any_of(
+            b"ForCausalLM",
+            b"LMHead",
+            b"ForConditionalGeneration",
+            b"ForMaskedLM",
+            b"lm_head",
+            b"embed_out",
+            _FILTER.encode(),
+        ),
     )
     examples = (
         Bad(
@@ -87,6 +107,48 @@ llama = LlamaForCausalLM(config)
 convert_model(llama)  # !
 """
         ),
+        Bad(
+            """\
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+from accelerate.utils.ao import convert_model_to_fp8_ao, filter_first_and_last_linear_layers
+
+handler = AORecipeKwargs(module_filter_func=filter_first_and_last_linear_layers)  # !
+convert_model_to_fp8_ao(model, config, filter_first_and_last_linear_layers)  # !
+""",
+            fixed="""\
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+from accelerate.utils.ao import convert_model_to_fp8_ao, filter_first_and_last_linear_layers
+
+handler = AORecipeKwargs()
+convert_model_to_fp8_ao(model, config)
+""",
+        ),
+        Bad(
+            """\
+from accelerate.utils import filter_first_and_last_linear_layers as keep
+from torchao.float8 import convert_to_float8_training
+
+convert_to_float8_training(build(args), module_filter_fn=keep if args.keep else None)  # !
+"""
+        ),
+        Good(
+            """\
+from functools import partial
+
+from accelerate.utils import AORecipeKwargs
+from accelerate.utils.ao import filter_first_and_last_linear_layers, filter_linear_layers, find_first_last_linear_layers
+from torchao.float8 import convert_to_float8_training
+
+def keep(model):
+    return partial(filter_linear_layers, layers_to_filter=find_first_last_linear_layers(model))
+
+convert_to_float8_training(model, module_filter_fn=keep(model))
+handler = AORecipeKwargs(module_filter_func=keep(model))
+assert not filter_first_and_last_linear_layers(model, "")
+"""
+        ),
         Good(
             """\
 import torch
@@ -121,6 +183,19 @@ convert_to_float8_training(Gpt(config))
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for event in (event for kind in _FILTERED for event in facts.events(kind)):
+            given = event.call.argument(*_FILTERED[event.kind])
+            atoms = [each.atom for each in facts.evaluate(given, event.call)] if given is not None else []
+            if any(isinstance(atom, Ref) and atom.path == f"accelerate.utils.{_FILTER}" for atom in atoms):
+                assert given is not None
+                whole = len(atoms) == 1 and event.kind != "convert"
+                edits = (mend.without_argument(event.call, given),) if whole else ()
+                yield self.at(
+                    facts.span(given, event.call),
+                    message=f"`{_FILTER}` leaves no layer out: it is asked about one layer at a time",
+                    help="`partial(filter_linear_layers, layers_to_filter=find_first_last_linear_layers(model))`",
+                    fix=Fix("Leave it to accelerate, which keeps both out", "unsafe", edits) if edits else None,
+                )
         for event in (*facts.events("convert"), *facts.events("convert_accelerate")):
             call = event.call
             chosen = call.argument(None, "module_filter_fn")
