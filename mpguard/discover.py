@@ -11,7 +11,9 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -41,6 +43,11 @@ def _load(group: str, own_only: bool) -> tuple[ModuleType, ...]:
         (entry.dist.name if entry.dist else "an unknown distribution", entry)
         for entry in importlib.metadata.entry_points(group=group)
     ]
+    if all(distribution != "mpguard" for distribution, _ in found):
+        raise ExtensionError(
+            f"the mpguard in {Path(__file__).parents[1]} is not installed for {sys.executable}: without its entry "
+            f"points ({group}) it knows none of its own; install it (`pip install .` in its repository)"
+        )
     for distribution, entry in sorted(found, key=lambda f: (f[0] != "mpguard", f[1].name, f[1].value)):
         if own_only and distribution != "mpguard":
             continue

@@ -167,7 +167,7 @@ def named(name: str) -> Hardware:
     match = re.fullmatch(r"(?:sm)?(\d{1,2})\.?(\d)a?", text)
     capability = (int(match[1]), int(match[2])) if match else GPUS.get(text)
     if capability is None or capability < GENERATIONS[0].low:
-        raise PolicyError(f"there is no GPU `{name}`{did_you_mean(name, GPUS)}, or a capability such as sm_90")
+        raise PolicyError(f"there is no GPU `{name}`{did_you_mean(name, GPUS)} (or a capability such as sm_90)")
     return Hardware(name, capability, 1, (99,), dict.fromkeys(_NAMES, "any"))
 
 

@@ -65,6 +65,35 @@ def test_the_action(installed: dict[str, str], tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "out.sarif").read_text())["runs"][0]["results"]) == 1
 
 
+def test_names_with_spaces_and_quotes(installed: dict[str, str], tmp_path: Path) -> None:
+    for name in ("a folder", "it's"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mp.yaml").write_text(CONFIG)
+    (tmp_path / "my base.json").write_text('{"mpguard_baseline": 1, "findings": []}')
+    arguments = "--baseline 'my base.json' --select \"MPG801\""
+    status, said = run(STEPS[1], tmp_path, installed, paths="  a folder \r\nit's\n\n", arguments=arguments)
+    assert status == 1 and said.count("::error title=MPG801") == 2
+    status, said = run(STEPS[1], tmp_path, installed, arguments="--baseline 'my base.json")
+    assert (status, said) == (2, "::error title=mpguard::the input `arguments` has a quote that is not closed\n")
+    assert run(STEPS[1], tmp_path, installed, paths=" \n")[1].count("::error title=MPG801") == 2, "all"
+
+
+def test_annotations_come_where_the_sarif_file_says_that_something_was_not_checked(
+    installed: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "mp.yaml").write_text(CONFIG)
+    status, said = run(STEPS[1], tmp_path, installed, paths="mp.yaml\nmp.yml", sarif="out.sarif")
+    assert status == 2 and "::error title=MPG801" in said and "mp.yml: no such file or folder" in said
+    (run_,) = json.loads((tmp_path / "out.sarif").read_text())["runs"]
+    assert not run_["invocations"][0]["executionSuccessful"] and len(run_["results"]) == 1
+
+
+def test_nothing_that_the_bash_of_macos_lacks() -> None:
+    """It is 3.2: no `mapfile`, no `readarray`, no associative arrays, no `${name^^}`, no `&>>`."""
+    for step in STEPS:
+        assert not re.search(r"mapfile|readarray|declare -A|\^\^|,,\}|&>>|\$\{\w+@", step["run"])
+
+
 def test_inputs_are_no_shell_code(installed: dict[str, str], tmp_path: Path) -> None:
     status, _ = run(
         STEPS[1], tmp_path, installed, paths="$(touch x)\n`touch x`", arguments="; touch x $(touch x) --select"

@@ -96,14 +96,83 @@ def test_a_baseline_is_not_written_where_something_was_not_checked_or_over_anoth
     assert Path("train.py").read_text() == TRAIN
 
 
+def test_what_was_not_asked_for_is_not_gone_and_a_file_that_is_no_longer_there_is(lint: Lint) -> None:
+    Path("train.py").write_text(TRAIN)
+    Path("mp.yaml").write_text(CONFIG)
+    lint("--write-baseline", "base.json")
+    for options in (["--select", "MPG2"], ["--ignore", "MPG101,MPG8"], ["--select", "ALL", "--ignore", "ALL"]):
+        assert lint("--baseline", "base.json", *options)[::2] == (0, "")
+    Path("train.py").unlink()
+    assert "1 known finding is gone" in lint("--baseline", "base.json", "mp.yaml")[2]
+    assert "1 known finding is gone" in lint("--baseline", "base.json", "--select", "MPG1", "mp.yaml")[2]
+    assert lint("--baseline", "base.json", "--select", "MPG8", "mp.yaml")[2] == ""
+
+
+def test_writing_a_part_over_the_whole_is_said(lint: Lint) -> None:
+    Path("train.py").write_text(TRAIN)
+    Path("mp.yaml").write_text(CONFIG)
+    lint("--write-baseline", "a b.json")
+    said = (
+        "1 finding is known by a b.json from now on (1 that it knew before is out): mpguard lint --baseline 'a b.json'"
+    )
+    assert lint("--write-baseline", "a b.json", "train.py")[1] == f"{said}\n"
+
+
+def broken(entry: str) -> str:
+    return f'{{"mpguard_baseline": 1, "findings": {entry}}}'
+
+
 @pytest.mark.parametrize(
-    "text", ["[]", "{}", '{"mpguard_baseline": 2}', '{"mpguard_baseline": 1}', "[" * 5000, '{"mpguard_baseline": 1, '
-             '"findings": [{"path": "a", "code": "b", "line": "c", "count": []}]}']
-)  # fmt: skip
+    "text",
+    [
+        "[]",
+        "{}",
+        "[" * 5000,
+        '{"mpguard_baseline": 2}',
+        '{"mpguard_baseline": true, "findings": []}',
+        '{"mpguard_baseline": 1.0, "findings": []}',
+        '{"mpguard_baseline": 1}',
+        broken("{}"),
+        broken("[1]"),
+        *(
+            broken(f'[{{"path": "a", "code": "b", "line": "c", "count": {count}}}]')
+            for count in ("[]", '"2"', "0", "-1", "1.5", "1e999", "true", "9" * 5000)
+        ),
+        broken('[{"path": ["a"], "code": "b", "line": "c", "count": 1}]'),
+        broken("[]").replace('"findings"', '<<<<<<< HEAD\n"findings"'),
+    ],
+)
 def test_what_is_no_baseline_is_refused(lint: Lint, text: str) -> None:
     Path("base.json").write_text(text)
     status, _, err = lint("--baseline", "base.json")
-    assert status == 2 and err.startswith("mpguard: base.json: ")
+    assert status == 2 and err.startswith("mpguard: base.json: ") and "--write-baseline" in err
+    status, _, err = lint("--write-baseline", "base.json")
+    if "mpguard_baseline" in text:
+        assert status == 0, "as it says: it is damaged, or of another version, but a baseline"
+    else:
+        assert status == 2 and "not written over" in err and Path("base.json").read_text() == text
+
+
+def test_what_never_ends_is_no_baseline(lint: Lint) -> None:
+    os.mkfifo("fifo")
+    for option in ("--baseline", "--write-baseline"):
+        for name in ("fifo", "/dev/zero", "."):
+            status, _, err = lint(option, name)
+            assert status == 2 and err.startswith(f"mpguard: {name}: cannot be read: "), err
+
+
+def test_a_baseline_of_an_editor_on_windows_is_read(lint: Lint) -> None:
+    Path("train.py").write_text(TRAIN)
+    lint("--write-baseline", "base.json")
+    text = Path("base.json").read_text()
+    Path("base.json").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert lint("--baseline", "base.json")[0] == 0
+    assert lint("--write-baseline", "base.json")[0] == 0
+
+
+def test_an_empty_file_takes_a_baseline(lint: Lint) -> None:
+    Path("base.json").touch()
+    assert lint("--write-baseline", "base.json")[0] == 0
 
 
 def test_names_that_no_encoding_holds_are_known_again(lint: Lint) -> None:
@@ -171,6 +240,58 @@ def test_since_branching(lint: Lint) -> None:
     git("checkout", "-q", "ours")
     assert lint("--diff-from", "main")[0] == 1, "what main has mended since differs"
     assert lint("--diff-from", "main...")[0] == 0
+
+
+@pytest.mark.usefixtures("repository")
+@pytest.mark.parametrize("attribute", ["binary", "-diff", "-text", "diff=none"])
+def test_what_attributes_hide_has_changed_all_the_same(lint: Lint, attribute: str) -> None:
+    Path(".gitattributes").write_text(f"*.py {attribute}\n")
+    git("config", "diff.none.command", "true")
+    git("config", "diff.interHunkContext", "100")
+    Path("train.py").write_text(f"import os\n{TRAIN}x = 1\n")
+    assert lint("--diff-from", "HEAD")[0] == 0, "only the lines around it"
+    Path("train.py").write_text(TRAIN.replace("- y", "- y + 0"))
+    assert lint("--diff-from", "HEAD")[1].startswith("train.py:6:19: MPG101")
+
+
+@pytest.mark.usefixtures("repository")
+def test_a_submodule_has_changed_or_not(lint: Lint, tmp_path: Path) -> None:
+    allow = ("-c", "protocol.file.allow=always")
+    git(*allow, "submodule", "--quiet", "add", str(tmp_path), "theirs")
+    git("commit", "-qm", "theirs")
+    assert lint("--diff-from", "HEAD")[1] == "No new problems in 10 files (10 on lines unchanged since HEAD).\n"
+    Path("theirs/train.py").write_text(TRAIN + "# changed\n")
+    assert lint("--diff-from", "HEAD", "theirs/train.py")[0] == 1
+    git("-C", "theirs", "commit", "-qam", "second")
+    assert lint("--diff-from", "HEAD", "theirs/train.py")[0] == 1
+    git("commit", "-qam", "newer")
+    assert lint("--diff-from", "HEAD", "theirs/train.py")[0] == 0
+    assert lint("--diff-from", "HEAD~1", "theirs/train.py")[0] == 1
+
+
+@pytest.mark.usefixtures("repository")
+def test_a_shallow_clone_is_said(lint: Lint, tmp_path: Path) -> None:
+    Path("train.py").write_text(TRAIN + "# second\n")
+    git("commit", "-qam", "second")
+    git("checkout", "-q", "--orphan", "unrelated")
+    git("commit", "-qam", "unrelated")
+    git("checkout", "-q", "main")
+    message = "git finds no commit that `unrelated` and HEAD have in common"
+    assert lint("--diff-from", "unrelated...")[2] == f"mpguard: --diff-from unrelated...: {message}\n"
+    git("clone", "-q", "--depth", "1", tmp_path.as_uri(), "shallow")
+    os.chdir("shallow")
+    status, _, err = lint("--diff-from", "HEAD~1")
+    assert status == 2 and "git knows no such revision in " in err and "; this clone is shallow: `git fetch" in err
+
+
+@pytest.mark.usefixtures("repository")
+@pytest.mark.parametrize(
+    "revision", ["^main", "-x", "--output=pwned", "main..HEAD", "HEAD:train.py", "", "...", "HEAD^{tree}"]
+)
+def test_a_revision_is_one_commit(lint: Lint, revision: str) -> None:
+    status, _, err = lint(f"--diff-from={revision}")
+    assert status == 2 and err.startswith(f"mpguard: --diff-from {revision}: git knows no such revision"), err
+    assert not Path("pwned").exists()
 
 
 @pytest.mark.usefixtures("repository")

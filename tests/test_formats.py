@@ -237,6 +237,31 @@ def test_gitlab_has_a_fingerprint_that_does_not_move(lint: Lint) -> None:
     assert digests() == before and len(set(before)) == 2
 
 
+def test_a_fingerprint_is_the_same_however_the_path_is_given(
+    lint: Lint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("a b").mkdir()
+    Path("a b/mp.yaml").write_text(CONFIG)
+
+    def digests(path: str) -> tuple[str, str]:
+        (issue,) = json.loads(lint("--format", "gitlab", path)[1])
+        (result,) = sarif(lint("--format", "sarif", path)[1])["results"]
+        return issue["fingerprint"], result["partialFingerprints"]["mpguard/v1"]
+
+    monkeypatch.setenv("CI_PROJECT_DIR", str(tmp_path))
+    first = digests("a b/mp.yaml")
+    assert all(digests(path) == first for path in (".", "./a b", str(tmp_path), "a b/../a b/mp.yaml"))
+    monkeypatch.chdir("a b")
+    assert digests(".")[0] == first[0], "GitLab's paths are from the checkout"
+
+
+@pytest.mark.parametrize("name", ["::error::a.py", " ::error::a.py", "##[error]a.py", "##vso[task]a.py"])
+@pytest.mark.parametrize("format_", ["full", "concise"])
+def test_a_name_is_no_command_to_ci(lint: Lint, name: str, format_: str) -> None:
+    Path(name).write_text("import torch\nscaler = torch.cuda.amp.GradScaler()\n")
+    assert lint("--format", format_, ".")[1].startswith(f"./{name}:2:10")
+
+
 def test_junit_counts_what_it_lists(lint: Lint) -> None:
     Path("a.yaml").write_text(CONFIG + "  margn: 1\n")
     Path("b.yaml").write_text(CONFIG)

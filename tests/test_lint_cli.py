@@ -113,17 +113,18 @@ def test_exit_zero_hides_findings_and_nothing_else(mpguard: Any) -> None:
         (["notes.txt"], "notes.txt: mpguard reads Python (.py), notebooks (.ipynb), YAML (.yaml, .yml), JSON"),
         (["--add-noqa", "--fix"], "--add-noqa suppresses what --fix would mend"),
         (["--baseline", "b.json", "--fix"], "--fix changes all that is found, and --baseline is about a part"),
-        (["--baseline", "b.json"], "b.json: cannot be read: No such file or directory; `--write-baseline b.json`"),
+        (["--baseline", "b.json"], "b.json: there is no such file; `--write-baseline b.json` writes one"),
         (["--baseline", "own.yaml"], "own.yaml: is no JSON, which a baseline is"),
-        (["--write-baseline", "notes.txt"], "notes.txt: is no JSON, which a baseline is"),
+        (["--write-baseline", "notes.txt"], "notes.txt: is no baseline, and is not written over"),
         (["--write-baseline", "b.json", "--diff-from", "main"], "--diff-from takes some of it out"),
         (["--write-baseline", "b.json", "--output-file", "x"], "no report that --output-file could take"),
         (["--diff-from", "main", "-"], "stdin has no history"),
+        ([""], "one of the paths is empty; this folder is `.`"),
     ],
 )
 def test_what_cannot_run_is_2_and_says_why(mpguard: Any, arguments: list[str], message: str) -> None:
     Path("own.yaml").write_text("lr: 1\n")
-    Path("notes.txt").write_text("")
+    Path("notes.txt").write_text("notes")
     ran = mpguard("lint", *arguments)
     assert ran.status == 2
     assert message in ran.err
@@ -256,7 +257,8 @@ def test_an_empty_file_and_an_empty_folder(mpguard: Any) -> None:
     assert mpguard("lint", "empty.py", "empty.yaml").status == 0
     ran = mpguard("lint", "docs")
     assert ran.status == 0
-    assert ran.err == "mpguard: docs: no Python, YAML or JSON files in this folder; nothing was checked there\n"
+    why = "no Python, YAML or JSON files in this folder, or all are left out by `exclude` or .gitignore"
+    assert ran.err == f"mpguard: docs: {why}; nothing was checked there\n"
 
 
 def test_yaml_and_json_of_others_stay_silent_in_folders(mpguard: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mpguard import discover
+from mpguard.errors import ExtensionError
 
 #: A rule of theirs; each test says what its `check` does.
 RULE = """
@@ -145,6 +149,25 @@ def test_one_that_does_not_import_ends_the_run(install: Install, module: str, sa
     assert done.returncode == 2
     assert "their_rules.theirs" in done.stderr and said in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_rule_of_theirs_is_selected_and_ignored_like_ours(install: Install) -> None:
+    install(rule(check="yield self.at((0, 6))"))
+    Path("train.py").write_text(PYTHON)
+    for selector in ("OUR001", "OUR", "our0"):
+        found = lint("--select", selector, "train.py").stdout
+        assert "OUR001" in found and "MPG302" not in found
+    found = lint("--ignore", "OUR", "train.py").stdout
+    assert "OUR001" not in found and "MPG302" in found
+    for selector in ("OU", "OUR2", "OUR0011"):
+        assert f"there is no rule `{selector}`" in lint("--select", selector, "train.py").stderr
+
+
+def test_without_its_own_entry_points_mpguard_does_not_call_code_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it is run out of a clone that was never installed."""
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [])
+    with pytest.raises(ExtensionError, match=r"is not installed for .*mpguard\.rules.*pip install"):
+        discover._load.__wrapped__("mpguard.rules", True)
 
 
 def test_isolated_leaves_them_out(install: Install) -> None:

@@ -139,6 +139,8 @@ def _fixing(options: argparse.Namespace) -> Literal["safe", "unsafe", "noqa"] | 
 def _stdin(options: argparse.Namespace) -> tuple[list[str], Target | None]:
     """The paths without `-`, and what stands on stdin if it was asked for."""
     paths = options.paths or ["."]
+    if not all(paths):  # "$UNSET" of a shell script, which is not this folder
+        raise SystemExit(_usage("one of the paths is empty; this folder is `.`"))
     if "-" not in paths:
         if options.stdin_filename is not None:
             raise SystemExit(_usage("--stdin-filename names what is on stdin; give `-` as a path to read it"))

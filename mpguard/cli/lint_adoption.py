@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpguard.cli.lint_options import flat
 from mpguard.errors import ConfigError
 from mpguard.lint.finding import Finding
 
@@ -63,6 +66,8 @@ class Adoption:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.revision: str | None = options.diff_from
+        self.select = None if options.select is None else flat(options.select)
+        self.ignore = flat(options.ignore)
         if options.baseline is not None:
             from mpguard.lint.adoption import baseline
 
@@ -72,8 +77,7 @@ class Adoption:
             from mpguard.lint.adoption import baseline
 
             self.file = Path(options.write_baseline)
-            if self.file.exists():
-                baseline.read(self.file)  # what is no baseline is not written over
+            self.known = baseline.replaceable(self.file)
         self.from_baseline = options.baseline is not None
         if self.revision is not None:
             from mpguard.lint.adoption.changed import Changes
@@ -89,7 +93,7 @@ class Adoption:
             new, left = baseline.unknown(found, self.known, self.file)
             left_out[f"known by {self.file}"] = len(found) - len(new)
             found = new
-            gone = baseline.gone(left, checked, self.file)
+            gone = baseline.gone(Counter({key: left[key] for key in left if self._asked(key[1])}), checked, self.file)
             if gone:
                 what = "1 known finding is" if gone == 1 else f"{gone} known findings are"
                 print(f"mpguard: {self.file}: {what} gone; --write-baseline takes them out", file=sys.stderr)
@@ -104,10 +108,21 @@ class Adoption:
         from mpguard.edits import write_atomically
         from mpguard.lint.adoption import baseline
 
+        known = baseline.known_from(findings, self.file)
         try:
-            write_atomically(self.file, baseline.written(findings, self.file))
+            write_atomically(self.file, baseline.written(known))
         except OSError as error:
             raise ConfigError(f"{self.file}: cannot be written: {error.strerror or error}") from None
         what = "1 finding is" if len(findings) == 1 else f"{len(findings):,} findings are"
-        print(f"{what} known by {self.file} from now on: mpguard lint --baseline {self.file}")
+        out = sum((self.known - known).values())
+        but = f" ({out:,} that it knew before {'is' if out == 1 else 'are'} out)" if out else ""
+        print(f"{what} known by {self.file} from now on{but}: mpguard lint --baseline {shlex.quote(str(self.file))}")
         return 0
+
+    def _asked(self, code: str) -> bool:
+        """Whether the command line lets a code's rule speak: what it leaves out is not gone."""
+        from mpguard.lint.selection import covers  # with what rules are made of: not for each run
+
+        if self.select is not None and not any(covers(selector, code) for selector in self.select):
+            return False
+        return not any(covers(selector, code) for selector in self.ignore)

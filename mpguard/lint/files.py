@@ -91,7 +91,8 @@ def collect(paths: Iterable[str], force_exclude: bool = False, include_markdown:
         if stat.S_ISDIR(status.st_mode):
             found = list(_walk(path, force_exclude, include_markdown))
             if not found:
-                empty.append(f"{given}: no Python, YAML or JSON files in this folder; nothing was checked there")
+                why = "no Python, YAML or JSON files in this folder, or all are left out by `exclude` or .gitignore"
+                empty.append(f"{given}: {why}; nothing was checked there")
         elif not stat.S_ISREG(status.st_mode):
             refused.append(
                 f"{given}: is {_what(status.st_mode)}, not a regular file, and is not opened; for stdin give `-`"

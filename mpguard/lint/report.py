@@ -58,8 +58,8 @@ def full(outcome: Outcome) -> Iterator[Line]:
 def concise(outcome: Outcome) -> Iterator[Line]:
     """A line for each finding."""
     for each in outcome.findings:
-        place = f"{printable(each.file)}:{each.line}:{each.column}"
-        yield [(place, "bold"), (": ", ""), (each.code, _STYLES[each.severity]), (f" {printable(each.message)}", "")]
+        said = printable(each.message)
+        yield [(_place_of(each), "bold"), (": ", ""), (each.code, _STYLES[each.severity]), (f" {said}", "")]
     yield summary(outcome)
 
 
@@ -202,7 +202,7 @@ def _count(number: int, what: str) -> str:
 def _finding(finding: Finding) -> Iterator[Line]:
     style = _STYLES[finding.severity]
     yield [
-        (f"{printable(finding.file)}:{finding.line}:{finding.column}", "bold"),
+        (_place_of(finding), "bold"),
         (f" {finding.code} {finding.severity}", style),
         (f" [{finding.name}] {printable(finding.message)}", ""),
     ]
@@ -251,6 +251,13 @@ def _frame(finding: Finding, notes: list[PlacedNote], width: int, style: str) ->
                 (" " * width + " | ", _GUTTER),
                 (" " * indent + sign * length + (f" {label}" if label else ""), mark_style),
             ]
+
+
+def _place_of(finding: Finding) -> str:
+    """Where a line of a report begins with it, CI must not take a file's name for one of its commands (`::error::`)."""
+    name = printable(finding.file)
+    here = "./" if name.lstrip().startswith(("::", "##")) else ""
+    return f"{here}{name}:{finding.line}:{finding.column}"
 
 
 def _remarks(finding: Finding) -> Iterator[tuple[str, str]]:

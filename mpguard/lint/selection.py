@@ -104,7 +104,7 @@ def suggestion(given: str, rules: Rules) -> str:
 
 def covers(selector: str, code: str) -> bool:
     """Whether a code, a prefix or ALL stands for a code."""
-    return selector == "ALL" or (selector.startswith("MPG") and code.startswith(selector))
+    return selector == "ALL" or (code.startswith(selector) and not code[len(selector) : len(selector) + 1].isalpha())
 
 
 def _length(selector: str) -> int:

@@ -10,23 +10,34 @@ from pathlib import Path
 from mpguard.errors import ConfigError, near
 from mpguard.lint.finding import Finding
 
+#: Whatever git's settings and .gitattributes say: each changed line and no other, of "binary" files too.
+_EXACTLY = (
+    "--unified=0", "--inter-hunk-context=0", "--text", "--no-color", "--no-ext-diff", "--no-textconv", "--find-renames",
+    "--src-prefix=a/", "--dst-prefix=b/", "--submodule=short", "--ignore-submodules=none",
+)  # fmt: skip
+_SUBMODULE = b"160000 "
+_COMMIT = re.compile(rb"[0-9a-f]{40,64}")
 _HUNK = re.compile(rb"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 class Changes:
     """The lines of the working tree that differ from `revision`. Raises `ConfigError`.
 
-    `main...` is where the branch left `main`. A file that git does not know is new in all its lines.
+    `main...` is where the branch left `main`. A file that git does not know is new in all its lines, and
+    one of a submodule has changed if the submodule has.
     """
 
     def __init__(self, revision: str) -> None:
         self.root = Path(os.fsdecode(_git(Path.cwd(), "rev-parse", "--show-toplevel").rstrip(b"\n")))
         commit = self._commit(revision)
-        diff = ("diff", "--unified=0", "--no-color", "--no-ext-diff", "--no-textconv", "--find-renames")
-        names = ("--src-prefix=a/", "--dst-prefix=b/", "--ignore-submodules", commit, "--")
-        self._changed = {self._real(path): lines for path, lines in _hunks(_git(self.root, *diff, *names)).items()}
-        tracked = _git(self.root, "ls-files", "-z").split(b"\0")
-        self._tracked = {self._real(os.fsdecode(path)) for path in tracked if path}
+        diff = _git(self.root, "diff", *_EXACTLY, commit, "--")
+        self._changed = {self._real(path): lines for path, lines in _hunks(diff).items()}
+        self._tracked: set[str] = set()
+        self._submodules: set[str] = set()
+        for entry in _git(self.root, "ls-files", "--stage", "-z").split(b"\0"):
+            mode, _, path = entry.partition(b"\t")
+            kind = self._submodules if mode.startswith(_SUBMODULE) else self._tracked
+            kind.add(self._real(os.fsdecode(path)))
 
     def touch(self, finding: Finding) -> bool:
         """Whether what a finding marks has changed: its own lines, or a second place that makes it one."""
@@ -44,37 +55,62 @@ class Changes:
         """notebook: the lines are those of a cell, which git does not count: any change of the file is one of them."""
         real = os.path.realpath((path.rpartition(":cell ")[0] or path) if notebook else path)
         if real not in self._changed:
-            return real not in self._tracked
+            submodule = next((top for top in self._submodules if real.startswith(top + os.sep)), None)
+            return submodule in self._changed if submodule is not None else real not in self._tracked
         return notebook or any(low <= last and first <= high for low, high in self._changed[real])
 
     def _commit(self, revision: str) -> str:
         name = revision.removesuffix("...")
-        try:
-            commit = _git(self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
-            if name != revision:
-                commit = _git(self.root, "merge-base", commit.decode().strip(), "HEAD")
-        except ConfigError:
+        found = _said(self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
+        if found is None or not _COMMIT.fullmatch(found):  # `^main` is what is not in main
             names = _git(self.root, "for-each-ref", "--format=%(refname:short)").decode(errors="replace").split()
-            clause = (
-                f"; did you mean {' or '.join(f'`{each}`' for each in found)}?" if (found := near(name, names)) else ""
+            nearest = " or ".join(f"`{each}`" for each in near(name, names))
+            clause = f"; did you mean {nearest}?" if nearest else ""
+            raise ConfigError(
+                f"--diff-from {revision}: git knows no such revision in {self.root}{clause}{self._shallow()}"
             )
-            raise ConfigError(f"--diff-from {revision}: git knows no such revision in {self.root}{clause}") from None
-        return commit.decode().strip()
+        if name == revision:
+            return found.decode()
+        base = _said(self.root, "merge-base", found.decode(), "HEAD")
+        if base is None:
+            raise ConfigError(
+                f"--diff-from {revision}: git finds no commit that `{name}` and HEAD have in common{self._shallow()}"
+            )
+        return base.decode()
+
+    def _shallow(self) -> str:
+        if _said(self.root, "rev-parse", "--is-shallow-repository") != b"true":
+            return ""
+        return (
+            "; this clone is shallow: `git fetch --unshallow`, or `fetch-depth: 0` of actions/checkout, gets the rest"
+        )
 
     def _real(self, path: str) -> str:
         return os.path.realpath(self.root / path)
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
-    command = ["git", "-C", str(folder), "-c", "core.quotePath=false", "-c", "core.fsmonitor=false", *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
-    except FileNotFoundError:
-        raise ConfigError("--diff-from needs git, which is not installed") from None
+    """What git prints. Raises `ConfigError` where it fails."""
+    done = _run(folder, *arguments)
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip() or f"`git {arguments[0]}` failed"
         raise ConfigError(f"--diff-from: {said.splitlines()[0]}")
     return done.stdout
+
+
+def _said(folder: Path, *arguments: str) -> bytes | None:
+    """The line that git prints; None where it fails."""
+    done = _run(folder, *arguments)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    command = ["git", "-C", str(folder), "-c", "core.quotePath=false", "-c", "core.fsmonitor=false", *arguments]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # somebody may be committing
+    try:
+        return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, env=environment, check=False)
+    except FileNotFoundError:
+        raise ConfigError("--diff-from needs git, which is not installed") from None
 
 
 def _hunks(diff: bytes) -> dict[str, list[tuple[int, int]]]:

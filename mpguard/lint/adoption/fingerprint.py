@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from mpguard.lint.finding import Finding
 
@@ -14,12 +14,15 @@ def source_line(finding: Finding) -> str:
     return " ".join(dict(finding.source).get(finding.line, "").split())
 
 
-def fingerprints(findings: Iterable[Finding]) -> list[str]:
-    """A digest for each; those that are alike in all are told apart by their order."""
+def fingerprints(findings: Iterable[Finding], name: Callable[[str], str]) -> list[str]:
+    """A digest for each; those that are alike in all are told apart by their order.
+
+    name: what a path is called from one run to the next, wherever each is started.
+    """
     seen: Counter[tuple[str, str, str]] = Counter()
     digests = []
     for finding in findings:
-        key = (finding.path.replace("\\", "/"), finding.code, source_line(finding))
+        key = (name(finding.path), finding.code, source_line(finding))
         seen[key] += 1
         text = "\0".join((*key, str(seen[key])))
         digests.append(hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32])

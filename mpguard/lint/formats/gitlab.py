@@ -15,7 +15,8 @@ _SEVERITIES = {"error": "critical", "warning": "major", "info": "info"}
 
 def report(outcome: Outcome) -> str:
     findings = outcome.findings
-    return json.dumps([_issue(*pair) for pair in zip(findings, fingerprints(findings), strict=True)], indent=2)
+    digests = fingerprints(findings, lambda path: below_root(path, "gitlab"))
+    return json.dumps([_issue(*pair) for pair in zip(findings, digests, strict=True)], indent=2)
 
 
 def _issue(finding: Finding, fingerprint: str) -> dict[str, Any]:

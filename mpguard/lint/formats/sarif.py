@@ -30,7 +30,7 @@ def report(outcome: Outcome) -> str:
     codes = sorted({finding.code for finding in outcome.findings})
     known = rules() if codes else {}
     index = {code: number for number, code in enumerate(codes)}
-    digests = fingerprints(outcome.findings)
+    digests = fingerprints(outcome.findings, lambda path: _artifact(path)["uri"])
     run = {
         "tool": {
             "driver": {
