@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.lint.facts.atoms import Constant, Ref
 from mpguard.lint.facts.records import Record
 from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.facts.values import Constant, Ref
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts import names
+from mpguard.lint.facts.atoms import NOTHING_KNOWN, UNKNOWN, Class, Function, Object, Ref
 from mpguard.lint.facts.guard import ALWAYS, Guard
 from mpguard.lint.facts.records import Binding, Call, Record, Scope
 from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.facts.values import DEPTH, NOTHING_KNOWN, UNKNOWN, Class, Function, Object, Ref
+from mpguard.lint.facts.values import DEPTH
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.lint.facts.atoms import Function, Object
 from mpguard.lint.facts.records import Call, Scope
 from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.facts.values import Function, Object
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

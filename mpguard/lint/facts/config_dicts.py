@@ -15,9 +15,9 @@ import libcst as cst
 
 from mpguard.document import Document
 from mpguard.document.nodes import MAX_DEPTH, Node, Pair
+from mpguard.lint.facts.atoms import Constant
 from mpguard.lint.facts.guard import ALWAYS
 from mpguard.lint.facts.syntax import constant, dotted
-from mpguard.lint.facts.values import Constant
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

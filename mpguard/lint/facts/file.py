@@ -30,6 +30,8 @@ from functools import cached_property
 import libcst as cst
 
 from mpguard.lint.facts import names, skim
+from mpguard.lint.facts.atoms import Alternatives, Constant, Dtype, Function, Object, Ref
+from mpguard.lint.facts.autocasting import Autocasting
 from mpguard.lint.facts.callgraph import CallGraph
 from mpguard.lint.facts.checkpoints import Checkpoints
 from mpguard.lint.facts.events import FINDERS, Event, compiled
@@ -48,7 +50,7 @@ from mpguard.lint.facts.surroundings import NoProject, Project
 from mpguard.lint.facts.syntax import dotted, text_of
 from mpguard.lint.facts.trace import Traces
 from mpguard.lint.facts.trained import Trained
-from mpguard.lint.facts.values import DEPTH, Alternatives, Constant, Dtype, Function, Object, Ref, Values
+from mpguard.lint.facts.values import DEPTH, Values
 from mpguard.lint.facts.walk import Walker
 from mpguard.lint.parsing import Frames
 from mpguard.lint.source import Chunk, Source
@@ -83,6 +85,7 @@ class Facts:
         self.prepared = Prepared(self)
         self.trained = Trained(self)
         self.checkpoints = Checkpoints(self)
+        self.autocasting = Autocasting(self)
         self.precision = Precision(self)
         self.scalars = Scalars(self)
         self.calls: dict[str, list[Call]] = {}

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts import names
+from mpguard.lint.facts.atoms import Ref
 from mpguard.lint.facts.guard import Guard, compatible
 from mpguard.lint.facts.records import Binding, Call, Record, Scope, Use
 from mpguard.lint.facts.syntax import children, dotted
-from mpguard.lint.facts.values import Ref
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.lint.facts.atoms import Class, Constant, Object, Ref
 from mpguard.lint.facts.guard import Guard, compatible
 from mpguard.lint.facts.records import Call, Record, Scope, With
 from mpguard.lint.facts.syntax import constant
-from mpguard.lint.facts.values import Class, Constant, Object, Ref
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts import names
+from mpguard.lint.facts.atoms import Constant, Dtype
 from mpguard.lint.facts.records import Call, Record
 from mpguard.lint.facts.syntax import constant, dotted
-from mpguard.lint.facts.values import Constant, Dtype
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.events import Event

@@ -9,17 +9,16 @@ arithmetic with FP32 unmake it. Whatever is not known has no dtype, and nothing 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
 from mpguard.lint.facts import autocast_ops as ops
-from mpguard.lint.facts.guard import ALWAYS, Guard, compatible, negated
-from mpguard.lint.facts.records import Binding, Call, Record, Scope
+from mpguard.lint.facts.atoms import Class, Function, Object, Ref
+from mpguard.lint.facts.guard import ALWAYS, Guard, negated
+from mpguard.lint.facts.records import Binding, Call, Record
 from mpguard.lint.facts.syntax import constant, dotted
-from mpguard.lint.facts.values import Class, Function, Object, Ref
 from mpguard.lint.parsing import Frames
 
 if TYPE_CHECKING:
@@ -30,23 +29,6 @@ NUMBER = "number"
 LOW = frozenset({"float16", "bfloat16"})
 
 
-def _spelled(*dtypes: bytes) -> tuple[bytes, ...]:
-    """How code writes a dtype where it gives one, as against asking for it (`x.dtype in (torch.float16, ...)`)."""
-    ways = (b"dtype=", b" = ", b"else ", b"return ", b"(", b".to(", b".type(", b", ")
-    ends = {b"(": b")", b", ": b")"}
-    return tuple(way + b"torch." + dtype + ends.get(way, b"") for way in ways for dtype in dtypes)
-
-
-#: For triggers: without one of these nothing in a file is cast to FP16, or to a low dtype.
-CASTS_FP16 = (*_spelled(b"float16", b"half"), b".half()", b"HalfTensor", b"import torch as", b"import float16",
-              b"import half")  # fmt: skip
-CASTS_LOW = (*CASTS_FP16, *_spelled(b"bfloat16"), b".bfloat16()", b"BFloat16Tensor", b"import bfloat16")
-#: The same, with what may lower a matrix product.
-_LOWERS = (
-    b".autocast(", b" autocast(", b"@autocast", b"import autocast", b"autocast as", b"amp.autocast", b"Accelerator(",
-)  # fmt: skip
-SPEAKS_FP16 = (*CASTS_FP16, *_LOWERS)
-SPEAKS_LOW = (*CASTS_LOW, *_LOWERS)
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 _CASTS = {
     "half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float64", "long": "int64",
@@ -57,12 +39,6 @@ _MOST = 600
 _ALL = 100_000
 _DEEP = 60
 _WIDE = 12
-#: Callers and hosts that an autocast is looked for at.
-_FAR = 6
-#: What runs code under autocast.
-_AUTOCASTS = re.compile(
-    r"(?i:autocast|\bamp\b|accelerat|deepspeed|lightning|fabric|mixed.?precision)|import [^\n]*Trainer|\(\w*Trainer\)"
-)
 _DEVICE = re.compile(r"(?i)device|cuda|gpu|rank|cpu")
 _TENSOR = re.compile(r"(?i)tensor|param|weight|module")
 _CONSTANTS = frozenset({"math.pi", "math.e", "numpy.pi", "math.tau"})
@@ -82,18 +58,7 @@ class Of:
     lowered: bool = False
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class State:
-    """The autocast that may be in force: `dtype` is "off", or None where it is unknown."""
-
-    guard: Guard
-    dtype: str | None
-    device: str | None = None
-    origin: Record | None = None
-
-
 _UNKNOWN = (Of(ALWAYS, None),)
-_NO_STATE = (State(ALWAYS, None),)
 
 
 class Precision:
@@ -102,7 +67,6 @@ class Precision:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self._known: dict[cst.CSTNode, tuple[Of, ...]] = {}
-        self._states: dict[Scope, tuple[State, ...]] = {}
         self._active: set[object] = set()
         self._cut = self._used = self._fuel = 0
         self._records: dict[cst.CSTNode, Record] | None = None
@@ -121,14 +85,9 @@ class Precision:
     def by_hand(self, node: cst.CSTNode | None, at: Record) -> Of | None:
         """The low dtype of an expression that was cast or made so by hand, where no autocast is in force."""
         found = self.low(node, at)
-        if found is None or found.lowered or any(state.dtype != "off" for state in self.states(at)):
+        if found is None or found.lowered or any(state.dtype != "off" for state in self.facts.autocasting.at(at)):
             return None
         return found
-
-    def states(self, record: Record, depth: int = _FAR) -> tuple[State, ...]:
-        """The autocasts that may be in force where a record stands: its own, else those of its callers."""
-        with Frames():
-            return self._state(record, depth)
 
     # -- expressions --------------------------------------------------------------------------------
 
@@ -423,7 +382,7 @@ class Precision:
     def _lowered(self, parts: tuple[cst.BaseExpression, ...], at: Record) -> tuple[Of, ...]:
         """What a matrix product gives: the region's dtype, else that of its operands."""
         found: list[Of] = []
-        for state in self._state(at):
+        for state in self.facts.autocasting.at(at):
             if state.dtype in (None, "off"):
                 given = [each for part in parts for each in self._of(part, at) if each.dtype in _FLOATS]
                 found += self._under(tuple(given), state.guard) or (Of(state.guard, None),)
@@ -434,94 +393,12 @@ class Precision:
     def _raised(self, first: cst.BaseExpression | None, at: Record) -> tuple[Of, ...]:
         """What an operation gives that CUDA's autocast runs in FP32."""
         found: list[Of] = []
-        for state in self._state(at):
+        for state in self.facts.autocasting.at(at):
             if state.dtype == "off":
                 found += self._under(self._of(first, at), state.guard)
             else:
                 found.append(Of(state.guard, "float32" if state.device == "cuda" else None, at))
         return tuple(found)
-
-    # -- autocast -----------------------------------------------------------------------------------
-
-    def _state(self, record: Record, depth: int = _FAR) -> tuple[State, ...]:
-        found: list[State] = []
-        for region in reversed(self.facts.regions(record)):
-            if region.kind in ("no_grad", "fp8_autocast"):
-                continue
-            if region.kind != "autocast":
-                return (*found, *_NO_STATE)
-            if not region.guard.possible:
-                return (*found, State(ALWAYS, "off"))
-            for guard, dtype in region.dtypes:
-                both = region.guard.joined(guard)
-                if compatible(both, record.guard):
-                    found.append(State(both, dtype, region.device, region.call))
-            if not (region.guard - record.guard):
-                return tuple(found)
-        return (*found, *self._outer(record.scope, depth))
-
-    def _outer(self, scope: Scope, depth: int) -> tuple[State, ...]:
-        """The autocast around the callers of a function; none around a script's own statements."""
-        if scope.kind != "function":
-            return (State(ALWAYS, "off"),) if scope.kind == "module" else _NO_STATE
-        if scope in self._states:
-            return self._states[scope]
-        self._states[scope] = _NO_STATE
-        callers = self.facts.callers(scope) if depth else []
-        found: list[State] = []
-        for call in callers[:_WIDE]:
-            for state in self._prepared(call) or self._state(call, depth - 1):
-                guard = state.guard.joined(call.guard)
-                if guard.possible:
-                    found.append(dataclasses.replace(state, guard=guard))
-        model = scope.owner is not None and self.facts.graph.class_kind(scope.owner) == "model"
-        hosts = self._hosts(scope) if model and not callers and depth else []
-        for host in hosts:
-            found += self._outer(host, depth - 1)
-        backward = any(call.name == "backward" for call in scope.calls)  # nobody runs that under autocast
-        if not callers and not model and (backward or self._alone):
-            found.append(State(ALWAYS, "off"))
-        elif not (callers or hosts) or len(callers) > _WIDE or self.facts.escapes(scope):
-            found.append(State(ALWAYS, None))
-        if depth == _FAR:
-            self._states[scope] = tuple(found)
-        else:
-            del self._states[scope]
-        return tuple(found)
-
-    def _hosts(self, scope: Scope) -> list[Scope]:
-        """The `forward`s that run that of a layer, where all of its instances are made by modules of the file for
-        themselves: `self.layers = ModuleList([Block() for _ in range(12)])`. None where one may enter an autocast."""
-        owner, found = scope.owner, []
-        if owner is None or scope.name != "forward" or scope.decorators:
-            return []
-        for call in self.facts.calls.get(owner.name, ()):
-            atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
-            if not any(isinstance(atom, Class) and atom.scope is owner for atom in atoms):
-                continue
-            host = call.scope.owner.method("forward") if call.scope.owner is not None else None
-            if host is None or host is scope or host.withs or host.decorators:
-                return []
-            found.append(host)
-        return list(dict.fromkeys(found))
-
-    @functools.cached_property
-    def _alone(self) -> bool:
-        """Whether nothing in the file speaks of autocast: a script is judged by what it says, a module's `forward` by
-        its callers alone."""
-        return not _AUTOCASTS.search(self.facts.source.text)
-
-    def _prepared(self, call: Call) -> tuple[State, ...]:
-        """The autocast that Accelerate puts around the `forward` of a model that it prepared."""
-        if not any(isinstance(e.atom, Object) and e.atom.prepared for e in self.facts.evaluate(call.func, call)):
-            return ()
-        created = self.facts.events("accelerator")
-        said = {constant(event.call.keywords.get("mixed_precision")) for event in created}
-        if said == {None} and not any(event.call.starred or event.call.positional for event in created):
-            said = {(config.mixed_precision,) for config in self.facts.project.configs_for(self.facts.path)}
-        modes: dict[tuple[object] | None, str] = {("fp16",): "float16", ("bf16",): "bfloat16", ("no",): "off"}
-        dtype = modes.get(said.pop()) if len(said) == 1 else None
-        return (State(ALWAYS, dtype, "cuda", call),)
 
     # -- records ------------------------------------------------------------------------------------
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts import names
+from mpguard.lint.facts.atoms import Constant, Object
 from mpguard.lint.facts.guard import ALWAYS, Flag, Guard, compatible
 from mpguard.lint.facts.records import Binding, Call, Record, Return
 from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.facts.values import Constant, Object
 
 if TYPE_CHECKING:
     from mpguard.document import Document

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts import names
+from mpguard.lint.facts.atoms import UNKNOWN, Alternative, Constant, Method, Object, Ref
 from mpguard.lint.facts.guard import ALWAYS, Guard, compatible
 from mpguard.lint.facts.records import Call, Record, Scope, With
 from mpguard.lint.facts.syntax import constant, dotted, text_of
-from mpguard.lint.facts.values import UNKNOWN, Alternative, Constant, Method, Object, Ref
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

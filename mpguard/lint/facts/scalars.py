@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal
 
 import libcst as cst
 
+from mpguard.lint.facts.atoms import Function, Ref
 from mpguard.lint.facts.records import Call, Record
 from mpguard.lint.facts.syntax import constant, dotted
-from mpguard.lint.facts.values import Function, Ref
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mpguard.lint.facts.atoms import Object
 from mpguard.lint.facts.guard import Guard, compatible
-from mpguard.lint.facts.values import Object
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.events.event import Event

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Literal
 
 import libcst as cst
 
+from mpguard.lint.facts.atoms import Constant, Function, Object
 from mpguard.lint.facts.events.event import Event, is_scaler, last_name
 from mpguard.lint.facts.guard import ALWAYS, MOST_CONDITIONS, Flag, Guard, compatible
 from mpguard.lint.facts.names import SCALER_NAMES
 from mpguard.lint.facts.records import Call, Record, Scope
 from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.facts.values import Constant, Function, Object
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

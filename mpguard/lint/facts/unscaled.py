@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts import names
+from mpguard.lint.facts.atoms import Class, Constant, Object, Ref
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.guard import Guard, compatible
 from mpguard.lint.facts.records import Scope
 from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.facts.values import Class, Constant, Object, Ref
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

@@ -1,9 +1,4 @@
-"""What an expression may be: a small lattice of values, each under the guard that makes it so.
-
-`evaluate` gives *alternatives*: `torch.float16 if args.fp16 else torch.float32` is float16 under the
-flag `fp16` and float32 under its contrary. `UNKNOWN` is a value of its own: what it stands for may
-be anything, and no rule reports on it.
-"""
+"""What an expression of a file is: names, attributes and calls are followed to the `atoms` that they may be."""
 
 from __future__ import annotations
 
@@ -16,6 +11,22 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts import names
+from mpguard.lint.facts.atoms import (
+    NOTHING_KNOWN,
+    UNKNOWN,
+    Alternative,
+    Alternatives,
+    Atom,
+    Class,
+    Constant,
+    Dtype,
+    Function,
+    Method,
+    Module,
+    Object,
+    Ref,
+    Several,
+)
 from mpguard.lint.facts.guard import ALWAYS, MOST_CONDITIONS, Guard, compatible, negated
 from mpguard.lint.facts.records import Binding, Call, Param, Scope
 from mpguard.lint.facts.syntax import constant, dotted
@@ -30,92 +41,6 @@ _MOST = 16
 _MOST_STEPS = 1_000
 #: Stands for the limits among what something was cut short for. Nothing that is active equals it.
 _TOO_FAR = object()
-
-
-@dataclasses.dataclass(frozen=True)
-class Dtype:
-    name: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Constant:
-    value: object
-
-
-@dataclasses.dataclass(frozen=True)
-class Ref:
-    """Something of a library, by its full dotted name."""
-
-    path: str
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Function:
-    """A function of the linted tree; `bound` for a method taken from an object."""
-
-    scope: Scope
-    facts: Facts
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Class:
-    """A class of the linted tree."""
-
-    scope: Scope
-    facts: Facts
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Object:
-    """An object of a known kind; `call` made it, `cls` is its class where that is in the tree."""
-
-    kind: str
-    call: Call | None = None
-    path: str = ""
-    cls: Scope | None = None
-    facts: Facts | None = None
-    prepared: bool = False
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Method:
-    """A method of an object of a known kind, or an attribute that nobody in sight sets."""
-
-    owner: Object
-    name: str
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Several:
-    """What is unpacked; each part is evaluated when it is asked for."""
-
-    parts: tuple[Callable[[], Alternatives], ...]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Module:
-    """A module of the linted tree."""
-
-    facts: Facts
-
-
-class _Unknown:
-    def __repr__(self) -> str:
-        return "UNKNOWN"
-
-
-UNKNOWN = _Unknown()
-Atom = Dtype | Constant | Ref | Function | Class | Object | Method | Several | Module | _Unknown
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Alternative:
-    guard: Guard
-    atom: Atom
-
-
-Alternatives = tuple[Alternative, ...]
-NOTHING_KNOWN: Alternatives = (Alternative(ALWAYS, UNKNOWN),)
 
 
 class _Search:

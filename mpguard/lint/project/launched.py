@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from mpguard.lint.facts.atoms import Constant
 from mpguard.lint.facts.guard import Guard
-from mpguard.lint.facts.values import Constant
 from mpguard.lint.rule import Note
 
 if TYPE_CHECKING:
+    from mpguard.lint.facts.atoms import Alternatives
     from mpguard.lint.facts.file import Facts
     from mpguard.lint.facts.records import Record
-    from mpguard.lint.facts.values import Alternatives
     from mpguard.lint.project.launch_configs import LaunchConfig
 
     Configs = tuple[LaunchConfig, ...]

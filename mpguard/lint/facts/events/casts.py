@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint.facts import names
+from mpguard.lint.facts.atoms import Class, Constant, Function, Object, Ref
 from mpguard.lint.facts.events.event import Event, aliases, called, finds
 from mpguard.lint.facts.guard import ALWAYS
 from mpguard.lint.facts.records import Call
 from mpguard.lint.facts.syntax import constant
-from mpguard.lint.facts.values import Class, Constant, Function, Object, Ref
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

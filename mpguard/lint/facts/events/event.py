@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts import names
+from mpguard.lint.facts.atoms import Class
 from mpguard.lint.facts.guard import Guard
 from mpguard.lint.facts.records import Call, Record, Scope
 from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.facts.values import Class
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint.facts import names
+from mpguard.lint.facts.atoms import Object
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import Guard
 from mpguard.lint.facts.records import Call, Record
 from mpguard.lint.facts.syntax import dotted, text_of
-from mpguard.lint.facts.values import Object
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 _DEPTH = 6

@@ -6,10 +6,10 @@ import libcst as cst
 
 from mpguard.edits import Edit
 from mpguard.lint import mend
+from mpguard.lint.facts.atoms import Object, Ref
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import Guard
 from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.values import Object, Ref
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 _FUNCTION = "torch.nn.functional.binary_cross_entropy"

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.lint.facts.atoms import Constant
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.records import Call
 from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.facts.values import Constant
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 #: What else may bring a GPU: then the code is not for the CPU alone.

@@ -7,10 +7,10 @@ import libcst as cst
 
 from mpguard.edits import Edit
 from mpguard.lint.facts import imports
+from mpguard.lint.facts.atoms import Ref
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.records import Binding, Call, Record, Scope, Use
 from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.facts.values import Ref
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
 
 _MODULES = frozenset(

@@ -9,8 +9,8 @@ from mpguard.lint.facts import names
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.precision import CASTS_LOW
 from mpguard.lint.facts.records import Call
+from mpguard.lint.facts.spellings import CASTS_LOW
 from mpguard.lint.facts.syntax import dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 

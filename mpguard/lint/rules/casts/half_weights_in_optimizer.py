@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import mend
+from mpguard.lint.facts.atoms import Constant, Dtype
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.names import DTYPES
 from mpguard.lint.facts.trained import Weights
-from mpguard.lint.facts.values import Constant, Dtype
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint.facts import names
+from mpguard.lint.facts.atoms import Ref
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.options import dtype_options
 from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.facts.values import Ref
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 

@@ -9,8 +9,8 @@ from mpguard.edits import Edit
 from mpguard.lint import mend
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.precision import CASTS_LOW
 from mpguard.lint.facts.records import Call, Record
+from mpguard.lint.facts.spellings import CASTS_LOW
 from mpguard.lint.facts.syntax import constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
 

@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterator
 
 from mpguard.lint import mend
+from mpguard.lint.facts.atoms import Constant, Object
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import compatible
 from mpguard.lint.facts.prepared import Wrap
 from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.values import Constant, Object
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 #: A dtype under such a flag follows the launcher's policy.

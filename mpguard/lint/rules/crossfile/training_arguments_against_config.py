@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mpguard.lint.facts.atoms import Constant
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.values import Constant
 from mpguard.lint.project import launched
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
 

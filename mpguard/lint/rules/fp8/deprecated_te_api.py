@@ -7,9 +7,9 @@ import libcst as cst
 
 from mpguard.edits import Edit
 from mpguard.lint.facts import imports
+from mpguard.lint.facts.atoms import Ref
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.records import Binding, Use
-from mpguard.lint.facts.values import Ref
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
 
 _MODULE = "transformer_engine.pytorch.fp8"

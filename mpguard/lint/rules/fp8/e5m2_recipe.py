@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mpguard.lint.facts.atoms import Constant, Ref
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.values import Constant, Ref
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
 
 

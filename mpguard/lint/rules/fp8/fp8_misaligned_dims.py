@@ -6,11 +6,11 @@ import libcst as cst
 
 from mpguard.hardware import NEEDS
 from mpguard.lint.facts import names
+from mpguard.lint.facts.atoms import Object
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.fp8 import Layer, emulated, float8_configs, layers_in_fp8, layers_of, number, recipe_of
 from mpguard.lint.facts.syntax import constant
-from mpguard.lint.facts.values import Object
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 _MAKERS = frozenset({"randn", "rand", "zeros", "ones", "empty"})

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import mend
+from mpguard.lint.facts.atoms import Function
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.events.compile import launched_compiled
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.fp8 import emulated
 from mpguard.lint.facts.records import Call
 from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.facts.values import Function
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 

@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterator
 
 from mpguard.lint import mend
+from mpguard.lint.facts.atoms import Method, Object, Ref
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.fp8 import emulated
 from mpguard.lint.facts.records import Call, Scope
 from mpguard.lint.facts.syntax import constant
-from mpguard.lint.facts.values import Method, Object, Ref
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 _LANGUAGE_MODEL = re.compile(r"(?:ForCausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM)$")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from mpguard.errors import PolicyError
 from mpguard.hardware import Hardware, named
 from mpguard.lint.facts import names
+from mpguard.lint.facts.atoms import Constant
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.fp8 import is_true
 from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.values import Constant
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 #: Keywords by which a script asks a cloud for a GPU, or a build for an architecture.

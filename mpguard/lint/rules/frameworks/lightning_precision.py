@@ -3,10 +3,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from mpguard.lint.facts.atoms import Constant, Object
 from mpguard.lint.facts.events.event import aliases
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.values import Constant, Object
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 _ROOTS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "lightning_pytorch"})

@@ -3,12 +3,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import mend
+from mpguard.lint.facts.atoms import Object
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import compatible
 from mpguard.lint.facts.prepared import Wrap, other_way, receiver_at
 from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.values import Object
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 

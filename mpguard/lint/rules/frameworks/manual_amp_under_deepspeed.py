@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mpguard.lint.facts.atoms import Object
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import compatible
 from mpguard.lint.facts.prepared import Wrap, other_way, settings_of
 from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.values import Object
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 

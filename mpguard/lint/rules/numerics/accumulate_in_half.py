@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.precision import NUMBER, SPEAKS_LOW, Of
+from mpguard.lint.facts.precision import NUMBER, Of
 from mpguard.lint.facts.records import Binding, Call
+from mpguard.lint.facts.spellings import SPEAKS_LOW
 from mpguard.lint.facts.syntax import constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mpguard.lint.facts.atoms import Object, Ref
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.precision import CASTS_LOW
 from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.values import Object, Ref
+from mpguard.lint.facts.spellings import CASTS_LOW
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 _LOSSES = frozenset({

@@ -6,9 +6,9 @@ import libcst as cst
 
 from mpguard.edits import Edit
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.precision import SPEAKS_FP16
 from mpguard.lint.facts.records import Call
 from mpguard.lint.facts.scalars import Meeting
+from mpguard.lint.facts.spellings import SPEAKS_FP16
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 #: Half of FP16's smallest number: what is not larger rounds to zero.

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from mpguard.lint import mend
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.precision import SPEAKS_FP16
 from mpguard.lint.facts.scalars import Meeting
+from mpguard.lint.facts.spellings import SPEAKS_FP16
 from mpguard.lint.facts.syntax import dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 

@@ -6,8 +6,8 @@ import libcst as cst
 
 from mpguard.edits import Edit
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.precision import SPEAKS_LOW
 from mpguard.lint.facts.records import Call
+from mpguard.lint.facts.spellings import SPEAKS_LOW
 from mpguard.lint.facts.syntax import constant, dotted, text_of
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 

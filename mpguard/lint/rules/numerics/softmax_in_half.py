@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from mpguard.edits import Edit
 from mpguard.lint import mend
+from mpguard.lint.facts.atoms import Object
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.precision import CASTS_LOW
 from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.values import Object
+from mpguard.lint.facts.spellings import CASTS_LOW
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 _WITH_DTYPE = frozenset({"softmax", "log_softmax"})

@@ -314,7 +314,7 @@ def thrown_away(model, loader, optimizer):
                     state.dtype == "float16" and compatible(state.guard, guard)
                     for record in records
                     if isinstance(record, Call)
-                    for state in facts.precision.states(record)
+                    for state in facts.autocasting.at(record)
                 ):
                     return made
         return None

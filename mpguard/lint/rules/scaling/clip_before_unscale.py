@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import mend
+from mpguard.lint.facts.atoms import Constant, Object, Ref
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import compatible
 from mpguard.lint.facts.names import CLIPS
 from mpguard.lint.facts.trace import Moment, Trace, before, between, unrelated
-from mpguard.lint.facts.values import Constant, Object, Ref
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 

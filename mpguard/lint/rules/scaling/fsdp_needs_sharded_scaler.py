@@ -7,12 +7,12 @@ import libcst as cst
 from mpguard.edits import Edit, Span
 from mpguard.lint import mend
 from mpguard.lint.facts import unscaled
+from mpguard.lint.facts.atoms import Object
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import Guard, compatible
 from mpguard.lint.facts.prepared import Wrap, policy_of
 from mpguard.lint.facts.records import Binding, Call
-from mpguard.lint.facts.values import Object
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 _PLAIN = frozenset({"torch.amp.GradScaler", "torch.cuda.amp.GradScaler"})

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.lint.facts.atoms import Object
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.records import Call, Record
 from mpguard.lint.facts.syntax import constant, dotted
 from mpguard.lint.facts.trace import Moment
-from mpguard.lint.facts.values import Object
 from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 
 #: Methods that a framework, or a loop out of sight, calls once for each batch.

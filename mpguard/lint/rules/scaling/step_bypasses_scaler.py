@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import mend
+from mpguard.lint.facts.atoms import Function, Object
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import Guard, compatible, implies
 from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.values import Function, Object
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
 
 #: A condition on overflow: what the scaler would do is done by hand.
