@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpguard.lint.configs.accelerate_config import mode
-from mpguard.lint.project.beside import flagged, mentions, naming
+from mpguard.lint.project.beside import FILLS_IN, flagged, mentions, naming
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, any_of
 
 if TYPE_CHECKING:
     from mpguard.document import Document, Entry
 
-#: Code that fills it in, or may.
-_FILLS_IN = r"Trainer\b|TrainingArguments|mixed_precision"
 _FP32 = "DeepSpeed drops the key, and the run is FP32"
 
 
@@ -150,7 +148,7 @@ engine = deepspeed.initialize(model=model, config=filled)
             return
         if not any(mentions(path, r"\bAccelerator\(", launches) for path, launches in launched):
             return
-        if not any(mentions(path, _FILLS_IN, launches) for path, launches in launched):
+        if not any(mentions(path, FILLS_IN, launches) for path, launches in launched):
             named = Path(configs[0].path).name
             yield self._at(
                 first, f"accelerate fills in `false`, as `{named}` says no `mixed_precision`; the run is FP32"

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint.configs import accelerate_config
+from mpguard.lint.project.beside import FILLS_IN, mentions, naming
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, Note, any_of
 
 if TYPE_CHECKING:
@@ -24,8 +26,12 @@ _REFUSED = {
 }
 
 
+#: How the examples launch with a DeepSpeed file.
+_LAUNCH = "accelerate launch --use_deepspeed --deepspeed_config_file "
+
+
 class YamlAgainstDeepspeedJson(ConfigRule):
-    """An accelerate config says what only the DeepSpeed file that it names may say, or something else than that file.
+    """accelerate is told what only its DeepSpeed file may say, or something else than that file.
 
     ## Why is this bad
     With `deepspeed_config_file`, accelerate 1.15.0 stops every process as soon as the script makes its
@@ -36,17 +42,21 @@ class YamlAgainstDeepspeedJson(ConfigRule):
     Where `distributed_type` is not DEEPSPEED, nothing reads the DeepSpeed file: of two precisions the one of the
     YAML is in force, whatever the file says.
 
+    `--mixed_precision bf16` on the launch line is no key, and is accepted. Beside `"bf16": {"enabled": false}` the file
+    wins without a word: only the other dtype is compared, and the run is FP32.
+
     ## Known limits
-    The file is looked for from the present folder and from that of the config. `--mixed_precision` on the
-    launch line is no key, and is accepted.
+    The file is looked for from the present folder and from that of the config. Of the launch line is reported what
+    turns a precision on that the file turns off, if the code beside it builds an `Accelerator`, says no
+    `mixed_precision` itself and has no Trainer.
     """
 
     code, name = "MPG861", "yaml-against-deepspeed-json"
     severity = "error"
     message = "`{key}` beside `deepspeed_config_file`: {why}"
     help = "say it once: in the DeepSpeed file, or here and without that file"
-    kinds = ("accelerate",)
-    triggers = (any_of(b"deepspeed_config_file"),)
+    kinds = ("accelerate", "deepspeed")
+    triggers = (any_of(b"deepspeed_config_file", b"bf16", b"fp16"),)
     yields_to = ("MPG804",)
     examples = (
         Bad(
@@ -71,6 +81,78 @@ deepspeed_config:
 """,
             name="mp.yaml",
             files={"conf/ds.json": '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}'},
+        ),
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 4,
+  "zero_optimization": {"stage": 2},
+  "bf16": {"enabled": false}  # !
+}
+""",
+            name="ds.json",
+            files={
+                "run.sh": _LAUNCH + "ds.json --mixed_precision bf16 train.py\n",
+                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator()\n",
+            },
+        ),
+        Bad(
+            """\
+{
+  "zero_optimization": {"stage": 2},
+  "bf16": {"enabled": "auto"},
+  "fp16": {"enabled": false}  # !
+}
+""",
+            name="ds.json",
+            files={
+                "mp.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n",
+                "run.sh": "accelerate launch --config_file mp.yaml --mixed_precision=fp16 train.py\n",
+                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator()\n",
+            },
+        ),
+        Good(
+            """\
+{
+  "zero_optimization": {"stage": 2},
+  "bf16": {"enabled": "auto"},
+  "fp16": {"enabled": false}
+}
+""",
+            name="ds.json",
+            files={
+                "run.sh": _LAUNCH + "ds.json --mixed_precision bf16 train.py\n",
+                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator()\n",
+            },
+        ),
+        Good(
+            """\
+{
+  "zero_optimization": {"stage": 2},
+  "bf16": {"enabled": false}
+}
+""",
+            name="ds.json",
+            files={
+                "run.sh": f"{_LAUNCH}ds.json --mixed_precision no train.py\n{_LAUNCH}ds.json train.py\n"
+                "accelerate launch --deepspeed_config_file ds.json --mixed_precision bf16 train.py\n"
+                f"{_LAUNCH}other.json --mixed_precision bf16 train.py\n",
+                "other.json": '{"bf16": {"enabled": true}}',
+                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator()\n",
+            },
+        ),
+        Good(
+            """\
+{
+  "zero_optimization": {"stage": 2},
+  "bf16": {"enabled": false}
+}
+""",
+            name="ds.json",
+            files={
+                "run.sh": _LAUNCH + "ds.json --mixed_precision bf16 train.py\n",
+                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision='no')\n",
+            },
         ),
         Good(
             """\
@@ -106,6 +188,9 @@ deepspeed_config:
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
+        if document.kind == "deepspeed":
+            yield from self._turned_off(document)
+            return
         names = document.entry(_NAMES)
         if names is None or not isinstance(names.value, str) or accelerate_config.on_sagemaker(document):
             return
@@ -116,6 +201,35 @@ deepspeed_config:
                 yield from self._refused(document, other)
         elif kind is not None and other is not None:
             yield from self._unread(document, other, kind)
+
+    def _turned_off(self, document: Document) -> Iterator[Diagnostic]:
+        """What the file turns off, and a launch line on."""
+        said = {name: document.entry(f"{name}.enabled") for name in ("bf16", "fp16", "torch_autocast")}
+        off = {name: entry for name, entry in said.items() if entry is not None and entry.value is False}
+        if document.format == "python" or not off or any(each and each.value is True for each in said.values()):
+            return
+        launched = [
+            each
+            for each in self.project.launched_with(document.path, "deepspeed_config_file")
+            if "use_deepspeed" in each[1].options
+        ]
+        for config in naming(document.path):
+            if accelerate_config.kind(config) == "DEEPSPEED":
+                launched += self.project.launched_with(config.path)
+        for name in ("bf16", "fp16"):
+            for script, launch in launched if name in off else ():
+                word = launch.options.get("mixed_precision")
+                if launch.launcher != "accelerate" or word is None or word.text != name:
+                    continue
+                here = [(script, launch)]
+                if mentions(document.path, r"\bAccelerator\(", here) and not mentions(document.path, FILLS_IN, here):
+                    message = (
+                        f"`{name}.enabled: false` beside `--mixed_precision {name}`: this file wins without a word, and"
+                        " the run is FP32"
+                    )
+                    note = Note("the launch line says it here", word.span, os.path.relpath(launch.path))
+                    yield self.at(off[name], message=message, help='write `"auto"`, or `true`', notes=(note,))
+                    break
 
     def _refused(self, document: Document, other: Document | None) -> Iterator[Diagnostic]:
         for entry in document.entries():

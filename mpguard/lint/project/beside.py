@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 MOST_FILES, LARGEST = 60, 256 << 10
 #: A launch config is some hundred bytes; files beside the code that are larger are data.
 LARGEST_CONFIG = 64 << 10
+#: Code that says the precision itself, or fills in what a DeepSpeed config leaves open, or may.
+FILLS_IN = r"Trainer\b|TrainingArguments|mixed_precision"
 
 
 def mentions(config: str, pattern: str, launches: Iterable[tuple[str, Launch]] = ()) -> bool:

@@ -97,12 +97,14 @@ def _deepspeed_precision(data: dict[str, object]) -> str | None:
     return enabled[0] if len(enabled) == 1 else None
 
 
-def launched_with(config: str) -> Iterator[tuple[str, Launch]]:
-    """The launch lines of the tree that name an accelerate config, each with the script that it starts."""
+def launched_with(config: str, option: str = "config_file") -> Iterator[tuple[str, Launch]]:
+    """The launch lines of the tree that name an accelerate config, each with the script that it starts; or by another
+    option, another file."""
     top = top_of(Path(config).absolute().parent)
     for script, launches in launch_lines.in_tree(top).items():
         for launch in launches:
-            named = launch.options.get("config" if launch.launcher == "mpguard" else "config_file")
+            own = launch.launcher == "mpguard" and option == "config_file"
+            named = launch.options.get("config" if own else option)
             name = named.text if named is not None else None
             file = launch_lines.located(name, launch.path, top) if name else None
             if file is not None and looks.real(file) == looks.real(config):

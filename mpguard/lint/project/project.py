@@ -106,10 +106,11 @@ class Project:
         with looks.on_behalf(path):
             return launch_lines.located(name, path, tree.top_of(Path(path).absolute().parent))
 
-    def launched_with(self, config: str) -> tuple[tuple[str, Launch], ...]:
-        """The launch lines of the tree that name an accelerate config, each with the script that it starts."""
+    def launched_with(self, config: str, option: str = "config_file") -> tuple[tuple[str, Launch], ...]:
+        """The launch lines of the tree that name an accelerate config, each with the script that it starts; or by
+        another option, another file."""
         with looks.on_behalf(config):
-            return tuple(launch_configs.launched_with(config))
+            return tuple(launch_configs.launched_with(config, option))
 
     def config_named(self, path: str, name: str) -> Document | None:
         """The config that a file names (`config="ds_config.json"`), beside it or in the working directory."""
