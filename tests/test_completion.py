@@ -49,9 +49,23 @@ def test_commands_options_values_and_codes(script: str) -> None:
     assert {"--fix", "--diff-from", "-j"} <= completed(script, "mpguard", "lint", "train.py", "-")
     assert completed(script, "mpguard", "lint", "--format", "") == set(FORMATS)
     assert completed(script, "mpguard", "rule", "--format", "j") == {"json"}
-    assert completed(script, "mpguard", "rule", "") == set(rules())
+    assert completed(script, "mpguard", "rule", "") == {*rules(), *(rule.name for rule in rules().values())}
+    assert completed(script, "mpguard", "rule", "missing-g") == {"missing-grad-scaler"}
     assert completed(script, "mpguard", "lint", "--select", "MPG80") == {c for c in rules() if c.startswith("MPG80")}
     assert completed(script, "mpguard", "hook", "un") == {"uninstall"}
+    assert completed(script, "mpguard", "init", "bf16_m") == {"bf16_mixed"}
+    assert completed(script, "mpguard", "recipes", "--for", "fsdp") == {"fsdp1", "fsdp2"}
+
+
+def test_lists_and_values_behind_a_sign(script: str) -> None:
+    assert completed(script, "mpguard", "lint", "--select", "MPG1,MPG801,MPG86") == {
+        f"MPG1,MPG801,{code}" for code in rules() if code.startswith("MPG86")
+    }
+    for words in (["--format", "="], ["--format", "=", ""], ["--format="]):
+        assert {each.rpartition("=")[2] for each in completed(script, "mpguard", "lint", *words)} == set(FORMATS), words
+    assert completed(script, "mpguard", "lint", "--format", "=", "js") == {"json"}
+    assert completed(script, "mpguard", "lint", "--format=js") == {"--format=json"}, "as zsh splits"
+    assert completed(script, "mpguard", "lint", "--ignore=MPG1,MPG3021") == set()
 
 
 def test_what_is_not_known_is_left_to_the_names_of_files(script: str, tmp_path: Path) -> None:
@@ -79,6 +93,10 @@ def test_fish(tmp_path: Path) -> None:
     assert offered("mpguard lint --output") == {"--output-file": "write the report there, and only a summary to stderr"}
     assert set(offered("mpguard lint --format ")) == set(FORMATS)
     assert set(offered("mpguard rule MPG80")) == {c for c in rules() if c.startswith("MPG80")}
+    codes = {c for c in rules() if c.startswith("MPG80")}
+    assert set(offered("mpguard lint --select MPG1,MPG80")) == {f"MPG1,{code}" for code in codes}
+    assert {each.rpartition("=")[2] for each in offered("mpguard lint --format=j")} == {"json", "junit"}
+    assert "bf16_mixed" in offered("mpguard apply bf16_m") and "train.py" in offered("mpguard apply bf16_mixed tr")
     assert "train.py" in offered("mpguard lint tr")
     assert "train.py" in offered("mpguard lint --config tr")
 
@@ -107,6 +125,8 @@ def test_zsh(tmp_path: Path) -> None:
             ("mpguard comp", "mpguard completion"),
             ("mpguard rule --format j", "--format json"),
             ("mpguard lint --outp", "--output-file"),
+            ("mpguard lint --format=js", "--format=json"),
+            ("mpguard init bf16_mi", "bf16_mixed"),
             ("mpguard lint tr", "train.py"),
         ):
             assert typed(f"{keys}\t", completed), keys

@@ -15,7 +15,17 @@ from collections.abc import Iterator
 
 _BASH = """\
 _mpguard() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words=
+    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words= head=
+    case "$before$word" in  # bash makes three words of --option=value, zsh one
+        --*=) before=${{before%=}} word= ;;
+        =*) before=${{COMP_WORDS[COMP_CWORD-2]}} ;;
+    esac
+    case "$word" in
+        --*=*) before=${{word%%=*}} head=${{word%%=*}}= word=${{word#*=}} ;;
+    esac
+    case "$word" in
+        *,*) head=$head${{word%,*}}, word=${{word##*,}} ;;
+    esac
     if [ "$COMP_CWORD" -eq 1 ]; then
         words={commands}
     else
@@ -23,13 +33,15 @@ _mpguard() {{
 {cases}
         esac
     fi
-    COMPREPLY=($(compgen -W "$words" -- "$word"))
+    COMPREPLY=($(compgen -P "$head" -W "$words" -- "$word"))
 }}
 complete -o default -F _mpguard mpguard
 """
 #: zsh takes scripts of bash.
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 _CODES = ("--select", "--extend-select", "--ignore")
+#: Commands that take files behind words that are known.
+_FILES = ("apply",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +49,14 @@ class Known:
     """Something that may stand behind a command. names: of an option; none for what stands without one.
 
     words: its values; none where they are files, or nobody knows. value: whether one follows.
+    list: several of them, with commas.
     """
 
     names: tuple[str, ...]
     words: tuple[str, ...]
     value: bool
     help: str
+    list: bool
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +76,8 @@ def _known(command: str) -> Iterator[Known]:
     for action in parser._actions:
         words = _words(command, action)
         if action.option_strings or words:
-            yield Known(tuple(action.option_strings), words, action.nargs != 0, (action.help or "").replace("%%", "%"))
+            text, listed = (action.help or "").replace("%%", "%"), bool(set(_CODES) & set(action.option_strings))
+            yield Known(tuple(action.option_strings), words, action.nargs != 0, text, listed)
 
 
 def _words(command: str, action: argparse.Action) -> tuple[str, ...]:
@@ -73,7 +88,16 @@ def _words(command: str, action: argparse.Action) -> tuple[str, ...]:
     if (action.dest == "code" and command == "rule") or set(_CODES) & set(action.option_strings):
         from mpguard.lint.rule import rules
 
-        return tuple(rules())
+        known = rules()
+        return (*known, *(rule.name for rule in known.values())) if command == "rule" else tuple(known)
+    if action.dest == "recipe":
+        from mpguard.recipes import recipes
+
+        return tuple(recipes())
+    if action.dest == "target" and command == "recipes":
+        from mpguard.plugin import plugins
+
+        return tuple(plugins())
     return ()
 
 
@@ -111,7 +135,11 @@ def _fish(commands: dict[str, list[Known]]) -> str:
             if names:
                 lines.append(f"{behind}{names}{' -r' if each.value else ''} -d {_quoted(each.help)}")
             if each.words:
-                lines.append(f"{behind}{names} -{'x' if names else 'f'} -a {_quoted(' '.join(each.words))}")
+                offered = " ".join(each.words)
+                offered = f"(__fish_append , {offered})" if each.list else offered
+                # Files too, where what stands without an option may be one.
+                only = " -x" if names else " -f" if command not in _FILES else ""
+                lines.append(f"{behind}{names}{only} -a {_quoted(offered)}")
     return "".join(f"complete -c mpguard {line}\n" for line in lines)
 
 
