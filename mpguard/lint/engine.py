@@ -19,7 +19,6 @@ from mpguard import looks, settings
 from mpguard.lint import gate, limit, suppress, workers
 from mpguard.lint.files import MARKDOWN, Target
 from mpguard.lint.finding import Finding, Lines, placed
-from mpguard.lint.noise import stripped
 from mpguard.lint.project.launch_configs import LaunchConfig
 from mpguard.lint.project.project import Project
 from mpguard.lint.result import CONFIG, SYNTAX, Checked, Defect, FileReport
@@ -227,7 +226,7 @@ class Engine:
 
     def _about_dicts(self, data: bytes, chosen: Selection) -> list[type[BaseRule]]:
         """The config rules that could speak about a DeepSpeed config in Python code."""
-        if not gate.speaks(gate.DEEPSPEED_DICT, data) or not gate.speaks(gate.DEEPSPEED_DICT, stripped(data)):
+        if not gate.may_hold_deepspeed_config(data):
             return []
         on = [
             rule

@@ -19,15 +19,15 @@ from mpguard.lint.rule import BaseRule, any_of
 
 R = TypeVar("R", bound="BaseRule | type[BaseRule]")
 
-#: What a Python file with a DeepSpeed config in a dict holds: a key that such a config must have, or alone has, in
-#: quotes (`per_device_train_batch_size` is everywhere).
-DEEPSPEED_DICT = (
-    any_of(*(
-        quote + key + quote
-        for key in (b"zero_optimization", b"train_micro_batch_size_per_gpu", b"train_batch_size", b"torch_autocast")
-        for quote in (b'"', b"'")
-    )),
-)  # fmt: skip
+#: Keys that a DeepSpeed config must have, or alone has.
+_DEEPSPEED_KEYS = (b"zero_optimization", b"train_micro_batch_size_per_gpu", b"train_batch_size", b"torch_autocast")
+#: As a dict in Python code has them: in quotes (`per_device_train_batch_size` is everywhere).
+_DEEPSPEED_DICT = (any_of(*(quote + key + quote for key in _DEEPSPEED_KEYS for quote in (b'"', b"'"))),)
+
+
+def may_hold_deepspeed_config(data: bytes) -> bool:
+    """Whether a Python file could write a DeepSpeed config as a dict."""
+    return speaks((_DEEPSPEED_KEYS,), data) and speaks(_DEEPSPEED_DICT, stripped(data))
 
 
 def speaks(triggers: tuple[tuple[bytes, ...], ...], data: bytes) -> bool:
@@ -84,36 +84,58 @@ class _Plan:
 
 @functools.lru_cache(maxsize=64)
 def _plan(rules: tuple[BaseRule | type[BaseRule], ...]) -> _Plan:
-    """First come the conditions that silence the most rules with the fewest tokens: most files meet none of them."""
+    """First come the conditions that silence all rules with the fewest words: most files have none of them."""
     bits: dict[tuple[bytes, ...], int] = {}
     for place, rule in enumerate(rules):
         for tokens in rule.triggers:
             bits[tokens] = bits.get(tokens, 0) | 1 << place
     words = _words({token for tokens in bits for token in tokens})
-    costs = {tokens: {words.get(token, token) for token in tokens} for tokens in bits}
+    costs = {tokens: {_shortest(token, words) for token in tokens} for tokens in bits}
     asking = functools.reduce(int.__or__, bits.values(), 0)
-    left, looked, first = asking, set[bytes](), list[tuple[bytes, ...]]()
-    while left:
-        best = max(bits, key=lambda tokens: (bits[tokens] & left).bit_count() / (1 + len(costs[tokens] - looked)))
-        first.append(best)
-        left &= ~bits[best]
-        looked |= costs[best]
-    rest = sorted(set(bits).difference(first), key=lambda tokens: (len(costs[tokens]), tokens))
-    return _Plan(tuple((tokens, bits[tokens]) for tokens in (*first, *rest)), words, asking)
+
+    def silenced(looked: set[bytes]) -> int:
+        """The rules that a file in which none of some words stands silences."""
+        return functools.reduce(int.__or__, (bits[tokens] for tokens in bits if costs[tokens] <= looked), 0)
+
+    looked = set[bytes]()
+    while left := asking & ~silenced(looked):
+        gains = {tokens: (bits[tokens] & left).bit_count() / (1 + len(costs[tokens] - looked)) for tokens in bits}
+        looked |= costs[max(gains, key=gains.__getitem__)]
+    for word in sorted(looked, key=lambda word: (len(word), word)):  # short ones take longer to look for
+        if silenced(looked - {word}) == asking:
+            looked.remove(word)
+    first = {tokens for tokens in bits if costs[tokens] <= looked}
+
+    def place_of(tokens: tuple[bytes, ...]) -> tuple[bool, float, tuple[bytes, ...]]:
+        return tokens not in first, len(costs[tokens]) / bits[tokens].bit_count(), tokens
+
+    return _Plan(tuple((tokens, bits[tokens]) for tokens in sorted(bits, key=place_of)), words, asking)
 
 
 #: Words of tokens that are in every other file.
-_COMMON = frozenset({b"torch", b"import", b"from", b"dtype", b"else", b"with", b"return", b"self", b"type", b"float"})
+_COMMON = frozenset({
+    b"torch", b"import", b"from", b"dtype", b"else", b"with", b"return", b"self", b"type", b"float", b"scale", b"train",
+})  # fmt: skip
 
 
 def _words(tokens: Collection[bytes]) -> dict[bytes, bytes]:
-    """Token -> the word in it that stands in most others: one search for `float16` in place of thirteen."""
-    words = {word for token in tokens for word in re.findall(rb"\w{4,}", token)} - _COMMON
+    """Token -> the longest word in it that stands in others too, and so on: `dtype=torch.half`, `torch.half`, `half`.
+
+    One search for `half` in place of one for each of ten tokens, in most files.
+    """
+    words = {word for token in tokens for run in re.findall(rb"[\w.]{4,}", token) for word in (run, *run.split(b"."))}
     text = b"\n".join(tokens)
-    counts = {word: count for word in words if (count := text.count(word)) > 1}
+    shared = {word for word in words - _COMMON if len(word) > 3 and text.count(word) > 1}
     chosen: dict[bytes, bytes] = {}
-    for token in tokens:
-        inside = [word for word in counts if word != token and word in token]
+    for token in shared.union(tokens):
+        inside = [word for word in shared if word != token and word in token]
         if inside:
-            chosen[token] = max(inside, key=lambda word: (counts[word], -len(word), word))
+            chosen[token] = max(inside, key=lambda word: (len(word), word))
     return chosen
+
+
+def _shortest(token: bytes, words: Mapping[bytes, bytes]) -> bytes:
+    """What is looked for first of all where a token is asked for."""
+    while token in words:
+        token = words[token]
+    return token

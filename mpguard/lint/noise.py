@@ -2,16 +2,24 @@
 
 import re
 
-#: Strings are matched first, so that a `#` in one starts no comment. A triple-quoted string goes,
-#: unless it is an f-string, whose braces hold code.
+#: Noise, in the group, and other strings, which are matched so that a `#` in one starts no comment.
 _NOISE = re.compile(
-    rb'(?P<keep>[fFtT][rR]?"""(?:[^\\"]|\\.|"(?!""))*"""|[fFtT][rR]?\'\'\'(?:[^\\\']|\\.|\'(?!\'\'))*\'\'\')'
-    rb'|(?P<drop>"""(?:[^\\"]|\\.|"(?!""))*"""|\'\'\'(?:[^\\\']|\\.|\'(?!\'\'))*\'\'\'|#[^\r\n]*)'
-    rb'|"(?:[^\\"\r\n]|\\.)*"|\'(?:[^\\\'\r\n]|\\.)*\'',
+    rb'("""[^\\"]*(?:(?:\\.|"(?!""))[^\\"]*)*"""|\'\'\'[^\\\']*(?:(?:\\.|\'(?!\'\'))[^\\\']*)*\'\'\'|#[^\r\n]*)'
+    rb'|"[^\\"\r\n]*(?:\\.[^\\"\r\n]*)*"|\'[^\\\'\r\n]*(?:\\.[^\\\'\r\n]*)*\'',
     re.DOTALL,
 )
+#: Before the quotes of an f-string, whose braces hold code: it is kept.
+_FORMATTED = re.compile(rb"[fFtT][rR]?\Z")
 
 
 def stripped(data: bytes) -> bytes:
     """The bytes without comments and triple-quoted strings."""
-    return _NOISE.sub(lambda match: b"" if match.lastgroup == "drop" else match.group(), data)
+    kept: list[bytes] = []
+    last = 0
+    for match in _NOISE.finditer(data):
+        start = match.start()
+        if match.lastindex and (data[start] == ord("#") or not _FORMATTED.search(data, max(start - 2, last), start)):
+            kept.append(data[last:start])
+            last = match.end()
+    kept.append(data[last:])
+    return b"".join(kept)
