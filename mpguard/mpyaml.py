@@ -139,6 +139,12 @@ def changes(config: Mapping[str, Any], recipe: str, overrides: Mapping[str, Any]
     ]
 
 
+def deepspeed_file(config: Mapping[str, Any]) -> str | None:
+    """The DeepSpeed file that an accelerate config names, as it is written; `none` is accelerate's word for none."""
+    name = lookup(config, "deepspeed_config.deepspeed_config_file")
+    return name if isinstance(name, str) and name not in ("", "none") else None
+
+
 def _where(document: Document, key: str) -> str:
     """`mp.yaml:5: fp8_config.mpguard_recipe`, as far as the key is there."""
     entry = document.entry(key)

@@ -153,6 +153,16 @@ def test_precision_is_said_once_where_the_yaml_names_a_deepspeed_file(capsys: py
     assert json.loads(Path("ds.json").read_text())["bf16"] == {"enabled": True}
 
 
+@pytest.mark.parametrize("name", ["none", "''", "3"])
+def test_a_yaml_that_names_no_deepspeed_file_says_nothing_of_one(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """`none` is accelerate's word for none."""
+    Path("mp.yaml").write_text(
+        f"distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {{deepspeed_config_file: {name}}}\n"
+    )
+    assert main(["apply", "bf16_mixed", "mp.yaml"]) == 0
+    assert "give that file" not in capsys.readouterr().out
+
+
 def test_overrides_of_the_same_recipe_are_part_of_the_policy_of_both_files() -> None:
     Path("mp.yaml").write_text(
         "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ import pytest
 from processes import PROGRAMS, command, free_port, in_fork, mp_yaml, proof, results, started, told, torchrun
 
 from mpguard.cli import main
+from mpguard.errors import NotInForce
+from mpguard.run import refuse_config_after_script
 from mpguard.runtime import launcher
 
 SCRIPT = PROGRAMS / "accelerated.py"
@@ -168,6 +171,24 @@ def test_run_refuses_a_config_that_went_to_the_script(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path)
     run = in_fork([SCRIPT, "--config", config], cwd=tmp_path, MPGUARD_POLICY='{"bf16": true}')
     assert run.returncode == 1 and "comes after" in run.stderr and "Put it before" in run.stderr, told(run)
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("distributed_type: FSDP\n", True),
+        ("compute_environment: LOCAL_MACHINE\n", True),
+        ("mixed_precision: bf16\nnum_processes: 2\ndebug: true\n", False),  # many a script's own config
+        ("model: {layers: 2}\ndeepspeed_config: {stage: 2}\n", False),
+        ("distributed_type: [\n", False),
+    ],
+)
+def test_what_is_a_config_that_went_to_the_script(tmp_path: Path, text: str, refused: bool) -> None:
+    """Only what is accelerate's for certain: no run is refused for the config of its own script."""
+    (tmp_path / "config.yaml").write_text(text)
+    for words in (["--config", str(tmp_path / "config.yaml")], [f"--config={tmp_path / 'config.yaml'}"]):
+        with pytest.raises(NotInForce, match="Put it before") if refused else contextlib.nullcontext():
+            refuse_config_after_script("t.py", words)
 
 
 def test_run_of_a_module(tmp_path: Path) -> None:

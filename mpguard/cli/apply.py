@@ -108,17 +108,9 @@ def _policy(document: Document, documents: list[Document], recipe: str, policy: 
     return policy
 
 
-def _deepspeed_file(document: Document) -> str | None:
-    """The DeepSpeed file that an accelerate config names."""
-    if document.kind != "accelerate":
-        return None
-    found = plugin.lookup(document.data, "deepspeed_config.deepspeed_config_file")
-    return found if isinstance(found, str) and found else None
-
-
 def _names(document: Document, other: Document) -> bool:
     """Whether an accelerate config names another file: from the present folder, or from its own."""
-    named_file = _deepspeed_file(document)
+    named_file = mpyaml.deepspeed_file(document.data) if document.kind == "accelerate" else None
     if named_file is None:
         return False
     places = (Path(named_file), Path(document.path).parent / named_file)
@@ -142,7 +134,7 @@ def _job(document: Document, recipe: str, policy: Policy, documents: list[Docume
     except ConfigError as error:
         where = "" if str(error).startswith(document.path) else f"{document.path}: "
         raise ConfigError(f"{where}{error}") from None
-    other = _deepspeed_file(document)
+    other = mpyaml.deepspeed_file(document.data) if kind == "accelerate" else None
     if other is not None and not any(_names(document, each) for each in documents):
         notes.append(f"the precision is said in {other}; give that file to `mpguard apply` too")
     return Job(document, kind, policy, strategy, tuple(changes), text, tuple(notes))

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from mpguard import settings
+from mpguard import mpyaml, settings
 from mpguard.document import Document, read
 from mpguard.errors import ConfigError, PolicyError
-from mpguard.mpyaml import load_policy
 from mpguard.plugin import get
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
@@ -78,7 +77,7 @@ class Plan:
     @classmethod
     def of(cls, path: Path, *, enforce: str | None = None, proof_json: str | None = None) -> Plan:
         """The plan that an mp.yaml states. Raises `ConfigError`, `PolicyError`."""
-        policy = load_policy(path)
+        policy = mpyaml.load_policy(path)
         config = read(path).require()
         processes = config.get("num_processes")
         return cls(
@@ -148,15 +147,19 @@ def strategy_of(config: Mapping[str, Any], path: Path) -> str | None:
 
 def deepspeed_file(config: Mapping[str, Any], path: Path) -> Document | None:
     """The DeepSpeed file that an accelerate config names, looked for as accelerate does (from here), then beside it."""
-    name = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
-    if not isinstance(name, str) or name in ("", "none"):
+    name = mpyaml.deepspeed_file(config)
+    if name is None:
         return None
     beside = path.parent / name
     return read(Path(name) if Path(name).exists() or not beside.exists() else beside)
 
 
 def looks_like_accelerate(name: str) -> bool:
-    """Whether an argument names a file that is an accelerate config."""
+    """Whether an argument names a file that is an accelerate config for certain.
+
+    Less counts than for the plugin, which may take a file with `mixed_precision` and a few more keys for one: here it
+    is an argument of the user's script, whose own config may have those, and a run is refused for it.
+    """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml", ".json") or not path.is_file():
         return False

@@ -48,8 +48,6 @@ SECTIONS: Mapping[str, frozenset[str]] = {
 }
 #: Sections in which a key that is not known is an error; in the others it is ignored.
 STRICT = frozenset({"bf16", "bfloat16", "fp16"})
-#: Keys of `fp16` that are about the loss scale.
-LOSS_SCALE = FP16 - {"enabled", "auto_cast", "fp16_master_weights_and_grads"}
 #: What people call a section, and its name.
 RENAMED: Mapping[str, str] = {
     "bfloat_16": "bf16", "bf_16": "bf16", "bfp16": "bf16", "float16": "fp16", "float_16": "fp16", "fp_16": "fp16",
