@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from mpguard.lint import mend
@@ -17,6 +18,8 @@ _AFTER = frozenset({
 })  # fmt: skip
 #: What runs a backward pass of its own inside the region.
 _RUNS = frozenset({"accelerator", "engine", "fabric"})
+#: Helpers of other modules that are looked at for a backward pass: by what they are called, for each is a file to read.
+_HELPER = re.compile(r"(?i)backward|scaler$")
 #: Of a function with more callers than these it is not said that all stand in a region.
 _CALLERS = 8
 
@@ -26,7 +29,8 @@ class BackwardInAutocast(Rule):
 
     ## What it does
     Reports `loss.backward()`, `scaler.scale(loss).backward()` and `accelerator.backward(loss)` inside a region of
-    `torch.autocast` that is enabled, or of `accelerator.autocast()`; also in a function whose calls all stand in one.
+    `torch.autocast` that is enabled, or of `accelerator.autocast()`; also in a function whose calls all stand in one,
+    and in a helper that another module of the tree has (`scaler(loss, optimizer)`).
 
     ## Why is this bad
     torch's documentation of autocast advises against it. Backward operations run in the dtype of their forward
@@ -144,6 +148,36 @@ for x in loader:
         model(x).sum().backward()  # !
 """
         ),
+        Bad(
+            """\
+import torch
+from helpers import Mul, Scaler, backward, out_of_autocast_backward
+
+def train(args, model, loader, optimizer):
+    scaler = Scaler()
+    for x in loader:
+        loss = model(x).sum()
+        if args.amp:
+            with torch.autocast("cuda"):
+                scaler(loss, optimizer)  # !
+                backward(loss)  # !
+                out_of_autocast_backward(loss)
+                Mul.backward(x, loss)
+            scaler(loss, optimizer)
+        else:
+            loss.backward()
+""",
+            files={
+                "helpers.py": "import torch\n\nclass Scaler:\n    def __init__(self):\n"
+                "        self._scaler = torch.amp.GradScaler()\n\n    def __call__(self, loss, optimizer):\n"
+                "        self._scaler.scale(loss).backward()\n        self._scaler.step(optimizer)\n\n"
+                "def backward(loss):\n    loss.backward()\n\n"
+                "def out_of_autocast_backward(loss):\n    with torch.autocast('cuda', enabled=False):\n"
+                "        loss.backward()\n\nclass Mul(torch.autograd.Function):\n    @staticmethod\n"
+                "    def backward(ctx, grad):\n        return Other.backward(ctx, grad)\n",
+                "pyproject.toml": "",
+            },
+        ),
         Good(
             """\
 import torch
@@ -197,6 +231,21 @@ for x in loader:
                 notes = (Note("the region", region.call.span),) if region.call is not None else ()
                 fix = self._fix(event.call, facts)
                 yield self.at(event, call=facts.short(event.call.node), notes=notes, fix=fix)
+
+        for call in [call for name, calls in facts.calls.items() if _HELPER.search(name) for call in calls]:
+            inner = self._elsewhere(call, facts) if self._region(call, facts) is not None else None
+            if inner is not None:
+                notes = (Note("its backward pass", inner.span, inner.chunk.source.path),)
+                yield self.at(call, call=facts.short(call.node), notes=notes)
+
+    def _elsewhere(self, call: Call, facts: Facts) -> Call | None:
+        """The backward pass of a loss that a call of a helper in another module of the tree runs."""
+        for function in facts.functions(call):
+            for inner in function.scope.calls if function.facts is not facts else ():
+                plain = inner.name == "backward" and inner.receiver is not None and not inner.positional
+                if plain and not any(region.kind != "no_grad" for region in function.facts.regions(inner)):
+                    return inner
+        return None
 
     def _runs(self, event: Event, facts: Facts) -> bool:
         return bool(facts.kinds(event.subject, event.call) & _RUNS)
