@@ -26,6 +26,7 @@ class Editor(LanguageClient):
         self.texts: dict[str, str] = {}
         self.messages: list[str] = []
         self.watchers: list[str] = []
+        self.registered: list[str] = []
         self._news = asyncio.Event()
         self._register()
 
@@ -52,7 +53,8 @@ class Editor(LanguageClient):
         def register(params: types.RegistrationParams) -> None:
             for registration in params.registrations:
                 options: Any = registration.register_options
-                self.watchers += [each["globPattern"] for each in options["watchers"]]
+                self.watchers += [each["globPattern"] for each in options.get("watchers", ())]
+                self.registered.append(registration.method)
             self._news.set()
 
     async def until(self, holds: Callable[[], Any], what: str = "") -> None:
@@ -136,6 +138,7 @@ class Editor(LanguageClient):
 MODERN: Mapping[str, Any] = {
     "workspace": types.WorkspaceClientCapabilities(
         configuration=True,
+        did_change_configuration=types.DidChangeConfigurationClientCapabilities(dynamic_registration=True),
         workspace_edit=types.WorkspaceEditClientCapabilities(document_changes=True),
         did_change_watched_files=types.DidChangeWatchedFilesClientCapabilities(dynamic_registration=True),
     ),

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from editor import Editor, applied, editor, marked
 from lsprotocol import types
 from pygls.workspace import PositionCodec
 
-from mpguard.lint import pages
+from mpguard.lint import limit, pages
 from mpguard.lint.finding import Finding, Lines
 from mpguard.lint.rule import rules
 from mpguard.server import answers
@@ -378,6 +379,7 @@ async def test_the_editors_settings_are_asked_for_and_judged(folder: Path) -> No
     mine = {None: {"ignore": ["MPG302"]}, one.as_uri(): {"select": ["MPG302"]}, other.as_uri(): None}
     async with editor(one, other, settings=mine) as client:
         await client.until(lambda: client.watchers)
+        assert "workspace/didChangeConfiguration" in client.registered, "else some editors never say it"
         first, second = (one / "train.py").as_uri(), (other / "train.py").as_uri()
         await client.open(first, TRAIN)
         await client.open(second, TRAIN)
@@ -509,7 +511,7 @@ class Endless(Rule):
 
     def check(self, facts):
         while "endless" in facts.source.text:
-            pass
+            open(facts.path + ".begun", "w").close()
         return iter(())
 """
 
@@ -530,6 +532,18 @@ async def test_a_check_without_end_is_ended_and_the_server_goes_on(folder: Path)
         (found,) = await client.said(bad, 1)
         assert found.code == "MPG000" and found.message.startswith("parse limit: still not checked after 2 s")
         assert len(await client.write(good, TRAIN + "\n", 2)) == 2
+
+
+@session
+async def test_an_editor_that_leaves_does_not_wait_for_a_check(folder: Path) -> None:
+    async with editor(folder, PYTHONPATH=of_theirs(folder, ENDLESS)) as client:
+        item = types.TextDocumentItem((folder / "endless.py").as_uri(), "python", 1, TRAIN + "endless = 1\n")
+        client.text_document_did_open(types.DidOpenTextDocumentParams(item))
+        while not (folder / "endless.py.begun").exists():
+            await asyncio.sleep(0.05)
+        begin = time.monotonic()
+        assert await client.leave() == 0
+        assert time.monotonic() - begin < limit.SECONDS / 2
 
 
 @session

@@ -36,7 +36,7 @@ def _lifecycle(server: Session) -> None:
     async def initialized(ls: Session, _: types.InitializedParams) -> None:
         if ls.trouble is not None:
             ls.say(str(ls.trouble))
-        await ls.watch_files()
+        await ls.be_told()
         await ls.ask_for_wishes()
 
     @server.feature(types.WORKSPACE_DID_CHANGE_CONFIGURATION)

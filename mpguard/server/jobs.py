@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import itertools
 import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -32,7 +33,10 @@ class _Job:
 
 
 class Jobs:
+    """ended: whether `run` has returned."""
+
     def __init__(self) -> None:
+        self.ended = threading.Event()
         self._queue: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._numbers = itertools.count()
 
@@ -57,6 +61,7 @@ class Jobs:
                 continue
             future, work = job.future, job.work
             if work is None:
+                self.ended.set()
                 return
             worked = True
             if not future.set_running_or_notify_cancel():

@@ -35,6 +35,12 @@ UNWATCHED = 5
 #: Of what is checked: files, and what is nowhere yet. Others are shown for looking (an old version, a log).
 _SCHEMES = ("file", "untitled")
 
+#: Files that findings may rest on.
+_WATCHED = (
+    "**/*.{py,yaml,yml,json,toml,sh,bash,slurm,sbatch,mk}",
+    "**/{Makefile,README*,requirements*.txt,setup.cfg}",
+)
+
 _NOTEBOOKS = types.NotebookDocumentSyncOptions(
     [
         types.NotebookDocumentFilterWithNotebook(
@@ -304,22 +310,21 @@ class Session(LanguageServer):
                 self.wishes.pop(folder, None)
         self.all_anew()
 
-    async def watch_files(self) -> None:
-        """Asks the editor to say when files change that findings may rest on, if it can."""
-        able = self.client_capabilities.workspace and self.client_capabilities.workspace.did_change_watched_files
-        if not (able and able.dynamic_registration):
-            return
-        patterns = (
-            "**/*.{py,yaml,yml,json,toml,sh,bash,slurm,sbatch,mk}",
-            "**/{Makefile,README*,requirements*.txt,setup.cfg}",
-        )
-        watchers: list[Any] = [types.FileSystemWatcher(pattern) for pattern in patterns]
-        options = types.DidChangeWatchedFilesRegistrationOptions(watchers)
-        method = types.WORKSPACE_DID_CHANGE_WATCHED_FILES
-        await self.client_register_capability_async(
-            types.RegistrationParams([types.Registration("mpguard-files", method, options)])
-        )
-        self._watched = True
+    async def be_told(self) -> None:
+        """Asks the editor to say when its settings change, and files that findings may rest on, if it can."""
+        able = self.client_capabilities.workspace
+        made: list[types.Registration] = []
+        if able and able.did_change_configuration and able.did_change_configuration.dynamic_registration:
+            section = types.DidChangeConfigurationRegistrationOptions(wishes.SECTION)
+            made.append(types.Registration("mpguard-settings", types.WORKSPACE_DID_CHANGE_CONFIGURATION, section))
+        watches = able and able.did_change_watched_files and able.did_change_watched_files.dynamic_registration
+        if watches:
+            watchers: list[Any] = [types.FileSystemWatcher(pattern) for pattern in _WATCHED]
+            files = types.DidChangeWatchedFilesRegistrationOptions(watchers)
+            made.append(types.Registration("mpguard-files", types.WORKSPACE_DID_CHANGE_WATCHED_FILES, files))
+        if made:
+            await self.client_register_capability_async(types.RegistrationParams(made))
+        self._watched = bool(watches)
 
     # -- talk -------------------------------------------------------------------------------------
 

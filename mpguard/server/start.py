@@ -16,6 +16,9 @@ from mpguard.server.features import register
 from mpguard.server.jobs import Jobs
 from mpguard.server.session import Session
 
+#: Seconds for a check that is under way when the editor leaves.
+PATIENCE = 0.5
+
 
 def start(isolated: bool) -> int:
     """Serves one editor until it says `exit` or is gone; returns the exit status that the protocol asks for."""
@@ -36,6 +39,9 @@ def start(isolated: bool) -> int:
                 server.start_io(incoming, outgoing)
             finally:
                 jobs.end()
+                if not jobs.ended.wait(PATIENCE):  # a check is under way, which nobody waits for any more
+                    sys.stderr.flush()
+                    os._exit(_status(server))
 
         threading.Thread(target=serve, daemon=True).start()
         for module in ("mpguard.lint.facts.file", "mpguard.lint.facts.config_dicts"):
@@ -48,4 +54,9 @@ def start(isolated: bool) -> int:
         except KeyboardInterrupt:  # the other thread waits for a line of the terminal, and cannot be woken
             sys.stderr.flush()
             os._exit(130)
+    return _status(server)
+
+
+def _status(server: Session) -> int:
+    """What the protocol asks for: 0 where the editor said that it would leave."""
     return 0 if server.protocol._shutdown else 1
