@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from distributions import install
 
 from mpguard import settings
 from mpguard.cli import main
@@ -471,12 +472,7 @@ def test_isolated_knows_no_settings(lint: Lint) -> None:
 
 def test_isolated_imports_no_rules_of_others(tmp_path: Path) -> None:
     site = tmp_path / "site"
-    (site / "their_rules").mkdir(parents=True)
-    (site / "their_rules" / "__init__.py").write_text("print('imported')\n")
-    (site / "theirs-1.0.dist-info").mkdir()
-    (site / "theirs-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    groups = "".join(f"[mpguard.{kind}]\ntheirs = their_rules\n" for kind in ("rules", "recipes", "plugins"))
-    (site / "theirs-1.0.dist-info" / "entry_points.txt").write_text(groups)
+    install(site, "print('imported')\n", groups=("mpguard.rules", "mpguard.recipes", "mpguard.plugins"))
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "mp.yaml").write_text(CONFIG + "  mpguard_recipe: nonsense\n")
 

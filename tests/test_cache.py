@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distributions import install
 
 from mpguard import looks
 from mpguard.cli import main
@@ -344,9 +345,8 @@ def test_mpguards_own_code_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_rule_of_others_is_installed_changed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site, work = tmp_path / "site", tmp_path / "work"
-    info = site / "theirs-1.0.dist-info"
-    for folder in (site / "their_rules", info, work):
-        folder.mkdir(parents=True)
+    site.mkdir()
+    work.mkdir()
     write(f"{work}/train.py", "import torch\n")
     monkeypatch.setenv("PYTHONPATH", str(site))
 
@@ -361,9 +361,7 @@ def test_a_rule_of_others_is_installed_changed_and_removed(tmp_path: Path, monke
         "    def check(self, facts):\n        yield self.at((0, 6))\n"
     )
     assert codes() == []
-    (site / "their_rules" / "__init__.py").write_text(rule)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[mpguard.rules]\ntheirs = their_rules\n")
+    info = install(site, rule)
     assert codes() == ["OUR001"]
     (site / "their_rules" / "__init__.py").write_text(rule.replace("OUR001", "OUR002"))
     assert codes() == ["OUR002"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distributions import install
 
 from mpguard.cli import main
 from mpguard.lint.rule import rules
@@ -195,12 +196,7 @@ def test_a_defect_of_a_rule_is_2_with_a_traceback_and_the_others_findings(
 def test_a_rule_that_does_not_import_is_2(tmp_path: Path) -> None:
     """A distribution that brings rules, one of which is broken: never just fewer rules."""
     site = tmp_path / "site"
-    (site / "their_rules").mkdir(parents=True)
-    (site / "their_rules" / "__init__.py").write_text("")
-    (site / "their_rules" / "broken.py").write_text("import no_such_module\n")
-    (site / "theirs-1.0.dist-info").mkdir()
-    (site / "theirs-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (site / "theirs-1.0.dist-info" / "entry_points.txt").write_text("[mpguard.rules]\ntheirs = their_rules\n")
+    install(site, {"__init__.py": "", "broken.py": "import no_such_module\n"})
     (tmp_path / "a.py").write_text("")
     done = subprocess.run(
         [sys.executable, "-m", "mpguard", "lint", "a.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60,

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from distributions import install
 
 #: A rule that takes its time.
 SLOW = """
@@ -29,12 +30,7 @@ class Slow(Rule):
 @pytest.fixture
 def slow(tmp_path: Path) -> dict[str, str]:
     """An environment in which each of thirty files takes a tenth of a second."""
-    info = tmp_path / "site" / "theirs-1.0.dist-info"
-    (tmp_path / "site" / "their_rules").mkdir(parents=True)
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[mpguard.rules]\ntheirs = their_rules\n")
-    (tmp_path / "site" / "their_rules" / "__init__.py").write_text(SLOW)
+    install(tmp_path / "site", SLOW)
     (tmp_path / "work").mkdir()
     for number in range(30):
         (tmp_path / "work" / f"{number}.py").write_text("import torch\n")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from distributions import install
 
 import mpguard
 from mpguard import hardware
@@ -115,17 +116,10 @@ def test_own_recipes_beside_megatron_bridges() -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs code where a distribution `other` brings a package `other_pkg` through an entry point."""
+    """Runs code where a distribution `theirs` brings a package `other_pkg` through an entry point."""
 
-    def run(group: str, files: dict[str, str], code: str, value: str = "other_pkg") -> subprocess.CompletedProcess[str]:
-        info = tmp_path / "other-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[{group}]\nmine = {value}\n")
-        for name, text in files.items():
-            path = tmp_path / "other_pkg" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+    def run(group: str, files: dict[str, str], code: str, value: str | None = None) -> subprocess.CompletedProcess[str]:
+        install(tmp_path, files, package="other_pkg", groups=(group,), value=value)
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
         return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
 
@@ -167,7 +161,7 @@ def test_an_extension_that_fails_is_an_error_that_names_it(
     assert "mpguard.errors.ExtensionError: " in done.stderr
     assert reason in done.stderr.splitlines()[-1]
     if "taken" not in reason:
-        assert "entry point `mine` (mpguard.recipes, of other)" in done.stderr.splitlines()[-1]
+        assert "entry point `theirs` (mpguard.recipes, of theirs)" in done.stderr.splitlines()[-1]
 
 
 PLUGIN = """

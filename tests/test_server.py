@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distributions import install
 from editor import Editor, applied, editor, marked
 from lsprotocol import types
 from pygls.workspace import PositionCodec
@@ -476,12 +477,7 @@ class Noisy(Rule):
 
 def of_theirs(folder: Path, rule: str) -> str:
     """Installs a rule of another distribution; returns the PYTHONPATH that has it."""
-    info = folder / "site" / "theirs-1.0.dist-info"
-    (folder / "site" / "their_rules").mkdir(parents=True)
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[mpguard.rules]\ntheirs = their_rules\n")
-    (folder / "site" / "their_rules" / "__init__.py").write_text(rule)
+    install(folder / "site", rule)
     return os.pathsep.join(filter(None, (str(folder / "site"), os.environ.get("PYTHONPATH"))))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import distributions
 import pytest
 
 from mpguard import discover
@@ -38,17 +39,16 @@ Install = Callable[[str], None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Puts a distribution `theirs` with one module of rules on the path of the processes that a test starts."""
+    """Puts a distribution with one module of rules on the path of the processes that a test starts."""
     site, work = tmp_path / "site", tmp_path / "work"
-    info = site / "theirs-1.0.dist-info"
-    for folder in (site / "their_rules", info, work):
-        folder.mkdir(parents=True)
-    (site / "their_rules" / "__init__.py").touch()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[mpguard.rules]\ntheirs = their_rules\n")
+    work.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.chdir(work)
-    return lambda module: (site / "their_rules" / "theirs.py").write_text(module) and None
+
+    def install(module: str) -> None:
+        distributions.install(site, {"__init__.py": "", "theirs.py": module})
+
+    return install
 
 
 def lint(*arguments: str) -> Any:
