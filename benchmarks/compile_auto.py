@@ -1,4 +1,4 @@
-"""Where torch.compile pays for FP8: the facts behind `compile: auto` (mpguard/runtime/compiling.py).
+"""Where torch.compile pays for FP8: the facts behind `compile: auto` (mpguard/compiling.py).
 
     python benchmarks/compile_auto.py --output benchmarks/results/compile_auto.json
 
@@ -52,7 +52,7 @@ def milliseconds(size: str, policy: Policy | None, compiled: bool) -> float:
         )  # fmt: skip
         tokens = torch.randint(0, 256, batch)
     if policy is not None:
-        mpguard.convert(model, policy)
+        mpguard.convert(model, policy.replace(compile=False))
     run = torch.compile(model) if compiled else model
     optimizer, times = torch.optim.AdamW(model.parameters(), fused=True), []
     for _ in range(WARM + TIMED):

@@ -70,9 +70,10 @@ def _compiled(result: dict[str, Any]) -> list[str]:
         "`compile: auto`, the default, is on for torchao, whose casts cost more than its products gain unless they are "
         "compiled; it is off for delayed scaling, which Transformer Engine refuses under torch.compile (a model that "
         "is compiled all the same is refused); for the other recipes the script decides, since compiling helps wide "
-        "layers a little and hurts narrow ones. It acts where an `Accelerator` is made, so in the Trainer too; a loop "
-        "of your own compiles what it compiles. All engines were proven compiled (the tables above), DDP with torchao "
-        "too.", "",
+        "layers a little and hurts narrow ones. With an `Accelerator`, so in the Trainer too, accelerate compiles; in "
+        "a loop of your own, and by `mpguard.convert`, the model is compiled in place: objects, names and checkpoints "
+        "stay, and what the script compiles itself is left to it. What was chosen is said, and whether compiled code "
+        "ran is a row of the proof. All engines were proven compiled (the tables above), DDP with torchao too.", "",
         f"Milliseconds of a training step on one {result['hardware']}, layers converted by mpguard, FP32 weights, BF16 "
         "autocast, AdamW (benchmarks/results/compile_auto.json):", "",
         f"| recipe | {' | '.join(', '.join(column) for column in columns)} |", f"| --- {'| --- ' * len(columns)}|",

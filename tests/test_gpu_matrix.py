@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from mpguard import hardware
+from mpguard import compiling, hardware
 from mpguard.errors import NotInForce
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
-from mpguard.runtime import compiling, converting
+from mpguard.runtime import converting
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.plan import Plan
 

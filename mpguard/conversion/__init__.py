@@ -34,6 +34,7 @@ class Conversion:
     converted: layers that became FP8. already: those that an earlier call with the same policy had made FP8.
     skipped: Linear layers that stay in the compute dtype, and why.
     others: what multiplies weights and is no Linear layer, by class, and its share of all weights that are multiplied.
+    compiled: whether the model is compiled now, and why; empty where that is left to the script.
     """
 
     backend: str
@@ -44,6 +45,7 @@ class Conversion:
     already: tuple[str, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     others: tuple[tuple[str, float], ...] = ()
+    compiled: str = ""
 
     def __str__(self) -> str:
         fp8 = len(self.converted) + len(self.already)
@@ -56,6 +58,8 @@ class Conversion:
             lines[0] += f"; of the weights, {shares} are in no Linear layers and stay in {self.compute}"
         wide = max((len(name) for name, _ in self.skipped), default=0)
         lines += [f"  {name:{wide}}  stays in {self.compute}: {reason}" for name, reason in self.skipped]
+        if self.compiled:
+            lines.append(f"  compile: {self.compiled}")
         return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ tied layers, hooks, wrappers around the model) has to know.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import warnings
 from types import ModuleType
@@ -15,7 +16,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from mpguard import hardware
+from mpguard import compiling, hardware
 from mpguard.conversion import Conversion, choice
 from mpguard.conversion.history import recall_kept
 from mpguard.conversion.padding import Padded, Padding, State
@@ -42,6 +43,9 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
     adapters, quantized layers, other classes, sizes that FP8 products cannot have, blocks at the ends under
     `first_last_layers_bf16`. Called again with the same policy it converts what has been added since.
 
+    Where the policy says so, or `compile: auto` means it (torchao on a GPU), the model is compiled in place: objects,
+    names and `state_dict` stay, and what you compile on top of it is compiled once.
+
     Raises `PolicyError` for a policy without FP8, one with `fp8_param`, or a pattern that matches nothing,
     `NotInForce` where this machine cannot run it or nothing would be FP8, `MissingExtra` for a library that is not
     installed; the model is then as it was.
@@ -60,12 +64,13 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
             "update, and quantize them at each forward pass: the products are the same. Say "
             f'policy.replace({field}=False), as in mpguard.recipe("...").replace({field}=False)'
         )
-    _check(model)
+    _check(model, policy)
     modules = list(model.named_modules(remove_duplicate=False))
     choice.check_patterns(modules, policy)
     for field in not_carried(policy):
         warnings.warn(NotCarried(field, policy.text_of(field), "convert", carriers(field)), stacklevel=2)
-    return convert_named(model, modules, policy)
+    done = convert_named(model, modules, policy)
+    return dataclasses.replace(done, compiled=_compiled(model, policy))
 
 
 def convert_named(model: nn.Module, modules: choice.Named, policy: Policy) -> Conversion:
@@ -126,6 +131,7 @@ def revert(model: nn.Module) -> nn.Module:
         for name in (*layer.__dict__[MARK].added, MARK):
             layer.__dict__.pop(name, None)
         layer.__class__ = nn.Linear
+    compiling.undo(model)
     for hooks in (model._forward_pre_hooks, model._forward_hooks):
         for key, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)
@@ -158,14 +164,30 @@ def become(layer: nn.Linear, kind: type[Padded], template: nn.Module, state: Sta
     recall_kept(layer)
 
 
-def _check(model: nn.Module) -> None:
-    """Raises for what cannot be changed any more."""
+def _check(model: nn.Module, policy: Policy) -> None:
+    """Raises for what cannot be changed any more, or not be compiled."""
+    if reason := compiling.refused(policy):
+        raise PolicyError(f"convert: {reason}")
+    if policy.compile is True and (lacking := compiling.lacking(model)):
+        raise NotInForce(f"convert: `{policy.name}` has compile=True, and {lacking}")
     for name, module in model.named_modules():
         what = f"convert: {name or 'the model'} ({type(module).__name__})"
         if isinstance(module, torch.jit.ScriptModule):
             raise PolicyError(f"{what} is scripted: its code is fixed. Convert before torch.jit.script or trace")
-        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+        if compiling.is_compiled(module) and not compiling.is_ours(module):
             raise PolicyError(f"{what} is compiled. Convert before torch.compile")
+
+
+def _compiled(model: nn.Module, policy: Policy) -> str:
+    """Compiles a model where its policy means it; in words. Empty where that is left to the script."""
+    chosen = compiling.asked(policy)
+    if not chosen.on:
+        return f"off, {chosen.why}" if chosen.on is False else ""
+    if lacking := compiling.lacking(model):
+        return f"off, {lacking}, though {chosen.why}"
+    compiling.in_place(model)
+    done = any(map(compiling.is_ours, model.modules()))
+    return f"on, in place: {chosen.why}" if done else f"off, nothing here is called, though {chosen.why}"
 
 
 def _check_policy(names: dict[int, str], before: dict[int, nn.Linear], policy: Policy) -> None:

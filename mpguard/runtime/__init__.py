@@ -3,7 +3,6 @@
     plan        what a run was asked to be, and how workers are told
     launcher    the launcher half: resolve once, refuse what can be refused, start the workers
     checks      what can be known before training
-    compiling   what `compile: auto` means
     hooked      what the hook's .pth line imports
     activation  a plan put in force: patches, hooks, the guard
     imports     patches are made as modules come in

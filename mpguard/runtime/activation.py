@@ -7,11 +7,12 @@ import dataclasses
 from pathlib import Path
 from types import ModuleType
 
+from mpguard import compiling
 from mpguard.errors import NotInForce
 from mpguard.plugin import require_carried
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
-from mpguard.runtime import compiling, ending, imports, patches
+from mpguard.runtime import ending, imports, patches
 from mpguard.runtime.guard import Guard, current, put_in_force
 from mpguard.runtime.plan import Plan, enforcement
 from mpguard.runtime.saying import header, quiet, say, whole_lines

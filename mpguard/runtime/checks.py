@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpguard import hardware
+from mpguard import compiling, hardware
 from mpguard.document import Document
 from mpguard.plugin import ABSENT, Change, differences, show
 from mpguard.policy import Dtype
-from mpguard.runtime import compiling
 from mpguard.runtime.plan import Plan, deepspeed_file
 
 _EITHER = "Set `distributed_type: MULTI_CPU`, or run where there is a GPU"

@@ -1,44 +1,32 @@
-"""What `compile: auto` means for a run: on where it pays, off where it fails, and otherwise as the script has it.
+"""Compiles the models of an optimizer as it is built, where the policy asks for it.
 
-Measured in benchmarks/results/compile_auto.json. Every engine trains compiled models (gpu_matrix.json).
+In loops of one's own. Where there is an `Accelerator`, it does so, when it prepares a model.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from typing import TYPE_CHECKING
 
-from mpguard import hardware
-from mpguard.policy import Policy
+from mpguard import compiling
+from mpguard.runtime.guard import Guard
+from mpguard.runtime.observe import models_of, updated_by
 
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """on: None where the script decides. why: in a few words."""
-
-    on: bool | None
-    why: str = ""
+if TYPE_CHECKING:
+    import torch
 
 
-#: Of delayed scaling, whose histories are updated between steps (S19).
-NEVER = "Transformer Engine refuses delayed scaling under torch.compile"
-
-
-def refused(policy: Policy) -> str | None:
-    """Why a policy that says `compile: true` cannot be in force; None where it can."""
-    if policy.compile is not True or policy.low_bit_recipe != "delayed":
-        return None
-    return f"`{policy.name}` has compile=True, and {NEVER}. Leave `compile` out, or set fp8_recipe to tensorwise"
-
-
-def choice(policy: Policy) -> Choice:
-    """What `auto` chooses for a policy on this machine."""
-    recipe = policy.low_bit_recipe
-    if recipe == "delayed":
-        return Choice(False, NEVER)
-    here = hardware.detect()
-    if recipe is None or policy.fp8_emulate or here.gpu is None:
-        return Choice(None)
-    backend = next((each for each in policy.backends if each in here.libraries), None)
-    if backend == "torchao":
-        return Choice(True, "torchao's casts cost more than its products gain, unless they are compiled")
-    return Choice(None)  # Transformer Engine: a little faster with wide layers, slower with narrow ones
+def compile_models(guard: Guard, optimizer: torch.optim.Optimizer) -> None:
+    """What the script has compiled is its own. Raises `NotInForce` where nothing can be compiled and it must be."""
+    policy = guard.plan.policy
+    chosen = compiling.asked(policy)
+    if not chosen.on or not guard.compiles or guard.failure is not None:
+        return
+    for model in models_of(updated_by(optimizer)):
+        if lacking := compiling.lacking(model):
+            if policy.compile is True:
+                guard.fail(f"compile: {lacking}, and the policy has compile=True")
+            else:
+                guard.say(f"mpguard: compile: auto is off here: {lacking}, though {chosen.why}")
+        elif compiling.in_place(model):
+            auto = f"compile: auto is on here: {chosen.why}"
+            guard.say(f"mpguard: {auto if policy.compile == 'auto' else 'the model is compiled in place'}")

@@ -57,7 +57,7 @@ class Guard:
         self.process = os.getpid()
         self.finished = False
         self.spawned = False  # by the script, maybe to load data: that it does not train is not worth a word
-        self.converts = True
+        self.converts = self.compiles = True  # accelerate does so where there is an Accelerator
         self._listening = False
         self._said: set[str] = set()
         self._again = False
@@ -107,7 +107,7 @@ class Guard:
         if self.plan.enforce == "off":
             return
         if not self.recorder.active:  # one that came later: proven at its next step
-            self.recorder = Recorder()
+            self.recorder = Recorder(self.recorder)
             self.recorder.start(self.plan.policy)
             return
         if not self.recorder.optimizer_stepped(optimizer) or self.engine_depth:
@@ -175,7 +175,7 @@ class Guard:
         if self.proof is None or self.failure is not None:
             return
         self.recorder.stop()
-        self.recorder, self.proof, self._again = Recorder(), None, True
+        self.recorder, self.proof, self._again = Recorder(self.recorder), None, True
         self._proven.clear()
         self._alone.clear()
         if self._listening:

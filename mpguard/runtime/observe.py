@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from mpguard.compiling import is_compiled
 from mpguard.conversion.choice import plain_name
 from mpguard.policy import Policy
 from mpguard.runtime import fp8
@@ -37,6 +38,7 @@ class Observed:
     reductions: of gradients across processes; `reduced_by` says how it was seen.
     replicated: norm and sum of gradients that must be the same on all ranks; None where they are sharded.
     unscaled: whether gradients came from a loss that no GradScaler had scaled.
+    compiled: whether compiled code computed, not only whether something would be compiled when called.
     compiled_fp8: whether a module that is compiled has FP8 layers in it.
     """
 
@@ -91,8 +93,7 @@ def observe(recorder: Recorder, model: nn.Module | None, optimizer: Any, *, poli
         _count(seen.buffers, root.buffers())
     if not roots:
         _count(seen.parameters, updated)
-    compiled = [module for _, module in modules if _compiled(module)]
-    seen.compiled = bool(recorder.compiled or compiled)
+    compiled = [module for _, module in modules if is_compiled(module)]
     seen.compiled_fp8 = any(fp8.is_fp8(inner) for module in compiled for inner in module.modules())
     whole = _computed(seen, recorder, roots, updated)
     seen.output = recorder.output
@@ -198,6 +199,7 @@ def _computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], update
         else:
             seen.compute[dtype] = seen.compute.get(dtype, 0) + work
     seen.unscaled = whole.unscaled
+    seen.compiled = whole.compiled or bool(recorder.compiled)
     return whole
 
 
@@ -268,10 +270,6 @@ def fingerprint(parameters: list[torch.Tensor]) -> tuple[float, float] | None:
     if not found:
         return None
     return sum(float(each.square().sum()) for each in found) ** 0.5, sum(float(each.sum()) for each in found)
-
-
-def _compiled(module: Any) -> bool:
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _count(counter: dict[str, int], tensors: Any) -> None:

@@ -224,7 +224,14 @@ def _parameter_shape(node: Any) -> tuple[int, ...]:
     while node.op != "placeholder" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     value = _value(node)
-    return tuple(map(int, value.shape)) if getattr(value, "_is_param", False) else ()
+    is_parameter = getattr(value, "_is_param", False) or _of_fsdp1(node)
+    return tuple(map(int, value.shape)) if is_parameter else ()
+
+
+def _of_fsdp1(node: Any) -> bool:
+    """Whether a node is a part of a flat parameter, which stands for the module's own."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    return source is not None and bool(source.guard_source.is_fsdp_module())
 
 
 def _value(node: Any) -> Any:

@@ -9,15 +9,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mpguard import compiling
 from mpguard.plugin import get
 from mpguard.policy import Dtype
-from mpguard.runtime.compiling import NEVER
 from mpguard.runtime.fp8 import Fp8Found
 from mpguard.runtime.observe import Observed
 from mpguard.runtime.plan import Plan
 
 ACCELERATE_ENGINES = ". accelerate applies FSDP and DeepSpeed only on a GPU and goes on without a word elsewhere"
 ACCELERATE_ALONE = "accelerate spreads it without a GPU only where ACCELERATE_USE_CPU=true (`mpguard launch` sets it)"
+
+#: What the model that mpguard compiled in place may not have been.
+CALL_IT = "Call the model itself, or add `step = torch.compile(step)` for what is called instead"
 
 #: Rows without which a low-precision run is not proven.
 MUST_BE_SEEN = ("compute", "reduction")
@@ -171,7 +174,9 @@ def _why(row: Row, plan: Plan, seen: Observed) -> str:
     if row.name == "scaler" and policy.fp16:
         return ". FP16 gradients below 6e-8 are lost without loss scaling; accelerate makes no GradScaler on the CPU"
     if row.name == "compile" and policy.low_bit_recipe == "delayed":
-        return f". {NEVER}: compile nothing, or set fp8_recipe to tensorwise"
+        return f". {compiling.NEVER}: compile nothing, or set fp8_recipe to tensorwise"
+    if row.name == "compile" and policy.compile is True:
+        return f". {CALL_IT}"
     if row.name == "optimizer" and policy.master_dtype is Dtype.FP32:
         return ". Load the model in fp32: the optimizer's parameters are the master weights"
     if row.name == "parameters" and policy.asks_of_the_script:
@@ -369,7 +374,9 @@ def _others(seen: Observed, plan: Plan) -> list[Row]:
     elif policy.low_bit_recipe == "delayed" and seen.compiled_fp8:
         rows.append(Row("compile", "FP8 layers are compiled", "delayed scaling not compiled", False))
     elif policy.low_bit_recipe:
-        rows.append(Row("compile", "compiled" if seen.compiled else "not compiled", "auto", None))
+        chosen = compiling.choice(policy)
+        lost = f": {chosen.why}. {CALL_IT}" if chosen.on and not seen.compiled else ""
+        rows.append(Row("compile", "compiled" if seen.compiled else f"not compiled{lost}", "auto", None))
     return rows
 
 

@@ -33,11 +33,12 @@ REDUCTIONS = (
 class Recorder:
     """Collects for the proofs of a process. `active` between `start` and `stop`; the findings stay."""
 
-    def __init__(self) -> None:
+    def __init__(self, former: Recorder | None = None) -> None:
+        """former: the one before, since what has been compiled is not compiled again."""
         self.active = False
         self.engines: list[Any] = []
         self.passes: dict[frozenset[int], Pass] = {}
-        self.compiled: Counter[tuple[str, int]] = Counter()
+        self.compiled: Counter[tuple[str, int]] = Counter(former.compiled if former is not None else ())
         self.output: str | None = None
         self.backwards = 0
         self.skipped = 0

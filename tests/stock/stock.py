@@ -48,7 +48,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
     16: ("mpguard_plugins.torchao:Float8Filter",),
     17: ("mpguard.runtime.converting:gathers", "mpguard_plugins.accelerate:_fp8", "MPG413", "MPG812"),
     18: ("mpguard_plugins.deepspeed:deepspeed", "MPG823", "MPG825"),
-    19: ("mpguard.runtime.compiling:choice", "MPG402"),
+    19: ("mpguard.compiling:choice", "MPG402"),
     20: ("mpguard.run:refuse_config_after_script", "mpguard.runtime.hooked:install", "MPG866"),
     21: ("mpguard.runtime.launcher:prepare", "mpguard.runtime.activation:check_start"),
     22: ("mpguard.runtime.checks:_engine",),

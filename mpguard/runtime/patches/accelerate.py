@@ -10,8 +10,9 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from mpguard import compiling
 from mpguard.plugin import ABSENT, Change, gathers
-from mpguard.runtime import checkpoints, compiling
+from mpguard.runtime import checkpoints
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches.patch import Function, Patch
 from mpguard.runtime.saying import quiet
@@ -47,7 +48,7 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
     """The arguments of `Accelerator` with the policy in them; of FP8 the rest, where mpguard converts itself."""
     strategy = _accelerate_strategy(given)
     policy = guard.plan.policy
-    guard.converts = not gathers(policy, strategy)
+    guard.converts, guard.compiles = not gathers(policy, strategy), False
     converts = policy.low_bit_recipe is not None and guard.converts
     with quiet():
         wanted = (policy.replace(fp8=None, fp4=None) if converts else policy).to("accelerate", strategy)

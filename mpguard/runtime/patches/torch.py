@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpguard.plugin import Change
-from mpguard.runtime import converting
+from mpguard.runtime import compiling, converting
 from mpguard.runtime import guard as guards
 from mpguard.runtime.observe import innermost
 from mpguard.runtime.patches.patch import Function, Patch
@@ -147,6 +147,7 @@ def _optimizer_init(original: Function) -> Function:
         guard = guards.current()
         if guard is not None:
             converting.convert(guard, self)
+            compiling.compile_models(guard, self)
 
     return __init__
 
