@@ -11,12 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 from processes import PROGRAMS, command, free_port, in_fork, mp_yaml, proof, results, started, told, torchrun
 
 from mpguard.cli import main
 from mpguard.errors import NotInForce
 from mpguard.run import refuse_config_after_script
 from mpguard.runtime import launcher
+from mpguard.runtime.plan import Plan
 
 SCRIPT = PROGRAMS / "accelerated.py"
 
@@ -276,6 +278,10 @@ def overriding(fields: str) -> dict[str, object]:
         ({}, "colour: red\n", "`colour`: accelerate has no such key. Remove it"),
         ({}, "mixed_precission: bf16\n", "accelerate has no such key; did you mean `mixed_precision`"),
         (overriding("pipeline_dtype: fp32"), "", "cannot put into force"),
+        ({"distributed_type": "FDSP"}, "", "mp.yaml:2: `distributed_type`: accelerate has no `FDSP`; did you mean"),
+        ({"num_processes": "two"}, "", "mp.yaml:5: `num_processes`: is two; a number from 1 is needed"),
+        ({"num_processes": -1, "distributed_type": "MULTI_CPU"}, "", "a number from 1 is needed"),
+        ({"compute_environment": "AMAZON_SAGEMAKER"}, "", 'mpguard.activate("RECIPE") in the script'),
     ],
 )  # fmt: skip
 def test_what_cannot_start_says_why(
@@ -284,6 +290,25 @@ def test_what_cannot_start_says_why(
     status, said = refused(tmp_path, "--config", mp_yaml(tmp_path, text=text, **keys), capsys=capsys)  # type: ignore[arg-type]
     assert status == 2 and "mpguard: " in said and says in said, said
     assert not Path("hacked").exists()
+
+
+def test_another_file_than_a_config_cannot_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "axolotl.yaml").write_text("base_model: x\nbf16: auto\n")
+    status, said = refused(tmp_path, "--config", tmp_path / "axolotl.yaml", capsys=capsys)
+    assert status == 2 and "is no accelerate config; its keys are `base_model`, `bf16`" in said, said
+    assert main(["launch", "--config", str(mp_yaml(tmp_path))]) == 2
+    assert "no script is given: mpguard launch --config mp.yaml SCRIPT" in capsys.readouterr().err
+
+
+def test_the_command_line_is_named_where_it_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, said = refused(tmp_path, "--config", mp_yaml(tmp_path), "--num_processes", 2, capsys=capsys)
+    assert status == 1 and "the command line asks for 2 processes with `distributed_type: NO` (line 2)" in said, said
+
+
+def test_no_without_quotation_marks_is_no(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path, distributed_type="NO")
+    prepared = launcher.prepare(["--config", str(config), str(SCRIPT)], launch_command_parser)
+    assert prepared is not None and prepared.plan.strategy == "single" == Plan.of(config).strategy
 
 
 def test_a_missing_file_and_no_config_cannot_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

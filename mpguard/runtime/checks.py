@@ -13,6 +13,8 @@ from typing import Any
 
 from mpguard import compiling, hardware
 from mpguard.document import Document
+from mpguard.errors import ConfigError, did_you_mean
+from mpguard.lint.configs.accelerate_keys import OLD, unknown_key
 from mpguard.plugin import ABSENT, Change, differences, show
 from mpguard.policy import Dtype
 from mpguard.runtime.plan import Plan, deepspeed_file
@@ -43,6 +45,50 @@ class Launch:
         entry = self.document.entry(key)
         return "" if entry is None else f" (line {self.document.position(entry.key_span[0])[0]})"
 
+    def asks(self, key: str, value: object, for_what: str) -> str:
+        """`mp.yaml asks for FSDP (line 3)`; of the command line where that says it."""
+        if str(self.config.get(key)) == str(value):
+            return f"{self.document.path} asks for {for_what}{self.at(key)}"
+        return f"the command line asks for {for_what}"
+
+
+def readable(document: Document, processes: int | None) -> None:
+    """Raises `ConfigError` for what accelerate would refuse in its own copy of the file, without line or near name.
+
+    processes: what the command line says.
+    """
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.utils import DistributedType
+
+    known = {*ClusterConfig.__dataclass_fields__, *OLD}
+    config = document.require()
+    if config.get("compute_environment") == "AMAZON_SAGEMAKER":
+        raise ConfigError(
+            f"{document.path}: is for SageMaker, where accelerate starts the script with a launcher of its own. "
+            'Call mpguard.activate("RECIPE") in the script'
+        )
+    if not known & config.keys():
+        keys = ", ".join(f"`{key}`" for key in list(config)[:3])
+        raise ConfigError(
+            f"{document.path}: is no accelerate config; its keys are {keys}. `mpguard init RECIPE -o FILE` writes one"
+        )
+    for key in config:
+        if key not in known:
+            raise ConfigError(f"{_place(document, str(key))}: accelerate has no such key{unknown_key(str(key)) or ''}")
+    kinds = list(DistributedType.__members__)
+    kind, said = config.get("distributed_type"), config.get("num_processes")
+    if isinstance(kind, str) and kind not in kinds:
+        hint = did_you_mean(kind.upper(), kinds) or f"; it is one of {', '.join(kinds)}"
+        raise ConfigError(f"{_place(document, 'distributed_type')}: accelerate has no `{kind}`{hint}")
+    number = isinstance(said, int) and not isinstance(said, bool) and said > 0
+    if said is not None and not number and processes is None:
+        raise ConfigError(f"{_place(document, 'num_processes')}: is {show(said)}; a number from 1 is needed")
+
+
+def _place(document: Document, key: str) -> str:
+    entry = document.entry(key)
+    return f"{document.path if entry is None else document.place(entry.key_span[0])}: `{key}`"
+
 
 def refusals(launch: Launch) -> Iterator[str]:
     """Everything that speaks against the launch."""
@@ -53,14 +99,14 @@ def refusals(launch: Launch) -> Iterator[str]:
 
 
 def _engine(launch: Launch) -> Iterator[str]:
-    name, kind, processes = launch.document.path, launch.kind, launch.plan.processes or 1
-    asks = f"{name} asks for {kind}{launch.at('distributed_type')}"
+    kind, processes = launch.kind, launch.plan.processes or 1
+    asks = launch.asks("distributed_type", kind, kind)
     ignored = (
         f", and `use_cpu: true`{launch.at('use_cpu')} is ignored beside {kind}" if launch.config.get("use_cpu") else ""
     )
     if kind == "NO" and processes > 1:
         yield (
-            f"{name} asks for {processes} processes{launch.at('num_processes')} with `distributed_type: NO`"
+            f"{launch.asks('num_processes', processes, f'{processes} processes')} with `distributed_type: NO`"
             f"{launch.at('distributed_type')}, which starts one. Set `distributed_type: "
             f"{'MULTI_GPU' if launch.accelerator else 'MULTI_CPU'}`, or `num_processes: 1`"
         )

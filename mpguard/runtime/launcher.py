@@ -23,9 +23,8 @@ from types import FrameType
 from typing import Any
 
 from mpguard import mpyaml, settings
-from mpguard.document import Document, read
+from mpguard.document import read
 from mpguard.errors import ConfigError, MpguardError, NotInForce
-from mpguard.lint.configs.accelerate_keys import OLD, unknown_key
 from mpguard.plugin import Change, Setting, differences, merged, require_carried, show
 from mpguard.runtime import checks
 from mpguard.runtime.plan import Plan, absolute, enforcement, strategy_of
@@ -76,7 +75,7 @@ def prepare(argv: Sequence[str], parser_factory: ParserFactory) -> Prepared | No
     path = Path(options.config_file)
     document = read(path)
     config = document.require()
-    _check_keys(document)
+    checks.readable(document, options.num_processes)
     policy = mpyaml.load_policy(path)
     if options.no_python:
         raise ConfigError(
@@ -110,18 +109,6 @@ def prepare(argv: Sequence[str], parser_factory: ParserFactory) -> Prepared | No
     return Prepared(plan, tuple(flags), script, tuple(arguments), environment, header)
 
 
-def _check_keys(document: Document) -> None:
-    """Raises for a key that accelerate would refuse in its own copy of the file, without line or near name."""
-    from accelerate.commands.config.config_args import ClusterConfig
-
-    known = {*ClusterConfig.__dataclass_fields__, *OLD}
-    for key in document.require():
-        if key not in known:
-            entry = document.entry(str(key))
-            where = document.path if entry is None else document.place(entry.key_span[0])
-            raise ConfigError(f"{where}: `{key}`: accelerate has no such key{unknown_key(str(key)) or ''}")
-
-
 def _parsed(argv: list[str], parser_factory: ParserFactory) -> argparse.Namespace:
     """accelerate's own parser, an instance of our own, with the options that it does not have."""
     parser = parser_factory()
@@ -130,6 +117,8 @@ def _parsed(argv: list[str], parser_factory: ParserFactory) -> argparse.Namespac
     parser.add_argument("--proof-json", "--proof_json", dest="proof_json", default=None)
 
     def refuse(message: str) -> None:
+        if "required: training_script" in message:
+            message = "no script is given: mpguard launch --config mp.yaml SCRIPT"
         raise ConfigError(message)
 
     parser.error = refuse  # type: ignore[method-assign,assignment]
@@ -151,7 +140,8 @@ def _kind(options: argparse.Namespace, config: Mapping[str, Any]) -> str:
         return "FSDP"
     if options.multi_gpu:
         return "MULTI_GPU"
-    kind = str(config.get("distributed_type", "NO"))
+    said = config.get("distributed_type")
+    kind = "NO" if said in (None, False) else str(said)  # unquoted, NO is a boolean
     if options.cpu and kind != "NO":
         return "MULTI_CPU"
     return kind

@@ -197,6 +197,8 @@ def strategy_of(config: Mapping[str, Any]) -> str | None:
         stage = lookup(config, "deepspeed_config.zero_stage")
         stage = 2 if stage is ABSENT else stage
         return f"deepspeed-zero{stage}" if stage in (1, 2, 3) else "ddp"
+    if kind is False:  # NO without quotation marks
+        return "single"
     if isinstance(kind, str):
         return "ddp" if kind.startswith("MULTI") else "single" if kind == "NO" else None
     return None
