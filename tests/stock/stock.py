@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from processes import Program, free_port, in_fork
+from processes import Program, in_fork, mp_yaml
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAMS = Path(__file__).parent / "programs"
@@ -111,21 +111,9 @@ def launched(
     return Launched(run.returncode, [x["environment"] for x in lines], [x["arguments"] for x in lines], said)
 
 
-def config(folder: Path, name: str = "stock.yaml", **keys: str | int) -> Path:
+def config(folder: Path, name: str = "stock.yaml", **keys: str | int | None) -> Path:
     """A YAML of accelerate's own, without a key of mpguard's: BF16 in one process on the CPU, with keys changed."""
-    fields: dict[str, str | int] = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "'NO'",
-        "mixed_precision": "bf16",
-        "num_machines": 1,
-        "num_processes": 1,
-        "use_cpu": "true",
-        "main_process_port": free_port(),
-        **keys,
-    }
-    path = folder / name
-    path.write_text("".join(f"{key}: {value}\n" for key, value in fields.items() if value != ""), encoding="utf-8")
-    return path
+    return mp_yaml(folder, name, recipe=None, **keys)
 
 
 @contextlib.contextmanager

@@ -101,7 +101,7 @@ def test_s25_precision_beside_a_deepspeed_file_is_refused_even_where_both_agree(
     second = tmp_path / "ds.json"
     second.write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
     keys = {"distributed_type": "DEEPSPEED", "deepspeed_config": f"{{deepspeed_config_file: {second}}}"}
-    plugin_of(launched(tmp_path, config=config(tmp_path, **{**keys, "mixed_precision": ""})).workers[0])
+    plugin_of(launched(tmp_path, config=config(tmp_path, **{**keys, "mixed_precision": None})).workers[0])
     both = config(tmp_path, **keys)
     run = launched(tmp_path, config=both)
     with pytest.raises(ValueError, match="will be ignored"):
