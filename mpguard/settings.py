@@ -183,31 +183,32 @@ def _shown(value: Any) -> str:
     return f"`{value}`" if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _string(value: Any) -> str:
+def string(value: Any) -> str:
+    """The text that a setting is, of a file or of an editor; these raise `ValueError` for anything else."""
     if not isinstance(value, str):
         raise ValueError
     return value
 
 
-def _strings(value: Any) -> tuple[str, ...]:
+def strings(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list):
         raise ValueError
-    return tuple(map(_string, value))
+    return tuple(map(string, value))
 
 
-def _truth(value: Any) -> bool:
+def truth(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError
     return value
 
 
-def _codes(value: Any) -> tuple[str, ...]:
+def codes(value: Any) -> tuple[str, ...]:
     """In upper case, as on the command line."""
-    return tuple(code.upper() for code in _strings(value))
+    return tuple(code.upper() for code in strings(value))
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
-    return tuple(map(_pattern, _strings(value)))
+    return tuple(map(_pattern, strings(value)))
 
 
 def _pattern(text: str) -> str:
@@ -221,29 +222,29 @@ def _pattern(text: str) -> str:
 def _ignores(value: Any) -> dict[str, tuple[str, ...]]:
     if not isinstance(value, dict):
         raise ValueError
-    return {_pattern(pattern): _codes(codes) for pattern, codes in value.items()}
+    return {_pattern(pattern): codes(ignored) for pattern, ignored in value.items()}
 
 
 def _enforce(value: Any) -> str:
     if value not in ENFORCE:
         raise ValueError
-    return _string(value)
+    return string(value)
 
 
 _A_LIST, _PATTERNS = "a list of strings", "a list of patterns, none of them empty,"
 _KEYS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
-    "select": (_codes, _A_LIST),
-    "extend-select": (_codes, _A_LIST),
-    "ignore": (_codes, _A_LIST),
-    "preview": (_truth, "true or false"),
+    "select": (codes, _A_LIST),
+    "extend-select": (codes, _A_LIST),
+    "ignore": (codes, _A_LIST),
+    "preview": (truth, "true or false"),
     "per-file-ignores": (_ignores, "a table of pattern = list of codes"),
     "include": (_patterns, _PATTERNS),
     "exclude": (_patterns, _PATTERNS),
-    "configs": (_strings, _A_LIST),
-    "recipe": (_string, "a string"),
-    "gpu": (_string, "a string"),
+    "configs": (strings, _A_LIST),
+    "recipe": (string, "a string"),
+    "gpu": (string, "a string"),
     "training-paths": (_patterns, _PATTERNS),
     "inference-paths": (_patterns, _PATTERNS),
     "enforce": (_enforce, "one of error, warn, off"),
-    "cache-dir": (_string, "a string"),
+    "cache-dir": (string, "a string"),
 }

@@ -118,6 +118,12 @@ class BaseRule:
     yields_to: ClassVar[tuple[str, ...]] = ()
     examples: ClassVar[tuple[Example, ...]] = ()
 
+    def __init_subclass__(cls, kind: bool = False, **kwargs: Any) -> None:
+        """kind: it is a kind of rule, and none itself."""
+        super().__init_subclass__(**kwargs)
+        if not kind:
+            _register(cls)
+
     def at(
         self,
         place: Placed | Span,
@@ -145,7 +151,7 @@ class BaseRule:
         return any(isinstance(example, Bad) and example.fixed is not None for example in cls.examples)
 
 
-class Rule(BaseRule):
+class Rule(BaseRule, kind=True):
     """A rule about Python code. needs_config: it has nothing to say of a file without launch configs."""
 
     needs_config: ClassVar[bool] = False
@@ -153,12 +159,8 @@ class Rule(BaseRule):
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         raise NotImplementedError
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        _register(cls)
 
-
-class ConfigRule(BaseRule):
+class ConfigRule(BaseRule, kind=True):
     """A rule about a config: a file, or a DeepSpeed config that is a dict in Python code.
 
     kinds: which ones it reads (`accelerate`, `deepspeed`, `axolotl`). project: what lies around the file.
@@ -172,12 +174,8 @@ class ConfigRule(BaseRule):
     def check(self, document: Document) -> Iterator[Diagnostic]:
         raise NotImplementedError
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        _register(cls)
 
-
-class LaunchRule(BaseRule):
+class LaunchRule(BaseRule, kind=True):
     """A rule about the launch lines of a shell script, Makefile, workflow or README. project: what lies around it."""
 
     def __init__(self, project: Project) -> None:
@@ -186,17 +184,9 @@ class LaunchRule(BaseRule):
     def check(self, launches: list[Launch]) -> Iterator[Diagnostic]:
         raise NotImplementedError
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        _register(cls)
 
-
-class EngineRule(BaseRule):
+class EngineRule(BaseRule, kind=True):
     """What the engine itself reports: files that cannot be read, suppressions. Has a page, no `check`."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        _register(cls)
 
 
 _RULES: dict[str, type[BaseRule]] = {}

@@ -10,6 +10,7 @@ from typing import Any
 from mpguard.errors import ConfigError, SettingsError, did_you_mean
 from mpguard.lint.engine import Options
 from mpguard.lint.selection import Selectors
+from mpguard.settings import codes, string, strings, truth
 
 #: The section of the editor's settings.
 SECTION = "mpguard"
@@ -68,34 +69,12 @@ def read(given: object) -> Wishes:
     return Wishes(**values)
 
 
-def _codes(value: Any) -> tuple[str, ...]:
-    return tuple(code.upper() for code in _strings(value))
-
-
-def _strings(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise ValueError
-    return tuple(value)
-
-
-def _string(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError
-    return value
-
-
-def _switch(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
-
-
 _KEYS: Mapping[str, tuple[str, Callable[[Any], Any], str]] = {
-    "select": ("select", _codes, "a list of codes"),
-    "extendSelect": ("extend_select", _codes, "a list of codes"),
-    "ignore": ("ignore", _codes, "a list of codes"),
-    "preview": ("preview", _switch, "true or false"),
-    "configs": ("configs", _strings, "a list of files"),
-    "gpu": ("gpu", _string, "a name (h100) or a capability (sm_90)"),
-    "includeMarkdown": ("include_markdown", _switch, "true or false"),
+    "select": ("select", codes, "a list of codes"),
+    "extendSelect": ("extend_select", codes, "a list of codes"),
+    "ignore": ("ignore", codes, "a list of codes"),
+    "preview": ("preview", truth, "true or false"),
+    "configs": ("configs", strings, "a list of files"),
+    "gpu": ("gpu", string, "a name (h100) or a capability (sm_90)"),
+    "includeMarkdown": ("include_markdown", truth, "true or false"),
 }
