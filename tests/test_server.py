@@ -170,6 +170,18 @@ async def test_a_text_is_what_the_editor_says_whatever_its_coding_line_is(folder
 
 
 @session
+async def test_a_byte_order_mark_counts_where_the_editor_keeps_it(folder: Path) -> None:
+    text = "\ufeffimport torch; x = torch.cuda.amp.GradScaler()\ny = torch.cuda.amp.GradScaler()\n"
+    async with editor(folder) as client:
+        uri = (folder / "marked.py").as_uri()
+        found = await client.open(uri, text)
+        assert [marked(text, each.range) for each in found] == ["torch.cuda.amp.GradScaler()"] * 2
+        for action in (await client.actions(uri, found[0].range, resolve=True)).values():
+            after = applied(client.texts, action.edit)[uri]
+            assert after.count("\ufeff") == 1 and after.startswith("\ufeffimport torch; x = torch."), action.title
+
+
+@session
 async def test_what_does_not_parse_is_said_and_forgotten_when_it_does(folder: Path) -> None:
     async with editor(folder) as client:
         uri = (folder / "train.py").as_uri()

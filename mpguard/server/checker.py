@@ -35,6 +35,9 @@ _LANGUAGES: dict[str, tuple[Kind, str]] = {
     "markdown": ("launch", ".md"),
 }
 
+#: A byte order mark, as some editors leave it at the beginning of a text.
+MARK = "\ufeff"
+
 #: What an action does: a fix of one finding, a comment that suppresses one, all safe fixes.
 Action = Literal["fix", "suppress", "fix-all"]
 
@@ -83,7 +86,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What an action makes of a buffer: its text, or those of its cells; or why it cannot be done."""
+    """What an action makes of a buffer: its text, without `MARK`, or those of its cells; or why it cannot be done."""
 
     texts: tuple[str, ...] = ()
     problem: str = ""
@@ -181,12 +184,11 @@ class Checker:
 
 def encoded(text: str, mark: bool = False) -> bytes:
     """A text as a file's bytes. mark: say that it is UTF-8, whatever its coding line says: it is decoded already."""
-    bom = codecs.BOM_UTF8 if mark and not text.startswith("\ufeff") else b""
+    bom = codecs.BOM_UTF8 if mark and not text.startswith(MARK) else b""
     return bom + text.encode("utf-8", "replace")
 
 
 def _texts(data: bytes, buffer: Buffer) -> tuple[str, ...]:
     if buffer.cells is not None:
         return tuple(cell["source"] for cell in json.loads(data)["cells"])
-    text = data.decode("utf-8")
-    return (text if buffer.text.startswith("\ufeff") else text.removeprefix("\ufeff"),)
+    return (data.decode("utf-8").removeprefix(MARK),)

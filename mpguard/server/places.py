@@ -43,14 +43,16 @@ class Buffers(Workspace):
 
 @dataclasses.dataclass(frozen=True)
 class Ruler:
-    """Measures one text. codec: counts in the editor's units."""
+    """Measures one text. codec: counts in the editor's units. before: a mark that it begins with in the editor."""
 
     lines: Lines
     codec: PositionCodec
+    before: str = ""
 
     def position(self, at: Position) -> types.Position:
         line, column = at
-        return types.Position(line - 1, self.codec.client_num_units(self.lines.line(line)[: column - 1]))
+        left = self.lines.line(line)[: column - 1]
+        return types.Position(line - 1, self.codec.client_num_units(self.before + left if line == 1 else left))
 
     def range(self, start: Position, end: Position) -> types.Range:
         return types.Range(self.position(start), self.position(max(start, end)))

@@ -22,7 +22,7 @@ from mpguard.lint.finding import Finding, Lines, PlacedNote
 from mpguard.lint.result import FileReport
 from mpguard.server import answers, wishes
 from mpguard.server.answers import Shown
-from mpguard.server.checker import Action, Buffer, Change, Checker, encoded
+from mpguard.server.checker import MARK, Action, Buffer, Change, Checker, encoded
 from mpguard.server.jobs import Jobs
 from mpguard.server.places import Ruler
 from mpguard.server.wishes import Wishes
@@ -235,8 +235,10 @@ class Session(LanguageServer):
 
     def _ruler(self, answer: Answer, index: int) -> Ruler:
         cells = answer.buffer.cells
-        text = answer.buffer.text if cells is None else cells[index][0]
-        return Ruler(_lines(text.removeprefix("\ufeff") if cells is None else text), self.workspace.position_codec)
+        if cells is not None:
+            return Ruler(_lines(cells[index][0]), self.workspace.position_codec)
+        text = answer.buffer.text.removeprefix(MARK)
+        return Ruler(_lines(text), self.workspace.position_codec, MARK if text != answer.buffer.text else "")
 
     def _publish(self, uri: str, answer: Answer) -> None:
         before = self.answers.get(uri)
