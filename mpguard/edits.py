@@ -61,10 +61,27 @@ def compatible(edits: Iterable[Edit], more: Iterable[Edit]) -> bool:
     return True
 
 
+def _take_after(new: Path, old: Path, status: os.stat_result) -> None:
+    """Gives a file the owner, group, extended attributes and mode of another, as far as that is permitted."""
+    mode = stat.S_IMODE(status.st_mode)
+    try:
+        os.chown(new, status.st_uid, status.st_gid)
+    except PermissionError:
+        mode &= ~(stat.S_ISUID | stat.S_ISGID)  # those were for somebody else
+        with contextlib.suppress(PermissionError):
+            os.chown(new, -1, status.st_gid)
+    if hasattr(os, "listxattr"):  # Linux: access control lists, too
+        with contextlib.suppress(OSError):
+            for name in os.listxattr(old):
+                with contextlib.suppress(OSError):
+                    os.setxattr(new, name, os.getxattr(old, name))
+    new.chmod(mode)  # last: a new owner takes bits of it away
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Replaces a file's content so that it is the old or the new one at any moment.
 
-    Mode and, where permitted, owner are kept; a symbolic link stays one and its target is written.
+    Mode, extended attributes and, where permitted, owner are kept; a symbolic link stays one and its target is written.
     A new file gets the mode that the umask gives. Raises `OSError`.
     """
     path = Path(os.path.realpath(path))
@@ -88,9 +105,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.umask(umask)
             temporary.chmod(0o666 & ~umask)
         else:
-            temporary.chmod(stat.S_IMODE(before.st_mode))
-            with contextlib.suppress(PermissionError):
-                os.chown(temporary, before.st_uid, before.st_gid)
+            _take_after(temporary, path, before)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -65,7 +65,7 @@ class Settings:
         """`configs` as paths. Raises `SettingsError` for one that is not there."""
         paths = tuple(self.root / name for name in self.configs)
         for path in paths:
-            if not path.is_file():
+            if looks.type_of(str(path)) != "file":
                 raise SettingsError(f"{self.source}: `configs` names `{path}`, which is no file")
         return paths
 
@@ -96,7 +96,7 @@ def nearest(path: Path) -> Settings:
     path = path.absolute()
     if are_isolated():
         return Settings(Path(path.anchor))
-    folder = path if path.is_dir() else path.parent
+    folder = path if looks.type_of(str(path)) == "folder" else path.parent
     with looks.unseen():
         found = _of_folder(folder)
     looks.note("settings", str(folder), found.fingerprint)

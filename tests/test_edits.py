@@ -56,6 +56,46 @@ def test_a_written_file_keeps_its_mode(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["mp.yaml"]
 
 
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may give a file away")
+def test_a_new_owner_takes_no_bits_away(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_bytes(b"old")
+    os.chown(file, 1234, 2345)
+    file.chmod(0o6755)
+    write_atomically(file, b"new")
+    status = file.stat()
+    assert (stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid) == (0o6755, 1234, 2345)
+
+
+def test_bits_of_another_owner_are_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file cannot be given back to its owner, it runs as nobody else; its group stays if it may."""
+    asked = []
+
+    def refuse(path: Path, owner: int, group: int) -> None:
+        asked.append((owner, group))
+        raise PermissionError
+
+    file = tmp_path / "train.py"
+    file.write_bytes(b"old")
+    file.chmod(0o6751)
+    monkeypatch.setattr(os, "chown", refuse)
+    write_atomically(file, b"new")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o751
+    assert asked == [(file.stat().st_uid, file.stat().st_gid), (-1, file.stat().st_gid)]
+
+
+@pytest.mark.skipif(not hasattr(os, "setxattr"), reason="there are no extended attributes here")
+def test_extended_attributes_stay(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_bytes(b"old")
+    try:
+        os.setxattr(file, "user.note", b"mine")
+    except OSError:
+        pytest.skip("not on this file system")
+    write_atomically(file, b"new")
+    assert os.getxattr(file, "user.note") == b"mine"
+
+
 def test_a_new_file_gets_the_mode_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:

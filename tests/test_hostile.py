@@ -257,6 +257,34 @@ def test_a_read_only_file_is_said_and_kept(open_folder: Path, capsys: pytest.Cap
     assert (open_folder / "train.py").read_text() == TRAIN
 
 
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root only can become another user")
+def test_a_folder_that_may_not_be_entered(open_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is named in it: `Path.exists` and its like raise there."""
+    (open_folder / "train.py").write_text("x = 1\n")
+    (open_folder / "closed").mkdir(mode=0o700)
+    closed = ("closed", "closed/x.py", "closed/x", "--config=closed/mp.yaml", "--baseline=closed/b.json",
+              "--write-baseline=closed/b.json", "--output-file=closed/out", "--stdin-filename=closed/x.py")  # fmt: skip
+    main(["lint", "train.py"])  # all is imported
+    os.seteuid(65534)
+    try:
+        for argument in closed:
+            status = main(["lint", "--no-cache", argument, *(["train.py"] if argument.startswith("--") else [])])
+            assert status == (1 if argument == "closed" else 2), argument
+    finally:
+        os.seteuid(0)
+    assert "closed:1:1 MPG000 error [syntax-error] the folder cannot be read" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    code = "import os, sys; from mpguard.cli import main; os.rmdir(os.getcwd()); sys.exit(main(['lint']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "gone", capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("mpguard: the current folder is gone, or cannot be entered: "), done.stderr
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may give a file away")
 def test_the_owner_stays() -> None:
     Path("train.py").write_text(TRAIN)

@@ -120,12 +120,14 @@ def test_exit_zero_hides_findings_and_nothing_else(mpguard: Any) -> None:
         (["--write-baseline", "b.json", "--diff-from", "main"], "--diff-from takes some of it out"),
         (["--write-baseline", "b.json", "--output-file", "x"], "no report that --output-file could take"),
         (["--diff-from", "main", "-"], "stdin has no history"),
+        (["broken.py"], "broken.py: is a broken link\n"),
         ([""], "one of the paths is empty; this folder is `.`"),
     ],
 )
 def test_what_cannot_run_is_2_and_says_why(mpguard: Any, arguments: list[str], message: str) -> None:
     Path("own.yaml").write_text("lr: 1\n")
     Path("notes.txt").write_text("notes")
+    Path("broken.py").symlink_to("gone.py")
     ran = mpguard("lint", *arguments)
     assert ran.status == 2
     assert message in ran.err
@@ -468,9 +470,11 @@ def test_a_read_only_file_is_said(mpguard: Any, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("mpguard.edits.write_atomically", refuse)  # root may write anything
     Path("mp.yaml").write_text(WIZARD)
-    ran = mpguard("lint", "--fix", "mp.yaml")
-    assert ran.status == 2
-    assert ran.err == "mpguard: mp.yaml: cannot be written: the file is read-only\n"
+    found = mpguard("lint", "mp.yaml").out
+    for option in ("--fix", "--add-noqa"):
+        ran = mpguard("lint", option, "mp.yaml")
+        assert (ran.status, ran.out) == (2, found), "what was not written is not fixed"
+        assert ran.err == "mpguard: mp.yaml: cannot be written: the file is read-only\n"
 
 
 # -- mpguard rule -------------------------------------------------------------------------------------

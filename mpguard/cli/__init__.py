@@ -34,6 +34,10 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status. Never raises for what is the user's to mend."""
     try:
+        os.getcwd()  # noqa: PTH109
+    except OSError as error:
+        return _refuse(f"the current folder is gone, or cannot be entered: {error.strerror}")
+    try:
         status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # here, where a reader that is gone can be handled
         return status

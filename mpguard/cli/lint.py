@@ -5,6 +5,7 @@ lines of shell scripts, Makefiles, GitHub workflows and READMEs.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import sys
 from pathlib import Path
@@ -59,12 +60,17 @@ def _run(options: argparse.Namespace) -> int:
     targets = (*found.targets, *((stdin,) if stdin else ()))
     reports, fixing = _reports(targets, options, configs), _fixing(options)
 
-    trouble = list(found.refused)
+    trouble, failed = list(found.refused), set[str]()
     for defect in (defect for report in reports for defect in report.defects):
         say(f"{defect}\n{defect.traceback.rstrip()}")
         trouble.append(str(defect))
     if fixing and not options.diff:
-        trouble += [problem for report in reports for problem in _keep(report)]
+        kept = [_keep(report) for report in reports]
+        failed = {report.target.path for report, said in kept if said}
+        reports, problems = [report for report, _ in kept], [each for _, said in kept for each in said]
+        for problem in problems:
+            say(problem)
+        trouble += problems
     findings = [finding for report in reports for finding in report.findings]
     if options.write_baseline is not None:
         return 2 if trouble else adoption.write(findings)
@@ -78,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
         else:
             lint_output.report(options, outcome, bool(stdin) and fixing is not None)
         if options.add_noqa:
-            lint_adoption.say_left(findings)
+            lint_adoption.say_left([finding for finding in findings if finding.path not in failed])
     if trouble:
         return 2
     return 1 if (findings or (options.diff and fixed)) and not options.exit_zero else 0
@@ -124,7 +130,7 @@ def _configs(options: argparse.Namespace) -> tuple[LaunchConfig, ...]:
     from mpguard.lint.project.launch_configs import launch_config
 
     for name in options.configs:
-        if not Path(name).exists():
+        if looks.type_of(name) is None:
             raise ConfigError(f"{name}: cannot be read: no such file{did_you_mean_file(name)}")
     with looks.on_behalf("--config"):
         return tuple(launch_config(Path(name), name) for name in options.configs)
@@ -153,30 +159,27 @@ def _stdin(options: argparse.Namespace) -> tuple[list[str], Target | None]:
     return [path for path in paths if path != "-"], Target(name, kind, named=True, size=len(data), data=data)
 
 
-def _keep(report: FileReport) -> list[str]:
-    """Writes a mended file. Says and returns why it could not be, or a fix was not applied."""
+def _keep(report: FileReport) -> tuple[FileReport, list[str]]:
+    """Writes a mended file. Returns what became of it, and why it could not be, or a fix was not applied."""
     mended = report.mended
     if report.target.data is not None:
         lint_output.print_bytes(mended.after if mended else report.target.data)
     if mended is None:
-        return []
+        return report, []
     path = report.target.path
     problems = [f"{path}:{problem}" for problem in mended.problems]
     if report.target.data is None and mended.after != mended.before:
         from mpguard.edits import write_atomically
 
         try:
-            if Path(path).read_bytes() != mended.before:
-                problems.append(
-                    f"{path}: was changed by somebody else in the meantime, and is left as it is. Run it again"
-                )
-            else:
+            if looks.content(path) == mended.before:
                 write_atomically(Path(path), mended.after)
+                return report, problems
+            problems = [f"{path}: was changed by somebody else in the meantime, and is left as it is. Run it again"]
         except OSError as error:
-            problems.append(f"{path}: cannot be written: {error.strerror or error}")
-    for problem in problems:
-        say(problem)
-    return problems
+            problems = [f"{path}: cannot be written: {error.strerror or error}"]
+        report = dataclasses.replace(report, findings=report.unmended, mended=None)
+    return report, problems
 
 
 def _usage(message: str) -> int:

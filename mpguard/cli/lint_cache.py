@@ -109,6 +109,6 @@ def _folder() -> tuple[Path, bool]:
     if found.cache_dir:
         return found.root / found.cache_dir, True
     for folder in (here, *here.parents):
-        if any((folder / name).exists() for name in ("pyproject.toml", "mpguard.toml", ".git")):
+        if any(looks.type_of(str(folder / name)) for name in ("pyproject.toml", "mpguard.toml", ".git")):
             return folder / FOLDER, False
     return here / FOLDER, False

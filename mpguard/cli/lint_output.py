@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import stat
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from mpguard import looks
 from mpguard.errors import ConfigError
 from mpguard.lint.report import TEXTS, Line, Outcome, as_json, printable, statistics, summary, write, write_text
 from mpguard.lint.result import FileReport, Mended
@@ -23,8 +23,8 @@ def check(options: argparse.Namespace) -> None:
     if options.diff:
         raise ConfigError("--output-file takes the report, and --diff prints a patch; leave one of them out")
     file = Path(options.output_file)
-    if file.is_dir() or not file.parent.is_dir():
-        what = "is a folder" if file.is_dir() else f"there is no folder `{file.parent}`"
+    if looks.type_of(str(file)) == "folder" or looks.type_of(str(file.parent)) != "folder":
+        what = "is a folder" if looks.type_of(str(file)) == "folder" else f"there is no folder `{file.parent}`"
         raise ConfigError(f"--output-file {file}: {what}; a file in a folder that is there is needed")
 
 
@@ -84,7 +84,7 @@ def _write_file(file: Path, options: argparse.Namespace, outcome: Outcome) -> No
         text = "\n".join("".join(piece for piece, _ in line) for line in _lines_of(options, outcome))
     data = f"{text}\n".encode(errors="backslashreplace") if text else b""
     try:
-        if file.exists() and not stat.S_ISREG(file.stat().st_mode):  # /dev/stdout: not to be replaced by a file
+        if looks.type_of(str(file)) == "other":  # /dev/stdout: not to be replaced by a file
             file.write_bytes(data)
         else:
             write_atomically(file, data)

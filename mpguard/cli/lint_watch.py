@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from mpguard import looks
 from mpguard.errors import ConfigError, MissingExtra, MpguardError
 from mpguard.lint.files import CONFIG, MAKEFILES, MARKDOWN, NEVER, NOTEBOOK, PYTHON, SHELL
 from mpguard.lint.report import TEXTS, coloured, printable
@@ -106,7 +107,7 @@ def _roots(options: argparse.Namespace) -> set[Path]:
     from mpguard.lint.project.tree import top_of
 
     named = [Path(path).absolute() for path in (*(options.paths or ["."]), *options.configs)]
-    tops = {top_of(path if path.is_dir() else path.parent) for path in named}
+    tops = {top_of(path if looks.type_of(str(path)) == "folder" else path.parent) for path in named}
     return {top for top in tops if not any(other in top.parents for other in tops)}
 
 

@@ -131,11 +131,12 @@ class Engine:
 
         # As if it were named: then the result of a fix is parsed, whether or not a rule could speak.
         check = functools.partial(self.content, target=dataclasses.replace(target, named=True))
+        unmended = tuple(checked.findings)
         if self.options.fix == "noqa":
             mended, checked = noqa.mend(data, checked, check, target)
         else:
             mended, checked = fixes.mend(data, checked, check, self.options.fix)
-        return FileReport(target, tuple(checked.findings), tuple(checked.defects), mended, ours)
+        return FileReport(target, tuple(checked.findings), tuple(checked.defects), mended, ours, unmended=unmended)
 
     def content(self, data: bytes, target: Target) -> Checked:
         """What there is to report about some content of a file."""

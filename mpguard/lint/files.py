@@ -6,7 +6,7 @@ found is passed over, one that is named is refused.
 """
 
 # Thousands of paths are handled here, which strings do several times faster than Path.
-# ruff: noqa: PTH100, PTH116, PTH118, PTH122, PTH206
+# ruff: noqa: PTH100, PTH114, PTH116, PTH118, PTH122, PTH206
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def collect(paths: Iterable[str], force_exclude: bool = False, include_markdown:
             status = os.stat(path)
         except OSError as error:
             near = did_you_mean_file(path) if isinstance(error, FileNotFoundError) else ""
-            refused.append(f"{given}: {_why(error)}{near}")
+            broken = isinstance(error, FileNotFoundError) and os.path.islink(path)
+            refused.append(f"{given}: is a broken link" if broken else f"{given}: {_why(error)}{near}")
             continue
         if stat.S_ISDIR(status.st_mode):
             found = list(_walk(path, force_exclude, include_markdown))
@@ -280,14 +281,14 @@ def _outer_ignores(top: Path) -> tuple[_Patterns, ...]:
     Where they ignore the folder itself, which the user named all the same, none of them holds.
     """
     top = top.absolute()
-    if (top / ".git").exists():
+    if looks.type_of(str(top / ".git")):
         return ()
     ignores: list[_Patterns] = []
     for folder in top.parents:
         patterns = _gitignore(str(folder))
         if patterns is not None:
             ignores.insert(0, patterns)
-        if (folder / ".git").exists():
+        if looks.type_of(str(folder / ".git")):
             break
     else:
         return ()  # no repository: only what lies in the folder holds
@@ -315,7 +316,7 @@ def _configured(folder: str) -> _Configured:
 def excluded(path: Path) -> bool:
     """Whether `exclude` covers a path that was named, itself or through a folder above it."""
     found = settings.nearest(path)
-    is_folder = path.is_dir()
+    is_folder = looks.type_of(str(path)) == "folder"
     if found.exclude and _covered(_Patterns(str(found.root), found.exclude), str(path), is_folder):
         return True
     return any(part in NEVER for part in path.absolute().relative_to(found.root).parts)

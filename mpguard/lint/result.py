@@ -72,6 +72,7 @@ class Mended:
 class FileReport:
     """What became of one file. With fixes asked for, the findings are those that are left.
 
+    unmended: the findings without the fixes, for where they cannot be written.
     ours: whether it is Python, or a config that mpguard knows; others are passed over.
     trace: what the findings rest on; None where they are not to be kept: there was trouble, or nobody keeps any.
     """
@@ -82,3 +83,4 @@ class FileReport:
     mended: Mended | None = None
     ours: bool = True
     trace: Trace | None = None
+    unmended: tuple[Finding, ...] = ()

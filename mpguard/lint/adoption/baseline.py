@@ -52,7 +52,7 @@ def replaceable(file: Path) -> Known:
 
     A baseline with the marks of a merge conflict, or of another version, is one all the same.
     """
-    if not file.exists():
+    if looks.type_of(str(file)) is None:
         return Counter()
     content = _content(file)
     if content.strip() and not re.match(rb"(\xef\xbb\xbf)?\s*\{\s*\"" + _KEY.encode() + rb"\"", content):
@@ -107,7 +107,9 @@ def unknown(findings: Iterable[Finding], known: Known, file: Path) -> tuple[list
 def gone(left: Known, checked: Collection[str], file: Path) -> int:
     """How many known findings are no longer there, in the files that were checked and in those that are gone."""
     paths = {_path(path, file) for path in checked}
-    return sum(count for (path, _, _), count in left.items() if path in paths or not (file.parent / path).exists())
+    return sum(
+        count for (path, _, _), count in left.items() if path in paths or looks.type_of(str(file.parent / path)) is None
+    )
 
 
 def _key(finding: Finding, file: Path) -> tuple[str, str, str]:
