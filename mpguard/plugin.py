@@ -334,23 +334,39 @@ def targets_of_run(target: str, policy: Policy, strategy: str | None = None) -> 
     return tuple(dict.fromkeys((target, *([engine] if engine else []), *policy.backends, "torch")))
 
 
-def gathers(policy: Policy, strategy: str | None) -> bool:
-    """Whether a guarded run keeps parameters in FP8: as torchao's float8 all-gather, which accelerate puts in.
+#: What keeps parameters in FP8, library by library: see `fp8_weights`.
+FP8_WEIGHTS = {
+    "te": "Transformer Engine's FP8 weights in one process or under DDP, with its FusedAdam(master_weights=True)",
+    "torchao": "torchao's float8 all-gather, under FSDP2, with fp8_recipe tensorwise in every block",
+}
 
-    Nowhere else can it: an optimizer of any kind updates the parameters that it was given, and exact ones are in high
-    precision. Converted layers quantize those at each forward pass, to the same numbers.
+
+def fp8_weights(policy: Policy, strategy: str | None) -> str | None:
+    """The library that keeps the parameters of a guarded run in FP8, as the policy asks; None where none does.
+
+    te: an optimizer with FP32 masters has the exact values. FSDP2 would shard block-wise weights in high precision,
+    FSDP1 and DeepSpeed make buffers of all. torchao: accelerate puts the all-gather in, weights stay exact.
+    Without a strategy: whether any would.
     """
-    able = policy.fp8_recipe == "tensorwise" and "torchao" in policy.backends and not policy.first_last_layers_bf16
-    return bool(policy.fp8_param and able and strategy == "fsdp2")
+    if not policy.fp8_param:
+        return None
+    if strategy == "fsdp2":
+        gathered = policy.fp8_recipe == "tensorwise" and not policy.first_last_layers_bf16
+        return "torchao" if gathered and "torchao" in policy.backends else None
+    if strategy in (None, "single", "ddp") and "te" in policy.backends and policy.fp8_recipe != "mxfp8":
+        return "te"
+    return fp8_weights(policy, "fsdp2") if strategy is None else None
 
 
 def uncarried(policy: Policy, targets: Iterable[str], strategy: str | None = None) -> list[str]:
     """The fields that matter and that none of the targets of a run carries: they cannot be in force."""
     targets = tuple(targets)
     guarded = bool(set(targets) & set(GUARDED))
-    never = {"fp8_param"} if guarded and policy.fp8_param and not gathers(policy, strategy or "fsdp2") else set()
+    kept = fp8_weights(policy, strategy)
+    never = {"fp8_param"} if guarded and policy.fp8_param and kept is None else set()
+    converted = CONVERTED | ({"fp8_param"} if kept == "te" else set())
     lacking = [
-        (set(get(target).not_carried(policy, strategy)) | never) - (CONVERTED if target in GUARDED else set())
+        (set(get(target).not_carried(policy, strategy)) | never) - (converted if target in GUARDED else set())
         for target in targets
     ]
     return [field for field in fields_that_matter(policy, strategy) if all(field in each for each in lacking)]
@@ -373,7 +389,7 @@ def not_in_force(policy: Policy, fields: Sequence[str], targets: Sequence[str]) 
     without = _without(policy, fields)
     instead = f"To go without: mpguard_overrides: {{{without}}}" if without else "Take another recipe"
     if "fp8_param" in fields and set(targets) & set(GUARDED):
-        by += " (here: torchao's float8 all-gather, under FSDP2, with fp8_recipe tensorwise in every block)"
+        by += f" (here: {'; '.join(FP8_WEIGHTS.values())})"
         instead += ". The products are the same: layers quantize exact weights at each forward pass"
     return f"`{policy.name}` has {what}, which a run of {', '.join(targets)} cannot put into force; {by}. {instead}"
 

@@ -314,7 +314,7 @@ def test_libraries_are_named_with_the_versions_that_are_tested_here() -> None:
             assert importlib.metadata.version(library).startswith(version)
 
 
-# -- parameters in FP8, which nothing holds ----------------------------------------------------------------
+# -- parameters in FP8, where nothing holds them ---------------------------------------------------------------
 
 
 PARAMETERS = FP8.replace(fp8_param=True)
@@ -350,5 +350,6 @@ def test_and_when_the_optimizer_is_made_where_it_was_not(tmp_path: Path, engine:
     )
     run = command(Path(sys.executable).name, program, cwd=tmp_path)
     assert run.returncode == 1 and "went on" not in run.stdout, told(run)
-    assert "fp8_param: converted layers keep exact weights" in run.stderr
+    why = {"plain": "fp8_param: nothing does so under single", "fsdp2": "put into a model by accelerate alone"}
+    assert why[engine] in run.stderr, run.stderr
     assert "mpguard_overrides: {fp8_param: null}" in run.stderr

@@ -218,8 +218,8 @@ def test_own_extensions_alone_can_be_asked_for(installed: Callable[..., subproce
 @pytest.mark.parametrize(
     ("strategy", "changes", "refused"),
     [
-        ("single", {}, True),
-        ("ddp", {}, True),
+        ("single", {}, False),
+        ("ddp", {}, False),
         ("fsdp1", {}, True),
         ("fsdp2", {}, False),
         ("fsdp2", {"backend": "te"}, True),
@@ -228,12 +228,18 @@ def test_own_extensions_alone_can_be_asked_for(installed: Callable[..., subproce
         ("deepspeed-zero2", {}, True),
         ("deepspeed-zero3", {}, True),
         (None, {}, False),  # nothing says the strategy yet: the run does, before it trains
+        (None, {"backend": "torchao", "fp8_recipe": "rowwise", "fp8": "e4m3"}, True),
+        ("single", {"backend": "torchao"}, True),
+        ("ddp", {"backend": "torchao"}, True),
+        ("ddp", {"fp8_recipe": "delayed"}, False),
+        ("single", {"fp8": "e4m3", "fp8_recipe": "blockwise"}, False),
+        ("single", {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, True),
     ],
 )
 def test_parameters_in_fp8_are_refused_before_training_where_nothing_can_hold_them(
     strategy: str | None, changes: dict[str, object], refused: bool
 ) -> None:
-    policy = mpguard.Policy(bf16=True, fp8="hybrid", fp8_param=True, **changes)  # type: ignore[arg-type]
+    policy = mpguard.Policy(**{"bf16": True, "fp8": "hybrid", "fp8_param": True, **changes})  # type: ignore[arg-type]
     if not refused:
         require_carried("accelerate", policy, strategy)
         return

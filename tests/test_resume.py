@@ -26,6 +26,8 @@ from mpguard.policy import Policy
 from mpguard.runtime import checkpoints
 
 ALONE = ("plain", "early", "forgetful", "safetensors", "accelerate", "trainer", "accelerate-zero2")
+#: The engines under which parameters are kept in FP8.
+KEPT_IN_FP8 = ("plain", "early", "safetensors", "ddp", "accelerate", "trainer")
 SPREAD = ("ddp", "accelerate", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "zero3-init")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(padded to|on padding).*:mpguard.MpguardWarning")
@@ -55,6 +57,33 @@ def test_one_process_continues_bit_for_bit(runs: dict[Any, Any], engine: str) ->
 def test_two_processes_continue_bit_for_bit(runs: dict[Any, Any], engine: str, rank: int) -> None:
     check(runs[engine, rank])
     assert runs[engine, 0]["digest"] == runs[engine, 1]["digest"]
+
+
+@pytest.fixture(scope="module")
+def kept_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
+    """The same with parameters kept in FP8 (kept.py)."""
+    folder = tmp_path_factory.mktemp("kept")
+    words = (PROGRAMS / "resume.py", "kept")
+    alone = command(
+        Path(sys.executable).name, *words, *[each for each in ALONE if each in KEPT_IN_FP8], cwd=folder, timeout=300
+    )
+    assert alone.returncode == 0, told(alone)
+    spread = torchrun(
+        *words, *[each for each in SPREAD if each in KEPT_IN_FP8], cwd=folder, timeout=300, ACCELERATE_USE_CPU="true"
+    )
+    assert spread.returncode == 0, told(spread)
+    found = {(each["engine"], -1): each for each in results(alone)}
+    return found | {(each["engine"], each["rank"]): each for each in results(spread)}
+
+
+@pytest.mark.parametrize("engine", KEPT_IN_FP8)
+def test_runs_whose_parameters_are_kept_in_fp8_continue_bit_for_bit(kept_runs: dict[Any, Any], engine: str) -> None:
+    """What is saved is exact, so the FP8 weights and the masters of the resumed run are those of the other."""
+    found = [each for (name, _), each in kept_runs.items() if name == engine]
+    assert found
+    for each in found:
+        check(each)
+    assert len({each["digest"] for each in found if len(found) > 1}) <= 2 - (engine == "ddp")
 
 
 def check(found: dict[str, Any]) -> None:

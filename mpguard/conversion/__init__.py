@@ -4,6 +4,7 @@
     swap      the change itself, and back
     padding   rows that are no multiple of what FP8 needs
     history   what delayed scaling remembers, in checkpoints
+    weights   parameters that are kept in FP8, and their exact values
     torchao   the layer of torchao
     te        the layer of Transformer Engine
 

@@ -57,7 +57,28 @@ def reasons(modules: Named, policy: Policy) -> dict[int, str]:
             found[id(module)] = END
         else:
             found[id(module)] = _adapter(spelled) or _unfit(module, multiple(policy))
+    if policy.fp8_param:
+        _keep_shared_exact(modules, found)
     return found
+
+
+def _keep_shared_exact(modules: Named, found: dict[int, str]) -> None:
+    """A weight is kept in FP8 for all modules that have it: where one of them is not FP8, none of them is."""
+    holders: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, module in modules:
+        holders.setdefault(id(module._parameters.get("weight")), []).append((name, module))
+    for _, module in modules:
+        if found.get(id(module)) == "":
+            others = holders[id(module.weight)]
+            plain = next(
+                (name for name, other in others if found.get(id(other), "other") and not _is_ours(other)), None
+            )
+            if plain is not None:
+                found[id(module)] = f"shares its weight with {plain}, which is not FP8"
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return hasattr(module, "_mpguard_fp8")
 
 
 def others(modules: Named) -> tuple[tuple[str, float], ...]:

@@ -52,6 +52,10 @@ class Remembering(nn.Module):
                 tensor[:rows].copy_(saved[name][:rows])
                 tensor[rows:] = 0
         self._mpguard_fp8.restored = True
+        self.recalled()
+
+    def recalled(self) -> None:
+        """Called when there are other scales."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -129,12 +133,12 @@ _watched: list[weakref.WeakSet[Remembering]] = []
 
 def watch(layers: Iterable[Remembering]) -> None:
     """Has it said, at the first step, where a run is resumed (its optimizer is not new) and its history is new."""
-    _listen()
+    listen()
     _watched.append(weakref.WeakSet(layers))
 
 
 @functools.cache
-def _listen() -> None:
+def listen() -> None:
     """One hook for good: torch cannot take one out while it is being called."""
     register_optimizer_step_pre_hook(_stepping)
 

@@ -70,18 +70,31 @@ _all: weakref.WeakValueDictionary[int, Padding] = weakref.WeakValueDictionary()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _compiled(number: int, layer: str) -> None:
-    """Called while a graph is made, not when it runs: there, nothing is counted."""
+def _compiled(number: int, layer: str, much: bool) -> None:
+    """Called while a graph is made, not when it runs: how often each shape comes is not counted there.
+
+    much: whether of a batch of the shapes that the graph is for more than `SHARE` of the work is on padding.
+    """
     padding = _all.get(number)
-    if padding is not None and not padding.said:
+    if padding is None:
+        return
+    texts = []
+    if not padding.said:
         padding.said = True
-        text = (
+        texts.append(
             f"{layer or 'the model'}: its input has a number of rows that is no multiple of {padding.multiple}, as FP8 "
-            "products need it; padded inside the layer and cut off again (said once; compiled code does not count how "
-            f"much: make batch x sequence length a multiple of {padding.multiple})"
+            "products need it; padded inside the layer and cut off again (said once)"
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", MpguardWarning)  # as an error it would be one of the compiler's
+    if much and not padding.warned:
+        padding.warned = True
+        texts.append(
+            f"{layer or 'the model'}: for a batch of this size more than {100 * SHARE:.0f} % of the work is on padding: "
+            f"rows (batch x sequence length) are few, and no multiple of {padding.multiple}. Make them one, unless it "
+            "is an epoch's last batch alone: compiled code does not count how often each size comes"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", MpguardWarning)  # as an error it would be one of the compiler's
+        for text in texts:
             _warn(text)
 
 
@@ -119,8 +132,10 @@ class Padded(nn.Module):
         if added:
             input = nn.functional.pad(input.reshape(rows, width), (0, 0, 0, added))
         if torch.compiler.is_compiling():
-            if added:
-                _compiled(state.padding.number, state.name)
+            if added and added > SHARE * (rows + added):
+                _compiled(state.padding.number, state.name, True)
+            elif added:
+                _compiled(state.padding.number, state.name, False)
             result: torch.Tensor = super().forward(input)
         else:
             state.padding.count(state.name, rows, added, self.in_features * self.out_features)

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from mpguard import compiling, hardware
-from mpguard.conversion import Conversion, choice
+from mpguard.conversion import Conversion, choice, weights
 from mpguard.conversion.history import recall_kept
 from mpguard.conversion.padding import Padded, Padding, State
 from mpguard.errors import NotCarried, NotInForce, PolicyError
-from mpguard.plugin import carriers
+from mpguard.plugin import FP8_WEIGHTS, carriers, fp8_weights
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
 
@@ -29,6 +29,9 @@ from mpguard.recipes import recipe
 NOT_CARRIED = ("fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention", "fuse")
 
 MARK = "_mpguard_fp8"
+
+#: Why a parameter cannot become another tensor.
+HELD = "its weight is in use by DDP, or by a loss that is still there"
 
 #: Backend -> its name as a library, and the version that this was read against.
 LIBRARIES = {"te": ("transformer_engine", "2.20"), "torchao": ("torchao", "0.18")}
@@ -46,7 +49,10 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
     Where the policy says so, or `compile: auto` means it (torchao on a GPU), the model is compiled in place: objects,
     names and `state_dict` stay, and what you compile on top of it is compiled once.
 
-    Raises `PolicyError` for a policy without FP8, one with `fp8_param`, or a pattern that matches nothing,
+    With `fp8_param` the weights themselves are kept in FP8 from then on; the optimizer has to be one that holds FP32
+    masters, and their exact values are in them (`mpguard.conversion.weights`). Before DDP, on a GPU.
+
+    Raises `PolicyError` for a policy without FP8, an `fp8_param` that nothing holds, or a pattern that matches nothing,
     `NotInForce` where this machine cannot run it or nothing would be FP8, `MissingExtra` for a library that is not
     installed; the model is then as it was.
     """
@@ -57,12 +63,12 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
         raise PolicyError(f"convert: {policy!r:.60} is no mpguard.Policy, and no name of a recipe")
     if policy.low_bit_recipe is None:
         raise PolicyError(f"convert: the policy `{policy.name}` has neither FP8 nor FP4. Set fp8 and fp8_recipe")
-    if policy.fp8_param or policy.fp4_param:
+    if policy.fp4_param or (policy.fp8_param and fp8_weights(policy, "single") is None):
         field = "fp8_param" if policy.fp8_param else "fp4_param"
         raise PolicyError(
-            f"convert: `{policy.name}` has {field}=True; converted layers keep exact weights, which any optimizer can "
-            "update, and quantize them at each forward pass: the products are the same. Say "
-            f'policy.replace({field}=False), as in mpguard.recipe("...").replace({field}=False)'
+            f"convert: `{policy.name}` has {field}=True; converted layers keep them in FP8 as "
+            f"{FP8_WEIGHTS['te']}. Otherwise layers quantize exact weights at each forward pass: the products "
+            f'are the same. Say policy.replace({field}=False), as in mpguard.recipe("...").replace({field}=False)'
         )
     _check(model, policy)
     modules = list(model.named_modules(remove_duplicate=False))
@@ -97,6 +103,8 @@ def convert_named(model: nn.Module, modules: choice.Named, policy: Policy) -> Co
         raise NotInForce(f"convert: nothing in the model can be FP8: {'; '.join(said)}")
     backend, library = _library(policy)
     padding = next((layer.__dict__[MARK].padding for layer in before.values()), Padding(choice.multiple(policy)))
+    for key, layer in todo.items() if policy.fp8_param else ():
+        weights.check(names[key], layer)
     try:
         template = library.templates(policy)
         made = {key: template(layer) for key, layer in todo.items()}  # all of them before the first change
@@ -106,8 +114,16 @@ def convert_named(model: nn.Module, modules: choice.Named, policy: Policy) -> Co
             f"convert: {name} {hardware.detect().libraries.get(backend, 'here')} is not as mpguard knows it "
             f"({type(error).__name__}: {error}). Install {version}, with which this was tested"
         ) from error
-    for key, layer in todo.items():
-        become(layer, library.Float8Linear, made[key], State(names[key], policy, padding))
+    done: list[nn.Linear] = []
+    try:
+        for key, layer in todo.items():
+            become(layer, library.Float8Linear, made[key], State(names[key], policy, padding))
+            done.append(layer)
+    except RuntimeError as error:  # of swap_tensors
+        for layer in done:
+            unbecome(layer)
+        name = names[list(todo)[len(done)]] or "the model"
+        raise PolicyError(f"convert: {name}: {HELD}. Convert before DDP, and before a backward pass") from error
     if backend == "te":
         library.around(model, policy)
     return Conversion(
@@ -128,9 +144,13 @@ def revert(model: nn.Module) -> nn.Module:
                 "converted. Revert before fully_shard, or others, change the layer"
             )
     for layer in layers:
-        for name in (*layer.__dict__[MARK].added, MARK):
-            layer.__dict__.pop(name, None)
-        layer.__class__ = nn.Linear
+        try:
+            unbecome(cast(nn.Linear, layer))
+        except RuntimeError as error:
+            name = layer.__dict__[MARK].name or "the model"
+            raise PolicyError(
+                f"revert: {name}: {HELD}. Revert when they are gone; state_dict() is exact too"
+            ) from error
     compiling.undo(model)
     for hooks in (model._forward_pre_hooks, model._forward_hooks):
         for key, hook in list(hooks.items()):
@@ -155,13 +175,21 @@ def has_others(modules: choice.Named, policy: Policy) -> bool:
 
 
 def become(layer: nn.Linear, kind: type[Padded], template: nn.Module, state: State) -> None:
-    """Gives a layer another class, and the attributes that a template of it has and the layer has not."""
+    """Gives a layer another class, the attributes that a template has and it has not, and the template's FP8 weight."""
+    weights.become_fp8(layer, template._parameters.get("weight"))
     added = {key: value for key, value in template.__dict__.items() if key not in layer.__dict__}
     layer.__dict__.update(added)
     state.added = tuple(added)
     layer.__dict__[MARK] = state
     layer.__class__ = kind  # type: ignore[assignment]
     recall_kept(layer)
+
+
+def unbecome(layer: nn.Linear) -> None:
+    weights.become_plain(layer)
+    for name in (*layer.__dict__[MARK].added, MARK):
+        layer.__dict__.pop(name, None)
+    layer.__class__ = nn.Linear
 
 
 def _check(model: nn.Module, policy: Policy) -> None:
@@ -205,7 +233,12 @@ def _library(policy: Policy) -> tuple[str, ModuleType]:
     here = hardware.detect()
     if lacking := here.refuses(policy):
         raise NotInForce(f"convert: the policy `{policy.name}` does not run here: {lacking}")
-    backend = next(each for each in policy.backends if each in here.libraries)
+    backend = "te" if policy.fp8_param else next(each for each in policy.backends if each in here.libraries)
+    if backend not in here.libraries:
+        raise NotInForce(
+            f"convert: `{policy.name}` has fp8_param=True; parameters in FP8 are Transformer Engine's, which is not "
+            "installed. Install it, or set fp8_param=False"
+        )
     try:
         return backend, importlib.import_module(f"{__package__}.{backend}")
     except (ImportError, OSError, RuntimeError) as error:

@@ -4,6 +4,8 @@ Current and block scaling hold no state: each layer enters FP8 autocast itself, 
 wherever the layer is called (a part of the model, an activation checkpoint that computes anew). Delayed
 scaling updates its history when the outermost autocast ends, once per forward pass of the model: that one is
 entered around the model.
+
+Parameters that are kept in FP8 are made by Transformer Engine's `quantized_model_init`: see `weights`.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from mpguard.conversion.history import Remembering, watch
 from mpguard.conversion.padding import Padded
+from mpguard.conversion.weights import EXACT, Exact, Kept, round_again
 from mpguard.errors import NotInForce
 from mpguard.plugin import get
 from mpguard.policy import Policy
 
 
-class Float8Linear(Padded, Remembering, te.Linear, nn.Linear):  # type: ignore[misc]
+class Float8Linear(Padded, Kept, Remembering, te.Linear, nn.Linear):  # type: ignore[misc]
     """Transformer Engine's `Linear` in the place of an `nn.Linear`, which it still is.
 
     Its own "extra state", a pickle under a key of its own in the `state_dict`, is left out: see `history`.
@@ -44,6 +47,7 @@ class Float8Linear(Padded, Remembering, te.Linear, nn.Linear):  # type: ignore[m
                 f"{self._mpguard_fp8.name or 'the model'}: its {name} is on {wrong.device}; Transformer Engine "
                 'computes on a GPU. Move the model and the batch there (`model.to("cuda")`)'
             )
+        self.check_kept()
         if FP8GlobalStateManager.is_fp8_enabled():
             return super().forward(input)
         recipe = self._mpguard_recipe
@@ -74,6 +78,9 @@ class Float8Linear(Padded, Remembering, te.Linear, nn.Linear):  # type: ignore[m
             for name in ("scale", "amax_history")
         }
 
+    def recalled(self) -> None:
+        round_again(self.weight)
+
 
 class Region:
     """Hooks that have a whole model run inside FP8 autocast."""
@@ -91,10 +98,13 @@ class Region:
 
 
 def templates(policy: Policy) -> Callable[[nn.Linear], nn.Module]:
-    """A function from a plain layer to Transformer Engine's, of the same sizes, without data."""
+    """A function from a plain layer to Transformer Engine's, of the same sizes, without data (but `fp8_param`)."""
     recipe = get("te").build(policy)
 
     def template(layer: nn.Linear) -> nn.Module:
+        if policy.fp8_param:
+            kept: nn.Module = quantized(layer, recipe)
+            return kept
         made: nn.Module = te.Linear(
             layer.in_features, layer.out_features,
             bias=layer.bias is not None, params_dtype=layer.weight.dtype, device="meta",
@@ -103,6 +113,29 @@ def templates(policy: Policy) -> Callable[[nn.Linear], nn.Module]:
         return made
 
     return template
+
+
+def quantized(layer: nn.Linear, recipe: Any) -> Any:
+    """Transformer Engine's layer with the weight of a plain one in FP8, on a GPU; exact values are kept beside it."""
+    source = [layer.weight.detach()]
+
+    def same(weight: torch.Tensor) -> None:
+        weight.detach().copy_(source[0])
+
+    device = layer.weight.device if layer.weight.is_cuda else torch.device("cuda", torch.cuda.current_device())
+    with torch.enable_grad(), te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        made: Any = te.Linear(
+            layer.in_features, layer.out_features,
+            bias=layer.bias is not None, params_dtype=layer.weight.dtype, device=device, init_method=same,
+        )  # fmt: skip
+    source.clear()  # the layer keeps the function
+    weight = made.weight
+    exact = Exact(weight.get_high_precision_init_val(), stale=recipe.delayed())
+    weight.clear_high_precision_init_val()
+    del weight.get_high_precision_init_val, weight.clear_high_precision_init_val  # of another object, after the change
+    setattr(weight, EXACT, exact)
+    made.__dict__["_mpguard_recipe"] = recipe
+    return made
 
 
 def around(model: nn.Module, policy: Policy) -> None:

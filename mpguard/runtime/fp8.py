@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import Counter
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 from mpguard.conversion import choice
 from mpguard.conversion.choice import is_of, matches
 from mpguard.policy import DEFAULT_FP8_EXCLUDE, Policy
+from mpguard.runtime.products import short
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +29,8 @@ class Fp8Found:
     emulated: computed in software. mixed: whether layers differ in that, or in TE's recipe.
     entered: whether they ran inside FP8 autocast (None for torchao, which has none).
     unmatched: the user's patterns that match no module.
+    kept: what rounds the weights that are kept in FP8, by class, and how many. masters: dtypes of their exact values,
+    and how many; inexact: layers that are trained, and whose exact values no optimizer has.
     beside: FP8 layers whose weights something else has multiplied, and the layers not. share: of the multiply-adds
     with weights, what FP8 layers did; None where that was not seen.
     """
@@ -40,6 +44,9 @@ class Fp8Found:
     mixed: bool = False
     entered: bool | None = None
     unmatched: list[str] = dataclasses.field(default_factory=list)
+    kept: dict[str, int] = dataclasses.field(default_factory=dict)
+    masters: dict[str, int] = dataclasses.field(default_factory=dict)
+    inexact: list[str] = dataclasses.field(default_factory=list)
     beside: list[str] = dataclasses.field(default_factory=list)
     share: float | None = None
 
@@ -88,6 +95,24 @@ def find(modules: list[tuple[str, nn.Module]], policy: Policy, te_recipes: list[
     users = [pattern for pattern in policy.fp8_exclude if pattern not in DEFAULT_FP8_EXCLUDE]
     found.unmatched = [pattern for pattern in users if not any(fnmatch(name, pattern) for name in names)]
     return found
+
+
+def look_at_weights(found: Fp8Found, modules: list[tuple[str, nn.Module]], updated: set[int]) -> None:
+    """Adds what of the weights is kept in FP8. updated: ids of what the optimizer has updated by now."""
+    from mpguard.conversion import weights
+
+    kept, masters = Counter[str](), Counter[str]()
+    for name, module in modules:
+        weight: Any = module._parameters.get("weight") if is_te(module) else None
+        if not weights.is_kept_in_fp8(weight):
+            continue
+        kept[type(weight._quantizer).__name__] += 1
+        exact = weights.exact_of(weight)
+        if exact is not None and exact.mastered:
+            masters[short(exact.value.dtype)] += 1
+        elif id(weight) in updated:
+            found.inexact.append(name)
+    found.kept, found.masters = dict(kept), dict(masters)
 
 
 def is_fp8(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from mpguard.compiling import is_compiled
@@ -89,10 +90,10 @@ def observe(recorder: Recorder, model: nn.Module | None, optimizer: Any, *, poli
     modules = [pair for root in roots for pair in root.named_modules()]
     for root in roots:
         seen.device = device_of(root)
-        _count(seen.parameters, (parameter for parameter in root.parameters() if parameter.requires_grad))
+        _count_parameters(seen.parameters, (parameter for parameter in root.parameters() if parameter.requires_grad))
         _count(seen.buffers, root.buffers())
     if not roots:
-        _count(seen.parameters, updated)
+        _count_parameters(seen.parameters, updated)
     compiled = [module for _, module in modules if is_compiled(module)]
     seen.compiled_fp8 = any(fp8.is_fp8(inner) for module in compiled for inner in module.modules())
     whole = _computed(seen, recorder, roots, updated)
@@ -103,6 +104,7 @@ def observe(recorder: Recorder, model: nn.Module | None, optimizer: Any, *, poli
     seen.fp8 = fp8.find([(plain_name(name), module) for name, module in modules], policy, recorder.te_recipes)
     if seen.fp8 is not None:
         _multiplied(seen.fp8, modules, whole)
+        fp8.look_at_weights(seen.fp8, modules, set(map(id, updated)))
     seen.tf32 = torch.backends.cuda.matmul.allow_tf32
     return seen
 
@@ -270,6 +272,16 @@ def fingerprint(parameters: list[torch.Tensor]) -> tuple[float, float] | None:
     if not found:
         return None
     return sum(float(each.square().sum()) for each in found) ** 0.5, sum(float(each.sum()) for each in found)
+
+
+def _count_parameters(counter: dict[str, int], parameters: Iterable[torch.Tensor]) -> None:
+    """As what they are held: those that are kept in FP8 say the dtype of their exact values."""
+    from mpguard.conversion.weights import is_kept_in_fp8
+
+    own = list(parameters)
+    _count(counter, (each for each in own if not is_kept_in_fp8(each)))
+    if kept := sum(each.numel() for each in own if is_kept_in_fp8(each)):
+        counter["fp8"] = counter.get("fp8", 0) + kept
 
 
 def _count(counter: dict[str, int], tensors: Any) -> None:

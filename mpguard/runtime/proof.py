@@ -22,6 +22,12 @@ ACCELERATE_ALONE = "accelerate spreads it without a GPU only where ACCELERATE_US
 #: What the model that mpguard compiled in place may not have been.
 CALL_IT = "Call the model itself, or add `step = torch.compile(step)` for what is called instead"
 
+#: What of Transformer Engine rounds the weights that are kept in FP8, by recipe.
+ROUNDED_BY = {
+    "delayed": "Float8Quantizer", "tensorwise": "Float8CurrentScalingQuantizer", "blockwise": "Float8BlockQuantizer",
+    "mxfp8": "MXFP8Quantizer",
+}  # fmt: skip
+
 #: Rows without which a low-precision run is not proven.
 MUST_BE_SEEN = ("compute", "reduction")
 
@@ -222,7 +228,8 @@ def _parameters(seen: Observed, plan: Plan) -> Row:
     assert asked is not None
     elements = sum(seen.parameters.values())
     found = f"{said(seen.parameters)}{shards}, {_amount(elements)}"
-    return Row("parameters", found, asked.short, _mostly(seen.parameters, asked.short))
+    exact = {dtype: count for dtype, count in seen.parameters.items() if dtype != "fp8"}  # `_kept` judges those
+    return Row("parameters", found, asked.short, _mostly(exact, asked.short))
 
 
 def _compute(seen: Observed, plan: Plan) -> Row:
@@ -265,6 +272,7 @@ def _fp8(seen: Observed, plan: Plan) -> list[Row]:
         rows.append(Row("fp8 products", beside, asked, False))
     elif fp8.share is not None:
         rows.append(Row("fp8 products", f"{100 * fp8.share:.0f} % of the multiply-adds with weights", "", None))
+    rows += _kept(fp8, plan)
     compute = policy.compute_dtype.short
     explained = [name for name, reason in fp8.left.items() if reason]
     reasons = dict.fromkeys(fp8.left[name] for name in explained)
@@ -278,6 +286,23 @@ def _fp8(seen: Observed, plan: Plan) -> list[Row]:
         unmatched = f"{', '.join(fp8.unmatched)} matches no module"
         rows.append(Row("fp8_exclude", unmatched, "a pattern that matches", False))
     return rows
+
+
+def _kept(fp8: Fp8Found, plan: Plan) -> list[Row]:
+    """Weights that are kept in FP8, and their masters."""
+    policy, layers, kept = plan.policy, len(fp8.converted), sum(fp8.kept.values())
+    if not kept and not (policy.fp8_param and fp8.backend == "te"):
+        return []
+    found = f"{kept} of {layers} kept in FP8 ({', '.join(fp8.kept)})" if kept else "in high precision"
+    found += f", masters {said(fp8.masters)}" if fp8.masters else ""
+    found += f"; not made from exact weights: {_names(fp8.inexact)}" if fp8.inexact else ""
+    if not policy.fp8_param:
+        return [Row("fp8 weights", found, "in high precision", False)]
+    rounded_by = ROUNDED_BY[policy.low_bit_recipe or ""]
+    ok = fp8.kept == {rounded_by: layers} and set(fp8.masters) == {policy.master_dtype.short} and not fp8.inexact
+    return [
+        Row("fp8 weights", found, f"all kept in FP8 ({rounded_by}), exact masters in {policy.master_dtype.short}", ok)
+    ]
 
 
 def _other_recipe(fp8: Fp8Found, plan: Plan) -> list[str]:

@@ -195,12 +195,14 @@ class Recorder:
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """What an optimizer has just updated, and with what: dtypes of weights and gradients. Whether there was any."""
+        from mpguard.conversion.weights import master_of
+
         masters: Counter[str] = Counter()
         gradients: Counter[str] = Counter()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.is_floating_point() and parameter.grad is not None:
-                    masters[short(parameter.dtype)] += parameter.numel()
+                    masters[short(master_of(parameter).dtype)] += parameter.numel()
                     gradients[short(parameter.grad.dtype)] += parameter.grad.numel()
         if gradients:
             self.updated[id(optimizer)] = masters, gradients

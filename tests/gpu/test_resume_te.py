@@ -33,15 +33,19 @@ ENGINES = (
     "accelerate", "trainer", "accelerate-fsdp2", "accelerate-zero2",
 )  # fmt: skip
 
+#: Under which parameters are kept in FP8.
+KEPT_IN_FP8 = ("plain", "early", "safetensors", "ddp", "accelerate", "trainer")
+
 DELAYED = Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=4, backend="te")
 
 
-@pytest.fixture(scope="module", params=["te-delayed", "te-tensorwise"])
+@pytest.fixture(scope="module", params=["te-delayed", "te-tensorwise", "te-delayed-kept", "te-tensorwise-kept"])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("resume")
     fixed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "DS_ACCELERATOR": "cuda"}
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node", 1, "--master_port", free_port())
-    words = (*launcher, PROGRAMS / "resume.py", request.param, *ENGINES)
+    engines = KEPT_IN_FP8 if request.param.endswith("kept") else ENGINES
+    words = (*launcher, PROGRAMS / "resume.py", request.param, *engines)
     run = command(Path(sys.executable).name, *words, cwd=folder, timeout=550, **fixed)
     assert run.returncode == 0, told(run)
     return {"policy": request.param, **{each["engine"]: each for each in results(run)}}
@@ -49,6 +53,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "forgetful"])
 def test_a_resumed_run_continues_bit_for_bit(runs: dict[str, Any], engine: str) -> None:
+    if engine not in runs:
+        pytest.skip("refused with parameters in FP8")
     found = runs[engine]
     assert found["error"] is None, found["error"]
     assert found["fp8"] == 2 and found["keys"], "FP8 layers, and the keys of the plain model"
@@ -58,6 +64,8 @@ def test_a_resumed_run_continues_bit_for_bit(runs: dict[str, Any], engine: str) 
 
 def test_a_lost_history_shows_and_is_said(runs: dict[str, Any]) -> None:
     """The control: with delayed scaling, bare tensors are not enough."""
+    if "forgetful" not in runs:
+        pytest.skip("refused with parameters in FP8")
     found = runs["forgetful"]
     assert found["error"] is None, found["error"]
     lost = runs["policy"] == "te-delayed"

@@ -1,4 +1,4 @@
-"""S1 to S4, S12 to S15 and S19 with Transformer Engine and accelerate's own FSDP and DeepSpeed, which need a GPU.
+"""S1 to S4, S12 to S15, S19 and S31 with Transformer Engine and accelerate's own FSDP and DeepSpeed, which need a GPU.
 
 As in tests/stock: what the libraries do by themselves, and under mpguard. All in one process, a world of one.
 """
@@ -16,8 +16,9 @@ from stock import clean_accelerate, mended
 from torch import nn
 
 import mpguard
+from mpguard import compiling
 from mpguard.policy import Policy
-from mpguard.runtime import activation, compiling
+from mpguard.runtime import activation
 from mpguard.runtime import guard as guards
 from mpguard.runtime.plan import Plan
 
@@ -221,3 +222,24 @@ def test_s19_delayed_scaling_raises_under_compile(monkeypatch: pytest.MonkeyPatc
     ):
         pytest.fail(mended(19))
     assert compiling.choice(DELAYED).on is False
+
+
+def test_s31_fused_adam_leaves_the_transposed_weights_of_delayed_scaling_behind() -> None:
+    """The backward pass reads them on Hopper, which has no other FP8 product than that of rows."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    recipe = recipes.DelayedScaling()
+    with te.quantized_model_init(recipe=recipe):
+        stock = te.Linear(64, 64, bias=False, params_dtype=torch.float32)
+    ours = nn.Sequential(nn.Linear(64, 64, bias=False)).cuda()
+    mpguard.convert(ours, DELAYED.replace(fp8_param=True))
+    for model, mended_here in ((stock, False), (ours, True)):
+        optimizer = FusedAdam(model.parameters(), lr=0.1, master_weights=True)
+        inputs = torch.randn(16, 64, device="cuda", requires_grad=True)
+        for _ in range(2):
+            with te.autocast(recipe=recipe) if not mended_here else contextlib.nullcontext():
+                model(inputs).square().sum().backward()
+            optimizer.step()
+        (weight,) = model.parameters()
+        left = not weight._transpose_invalid and not torch.equal(weight._transpose, weight._data.t())
+        assert left is not mended_here, mended(31)

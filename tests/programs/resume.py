@@ -27,6 +27,7 @@ import mpguard
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import delayed
+import kept
 
 POLICIES = {
     "torchao": mpguard.Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True),
@@ -34,7 +35,9 @@ POLICIES = {
     "delayed": delayed.POLICY,
     "te-delayed": mpguard.Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=4, backend="te"),
     "te-tensorwise": mpguard.Policy(bf16=True, fp8="hybrid", backend="te"),
+    "kept": kept.CURRENT,
 }
+POLICIES |= {f"{name}-kept": POLICIES[name].replace(fp8_param=True) for name in ("te-delayed", "te-tensorwise")}
 STEPS = 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -62,6 +65,18 @@ def net(seed: int) -> Net:
     return Net().to(DEVICE)
 
 
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """With masters where parameters are kept in FP8."""
+    if sys.argv[1] == "kept":
+        return kept.Adam(model.parameters(), lr=1e-2, master_weights=True)
+    if sys.argv[1].endswith("-kept"):
+        from transformer_engine.pytorch.optimizers import FusedAdam
+
+        made: torch.optim.Optimizer = FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+        return made
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
 def batch(step: int) -> torch.Tensor:
     rank = dist.get_rank() if dist.is_initialized() else 0
     return torch.randint(0, 64, (4, 13), generator=torch.Generator().manual_seed(100 * step + rank)).to(DEVICE)
@@ -76,7 +91,7 @@ class Plain:
 
     def __init__(self, seed: int) -> None:
         self.model: Any = net(seed)
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer: Any = adam(self.model)
 
     def step(self, number: int) -> float:
         tokens = batch(number)
@@ -116,7 +131,7 @@ class Early(Plain):
         saved = torch.load(folder / "all.pt")
         self.model = net(2)
         self.model.load_state_dict(saved["model"])
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = adam(self.model)
         self.optimizer.load_state_dict(saved["optimizer"])
 
 
@@ -261,7 +276,10 @@ class Trained:
             learning_rate=1e-2,
         )  # fmt: skip
         data = [{"tokens": row.cpu()} for number in range(8) for row in batch(number)]
-        trainer = Trainer(model=Model(self.model), args=arguments, train_dataset=data, callbacks=[Note()])
+        optimizers = (adam(self.model) if sys.argv[1].endswith("kept") else None, None)
+        trainer = Trainer(
+            model=Model(self.model), args=arguments, train_dataset=data, callbacks=[Note()], optimizers=optimizers
+        )
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -281,7 +299,7 @@ class Fsdp2(Plain):
     def __init__(self, seed: int) -> None:
         self.model = net(seed)
         self.shard()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = adam(self.model)
 
     def shard(self) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -352,7 +370,7 @@ class Zero(Plain):
         torch.manual_seed(seed)
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=self.partitioned):
             model = Net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = adam(model)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         self.model = self.engine.module
 
@@ -437,8 +455,7 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     policy, engines = sys.argv[1], sys.argv[2:]
-    if policy == "delayed":
-        delayed.install()
+    {"delayed": delayed.install, "kept": kept.install}.get(policy, lambda: None)()
     if DEVICE == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
     mpguard.activate(POLICIES[policy], enforce="off")

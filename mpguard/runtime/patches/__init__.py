@@ -16,13 +16,13 @@ from types import ModuleType
 from typing import Any
 
 from mpguard.runtime import imports
-from mpguard.runtime.patches import accelerate, deepspeed, torch, transformers
+from mpguard.runtime.patches import accelerate, deepspeed, torch, transformer_engine, transformers
 from mpguard.runtime.patches.patch import Patch
 
 log = logging.getLogger("mpguard")
 
 
-PATCHES = (*accelerate.PATCHES, *transformers.PATCHES, *deepspeed.PATCHES, *torch.PATCHES)
+PATCHES = (*accelerate.PATCHES, *transformers.PATCHES, *deepspeed.PATCHES, *torch.PATCHES, *transformer_engine.PATCHES)
 
 
 def apply() -> None:

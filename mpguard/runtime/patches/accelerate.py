@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpguard import compiling
-from mpguard.plugin import ABSENT, Change, gathers
-from mpguard.runtime import checkpoints
+from mpguard.plugin import ABSENT, Change, fp8_weights
+from mpguard.runtime import checkpoints, converting
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches.patch import Function, Patch
 from mpguard.runtime.saying import quiet
@@ -48,7 +48,8 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
     """The arguments of `Accelerator` with the policy in them; of FP8 the rest, where mpguard converts itself."""
     strategy = _accelerate_strategy(given)
     policy = guard.plan.policy
-    guard.converts, guard.compiles = not gathers(policy, strategy), False
+    converting.may_keep(guard, strategy)
+    guard.converts, guard.compiles = fp8_weights(policy, strategy) != "torchao", False
     converts = policy.low_bit_recipe is not None and guard.converts
     with quiet():
         wanted = (policy.replace(fp8=None, fp4=None) if converts else policy).to("accelerate", strategy)

@@ -13,6 +13,7 @@ from typing import Any
 
 from mpguard.errors import ConfigError
 from mpguard.plugin import Setting, differences, merged
+from mpguard.runtime import converting
 from mpguard.runtime import guard as guards
 from mpguard.runtime.observe import innermost
 from mpguard.runtime.patches.patch import Function, Patch
@@ -28,6 +29,7 @@ def _deepspeed_initialize(original: Function) -> Function:
         if guard is None:
             return original(*args, **kwargs)
         given = dict(signature.bind(*args, **kwargs).arguments)
+        converting.may_keep(guard, "DeepSpeed")
         guard.engine_depth += 1  # ZeRO steps its optimizer once to allocate states
         try:
             made = original(**_deepspeed_arguments(given, guard))

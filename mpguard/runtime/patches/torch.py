@@ -28,6 +28,7 @@ def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Ca
             if guard is None:
                 return original(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
+            converting.may_keep(guard, target)
             with quiet():
                 wanted = guard.plan.policy.to(target)
             given = bound.arguments.get(parameter)
@@ -152,6 +153,21 @@ def _optimizer_init(original: Function) -> Function:
     return __init__
 
 
+def _ddp_init(original: Function) -> Function:
+    @functools.wraps(original)
+    def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        guard = guards.current()
+        exactly = original
+        if guard is not None and guard.plan.policy.fp8_param:
+            from mpguard.conversion.weights import sharing_exactly
+
+            converting.convert_before_ddp(guard, module)
+            exactly = sharing_exactly(original)
+        exactly(self, module, *args, **kwargs)
+
+    return __init__
+
+
 def _load_state_dict(original: Function) -> Function:
     @functools.wraps(original)
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -249,6 +265,14 @@ PATCHES = (
         "every loop makes an optimizer: the models that it updates become FP8, in each engine (S1, S2, S3, S14, S15)",
         "torch 2.13.0",
         _optimizer_init,
+    ),
+    Patch(
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel.__init__",
+        ("module", "init_sync"),
+        "DDP holds on to parameters, and shares FP8 ones inexactly: they become so before, exact values are shared",
+        "torch 2.13.0",
+        _ddp_init,
     ),
     Patch(
         "torch.optim.optimizer",

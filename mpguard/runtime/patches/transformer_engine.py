@@ -1,0 +1,33 @@
+"""What is wrapped of Transformer Engine."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from mpguard.runtime import converting
+from mpguard.runtime import guard as guards
+from mpguard.runtime.patches.patch import Function, Patch
+
+
+def _adam_init(original: Function) -> Function:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        guard = guards.current()
+        if guard is not None and guard.converts:
+            converting.may_keep(guard, guard.plan.strategy or "single", self)
+
+    return __init__
+
+
+PATCHES = (
+    Patch(
+        "transformer_engine.pytorch.optimizers.fused_adam",
+        "FusedAdam.__init__",
+        ("master_weights", "master_weight_dtype"),
+        "whether it holds FP32 masters is known when it has been made, not when torch's Optimizer has",
+        "Transformer Engine 2.20.2",
+        _adam_init,
+    ),
+)

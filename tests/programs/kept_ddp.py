@@ -1,0 +1,81 @@
+"""Ranks that begin with weights of their own train one model with parameters kept in FP8, under DDP.
+
+    torchrun --nproc_per_node 2 kept_ddp.py RECIPE ORDER
+
+RECIPE: of Transformer Engine's on GPUs; "kept", without, stands in its place. ORDER: "convert" before DDP, by hand, or
+"guard": mpguard.activate, and DDP before the optimizer. Each rank prints what it ended with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mpguard
+from mpguard.runtime import guard as guards
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import kept
+
+recipe, order = sys.argv[1:]
+rank, device = int(os.environ["RANK"]), "cpu"
+policy = kept.CURRENT
+if recipe == "kept":
+    kept.install()
+else:
+    device = f"cuda:{os.environ['LOCAL_RANK']}"
+    torch.cuda.set_device(device)
+    policy = mpguard.Policy(bf16=True, fp8="e4m3", fp8_recipe=recipe, backend="te", fp8_param=True)  # type: ignore[arg-type]
+
+
+def digest(model: nn.Module) -> str:
+    state = model.state_dict()
+    return hashlib.sha256(b"".join(state[key].cpu().numpy().tobytes() for key in sorted(state))).hexdigest()[:12]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    if recipe == "kept":
+        return kept.Adam(model.parameters(), lr=1e-2, master_weights=True)
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    made: torch.optim.Optimizer = FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+    return made
+
+
+if order == "guard":
+    mpguard.activate(policy)
+dist.init_process_group("gloo" if device == "cpu" else "nccl")
+torch.manual_seed(rank)
+model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64, bias=False)).to(device)
+own = digest(model)
+if order == "convert":
+    mpguard.convert(model, policy)
+spread = nn.parallel.DistributedDataParallel(model)
+begun = digest(model)
+optimizer = adam(spread)
+if guards.current() is not None and recipe == "kept":
+    guards.current().recorder.listen_to_modules()  # as it does where Transformer Engine is
+losses = []
+for step in range(6):
+    inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
+    with torch.autocast(device.partition(":")[0], torch.bfloat16):
+        loss = (spread(inputs) - inputs).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+rounded = [each.weight.dequantize().float().sum().item() for each in model if isinstance(each, nn.Linear)]
+found = {"rank": rank, "own": own, "begun": begun, "ended": digest(model), "losses": losses, "rounded": rounded}
+sys.stdout.write(json.dumps(found) + "\n")
+sys.stdout.flush()
+dist.destroy_process_group()
+time.sleep(0.1)  # S26
