@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mpguard.cli import main
-from mpguard.cli.lint_watch import matters
+from mpguard.cli.lint_watch import is_tree, matters
 
 OLD = "import torch\n\nscaler = torch.cuda.amp.GradScaler()\n"
 NEW = OLD.replace("torch.cuda.amp.GradScaler()", 'torch.amp.GradScaler("cuda")')
@@ -96,7 +96,16 @@ def test_it_reports_again_what_changed_and_ends_with_ctrl_c(tmp_path: Path) -> N
 
 
 def test_files_that_nothing_rests_on_start_nothing(tmp_path: Path) -> None:
-    for name in ("a.py", "b.yaml", "pyproject.toml", "requirements-dev.txt", "Makefile", "c/d.ipynb", "run.sh"):
+    for name in (
+        "a.py",
+        "b.yaml",
+        "pyproject.toml",
+        "requirements-dev.txt",
+        "Makefile",
+        "c/d.ipynb",
+        "run.sh",
+        ".gitignore",
+    ):
         assert matters(str(tmp_path / name), [tmp_path]), name
     for name in (
         ".git/a.py",
@@ -107,9 +116,29 @@ def test_files_that_nothing_rests_on_start_nothing(tmp_path: Path) -> None:
         ".#a.py",
         "log.txt",
         ".mpguard_cache/x.json",
+        "LICENSE",
     ):
         assert not matters(str(tmp_path / name), [tmp_path]), name
     assert matters(str(tmp_path / "venv" / "a.py"), [tmp_path / "venv"]), "the project itself may lie anywhere"
+
+
+def test_a_folder_that_comes_or_goes_as_a_whole(tmp_path: Path) -> None:
+    """Of what is in it nothing is told."""
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text(OLD)
+    with watching(tmp_path) as watch:
+        assert "src/train.py:3:10: MPG302" in watch.next("watching; Ctrl-C ends")
+        (tmp_path / "src").rename(tmp_path / "lib")
+        assert "lib/train.py:3:10: MPG302" in watch.next("changed; watching")
+        (tmp_path / ".gitignore").write_text("lib/\n")
+        assert "No problems in 0 files" in watch.next(".gitignore changed; watching")
+        assert watch.interrupt() == 0
+    for name, expected in (("lib", True), ("gone", True), ("4913", False), ("gone.txt", False), ("venv", False)):
+        assert is_tree(str(tmp_path / name), [tmp_path]) is expected, name
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "LICENSE").touch()
+    assert not is_tree(str(tmp_path / "empty"), [tmp_path]) and not is_tree(str(tmp_path / "LICENSE"), [tmp_path])
 
 
 def test_on_a_terminal_the_screen_is_cleared(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from mpguard.lint.files import CONFIG, MAKEFILES, MARKDOWN, NEVER, NOTEBOOK, PYT
 from mpguard.lint.report import TEXTS, coloured, printable
 
 #: Files that findings may rest on, by the ends of their names.
-_MATTER = (*PYTHON, *CONFIG, NOTEBOOK, *MARKDOWN, *SHELL, *MAKEFILES, ".toml", "setup.cfg", "Dockerfile")
+_MATTER = (*PYTHON, *CONFIG, NOTEBOOK, *MARKDOWN, *SHELL, *MAKEFILES, ".toml", "setup.cfg", "Dockerfile", ".gitignore")
 #: Milliseconds after which there is a turn without a change.
 TURN_MS = 100
 _CLEAR = "\x1b[2J\x1b[3J\x1b[H"
@@ -64,7 +64,9 @@ def run(options: argparse.Namespace, once: Callable[[], int]) -> int:
             # comes when the watch is on, so that nothing falls between the first report and the watch.
             for changes in watchfiles.watch(
                 *roots,
-                watch_filter=lambda _, path: matters(path, roots),
+                watch_filter=lambda change, path: (
+                    matters(path, roots) or (change != watchfiles.Change.modified and is_tree(path, roots))
+                ),
                 rust_timeout=TURN_MS,
                 yield_on_timeout=True,
                 raise_interrupt=True,
@@ -88,8 +90,23 @@ def matters(path: str, roots: Iterable[Path]) -> bool:
     name = Path(path).name
     if not name.endswith(_MATTER) and not (name.startswith("requirements") and name.endswith(".txt")):
         return False
-    inside = next((Path(path).relative_to(root).parts for root in roots if Path(path).is_relative_to(root)), ())
-    return not name.startswith(".#") and NEVER.isdisjoint(inside)
+    return not name.startswith(".#") and NEVER.isdisjoint(_inside(path, roots))
+
+
+def is_tree(path: str, roots: Iterable[Path]) -> bool:
+    """Whether it is a folder that came or went with all that is in it, of which nothing else is told."""
+    try:
+        came = any(True for _ in Path(path).iterdir())
+    except NotADirectoryError:
+        return False
+    except OSError:
+        name = Path(path).name  # gone; what it was is not known, but vim tries a folder with a file `4913`
+        came = not Path(path).suffix and not name.isdigit()
+    return came and NEVER.isdisjoint(_inside(path, roots))
+
+
+def _inside(path: str, roots: Iterable[Path]) -> tuple[str, ...]:
+    return next((Path(path).relative_to(root).parts for root in roots if Path(path).is_relative_to(root)), ())
 
 
 def _again(changed: list[str], once: Callable[[], int]) -> None:
