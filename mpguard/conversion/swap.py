@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from mpguard import compiling, hardware
-from mpguard.conversion import Conversion, choice, weights
+from mpguard.conversion import choice, weights
 from mpguard.conversion.history import recall_kept
 from mpguard.conversion.padding import Padded, Padding, State
+from mpguard.conversion.report import Conversion
 from mpguard.errors import NotCarried, NotInForce, PolicyError
 from mpguard.plugin import FP8_WEIGHTS, carriers, fp8_weights
 from mpguard.policy import Policy
