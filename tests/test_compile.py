@@ -200,6 +200,19 @@ def test_compiled_code_is_known_after_a_checkpoint_was_loaded(tmp_path: Path) ->
     assert ended.returncode == 0 and "proven in force again" in ended.stderr, told(ended)
 
 
+def test_a_dynamic_shape_stays_dynamic(tmp_path: Path) -> None:
+    """What is observed of a graph must not have it made for one shape."""
+    script = """
+m.compile(backend="aot_eager"); o = adam(m)
+for rows in (32, 48, 64, 96):
+    inputs = torch.randn(rows, 32); torch._dynamo.mark_dynamic(inputs, 0)
+    with amp(): m(inputs).float().pow(2).mean().backward()
+o.step(); assert graphs() == 1, graphs()
+"""
+    ended = run(tmp_path, script, "")
+    assert ended.returncode == 0 and "compute        bf16" in ended.stderr, told(ended)
+
+
 # -- mpguard.convert -----------------------------------------------------------------------------
 
 POLICY = Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True, compile=True)

@@ -645,18 +645,25 @@ def test_padding_is_said_once_and_too_much_of_it_with_the_multiple() -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_padding_in_compiled_code_is_said_once_too_and_costs_no_graph() -> None:
+@pytest.mark.parametrize(("sizes", "much"), [((320, 333, 350, 351), False), ((20, 21, 22, 32, 33), True)])
+def test_padding_in_compiled_code_is_said_once_too_and_costs_no_graph(sizes: tuple[int, ...], much: bool) -> None:
+    """Too much of it as well: of the size that a graph is made for, since none counts while it runs."""
     net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     mpguard.convert(net, FP8)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compiled(torch.zeros(32, 32))
         assert not [each for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
-        for rows in (20, 21, 22, 32, 33):
+        for rows in sizes:
             assert compiled(torch.zeros(rows, 32)).shape == (rows, 32)
-    (said,) = [str(each.message) for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
-    assert said.startswith("0: its input has a number of rows that is no multiple of 16") and "a multiple of 16" in said
+    said = [str(each.message) for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
+    assert len(said) == 1 + much
+    assert said[0].startswith("0: its input has a number of rows that is no multiple of 16")
+    assert not much or ("more than 5 % of the work is on padding" in said[1] and "no multiple of 16. Make" in said[1])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3, "of multiples, with padding, and with much"
 
 
 def test_padding_is_counted_for_a_copied_model_by_itself() -> None:

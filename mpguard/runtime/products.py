@@ -197,7 +197,7 @@ def in_graph(module: Any) -> Counter[tuple[str, int]]:
                 work += in_graph(graph) if hasattr(graph, "graph") else Counter()
         value = _value(node)
         if hasattr(value, "dtype") and value.dtype.is_floating_point:
-            size = math.prod(map(int, value.shape)) * _contracted(name, node, tuple(map(int, value.shape)))
+            size = math.prod(_sizes(value)) * _contracted(name, node, _sizes(value))
             weights = any(map(_parameter_shape, node.all_input_nodes))
             batched = value.ndim > 2 and (
                 "matmul" in name or name in ("bmm", "baddbmm", "scaled_dot_product_attention")
@@ -208,7 +208,7 @@ def in_graph(module: Any) -> Counter[tuple[str, int]]:
 
 def _contracted(name: str, node: Any, shape: tuple[int, ...]) -> int:
     """Multiply-adds per element of the result of a call; 0 for what is no product."""
-    shapes = [tuple(map(int, _value(other).shape)) for other in node.all_input_nodes if hasattr(_value(other), "shape")]
+    shapes = [_sizes(_value(other)) for other in node.all_input_nodes if hasattr(_value(other), "shape")]
     if name in CALLS and len(shapes) > 1:
         if name == "scaled_dot_product_attention":
             return 2 * shapes[1][-2]
@@ -225,13 +225,18 @@ def _parameter_shape(node: Any) -> tuple[int, ...]:
         node = node.all_input_nodes[0]
     value = _value(node)
     is_parameter = getattr(value, "_is_param", False) or _of_fsdp1(node)
-    return tuple(map(int, value.shape)) if is_parameter else ()
+    return _sizes(value) if is_parameter else ()
 
 
 def _of_fsdp1(node: Any) -> bool:
     """Whether a node is a part of a flat parameter, which stands for the module's own."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     return source is not None and bool(source.guard_source.is_fsdp_module())
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    """A shape in numbers; of a dynamic one those at hand: to ask it for them would make the graph for them alone."""
+    return tuple(size if type(size) is int else size.node.hint or 1 for size in value.shape)
 
 
 def _value(node: Any) -> Any:
