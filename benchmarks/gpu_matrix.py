@@ -56,6 +56,10 @@ RECIPES: dict[str, tuple[str | None, dict[str, Any]]] = {
                        "fp8_amax_compute_algo": "max"}),
     "current": ("te", {"fp8": "hybrid", "fp8_recipe": "tensorwise"}),
     "block": ("te", {"fp8": "e4m3", "fp8_recipe": "blockwise"}),
+    "delayed, FP8 parameters": ("te", {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 16,
+                                       "fp8_amax_compute_algo": "max", "fp8_param": True}),
+    "current, FP8 parameters": ("te", {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True}),
+    "block, FP8 parameters": ("te", {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": True}),
     "tensorwise": ("torchao", {"fp8": "hybrid", "fp8_recipe": "tensorwise"}),
     "tensorwise, float8 all-gather": ("torchao", {"fp8": "hybrid", "fp8_recipe": "tensorwise",
                                                   "fp8_param_gather": True}),
@@ -71,7 +75,7 @@ RECIPES: dict[str, tuple[str | None, dict[str, Any]]] = {
 LAYERS, FP8_OF_3 = 28, {"rowwise_with_gw_hp": 2}
 
 #: The largest mean relative difference from the BF16 loss, over the last 20 of the 100 steps.
-GAPS, GAP, COMPARED = {"delayed": 0.02}, 0.01, slice(80, 100)
+GAPS, GAP, COMPARED = {"delayed": 0.02, "delayed, FP8 parameters": 0.02}, 0.01, slice(80, 100)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +88,11 @@ class Cell:
     @property
     def backend(self) -> str | None:
         return RECIPES[self.recipe][0]
+
+    @property
+    def kept(self) -> bool:
+        """Whether parameters are kept in FP8, and the optimizer has to hold masters of them."""
+        return "FP8 parameters" in self.recipe
 
     @property
     def name(self) -> str:
@@ -154,6 +163,7 @@ def prepared(cell: Cell, folder: Path, port: int) -> list[str]:
             second.read_text().replace('"train_micro_batch_size_per_gpu": 1', '"train_micro_batch_size_per_gpu": 8')
         )
     program = [str(PROGRAMS / FRAMEWORKS[cell.framework]), "--out", str(folder / "facts.json")]
+    program += ["--masters"] if cell.kept else []
     own = ["--config", str(config), "--proof-json", str(folder / "proof.json")]
     if cell.framework == "own loop":
         run = [
@@ -278,7 +288,9 @@ def shortfalls(cell: Cell, facts: dict[str, Any], proof: dict[str, Any]) -> list
         wrong.append(f"{fp8:g} matrix kernels a step are FP8, not {asked}")
     if "all-gather" in cell.recipe and facts["gathered_in_fp8"] != LAYERS:
         wrong.append(f"{facts['gathered_in_fp8']} of {LAYERS} weights are all-gathered in FP8")
-    if cell.recipe == "delayed" and cell.gpus > 1 and facts["scales_agree"] is not True:
+    if cell.kept and (facts["kept_in_fp8"] != LAYERS or not rows.get("fp8 weights", {}).get("ok")):
+        wrong.append(f"{facts['kept_in_fp8']} of {LAYERS} weights are kept in FP8, with exact masters")
+    if cell.recipe.startswith("delayed") and cell.gpus > 1 and facts["scales_agree"] is not True:
         wrong.append("the scales of delayed scaling are not the same on all ranks")
     if cell.backend and not rows.get("fp8", {}).get("ok"):
         wrong.append("the proof has no FP8 recipe in force")

@@ -9,6 +9,24 @@ from typing import Any
 STRATEGIES = ("plain", "DDP, 2 GPUs", "FSDP1", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
+#: What the page says of parameters that are kept in FP8.
+KEPT = (
+    "## Parameters in FP8", "",
+    "With `fp8_param` (`fp8_param_gather`) the weights of the converted layers are themselves FP8 tensors of "
+    "Transformer Engine, rounded once a step instead of at each forward pass. Training needs what they were rounded "
+    "from: the optimizer has to be one that holds FP32 masters, "
+    "`transformer_engine.pytorch.optimizers.FusedAdam(model.parameters(), ..., master_weights=True)`; any other is "
+    "refused before it changes a weight. By itself it would make its masters from the rounded weights; mpguard makes "
+    "them the exact ones, bit for bit, and frees the copies. A `state_dict` (so `save_pretrained`, `save_state`, and "
+    "the Trainer's checkpoints) has the exact weights under the plain model's keys, and is loaded with or without "
+    "mpguard; a resumed run continues bit for bit. `mpguard.revert` gives plain layers with exact weights. Under DDP, "
+    "all ranks begin with the exact weights of the first.", "",
+    "Call `mpguard.convert` before DDP; under `mpguard.activate` and `mpguard launch` that is seen to. What reads "
+    "`model.parameters()` sees rounded values: an average of weights is to read `state_dict()`. Under FSDP and "
+    "DeepSpeed such parameters are refused; FSDP2 has torchao's float8 all-gather.",
+)  # fmt: skip
+
+
 def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
     """docs/gpu.md: what was proven on a GPU, what is refused there, and what `compile: auto` rests on."""
     found = result["cells"]
@@ -53,11 +71,20 @@ def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
             refused.setdefault(_recipe(cell), []).append(cell)
     for recipe, where in refused.items():
         reason = min((cell["reason"] for cell in where), key=len)  # some routes name the place too
-        everywhere = len(where) == len(frameworks) * len(strategies)
-        places = "everywhere" if everywhere else ", ".join(f"{cell['framework']}, {cell['strategy']}" for cell in where)
-        lines.append(f"| {recipe} | {places} | {' '.join(reason.split()).replace('|', '/')} |")
-    lines += ["", *_compiled(compiled)]
+        lines.append(
+            f"| {recipe} | {_places(where, frameworks, strategies)} | {' '.join(reason.split()).replace('|', '/')} |"
+        )
+    lines += ["", *KEPT, "", *_compiled(compiled)]
     return "\n".join(lines) + "\n"
+
+
+def _places(cells: list[dict[str, Any]], frameworks: list[str], strategies: list[str]) -> str:
+    """Where cells are, in few words."""
+    found = {name: [_place(cell) for cell in cells if cell["framework"] == name] for name in frameworks}
+    alike = {tuple(places) for places in found.values()}
+    if len(alike) == 1:
+        return "everywhere" if len(min(alike)) == len(strategies) else f"{', '.join(min(alike))}"
+    return ", ".join(f"{cell['framework']}, {cell['strategy']}" for cell in cells)
 
 
 def _compiled(result: dict[str, Any]) -> list[str]:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from mpguard import compiling, hardware
-from mpguard.errors import NotInForce
+from mpguard.errors import NotInForce, PolicyError
+from mpguard.plugin import require_carried
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
 from mpguard.runtime import converting
@@ -78,11 +79,17 @@ def test_what_is_refused_is_refused_by_the_code() -> None:
     refused = {(cell["recipe"], cell["framework"], cell["reason"]) for cell in CELLS if cell["state"] == "refused"}
     assert {(name, framework) for name, framework, _ in refused} == {
         *((name, framework) for name in ("MXFP8", "NVFP4") for framework in matrix.FRAMEWORKS),
+        *((name, framework) for name in matrix.RECIPES if "FP8 parameters" in name for framework in matrix.FRAMEWORKS),
         ("tensorwise, float8 all-gather", "own loop"),
     }
     for cell in CELLS:
         if cell["recipe"] in ("MXFP8", "NVFP4"):
             assert str(H200.refuses(policy_of(cell))) in cell["reason"]
+        elif cell["state"] == "refused" and "FP8 parameters" in cell["recipe"]:
+            assert cell["strategy"] not in ("plain", "DDP")
+            with pytest.raises(PolicyError) as said:
+                require_carried("accelerate", policy_of(cell), matrix.STRATEGIES[cell["strategy"]])
+            assert str(said.value) == cell["reason"]
         elif cell["state"] == "refused":
             guard = Guard(Plan(policy_of(cell), strategy=matrix.STRATEGIES[cell["strategy"]]))
             with pytest.raises(NotInForce) as error:

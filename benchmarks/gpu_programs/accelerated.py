@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 from accelerate import Accelerator
-from common import RATE, ROWS, Chain, Probe, model, options, world
+from common import ROWS, Chain, Probe, adam, model, options, world
 
 
 def main() -> None:
     asked = options()
     accelerator = Accelerator()
     net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, weight_decay=0.0)
+    optimizer = adam(net.parameters(), asked.masters)
     loader = torch.utils.data.DataLoader(Chain(asked.steps, world()[1]), batch_size=ROWS)
     trained, optimizer, data = accelerator.prepare(net, optimizer, loader)
     probe = Probe(asked.out)

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--strategy", default="single")
     parser.add_argument("--steps", type=int, default=STEPS + PROFILED)
+    parser.add_argument("--masters", action="store_true", help="an optimizer that holds FP32 masters of FP8 parameters")
     parser.add_argument("--local_rank", type=int, default=0, help="the deepspeed launcher gives it")
     return parser.parse_args()
 
@@ -45,6 +47,15 @@ def model() -> LlamaForCausalLM:
         attn_implementation="sdpa", tie_word_embeddings=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)
+
+
+def adam(parameters: Iterable[nn.Parameter], masters: bool) -> torch.optim.Optimizer:
+    if not masters:
+        return torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0)
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    made: torch.optim.Optimizer = FusedAdam(parameters, lr=RATE, weight_decay=0.0, master_weights=True)
+    return made
 
 
 class Chain(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -119,6 +130,7 @@ class Probe:
             "finished": True,
             "parameters": len(after),
             "scales_agree": agree,
+            "kept_in_fp8": sum(hasattr(own, "_quantizer") for own in self.model.parameters()),
             "gathered_in_fp8": sum(hasattr(_local(own), "_tensor") for own in self.model.parameters()),
             "unchanged": unchanged,
             "reduced_in": reduced_in(self.model, self.engine),

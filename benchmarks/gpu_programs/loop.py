@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import RATE, ROWS, Chain, Probe, model, options, world
+from common import ROWS, Chain, Probe, adam, model, options, world
 from torch import nn
 
 import mpguard
@@ -41,7 +41,7 @@ def wrapped(net: nn.Module, strategy: str, policy: Policy, device: torch.device)
     return fully_shard(net, mesh=mesh, mp_policy=policy.to("fsdp2"))
 
 
-def by_deepspeed(net: nn.Module, stage: int, data: Any, probe: Probe) -> None:
+def by_deepspeed(net: nn.Module, stage: int, data: Any, probe: Probe, masters: bool) -> None:
     import deepspeed
 
     deepspeed.init_distributed()
@@ -51,7 +51,7 @@ def by_deepspeed(net: nn.Module, stage: int, data: Any, probe: Probe) -> None:
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
-    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, weight_decay=0.0)
+    optimizer = adam(net.parameters(), masters)
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
     probe.begin(engine.module, engine)
     for batch in data:
@@ -62,7 +62,7 @@ def by_deepspeed(net: nn.Module, stage: int, data: Any, probe: Probe) -> None:
     probe.end()
 
 
-def by_torch(net: nn.Module, strategy: str, data: Any, probe: Probe) -> None:
+def by_torch(net: nn.Module, strategy: str, data: Any, probe: Probe, masters: bool) -> None:
     policy = mpguard.activate()  # the one that mp.yaml names
     precision = policy.to("torch", strategy)
     device = torch.device("cpu")
@@ -70,7 +70,7 @@ def by_torch(net: nn.Module, strategy: str, data: Any, probe: Probe) -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     trained = wrapped(net.to(device), strategy, policy, device)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=RATE, weight_decay=0.0)
+    optimizer = adam(trained.parameters(), masters)
     scaler = precision.scaler(device.type)
     probe.begin(trained)
     for batch in data:
@@ -91,9 +91,9 @@ def main() -> None:
     mine = chain.tokens.view(asked.steps, ranks, ROWS, -1)[:, rank]
     data = ({"input_ids": rows, "labels": rows} for rows in mine)
     if asked.strategy.startswith("deepspeed"):
-        by_deepspeed(model(), int(asked.strategy[-1]), data, probe)
+        by_deepspeed(model(), int(asked.strategy[-1]), data, probe, asked.masters)
     else:
-        by_torch(model(), asked.strategy, data, probe)
+        by_torch(model(), asked.strategy, data, probe, asked.masters)
     if dist.is_initialized():
         dist.destroy_process_group()
 

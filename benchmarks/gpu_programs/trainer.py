@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-from common import RATE, ROWS, Chain, Probe, model, options, world
+from common import RATE, ROWS, Chain, Probe, adam, model, options, world
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
@@ -36,7 +36,11 @@ def main() -> None:
             logging_nan_inf_filter=False, save_strategy="no", report_to=[], disable_tqdm=True,
         )  # fmt: skip
         look = Look(probe)
-        trainer = Trainer(model=model(), args=arguments, train_dataset=Chain(asked.steps, world()[1]), callbacks=[look])
+        net = model()
+        trainer = Trainer(
+            model=net, args=arguments, train_dataset=Chain(asked.steps, world()[1]), callbacks=[look],
+            optimizers=(adam(net.parameters(), asked.masters) if asked.masters else None, None),
+        )  # fmt: skip
         look.trainer = trainer  # type: ignore[assignment]
         trainer.train()
         probe.end()
