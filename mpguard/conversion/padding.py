@@ -89,8 +89,8 @@ def _compiled(number: int, layer: str, much: bool) -> None:
         padding.warned = True
         texts.append(
             f"{layer or 'the model'}: for a batch of this size more than {100 * SHARE:.0f} % of the work is on "
-            f"padding: rows (batch x sequence length) are few, and no multiple of {padding.multiple}. Make them one, unless it "
-            "is an epoch's last batch alone: compiled code does not count how often each size comes"
+            f"padding: rows (batch x sequence length) are few, and no multiple of {padding.multiple}. Make them one, "
+            "unless it is an epoch's last batch alone: compiled code does not count how often each size comes"
         )
     with warnings.catch_warnings():
         warnings.simplefilter("always", MpguardWarning)  # as an error it would be one of the compiler's
