@@ -228,11 +228,20 @@ class Facts:
 
     def of(self, record: Record) -> Facts:
         """The facts of the file in which a record stands."""
-        return self._home.get(record.chunk.source.path, self)
+        path = record.chunk.source.path
+        pending, seen = [self], {self}
+        for facts in pending:  # what an import hands on may stand further off
+            if facts.path == path:
+                return facts
+            near = {other for other in facts._imported.values() if other is not None} - seen
+            pending += sorted(near, key=lambda other: other.path)
+            seen |= near
+        return self
 
-    @property
-    def _home(self) -> dict[str, Facts]:
-        return {self.path: self, **{f.path: f for f in self._imported.values() if f is not None}}
+    def elsewhere(self, record: Record) -> str | None:
+        """The file in which a record stands, where that is another than this."""
+        path = record.chunk.source.path
+        return path if path != self.path else None
 
     def imported(self, module: str) -> Facts | None:
         """The facts of a module of the linted tree."""

@@ -139,7 +139,8 @@ def arms(loader, args, net):
                 ]
                 for region, guard in regions:
                     if region.call is not None and self._parallel(call.func, call, guard, facts, _DEPTH):
-                        yield self.at(call, model=call.path, notes=(Note("the region", region.call.span),))
+                        note = Note("the region", region.call.span, facts.elsewhere(region.call))
+                        yield self.at(call, model=call.path, notes=(note,))
                         break
 
     def _wraps(self, call: Call, facts: Facts) -> bool:

@@ -228,14 +228,15 @@ for x in loader:
                 continue
             region = self._region(event.call, facts)
             if region is not None:
-                notes = (Note("the region", region.call.span),) if region.call is not None else ()
+                made = region.call
+                notes = (Note("the region", made.span, facts.elsewhere(made)),) if made is not None else ()
                 fix = self._fix(event.call, facts)
                 yield self.at(event, call=facts.short(event.call.node), notes=notes, fix=fix)
 
         for call in [call for name, calls in facts.calls.items() if _HELPER.search(name) for call in calls]:
             inner = self._elsewhere(call, facts) if self._region(call, facts) is not None else None
             if inner is not None:
-                notes = (Note("its backward pass", inner.span, inner.chunk.source.path),)
+                notes = (Note("its backward pass", inner.span, facts.elsewhere(inner)),)
                 yield self.at(call, call=facts.short(call.node), notes=notes)
 
     def _elsewhere(self, call: Call, facts: Facts) -> Call | None:

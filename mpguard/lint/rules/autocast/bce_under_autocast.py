@@ -135,7 +135,7 @@ def helper(x, y):
                 if region.device != "cuda" or region.call is None or facts.contexts.off_by_default(region):
                     continue
                 if inside.joined(guard).possible:
-                    notes = (Note("the region", region.call.span),) if region.facts is facts else ()
+                    notes = (Note("the region", region.call.span, facts.elsewhere(region.call)),)
                     yield self.at(call, call=facts.short(call.node), notes=notes, fix=self._fix(call, facts))
                     break
 

@@ -102,7 +102,11 @@ class Function(torch.autograd.Function):
                 continue
             region = fp8_region(facts, event.call)
             if region is not None:
-                notes = (Note("the region", region.call.span),) if region.call is not None else ()
+                notes = (
+                    (Note("the region", region.call.span, facts.elsewhere(region.call)),)
+                    if region.call is not None
+                    else ()
+                )
                 yield self.at(event, call=facts.short(event.call.node), notes=notes, fix=self._fix(event, facts))
 
     def _fix(self, event: Event, facts: Facts) -> Fix | None:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import libcst as cst
 
-from mpguard.edits import Edit, Span
+from mpguard.edits import Edit
 from mpguard.lint import mend
 from mpguard.lint.facts import unscaled
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import Guard, compatible
-from mpguard.lint.facts.records import Record, Scope
+from mpguard.lint.facts.records import Call, Record, Scope
 from mpguard.lint.facts.regions import Region
 from mpguard.lint.facts.syntax import dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
@@ -459,11 +459,12 @@ def peak_memory(model):
                 if step is None or unscaled.scaled(guard.joined(step.guard), program, facts):
                     continue
                 reported |= {scope for scope in program if scope.kind != "module"}
-                notes: tuple[Note, ...] = (Note("this step applies the gradients", step.span),)
-                if where is not None:
-                    notes = (Note("FP16 from here", where), *notes)
+                notes = (
+                    Note("FP16 from here", where.span, facts.elsewhere(where)),
+                    Note("this step applies the gradients", step.span),
+                )
                 # GradScaler refuses gradients of FP16 parameters: no fix for those.
-                here = region is not None and region.facts is facts
+                here = region is not None and facts.elsewhere(where) is None
                 fix = self._fix(backward, step, region, guard, facts) if region is not None and here else None
                 what = "FP16 autocast" if region is not None else "FP16 weights"
                 yield self.at(backward, what=what, notes=notes, fix=fix)
@@ -471,9 +472,8 @@ def peak_memory(model):
 
     # -- what makes the gradients FP16 --------------------------------------------------------------
 
-    def _low_precision(self, backward: Event, facts: Facts) -> Iterator[tuple[Region | None, Span | None, Guard]]:
-        """What computes this loss in FP16: a region (none: weights), its place if that is in this file, the guard under
-        which both happen."""
+    def _low_precision(self, backward: Event, facts: Facts) -> Iterator[tuple[Region | None, Call, Guard]]:
+        """What computes this loss in FP16: a region (none: weights), its call, the guard under which both happen."""
         assert backward.subject is not None
         records: list[Record] = [backward.call, *facts.flow.backward(backward.subject, backward.call)]
         for record in records:
@@ -484,12 +484,12 @@ def peak_memory(model):
                     if both.possible and not _of_accelerate(both, facts):
                         assert region.call is not None
                         if region.call not in facts.forgotten_dtypes:  # BF16 was meant: MPG310 says so
-                            yield region, region.call.span if region.facts is facts else None, both
+                            yield region, region.call, both
         for load in facts.events("load"):
             for guard in load.may_be("float16"):
                 both = guard.joined(backward.guard)
                 if both.possible and self._weights(load, backward, both, facts):
-                    yield None, load.span, both
+                    yield None, load.call, both
 
     def _half(self, region: Region, inner: tuple[Region, ...], around: tuple[Region, ...]) -> list[Guard]:
         """The guards under which an FP16 region is in force: nothing inside it says otherwise, gradients are made."""

@@ -257,7 +257,7 @@ def from_outside(loss):
             elif enabled.possible and not any(_FP16.search(flag) for flag in enabled.flags()):
                 region = bfloat16_region(scaler, enabled, facts)
                 if region is not None and region.call is not None:
-                    notes = (Note("the BF16 region", region.call.span),) if region.facts is facts else ()
+                    notes = (Note("the BF16 region", region.call.span, facts.elsewhere(region.call)),)
                     yield self.at(scaler, notes=notes, fix=self._off(given, scaler, facts))
 
     def _off(self, given: cst.BaseExpression | None, scaler: Event, facts: Facts) -> Fix:
