@@ -173,6 +173,19 @@ def test_weights_that_are_loaded_reach_the_masters_that_are_there() -> None:
     )
 
 
+def test_masters_of_old_are_not_believed() -> None:
+    """FusedAdam makes masters of FP32 parameters too, and never updates them: a model that is converted in between."""
+    net = model()
+    optimizer = adam(net)
+    train(net, optimizer)
+    assert not torch.equal(optimizer.state[net.layers[0][0].weight]["master_param"], net.layers[0][0].weight)
+    exact = state(net)
+    mpguard.convert(net, kept.CURRENT)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(net, optimizer, 1)
+    assert same(state(net), exact)
+
+
 @pytest.mark.parametrize("masters", [None, False, torch.float16])
 def test_optimizers_without_masters_change_nothing(masters: Any) -> None:
     net = model()

@@ -190,20 +190,23 @@ def _weights(optimizer: Any) -> Iterator[tuple[Any, Exact]]:
 
 
 def _stepping(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-    """Before each step: the masters are the exact values. Those that came with a checkpoint stay."""
+    """Before each step: the masters are the model's exact values, whatever the optimizer has had or been given."""
     kept = list(_weights(optimizer))
     if kept and (reason := without_masters(optimizer)) is not None:
         raise NotInForce(f"fp8_param: {reason}")
     for weight, exact in kept:
         state = optimizer.state[weight]
-        if MASTER not in state:
-            value = exact.value.to(weight.device, torch.float32)
-            if not state:
-                optimizer.initialize_state(weight, False)
-            optimizer.set_scaled_state(weight, MASTER, value)
-            if not torch.equal(state[MASTER], value):
-                raise NotInForce(f"fp8_param: a master of {type(optimizer).__name__} is not the weight it was given")
-        exact.value, exact.mastered = state[MASTER], True
+        if state.get(MASTER) is not exact.value:
+            value = exact.value.to(weight.device)
+            if MASTER not in state or not torch.equal(
+                state[MASTER].to(value.dtype), value
+            ):  # in fewer digits, the same
+                if not state:
+                    optimizer.initialize_state(weight, False)
+                optimizer.set_scaled_state(weight, MASTER, value.float())
+                if not torch.equal(state[MASTER], value.float()):
+                    raise NotInForce(f"fp8_param: a master of {type(optimizer).__name__} is not what it was given")
+            exact.value, exact.mastered = state[MASTER], True
 
 
 def _stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
