@@ -310,3 +310,22 @@ def test_trees_of_modules_are_not_kept_for_ever(tmp_path: Path, monkeypatch: pyt
     project.begin(path)
     again = project.source_of("helper", path)
     assert again is not None and again is not found
+
+
+def test_a_note_says_in_which_file_a_region_stands_that_a_module_hands_on() -> None:
+    make({
+        "pyproject.toml": "",
+        "shim.py": "import torch\n\ndef autocast(**kwargs):\n    return torch.autocast('cuda', **kwargs)\n",
+        "functional.py": "from shim import autocast\n",
+        "train.py": "from functional import autocast\n\nfor x in loader:\n    with autocast(enabled=amp):\n"
+        "        loss = model(x).sum()\n        loss.backward()\n",
+    })  # fmt: skip
+    engine = Engine(rules(own_only=True), Options(Selectors(select=("MPG301",))))
+    (report,) = engine.run([Target("train.py", "python", named=True)])
+    (note,) = report.findings[0].notes
+    assert note.path is not None and note.start is not None
+    assert (Path(note.path).name, note.start[0], note.source) == (
+        "shim.py",
+        4,
+        "    return torch.autocast('cuda', **kwargs)",
+    )
