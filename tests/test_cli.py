@@ -91,6 +91,21 @@ def test_a_reader_that_is_gone_is_no_traceback(arguments: str) -> None:
     assert (done.returncode in (0, 2), done.stdout, done.stderr) == (True, "", "")
 
 
+@pytest.mark.parametrize("arguments", ["--version", "lint a.py", "lint --format json a.py", "lint -", "rule --all"])
+def test_streams_that_are_closed_or_full(arguments: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").touch()
+
+    def ran(streams: str) -> tuple[int, str]:
+        command = ["bash", "-c", f"{sys.executable} -m mpguard {arguments} {streams}"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stderr
+
+    assert ran("<&- >&-") == (0, "")
+    assert ran("<&- >&- 2>&-") == (0, "")
+    if Path("/dev/full").exists():
+        assert ran("< /dev/null > /dev/full") == (2, "mpguard: the output cannot be written: No space left on device\n")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -17,6 +18,8 @@ from typing import Any
 from mpguard.cli.said import say
 from mpguard.errors import MpguardError, NotInForce, did_you_mean, near
 
+#: What a write to a full disk, or one that fails, says.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 #: Command -> what it does. Its module is imported only when it runs.
 COMMANDS = {
     "lint": "check training code and configs",
@@ -33,6 +36,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status. Never raises for what is the user's to mend."""
+    _open_streams()
     try:
         os.getcwd()  # noqa: PTH109
     except OSError as error:
@@ -48,12 +52,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except MpguardError as error:
         return _refuse(str(error))
-    except BrokenPipeError:  # `| head`; what is still buffered must not fail again when Python ends
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `| head`
+        _drop_output()
         return 2
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _drop_output()
+        return _refuse(f"the output cannot be written: {error.strerror}")
     except KeyboardInterrupt:
         return 130
+
+
+def _open_streams() -> None:
+    """Those that the shell has closed (`>&-`) are None in Python."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def _drop_output() -> None:
+    """What is still buffered must not fail again when Python ends."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: list[str]) -> int:
