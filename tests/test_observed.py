@@ -273,6 +273,35 @@ def test_a_proof_file_is_of_this_run(tmp_path: Path, script: str, says: str, sta
     assert (ended.returncode, made["verdict"]) == (status, "not proven") and says in made["failures"][0], told(ended)
 
 
+def test_a_checkpoint_that_is_loaded_to_be_looked_at_leaves_the_proof(tmp_path: Path) -> None:
+    """The best one at the end, to evaluate it."""
+    ended = run(tmp_path, "m = net(); o = adam(m); train(m, o); o.load_state_dict(o.state_dict()); print(m(x).shape)")
+    assert ended.returncode == 0 and "nothing was proven" not in ended.stderr, told(ended)
+    assert proof(tmp_path / "proof.json")["verdict"] == "in force"
+
+
+def test_quantized_states_are_not_taken_for_what_they_say_they_are(tmp_path: Path) -> None:
+    script = (
+        "torch.compile = lambda f, **_: f\nfrom torchao.optim import AdamW8bit\n"
+        "m = nn.Linear(32, 256); train(m, AdamW8bit(m.parameters()))"
+    )
+    ended = run(tmp_path, script)
+    row = proof(tmp_path / "proof.json")["rows"]["optimizer"]
+    assert ended.returncode == 0 and row["ok"] is None, told(ended)
+    assert row["found"].startswith("AdamW8bit, weights fp32, states OptimState8bit 9"), row
+
+
+def test_a_layer_that_comes_after_the_optimizer_is_told_so(tmp_path: Path) -> None:
+    script = (
+        "m = net(); o = adam(m); late = nn.Linear(32, 32); m.append(late)\n"
+        "o.add_param_group({'params': late.parameters()}); train(m, o)"
+    )
+    ended = run(
+        tmp_path, script, recipe="hopper_bf16_with_fp8_mixed, mpguard_overrides: {fp8_emulate: true, backend: torchao}"
+    )
+    assert ended.returncode == 1 and "make the optimizer when the model is whole" in ended.stderr, told(ended)
+
+
 def test_training_in_a_child_process_is_not_taken_for_this_ones(tmp_path: Path) -> None:
     ended = run(tmp_path, "import subprocess; subprocess.run([sys.executable, '-c', ''])")
     assert ended.returncode == 0 and "no training was seen in this process; nothing was proven" in ended.stderr

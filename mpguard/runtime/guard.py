@@ -60,7 +60,7 @@ class Guard:
         self.converts = self.compiles = True  # accelerate does so where there is an Accelerator
         self._listening = False
         self._said: set[str] = set()
-        self._again = False
+        self._before: Proof | None = None  # the proof that a loaded checkpoint has put in question
         self._proven: weakref.WeakSet[Any] = weakref.WeakSet()
         self._alone: weakref.WeakKeyDictionary[Any, tuple[tuple[Row, ...], Observed]] = weakref.WeakKeyDictionary()
 
@@ -175,7 +175,7 @@ class Guard:
         if self.proof is None or self.failure is not None:
             return
         self.recorder.stop()
-        self.recorder, self.proof, self._again = Recorder(self.recorder), None, True
+        self.recorder, self._before, self.proof = Recorder(self.recorder), self.proof, None
         self._proven.clear()
         self._alone.clear()
         if self._listening:
@@ -201,7 +201,7 @@ class Guard:
             if len(self._proven) <= MENTIONED:
                 say(f"step {made.observed.step} of {made.observed.optimizer} proven in force too")
             return
-        if self._again and made.in_force:
+        if self._before is not None and made.in_force:
             say(f"proven in force again, after a checkpoint was loaded · recipe {self.plan.policy.name}")
         elif made.observed is not None:
             say(made.table())
@@ -242,6 +242,9 @@ class Guard:
     def conclude_late(self, status: int) -> None:
         """The verdict on a run that ends without one. Raises `NotInForce`."""
         if self.proof is not None:
+            return
+        if self._before is not None and not self.trained and not self._alone:
+            self.proof = self._before  # a checkpoint was loaded to be looked at, not to go on
             return
         if self._alone and not status:
             rows, seen = next(iter(self._alone.values()))

@@ -229,7 +229,19 @@ def _optimized(seen: Observed, recorder: Recorder, optimizer: Any) -> None:
     seen.masters, seen.gradients = map(dict, recorder.updated.get(id(optimizer), ({}, {})))
     state = getattr(optimizer, "state", None) or {}
     tensors = [t for t in tree_leaves([dict(entry) for entry in state.values()]) if isinstance(t, torch.Tensor)]
-    _count(seen.states, (t for t in tensors if t.numel() > 1))
+    for tensor in tensors:
+        if tensor.numel() > 1 and (name := _state_dtype(tensor)):
+            seen.states[name] = seen.states.get(name, 0) + tensor.numel()
+
+
+def _state_dtype(tensor: torch.Tensor) -> str | None:
+    """As what a state is held; None for indices and flags. Quantized ones say another dtype, or are bytes."""
+    import torch
+
+    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+        return type(local).__name__
+    return short(local.dtype) if local.is_floating_point() or local.dtype in (torch.int8, torch.uint8) else None
 
 
 def _reduced(seen: Observed, recorder: Recorder, roots: list[nn.Module], updated: list[torch.Tensor]) -> None:

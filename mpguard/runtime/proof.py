@@ -183,6 +183,11 @@ def _why(row: Row, plan: Plan, seen: Observed) -> str:
         return f". {compiling.NEVER}: compile nothing, or set fp8_recipe to tensorwise"
     if row.name == "compile" and policy.compile is True:
         return f". {CALL_IT}"
+    if row.name == "not in fp8":
+        return (
+            ". Layers that come into a model after its optimizer are not converted: make the optimizer when the model "
+            "is whole, or call mpguard.convert before the first step"
+        )
     if row.name == "optimizer" and policy.master_dtype is Dtype.FP32:
         return ". Load the model in fp32: the optimizer's parameters are the master weights"
     if row.name == "parameters" and policy.asks_of_the_script:
@@ -347,7 +352,9 @@ def _optimizer(seen: Observed, plan: Plan) -> Row:
     states = f", states {said(seen.states)}" if seen.states else ""
     found = f"{seen.optimizer}, weights {said(seen.masters)}{states}"
     narrow = [dtype for dtype in seen.states if dtype in ("bf16", "fp16") and dtype != asked]
-    return Row("optimizer", found, f"weights and states {asked}", _mostly(seen.masters, asked) and not narrow)
+    quantized = any(Dtype.spelled(dtype) is None for dtype in seen.states)  # the script's own choice of an optimizer
+    ok = _mostly(seen.masters, asked) and not narrow
+    return Row("optimizer", found, f"weights and states {asked}", None if ok and quantized else ok)
 
 
 def _scaler(seen: Observed, plan: Plan) -> list[Row]:
