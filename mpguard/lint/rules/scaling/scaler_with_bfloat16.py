@@ -9,7 +9,7 @@ from mpguard.lint import mend
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.guard import All, Any, Condition, Flag
-from mpguard.lint.facts.regions import enabled_argument
+from mpguard.lint.facts.regions import Region, enabled_argument
 from mpguard.lint.facts.scaled import bfloat16_region
 from mpguard.lint.facts.syntax import constant, dotted
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
@@ -179,6 +179,33 @@ def build(dtype):
             """\
 import torch
 
+try:
+    grad_scaler, autocast = torch.GradScaler, torch.autocast
+except AttributeError:
+
+    def grad_scaler(**kwargs):
+        if torch.cuda.is_available():
+            return torch.cuda.amp.GradScaler(**kwargs)
+        return torch.cuda.amp.GradScaler(**kwargs)
+
+    def autocast(device_type=None, **kwargs):
+        if torch.cuda.is_available():
+            return torch.cuda.amp.autocast(**kwargs)
+        return torch.cpu.amp.autocast(**kwargs)
+
+class Run:
+    def epoch(self, loader):
+        scaler = grad_scaler(enabled=self.scale)
+        for x in loader:
+            with autocast(device_type=self.device.type, enabled=self.amp):
+                loss = self.model(x)
+            scaler.scale(loss).backward()
+"""
+        ),
+        Good(
+            """\
+import torch
+
 class Run:
     def __init__(self, dtype):
         self.amp = dtype in [torch.bfloat16, torch.float16]
@@ -256,7 +283,7 @@ def from_outside(loss):
                 yield self.at(scaler, fix=fix)
             elif enabled.possible and not any(_FP16.search(flag) for flag in enabled.flags()):
                 region = bfloat16_region(scaler, enabled, facts)
-                if region is not None and region.call is not None:
+                if region is not None and region.call is not None and not _inactive(scaler, region):
                     notes = (Note("the BF16 region", region.call.span, facts.elsewhere(region.call)),)
                     yield self.at(scaler, notes=notes, fix=self._off(given, scaler, facts))
 
@@ -283,6 +310,11 @@ def from_outside(loss):
         if text is None or given is None:
             return None
         return Fix("Enable it for FP16 alone", "unsafe", (mend.replaced(given, scaler.call, text),))
+
+
+def _inactive(scaler: Event, region: Region) -> bool:
+    """Whether the region is the CPU's and the scaler for a GPU: it switches itself off there."""
+    return region.device == "cpu" and constant(scaler.call.argument(0, "device")) != ("cpu",)
 
 
 def _bf16_flags(condition: Condition) -> Iterator[Flag]:
