@@ -2,13 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mpguard.lint.configs import launched
+from mpguard.lint.configs.launched import SHORT, contradicts, low
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.names import LOADERS
 from mpguard.lint.facts.records import Record
 from mpguard.lint.facts.regions import Region
-from mpguard.lint.project import launched
-from mpguard.lint.project.launched import SHORT, contradicts, low
 from mpguard.lint.rule import Bad, Diagnostic, Good, Placed, Rule, any_of
 
 

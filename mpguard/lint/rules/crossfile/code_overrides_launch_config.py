@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import mend
+from mpguard.lint.configs import launched
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.syntax import constant
-from mpguard.lint.project import launched
 from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
 
 

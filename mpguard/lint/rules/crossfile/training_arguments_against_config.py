@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mpguard.lint.configs import launched
 from mpguard.lint.facts.atoms import Constant
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.project import launched
 from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
 
 
