@@ -27,7 +27,7 @@ from pathlib import Path
 from mpguard.document import read
 from mpguard.errors import ConfigError, MpguardError, NotInForce
 from mpguard.runtime import activation, ending
-from mpguard.runtime.plan import CONFIG, Plan, looks_like_accelerate
+from mpguard.runtime.plan import CONFIG, Plan, refuse_config_after_script
 from mpguard.runtime.saying import not_in_force, say
 from mpguard.runtime.verdict import rank, speaks
 
@@ -75,17 +75,6 @@ def use_cpu_as_asked(path: Path) -> None:
     config = read(path).require()
     if config.get("use_cpu") is True and str(config.get("distributed_type", "NO")) in ("NO", "MULTI_CPU"):
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-
-
-def refuse_config_after_script(script: str, arguments: Sequence[str]) -> None:
-    """Raises `NotInForce` where the script's own arguments name an accelerate config and none is in force."""
-    for argument in arguments:
-        name = argument.partition("=")[2] if argument.startswith("--") and "=" in argument else argument
-        if looks_like_accelerate(name):
-            raise NotInForce(
-                f"{name} comes after {script}, so it is an argument of the script and no config is in force. "
-                f"Put it before: --config {name} {script}"
-            )
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -16,9 +16,8 @@ from processes import PROGRAMS, command, free_port, in_fork, mp_yaml, proof, res
 
 from mpguard.cli import main
 from mpguard.errors import NotInForce
-from mpguard.run import refuse_config_after_script
 from mpguard.runtime import launcher
-from mpguard.runtime.plan import Plan
+from mpguard.runtime.plan import Plan, refuse_config_after_script
 
 SCRIPT = PROGRAMS / "accelerated.py"
 

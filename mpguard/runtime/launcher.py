@@ -27,7 +27,7 @@ from mpguard.document import read
 from mpguard.errors import ConfigError, MpguardError, NotInForce
 from mpguard.plugin import Change, Setting, differences, merged, require_carried, show
 from mpguard.runtime import checks
-from mpguard.runtime.plan import Plan, absolute, enforcement, strategy_of
+from mpguard.runtime.plan import Plan, absolute, enforcement, refuse_config_after_script, strategy_of
 from mpguard.runtime.proof import Proof
 from mpguard.runtime.saying import header, say
 
@@ -66,8 +66,6 @@ def prepare(argv: Sequence[str], parser_factory: ParserFactory) -> Prepared | No
     options = _parsed(argv, parser_factory)
     script, arguments = options.training_script, list(options.training_script_args)
     if options.config_file is None:
-        from mpguard.run import refuse_config_after_script
-
         refuse_config_after_script(script, arguments)
         return None
     if not options.module and not Path(script).is_file():

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from mpguard import mpyaml, settings
 from mpguard.document import Document, read
-from mpguard.errors import ConfigError, PolicyError
+from mpguard.errors import ConfigError, NotInForce, PolicyError
 from mpguard.plugin import get
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
@@ -154,7 +154,18 @@ def deepspeed_file(config: Mapping[str, Any], path: Path) -> Document | None:
     return read(Path(name) if Path(name).exists() or not beside.exists() else beside)
 
 
-def looks_like_accelerate(name: str) -> bool:
+def refuse_config_after_script(script: str, arguments: Sequence[str]) -> None:
+    """Raises `NotInForce` where the script's own arguments name an accelerate config and none is in force."""
+    for argument in arguments:
+        name = argument.partition("=")[2] if argument.startswith("--") and "=" in argument else argument
+        if _looks_like_accelerate(name):
+            raise NotInForce(
+                f"{name} comes after {script}, so it is an argument of the script and no config is in force. "
+                f"Put it before: --config {name} {script}"
+            )
+
+
+def _looks_like_accelerate(name: str) -> bool:
     """Whether an argument names a file that is an accelerate config for certain.
 
     Less counts than for the plugin, which may take a file with `mixed_precision` and a few more keys for one: here it

@@ -49,7 +49,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
     17: ("mpguard.plugin:fp8_weights", "mpguard_plugins.accelerate:_fp8", "MPG413", "MPG812"),
     18: ("mpguard_plugins.deepspeed:deepspeed", "MPG823", "MPG825"),
     19: ("mpguard.compiling:choice", "MPG402"),
-    20: ("mpguard.run:refuse_config_after_script", "mpguard.runtime.hooked:install", "MPG866"),
+    20: ("mpguard.runtime.plan:refuse_config_after_script", "mpguard.runtime.hooked:install", "MPG866"),
     21: ("mpguard.runtime.launcher:prepare", "mpguard.runtime.activation:check_start"),
     22: ("mpguard.runtime.checks:_engine",),
     23: ("mpguard.runtime.checks:_engine", "MPG811"),
