@@ -105,11 +105,16 @@ def nearest(path: Path) -> Settings:
 
 def of_file(path: str) -> Settings:
     """The same for a file that is there: many files of one folder cost little more than one."""
-    return _beside(os.path.dirname(os.path.abspath(path)), are_isolated())  # noqa: PTH100, PTH120
+    return of_folder(os.path.dirname(os.path.abspath(path)))  # noqa: PTH100, PTH120
+
+
+def of_folder(folder: str) -> Settings:
+    """The same for a folder that is there, by its absolute path; it is looked at once."""
+    return _in_folder(folder, are_isolated())
 
 
 @remembered
-def _beside(folder: str, isolated: bool) -> Settings:  # noqa: ARG001
+def _in_folder(folder: str, isolated: bool) -> Settings:  # noqa: ARG001
     return nearest(Path(folder))
 
 

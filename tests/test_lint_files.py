@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mpguard import remembered
 from mpguard.lint import files
 from mpguard.lint.files import collect
 
@@ -92,9 +93,7 @@ def test_a_named_file_is_checked_though_it_is_ignored_and_excluded() -> None:
 def test_exclude_and_include() -> None:
     make("a.py", "third/b.py", "pkg/third/c.py", "pkg/d.py", "run.cfg", **{"mpguard.toml": "exclude = ['third']\n"})
     assert found() == ["a.py", "pkg/d.py"]
-    from mpguard import settings
-
-    settings._of_folder.cache_clear()
+    remembered.forget()
     make(**{"mpguard.toml": "include = ['pkg/**', 'run.cfg']\n"})
     assert found() == ["pkg/d.py", "pkg/third/c.py", "run.cfg"]
 

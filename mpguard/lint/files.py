@@ -78,6 +78,7 @@ def collect(paths: Iterable[str], force_exclude: bool = False, include_markdown:
     include_markdown: read the blocks of Python in Markdown too.
     """
     targets: dict[str, Target] = {}
+    folders: dict[str, str] = {}
     refused: list[str] = []
     empty: list[str] = []
     for given in paths:
@@ -112,10 +113,19 @@ def collect(paths: Iterable[str], force_exclude: bool = False, include_markdown:
         else:
             found = [Target(path, kind, named=not force_exclude, size=status.st_size)]
         for target in found:
-            key = os.path.realpath(target.path)
+            key = _real(target.path, folders)
             if key not in targets or (target.named and not targets[key].named):
                 targets[key] = target
     return Found(tuple(targets.values()), tuple(refused), tuple(empty))
+
+
+def _real(path: str, folders: dict[str, str]) -> str:
+    """A file's path without symbolic links. folders: those that are known; each is followed once."""
+    folder, name = os.path.split(path)
+    if folder not in folders:
+        folders[folder] = os.path.realpath(folder)
+    real = os.path.join(folders[folder], name)
+    return os.path.realpath(real) if os.path.islink(real) else real
 
 
 def kind_of(path: str, include_markdown: bool = False) -> Kind | None:
@@ -152,6 +162,8 @@ def _named_kind(path: str, include_markdown: bool) -> Kind | None:
 
 def _found_kind(folder: str, name: str, include_markdown: bool) -> Kind | None:
     """The same for a file that is found: without a suffix only a Makefile, of Markdown only a README's launch lines."""
+    if name.endswith(".py") and name[0] != ".":  # as most do
+        return "python"
     kind = kind_of(f"{folder}/{name}", include_markdown)
     if kind == "python" and not os.path.splitext(name)[1]:
         return None
@@ -310,7 +322,7 @@ class _Configured:
 
 
 def _configured(folder: str) -> _Configured:
-    return _Configured(settings.nearest(Path(folder)))
+    return _Configured(settings.of_folder(folder))
 
 
 def excluded(path: Path) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
 
 from mpguard import looks
 from mpguard.looks import Key, Seen
@@ -51,7 +50,7 @@ class Again:
         if what == "settings":
             from mpguard import settings
 
-            return settings.nearest(Path(where)).fingerprint
+            return settings.of_folder(where).fingerprint
         if what == "launch files":
             from mpguard.lint.project import launch_lines
 

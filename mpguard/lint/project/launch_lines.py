@@ -258,6 +258,8 @@ def _launch_files(top: str) -> list[str]:
         folders[:] = [each for each in folders if each not in NEVER and (each[0] != "." or each == ".github")]
         left -= len(files)
         for file in files:
+            if file.endswith(".py"):
+                continue
             path = os.path.join(folder, file)
             if kind_of(path) != "launch" or (file.lower().endswith(MARKDOWN) and not file.lower().startswith("readme")):
                 continue
