@@ -334,6 +334,12 @@ def targets_of_run(target: str, policy: Policy, strategy: str | None = None) -> 
     return tuple(dict.fromkeys((target, *([engine] if engine else []), *policy.backends, "torch")))
 
 
+#: The optimizer that holds FP32 masters of parameters in FP8.
+FUSED_ADAM = "transformer_engine.pytorch.optimizers.FusedAdam(model.parameters(), ..., master_weights=True)"
+
+#: What is lost without them.
+SAME_PRODUCTS = "The products are the same: layers quantize exact weights at each forward pass"
+
 #: What keeps parameters in FP8, library by library: see `fp8_weights`.
 FP8_WEIGHTS = {
     "te": "Transformer Engine's FP8 weights in one process or under DDP, with its FusedAdam(master_weights=True)",
@@ -390,7 +396,7 @@ def not_in_force(policy: Policy, fields: Sequence[str], targets: Sequence[str]) 
     instead = f"To go without: mpguard_overrides: {{{without}}}" if without else "Take another recipe"
     if "fp8_param" in fields and set(targets) & set(GUARDED):
         by += f" (here: {'; '.join(FP8_WEIGHTS.values())})"
-        instead += ". The products are the same: layers quantize exact weights at each forward pass"
+        instead += f". {SAME_PRODUCTS}"
     return f"`{policy.name}` has {what}, which a run of {', '.join(targets)} cannot put into force; {by}. {instead}"
 
 

@@ -49,6 +49,8 @@ def init(*arguments: str) -> dict[str, Any]:
 def test_accelerate_accepts_it_and_the_policy_is_in_it(recipe: str, strategy: str, folder: Path) -> None:
     config = init(recipe, "--strategy", strategy)
     policy = mpguard.recipe(recipe)
+    if policy.fp8_param and not plugin.fp8_weights(policy, strategy):
+        policy = policy.replace(fp8_param=None)
     assert mpyaml.load_policy(Path("mp.yaml")) == policy
     assert plugin.differences(config, policy, "accelerate", strategy) == []
     assert load_config_from_file("mp.yaml").fp8_config["mpguard_recipe"] == recipe
@@ -196,6 +198,21 @@ def test_what_no_part_of_the_run_can_do_is_said_with_the_way_out(capsys: pytest.
     )  # fmt: skip
     Path("mp.yaml").write_text(text)
     plugin.require_carried("accelerate", mpyaml.load_policy(Path("mp.yaml")), "single")
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp1", "fsdp2", "deepspeed-zero3"])
+def test_parameters_in_fp8_are_overridden_where_nothing_holds_them(
+    strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the file, and aloud; where they are held, the optimizer that does it is named."""
+    init("bf16_with_fp8_current_scaling_mixed", "--strategy", strategy)
+    out = capsys.readouterr().out
+    policy = mpyaml.load_policy(Path("mp.yaml"))
+    plugin.require_carried("accelerate", policy, strategy)
+    held = strategy in ("single", "ddp")
+    assert bool(policy.fp8_param) is held and ("FusedAdam(model.parameters(), ..., master_weights=True)" in out) is held
+    assert (f"fp8_param is overridden, under {strategy} nothing does it" in out) is not held
+    assert "will refuse it" not in out
 
 
 def test_a_run_without_master_weights_is_told_to_load_its_model_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the files are for. recipe: its name. device: `cpu` or `gpu`. output: the YAML."""
+    """What the files are for. recipe: its name. overrides: of it. device: `cpu` or `gpu`. output: the YAML."""
 
     recipe: str
+    overrides: Mapping[str, Any]
     policy: Policy
     strategy: str
     device: str
@@ -100,7 +102,8 @@ def run(options: argparse.Namespace) -> int:
     processes = options.num_processes or _processes(strategy, device, here)
     if strategy == "single" and processes > 1:
         raise ConfigError(f"--num-processes {processes} with strategy single. Add --strategy ddp, fsdp2 or another one")
-    plan = Plan(recipe, policy, strategy, device, processes, options.output)
+    overrides = _overrides(policy, strategy)
+    plan = Plan(recipe, overrides, policy.replace(**overrides), strategy, device, processes, options.output)
     files = _files(plan)
     _check_places([Path(each.path) for each in files], options.force)
     for each in reversed(files):  # the YAML last: it names the JSON
@@ -110,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"{each.path}: cannot be written: {error.strerror or error}") from None
     if device == "gpu" and 0 < here.gpus < processes:
         notes.append(f"{processes} processes, one per GPU; this machine has {here.gpus}.")
-    notes += _not_in_force(plan)
+    notes += _parameters(plan) + _not_in_force(plan)
     if policy.asks_of_the_script and plan.stage is None:
         notes.append(f"Mind: {policy.asks_of_the_script}.")
     if plan.deepspeed_config is not None:
@@ -156,6 +159,21 @@ def _checked(policy: Policy, strategy: str, device: str, here: hardware.Hardware
     return [f"Checked for {here}."]
 
 
+def _overrides(policy: Policy, strategy: str) -> dict[str, Any]:
+    """What a recipe has that changes no product, and nothing of the run can do: parameters in FP8."""
+    return {"fp8_param": None} if policy.fp8_param and not plugin.fp8_weights(policy, strategy) else {}
+
+
+def _parameters(plan: Plan) -> list[str]:
+    """What becomes of parameters in FP8."""
+    if plan.overrides:
+        held = "; ".join(plugin.FP8_WEIGHTS.values())
+        return [f"fp8_param is overridden, under {plan.strategy} nothing does it ({held}). {plugin.SAME_PRODUCTS}."]
+    if plan.policy.fp8_param and plugin.fp8_weights(plan.policy, plan.strategy) == "te":
+        return [f"Mind: parameters are kept in FP8, so the optimizer must be {plugin.FUSED_ADAM}."]
+    return []
+
+
 def _not_in_force(plan: Plan) -> list[str]:
     targets = plugin.targets_of_run("accelerate", plan.policy, plan.strategy)
     said = plugin.not_in_force(plan.policy, plugin.uncarried(plan.policy, targets, plan.strategy), targets)
@@ -175,7 +193,7 @@ def _files(plan: Plan) -> list[Document]:
     policy, strategy = plan.policy, plan.strategy
     base = parse(_yaml(plan), str(plan.output), "yaml")
     changes = [
-        *mpyaml.changes(base.require(), plan.recipe),
+        *mpyaml.changes(base.require(), plan.recipe, plan.overrides),
         *plugin.differences(base.data, policy, "accelerate", strategy),
     ]
     files = [parse(applied(base.text, base.edits(changes)), base.path, "yaml")]

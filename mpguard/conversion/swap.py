@@ -22,7 +22,7 @@ from mpguard.conversion.history import recall_kept
 from mpguard.conversion.padding import Padded, Padding, State
 from mpguard.conversion.report import Conversion
 from mpguard.errors import NotCarried, NotInForce, PolicyError
-from mpguard.plugin import FP8_WEIGHTS, carriers, fp8_weights
+from mpguard.plugin import FP8_WEIGHTS, SAME_PRODUCTS, carriers, fp8_weights
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
 
@@ -67,9 +67,8 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
     if policy.fp4_param or (policy.fp8_param and fp8_weights(policy, "single") is None):
         field = "fp8_param" if policy.fp8_param else "fp4_param"
         raise PolicyError(
-            f"convert: `{policy.name}` has {field}=True; converted layers keep them in FP8 as "
-            f"{FP8_WEIGHTS['te']}. Otherwise layers quantize exact weights at each forward pass: the products "
-            f'are the same. Say policy.replace({field}=False), as in mpguard.recipe("...").replace({field}=False)'
+            f"convert: `{policy.name}` has {field}=True; parameters are kept in FP8 as {FP8_WEIGHTS['te']}. "
+            f'Say policy.replace({field}=False), as in mpguard.recipe("...").replace({field}=False). {SAME_PRODUCTS}'
         )
     _check(model, policy)
     modules = list(model.named_modules(remove_duplicate=False))

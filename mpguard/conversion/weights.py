@@ -26,14 +26,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mpguard.conversion import history
 from mpguard.conversion.padding import State
 from mpguard.errors import MpguardWarning, NotInForce
+from mpguard.plugin import FUSED_ADAM
 
 #: An attribute of FP8 weights: it stays with them when they are tied, copied, or moved.
 EXACT = "_mpguard_exact"
 
 #: The state of an optimizer that holds master weights.
 MASTER = "master_param"
-
-MASTERS = "transformer_engine.pytorch.optimizers.FusedAdam(model.parameters(), ..., master_weights=True)"
 
 
 @dataclasses.dataclass(eq=False)
@@ -164,11 +163,11 @@ def without_masters(optimizer: Any) -> str | None:
     """Why an optimizer cannot train FP8 weights; None where it can, or that is not known yet: it is being made."""
     kind = type(optimizer)
     if not hasattr(kind, "set_scaled_state"):
-        return f"{kind.__name__} holds no FP32 master weights: steps smaller than FP8's would be lost. Use {MASTERS}"
+        return f"{kind.__name__} holds no FP32 master weights: steps smaller than FP8's would be lost. Use {FUSED_ADAM}"
     if not hasattr(optimizer, "master_weights"):
         return None
     if not optimizer.master_weights or optimizer.master_weight_dtype is not torch.float32:
-        return f"{kind.__name__} was made without FP32 master weights. Use {MASTERS}"
+        return f"{kind.__name__} was made without FP32 master weights. Use {FUSED_ADAM}"
     if optimizer.store_param_remainders:
         return f"{kind.__name__} keeps only what BF16 weights lack of its masters. Set store_param_remainders=False"
     return None
