@@ -15,7 +15,7 @@ from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
 #: What else may bring a GPU: then the code is not for the CPU alone.
 _GPU = re.compile(r"(?i)cuda|gpu|xpu|npu|mps|hpu|device_map|accelerat|deepspeed|fabric|trainer|rank|parallel")
 #: An autocast, a scaler and imports of them name the device too.
-_AMP = re.compile(r"[^\n]*(?:autocast|GradScaler|import)[^\n]*")
+_AMP = re.compile(r"autocast|GradScaler|import")
 
 
 class CpuAutocastFloat16(Rule):
@@ -171,7 +171,7 @@ accelerator = Accelerator()
 
     def _model_on_cpu(self, event: Event, facts: Facts) -> Call | None:
         """A model that is called in the region, and is moved to the CPU for certain."""
-        if _GPU.search(_AMP.sub("", facts.source.text)):
+        if _names_gpu(facts.source.normal):
             return None
         moved = {}
         for name in ("to", "cpu"):
@@ -187,3 +187,12 @@ accelerator = Accelerator()
                 if call.path in moved and any(region.call is event.call for region, _ in facts.autocasts(call)):
                     return moved[call.path]
         return None
+
+
+def _names_gpu(text: str) -> bool:
+    """Whether any line names a GPU but for what `_AMP` is on."""
+    for found in _GPU.finditer(text):
+        start, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
+        if not _AMP.search(text, start, end if end >= 0 else len(text)):
+            return True
+    return False
