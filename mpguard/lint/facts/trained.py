@@ -18,8 +18,8 @@ from mpguard.lint.facts import names
 from mpguard.lint.facts.atoms import Function, Object, Ref
 from mpguard.lint.facts.autocast_ops import LOWERED
 from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.flow import FRAMEWORK_STEPS, UPCASTS, Reach, Sink
 from mpguard.lint.facts.guard import Flag, Guard, compatible, negated
+from mpguard.lint.facts.reach import FRAMEWORK_STEPS, UPCASTS, Reach, Sink
 from mpguard.lint.facts.records import Binding, Call, Record, Scope
 from mpguard.lint.facts.syntax import constant, dotted
 
