@@ -125,7 +125,7 @@ class Guard(frozenset[Condition]):
                 return others[0]
         return Guard(self.union(*others))
 
-    @property
+    @functools.cached_property
     def possible(self) -> bool:
         """Whether some assignment of the flags meets all conditions (as far as unit propagation sees)."""
         return _consistent(self)
