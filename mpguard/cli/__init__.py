@@ -124,6 +124,10 @@ def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpar
         known = near(name, [option for action in parser._actions for option in action.option_strings])
         hint = f"did you mean {' or '.join(f'`{option}`' for option in known)}?" if known else "--help lists them"
         parser.error(f"there is no option `{name}`; {hint}")
+    for action in parser._actions:
+        value = getattr(options, action.dest, None)
+        if action.option_strings and (value == "" or (isinstance(value, list) and "" in value)):
+            parser.error(f"`{action.option_strings[-1]}` is given nothing")  # "$UNSET" of a shell script
     return options
 
 

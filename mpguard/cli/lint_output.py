@@ -18,6 +18,10 @@ def check(options: argparse.Namespace) -> None:
     """Raises `ConfigError` for what cannot be printed or written, before anything is checked."""
     if options.statistics and options.format not in (*TEXTS, "json"):
         raise ConfigError(f"--statistics is for people, and has no --format {options.format}; leave one of them out")
+    report = "--statistics" if options.statistics else f"--format {options.format}"
+    if (options.diff or options.write_baseline is not None) and report not in (f"--format {text}" for text in TEXTS):
+        other = "--diff prints a patch" if options.diff else "--write-baseline writes the baseline"
+        raise ConfigError(f"{report} is a report, and {other}; leave one of them out")
     if options.output_file is None:
         return
     if options.diff:
