@@ -20,8 +20,17 @@ import sys
 
 def _is_command() -> bool:
     """Whether Python was started as `python -m mpguard`, and imports this to get there."""
-    asked = next((i for i, each in enumerate(sys.orig_argv) if i and each.startswith("-") and each.endswith("m")), 0)
-    return sys.argv[:1] == ["-m"] and sys.orig_argv[asked + 1 :][:1] == ["mpguard"]
+    if sys.argv[:1] != ["-m"]:
+        return False
+    arguments = iter(sys.orig_argv[1:])
+    for each in arguments:
+        letters = each[1:] if each[:1] == "-" != each[1:2] else ""
+        takes = next((place for place, letter in enumerate(letters) if letter in "cmWX"), None)
+        if takes is not None:
+            value = letters[takes + 1 :] or next(arguments, "")  # `-mmpguard`, `-m mpguard`
+            if letters[takes] == "m":
+                return value == "mpguard"
+    return False
 
 
 if _is_command() and not getattr(sys.flags, "safe_path", False):

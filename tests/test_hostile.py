@@ -106,7 +106,11 @@ SHADOWS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("command", [["-m", "mpguard"], ["-Bm", "mpguard"], ["mpguard"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [["-m", "mpguard"], ["-Bm", "mpguard"], ["-mmpguard"], ["-W", "ignore::m", "-Xdev", "-Bmmpguard"], ["mpguard"]],
+    ids=" ".join,
+)
 def test_nothing_of_the_project_is_imported(command: list[str]) -> None:
     for name in (*SHADOWS, *(["mpguard"] if command == ["mpguard"] else [])):
         Path(f"{name}.py").write_text(f"open('{name}.run', 'w').close()\nraise SystemExit('run: {name}')\n")

@@ -139,6 +139,14 @@ def test_what_cannot_run_is_2_and_says_why(mpguard: Any, arguments: list[str], m
     assert message in ran.err
 
 
+@pytest.mark.parametrize("option", ["--select", "--extend-select", "--ignore"])
+def test_an_unknown_code_is_one_where_there_is_nothing_to_check_too(mpguard: Any, option: str) -> None:
+    ran = mpguard("lint", option, "MPG219")
+    assert ran.status == 2
+    assert f"{option}: there is no rule `MPG219`; did you mean `MPG21" in ran.err
+    assert mpguard("lint", option, "MPG201").status == 0
+
+
 def test_help_is_in_groups_with_examples_that_run(mpguard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from mpguard.cli import lint
 

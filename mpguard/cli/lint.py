@@ -97,7 +97,8 @@ def _reports(
     kept = lint_cache.opened(options)
     known = kept.known(targets)
     left = [target for target, report in zip(targets, known, strict=True) if report is None]
-    if left:
+    selected = bool(options.select or options.extend_select or options.ignore)
+    if left or (selected and not targets):  # a code that there is not is said of an empty folder too
         from mpguard.lint.engine import Engine, Options
         from mpguard.lint.rule import rules
         from mpguard.lint.selection import Selectors

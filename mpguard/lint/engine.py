@@ -88,7 +88,8 @@ class Engine:
         told: is told how many of how many are done, now and then.
         """
         targets = list(targets)
-        for folder in map(Path, {os.path.dirname(os.path.abspath(target.path)) for target in targets}):  # noqa: PTH100, PTH120
+        folders = {os.path.dirname(os.path.abspath(target.path)) for target in targets}  # noqa: PTH100, PTH120
+        for folder in map(Path, folders or {"."}):
             found = settings.nearest(folder)
             self._selected(found)
             if found.configs:
