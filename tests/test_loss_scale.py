@@ -159,10 +159,12 @@ def test_fsdp1s_scaler() -> None:
     assert isinstance(scaler, ShardedGradScaler) and isinstance(scaler, scaling.ShardedGradScaler)
 
 
-@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "engine", ["ddp", "fsdp1", "fsdp1 with an optimizer made before", "fsdp2", "zero1", "zero2", "zero3"]
+)
 def test_engines_on_two_ranks(tmp_path: Any, engine: str) -> None:
     """One rank alone overflows: no rank steps, and all have the same scale."""
-    run = torchrun(PROGRAMS / "overflow.py", engine, cwd=tmp_path)
+    run = torchrun(PROGRAMS / "overflow.py", *engine.split(maxsplit=1), cwd=tmp_path)
     assert run.returncode == 0, told(run)
     found = results(run)
     assert len(found) == 2

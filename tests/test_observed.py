@@ -302,6 +302,13 @@ def test_a_layer_that_comes_after_the_optimizer_is_told_so(tmp_path: Path) -> No
     assert ended.returncode == 1 and "make the optimizer when the model is whole" in ended.stderr, told(ended)
 
 
+def test_an_optimizer_of_other_parameters_is_not_taken_for_a_run_that_did_not_come_to_a_step(tmp_path: Path) -> None:
+    ended = run(tmp_path, "import copy; m = net(); o = adam(m); train(copy.deepcopy(m), o)")
+    assert (
+        ended.returncode == 1 and "not proven: an optimizer was stepped, and no parameter of its had a" in ended.stderr
+    )
+
+
 def test_training_in_a_child_process_is_not_taken_for_this_ones(tmp_path: Path) -> None:
     ended = run(tmp_path, "import subprocess; subprocess.run([sys.executable, '-c', ''])")
     assert ended.returncode == 0 and "no training was seen in this process; nothing was proven" in ended.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -70,6 +71,7 @@ def _begin(guard: Guard) -> None:
     """Says the header, where the launcher half has not, and waits for the libraries to come in."""
     if number("WORLD_SIZE", 1) > 1:
         whole_lines()
+    if "WORLD_SIZE" in os.environ:
         atexit.register(ending.let_gloo_finish)
     if not guard.plan.announced and rank() == 0:
         say(header(guard.plan))

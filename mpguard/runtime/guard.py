@@ -57,6 +57,7 @@ class Guard:
         self.process = os.getpid()
         self.finished = False
         self.spawned = False  # by the script, maybe to load data: that it does not train is not worth a word
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.converts = self.compiles = True  # accelerate does so where there is an Accelerator
         self._listening = False
         self._said: set[str] = set()
@@ -252,6 +253,11 @@ class Guard:
             return
         trained = self.trained
         reason = "the run computed gradients and ended before an optimizer step was applied"
+        if self.stepped and not self.recorder.updated:
+            reason = (
+                "an optimizer was stepped, and no parameter of its had a gradient: they are not those of the model "
+                "that was trained. Make it after what replaces parameters (fully_shard, FSDP, a copy, a new layer)"
+            )
         if self.plan.enforce == "off":
             reason = "enforce is off"
         elif not trained:

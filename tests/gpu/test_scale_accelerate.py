@@ -54,9 +54,7 @@ def test_accelerate(strategy: str) -> None:
     plugin = None
     if strategy != "plain":
         os.environ["ACCELERATE_USE_FSDP"] = "true"
-        # With flat parameters FSDP1 wants its optimizer made after it.
-        own = True if strategy == "fsdp1" else None
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=int(strategy[-1]), use_orig_params=own)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=int(strategy[-1]))
     accelerator = Accelerator(fsdp_plugin=plugin)
     assert accelerator.mixed_precision == "fp16"
     assert steps(accelerator, STORY, lambda _: accelerator.scaler.get_scale()) == EXPECTED

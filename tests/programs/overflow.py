@@ -17,22 +17,26 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from test_loss_scale import BAD, GOOD, OF_DEEPSPEED, POLICY, STORY
 
-engine = sys.argv[1]
+engine, *made_before = sys.argv[1:]
 mpguard.activate(POLICY, enforce="off")
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
 model: Any = torch.nn.Sequential(torch.nn.Linear(16, 16))
+optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-2) if made_before else None
 if engine == "fsdp1":
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+elif engine == "ddp":
+    model = torch.nn.parallel.DistributedDataParallel(model)
 elif engine == "fsdp2":
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-2)
+if optimizer is None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 zero: Any = None
 if engine.startswith("zero"):
     import deepspeed

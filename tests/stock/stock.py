@@ -61,6 +61,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
     29: ("MPG826",),
     30: ("mpguard.grouped:lowered",),
     31: ("mpguard.conversion.weights:_stepped",),
+    32: ("mpguard.runtime.patches.torch:_why_own_parameters",),
 }
 
 

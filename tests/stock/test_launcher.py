@@ -114,6 +114,6 @@ def test_s26_a_script_whose_last_act_is_a_collective_aborts_at_exit(tmp_path: Pa
             break
     assert stock.returncode == -signal.SIGABRT and "terminate called" in stock.stderr, mended(26)
 
-    for _ in range(2):
-        run = command("python", program, "--activate", cwd=tmp_path, WORLD_SIZE="2")
+    for world in ("1", "2"):
+        run = command("python", program, "--activate", cwd=tmp_path, WORLD_SIZE=world)
         assert "the collectives are left" in run.stdout and run.returncode == 0, told(run)

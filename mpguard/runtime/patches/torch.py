@@ -11,7 +11,7 @@ from typing import Any
 from mpguard.plugin import Change
 from mpguard.runtime import compiling, converting
 from mpguard.runtime import guard as guards
-from mpguard.runtime.observe import innermost
+from mpguard.runtime.observe import innermost, updated_by
 from mpguard.runtime.patches.patch import Function, Patch
 from mpguard.runtime.saying import quiet
 
@@ -33,10 +33,11 @@ def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Ca
                 wanted = guard.plan.policy.to(target)
             given = bound.arguments.get(parameter)
             bound.arguments[parameter] = _with_dtypes(given, wanted, fields, target, guard)
-            if target == "fsdp1" and guard.plan.policy.low_bit_recipe and not bound.arguments.get("use_orig_params"):
-                why = "FP8 layers need a weight of their own"
-                guard.say_change("FullyShardedDataParallel", Change("use_orig_params", False, True, why))
-                bound.arguments["use_orig_params"] = True
+            if target == "fsdp1" and not bound.arguments.get("use_orig_params"):
+                why = _why_own_parameters(guard, bound.arguments["module"])
+                if why:
+                    guard.say_change("FullyShardedDataParallel", Change("use_orig_params", False, True, why))
+                    bound.arguments["use_orig_params"] = True
             return original(*bound.args, **bound.kwargs)
 
         return wrapped
@@ -53,6 +54,16 @@ def _with_dtypes(given: Any, wanted: Any, fields: tuple[str, ...], target: str, 
         if old is not None and old != value:
             guard.say_change(target, Change(field, str(old).removeprefix("torch."), str(value).removeprefix("torch.")))
     return dataclasses.replace(given, **new)
+
+
+def _why_own_parameters(guard: guards.Guard, model: Any) -> str:
+    """Why FSDP1 must not flatten the parameters of a model into others; empty where it may."""
+    if guard.plan.policy.low_bit_recipe:
+        return "FP8 layers need a weight of their own"
+    own = {id(parameter) for parameter in model.parameters()}
+    if any(id(held) in own for optimizer in guard.optimizers for held in updated_by(optimizer)):
+        return "the optimizer made before would step parameters that no longer train"
+    return ""
 
 
 def _scaler_init(original: Function) -> Function:
@@ -147,6 +158,7 @@ def _optimizer_init(original: Function) -> Function:
         original(self, *args, **kwargs)
         guard = guards.current()
         if guard is not None:
+            guard.optimizers.add(self)
             converting.convert(guard, self)
             compiling.compile_models(guard, self)
 
@@ -197,8 +209,8 @@ PATCHES = (
     Patch(
         "torch.distributed.fsdp.fully_sharded_data_parallel",
         "FullyShardedDataParallel.__init__",
-        ("mixed_precision",),
-        "without a policy FSDP reduces in the parameters' dtype (S13)",
+        ("module", "mixed_precision", "use_orig_params"),
+        "without a policy FSDP reduces in the parameters' dtype (S13); it leaves an earlier optimizer behind (S32)",
         "torch 2.13.0",
         _mixed_precision("fsdp1", "mixed_precision", ("param_dtype", "reduce_dtype", "buffer_dtype")),
     ),
