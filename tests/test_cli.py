@@ -28,6 +28,14 @@ def test_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(f"  {name} " in out for name in COMMANDS)
 
 
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (main(["help", "rule"]), main(["help"])) == (0, 0)
+    out = capsys.readouterr().out
+    assert "usage: mpguard rule" in out and "usage: mpguard COMMAND" in out
+    assert main(["help", "ruel"]) == 2
+    assert "did you mean `rule`" in capsys.readouterr().err
+
+
 def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "usage: mpguard COMMAND" in capsys.readouterr().out

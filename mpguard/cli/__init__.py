@@ -78,6 +78,8 @@ def _drop_output() -> None:
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments[:1] == ["help"]:  # as git has it
+        arguments = [*arguments[1:2], "--help"]
     command = next((a for a in arguments if not a.startswith("-")), None)
     leading = arguments[: arguments.index(command)] if command is not None else arguments
     if "--version" in leading or "-V" in leading:

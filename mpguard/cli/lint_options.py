@@ -85,7 +85,7 @@ def _files(group: argparse._ArgumentGroup) -> None:
 def _fixes(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--fix", action="store_true", help="apply safe fixes; what is left is reported")
     group.add_argument("--unsafe-fixes", action="store_true", help="apply unsafe ones too (implies --fix)")
-    group.add_argument("--diff", action="store_true", help="print what the fixes would change, and change nothing")
+    group.add_argument("--diff", action="store_true", help="print what the fixes would change (for patch -p0)")
 
 
 def _adoption(group: argparse._ArgumentGroup) -> None:

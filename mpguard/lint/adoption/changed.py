@@ -94,7 +94,7 @@ def _git(folder: Path, *arguments: str) -> bytes:
     done = _run(folder, *arguments)
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip() or f"`git {arguments[0]}` failed"
-        raise ConfigError(f"--diff-from: {said.splitlines()[0]}")
+        raise ConfigError(f"--diff-from: {' '.join(said.split())}")  # of an owner it does not trust git says what to do
     return done.stdout
 
 
