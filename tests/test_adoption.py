@@ -287,7 +287,7 @@ def test_a_shallow_clone_is_said(lint: Lint, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("repository")
 @pytest.mark.parametrize(
-    "revision", ["^main", "-x", "--output=pwned", "main..HEAD", "HEAD:train.py", "", "...", "HEAD^{tree}"]
+    "revision", ["^main", "-x", "--output=pwned", "main..HEAD", "HEAD:train.py", "...", "HEAD^{tree}"]
 )
 def test_a_revision_is_one_commit(lint: Lint, revision: str) -> None:
     status, _, err = lint(f"--diff-from={revision}")
