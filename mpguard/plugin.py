@@ -337,12 +337,13 @@ def targets_of_run(target: str, policy: Policy, strategy: str | None = None) -> 
 #: The optimizer that holds FP32 masters of parameters in FP8.
 FUSED_ADAM = "transformer_engine.pytorch.optimizers.FusedAdam(model.parameters(), ..., master_weights=True)"
 
-#: What is lost without them.
+#: What a run without parameters in FP8 loses.
 SAME_PRODUCTS = "The products are the same: layers quantize exact weights at each forward pass"
 
 #: What keeps parameters in FP8, library by library: see `fp8_weights`.
 FP8_WEIGHTS = {
-    "te": "Transformer Engine's FP8 weights in one process or under DDP, with its FusedAdam(master_weights=True)",
+    "te": "Transformer Engine's FP8 weights, in one process or under DDP, with fp8_recipe delayed, tensorwise or "
+    "blockwise and its FusedAdam(master_weights=True)",
     "torchao": "torchao's float8 all-gather, under FSDP2, with fp8_recipe tensorwise in every block",
 }
 
@@ -359,7 +360,8 @@ def fp8_weights(policy: Policy, strategy: str | None) -> str | None:
     if strategy == "fsdp2":
         gathered = policy.fp8_recipe == "tensorwise" and not policy.first_last_layers_bf16
         return "torchao" if gathered and "torchao" in policy.backends else None
-    if strategy in (None, "single", "ddp") and "te" in policy.backends and policy.fp8_recipe != "mxfp8":
+    quantized = policy.fp8_recipe in ("delayed", "tensorwise", "blockwise") and "te" in policy.backends
+    if strategy in (None, "single", "ddp") and quantized:
         return "te"
     return fp8_weights(policy, "fsdp2") if strategy is None else None
 

@@ -115,20 +115,27 @@ def templates(policy: Policy) -> Callable[[nn.Linear], nn.Module]:
     return template
 
 
+class Same:
+    """Gives a weight the values of another one."""
+
+    def __init__(self, source: torch.Tensor | None) -> None:
+        self.source = source
+
+    def __call__(self, weight: torch.Tensor) -> None:
+        if self.source is not None:
+            weight.detach().copy_(self.source)
+
+
 def quantized(layer: nn.Linear, recipe: Any) -> Any:
     """Transformer Engine's layer with the weight of a plain one in FP8, on a GPU; exact values are kept beside it."""
-    source = [layer.weight.detach()]
-
-    def same(weight: torch.Tensor) -> None:
-        weight.detach().copy_(source[0])
-
+    same = Same(layer.weight.detach())
     device = layer.weight.device if layer.weight.is_cuda else torch.device("cuda", torch.cuda.current_device())
     with torch.enable_grad(), te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         made: Any = te.Linear(
             layer.in_features, layer.out_features,
             bias=layer.bias is not None, params_dtype=layer.weight.dtype, device=device, init_method=same,
         )  # fmt: skip
-    source.clear()  # the layer keeps the function
+    same.source = None  # the layer keeps the function
     weight = made.weight
     exact = Exact(weight.get_high_precision_init_val(), stale=recipe.delayed())
     weight.clear_high_precision_init_val()

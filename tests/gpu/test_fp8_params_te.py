@@ -6,12 +6,13 @@ tests/test_kept_weights.py has what goes without a GPU; benchmarks/gpu_matrix.py
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import PROGRAMS, results, told, torchrun
+from processes import PROGRAMS, command, results, told, torchrun
 from test_convert_te import POLICIES, TE, Model, fp8_share, model, train
 from torch import nn
 
@@ -218,6 +219,76 @@ def test_fsdp2_is_refused_at_the_first_forward_pass(name: str, one_rank: None) -
     fully_shard(net, mesh=torch.distributed.init_device_mesh("cuda", (1,)))
     with pytest.raises(mpguard.NotInForce, match="another one now: FSDP"):
         train(net, adam(net), 1)
+
+
+def test_what_cannot_keep_them_is_refused_by_the_guard_before_training(tmp_path: Path) -> None:
+    run = command(Path(sys.executable).name, PROGRAMS / "kept_refused.py", cwd=tmp_path, DS_ACCELERATOR="cuda")
+    found = {each["attempt"]: each for each in results(run)}
+    reasons = {
+        "adamw": "AdamW holds no FP32 master weights", "no masters": "FusedAdam was made without FP32 master weights",
+        **{name: f"nothing does so under {name} with fp8_recipe tensorwise (te)" for name in ("fsdp1", "fsdp2")},
+        "deepspeed": "nothing does so under DeepSpeed", "accelerate": "nothing does so under fsdp2",
+    }  # fmt: skip
+    assert found.keys() == reasons.keys(), told(run)
+    for name, reason in reasons.items():
+        assert reason in found[name]["said"] and "mpguard_overrides: {fp8_param: null}" in found[name]["said"], found
+        assert found[name]["plain"] or name == "no masters", found
+
+
+@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
+def test_ddp_with_other_options(options: dict[str, bool], one_rank: None) -> None:
+    net, alone = model(), model()
+    for each in (net, alone):
+        mpguard.convert(each, policy("tensorwise"))
+    spread = nn.parallel.DistributedDataParallel(net, **options)
+    assert train(spread, adam(spread), 5) == train(alone, adam(alone), 5)
+
+
+def test_a_model_of_transformers_is_saved_and_loaded_without_mpguard(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    net = transformers.LlamaForCausalLM(config).cuda()
+    assert len(mpguard.convert(net, policy("delayed")).converted) == 14
+    optimizer, tokens = adam(net), torch.randint(0, 64, (2, 16), device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        net(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    net.save_pretrained(tmp_path)
+    plain, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    exact = state(net)
+    assert all(torch.equal(value, exact[key]) for key, value in plain.state_dict().items())
+    assert all(torch.equal(optimizer.state[own]["master_param"].cpu(), exact[key]) for key, own in kept(net).items())
+
+
+def test_a_model_that_was_pickled_says_that_its_weights_are_rounded(tmp_path: Path) -> None:
+    net = model()
+    mpguard.convert(net, policy("tensorwise"))
+    torch.save(net, tmp_path / "whole.pt")
+    again = torch.load(tmp_path / "whole.pt", weights_only=False)
+    with pytest.warns(mpguard.MpguardWarning, match="what is saved is rounded to FP8"):
+        saved = again.state_dict()
+    rounded = {key: own.dequantize() for key, own in kept(net).items()}
+    assert all(torch.equal(saved[key], value) for key, value in rounded.items())
+    with pytest.raises(mpguard.NotInForce, match="is another one now"):
+        train(again, adam(again), 1)
+
+
+def test_a_run_that_was_converted_in_between_goes_on_exactly() -> None:
+    """FusedAdam has masters of FP32 parameters too, which it never updates."""
+    net = model()
+    optimizer = adam(net)
+    train(net, optimizer, 3)
+    before = state(net)
+    mpguard.convert(net, policy("blockwise"))
+    assert same(state(net), before)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(net, optimizer, 1)
+    assert same(state(net), before)
 
 
 def test_a_model_on_the_cpu_is_moved_later() -> None:
