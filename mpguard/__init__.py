@@ -40,6 +40,7 @@ if _is_command() and not getattr(sys.flags, "safe_path", False):
 
 from typing import TYPE_CHECKING
 
+from mpguard.dtype import Dtype
 from mpguard.errors import (
     ConfigError,
     ExtensionError,
@@ -54,7 +55,7 @@ from mpguard.errors import (
     UnknownRecipe,
 )
 from mpguard.plugin import Change, inject
-from mpguard.policy import Dtype, Policy
+from mpguard.policy import Policy
 from mpguard.recipes import recipe, recipes, register
 
 if TYPE_CHECKING:

@@ -12,78 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 import typing
 from collections.abc import Mapping
-from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from mpguard.errors import PolicyError, did_you_mean, near
-
-if TYPE_CHECKING:
-    from torch import dtype as TorchDtype
-
-
-class Dtype(Enum):
-    """A number format. The only dtype table of mpguard.
-
-    torch_name: the attribute of `torch`, such as `bfloat16`.
-    short: the name in tables and configs, such as `bf16`.
-    bits: width of one element.
-    aliases: other spellings. `Dtype.parse` reads all of them, with or without `torch.`.
-    """
-
-    FP64 = ("float64", "fp64", 64, ("double",))
-    FP32 = ("float32", "fp32", 32, ("float", "no", "32"))
-    FP16 = ("float16", "fp16", 16, ("half", "16"))
-    BF16 = ("bfloat16", "bf16", 16, ("bfloat_16",))
-    FP8_E4M3 = ("float8_e4m3fn", "e4m3", 8, ("float8_e4m3", "float8_e4m3fnuz"))
-    FP8_E5M2 = ("float8_e5m2", "e5m2", 8, ("float8_e5m2fnuz",))
-    FP4_E2M1 = ("float4_e2m1fn_x2", "e2m1", 4, ("float4_e2m1",))
-
-    def __init__(self, torch_name: str, short: str, bits: int, aliases: tuple[str, ...]) -> None:
-        self.torch_name = torch_name
-        self.short = short
-        self.bits = bits
-        self.aliases = aliases
-
-    @property
-    def torch(self) -> TorchDtype:
-        """The real dtype; imports torch."""
-        import torch
-
-        dtype: TorchDtype = getattr(torch, self.torch_name)
-        return dtype
-
-    @classmethod
-    def parse(cls, text: str) -> Dtype:
-        """The dtype of any spelling: `bf16`, `bfloat16`, `torch.bfloat16`, `half`.
-
-        Raises `PolicyError` for an unknown one, with the near ones.
-        """
-        found = cls.spelled(text)
-        if found is None:
-            raise PolicyError(f"`{text}` is no dtype{did_you_mean(text, _SPELLINGS)}")
-        return found
-
-    @classmethod
-    def spelled(cls, text: str) -> Dtype | None:
-        """Like `parse`, but None for what is no floating-point dtype."""
-        return _SPELLINGS.get(text.removeprefix("torch.").lower())
-
-    @classmethod
-    def of(cls, dtype: TorchDtype) -> Dtype | None:
-        """The member of a real torch dtype; None for integers and formats not listed."""
-        return cls.spelled(str(dtype))
-
-    def __str__(self) -> str:
-        return self.short
-
-    def __repr__(self) -> str:
-        return f"Dtype.{self.name}"
-
-
-_SPELLINGS = {spelling: dtype for dtype in Dtype for spelling in (dtype.torch_name, dtype.short, *dtype.aliases)}
+from mpguard.dtype import Dtype
+from mpguard.errors import PolicyError, did_you_mean
+from mpguard.typed import typed
 
 Fp8Format = Literal["hybrid", "e4m3"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp"]
@@ -222,7 +157,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            self._fill(field.name, _typed(field.name, getattr(self, field.name)))
+            self._fill(field.name, typed(field.name, getattr(self, field.name), _TYPES[field.name]))
         if self.bf16 and self.fp16:
             raise PolicyError("bf16 and fp16 are both True; a run computes in one of them. Set one to False")
         self._fill_defaults()
@@ -488,71 +423,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Dtype):
         return value.short
     return list(value) if isinstance(value, tuple) else value
-
-
-def _typed(name: str, value: Any) -> Any:
-    """The value in its field's type; raises `PolicyError` where it has none."""
-    allowed = _alternatives(_TYPES[name])
-    for kind in allowed:
-        converted = _convert(value, kind)
-        if converted is not _NO:
-            return converted
-    shown = ", ".join(sorted({_kind_name(kind) for kind in allowed}))
-    hint = ""
-    if name == "fp8" and value in ("e5m2", True):
-        hint = (
-            "; pure E5M2 training is refused by Transformer Engine"
-            if value == "e5m2"
-            else '; say which format, such as "hybrid"'
-        )
-    elif isinstance(value, str):
-        words = [kind for kind in allowed if isinstance(kind, str)]
-        nearest = near(value, words)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise PolicyError(f"{name} is {value!r}; it must be {shown}{hint}")
-
-
-_NO = object()
-
-
-def _alternatives(kind: Any) -> list[Any]:
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return [alternative for part in typing.get_args(kind) for alternative in _alternatives(part)]
-    if typing.get_origin(kind) is Literal:
-        return list(typing.get_args(kind))
-    return [kind]
-
-
-def _kind_name(kind: Any) -> str:
-    if isinstance(kind, str):
-        return f'"{kind}"'
-    return {type(None): "None", bool: "True or False", Dtype: "a dtype"}.get(kind, getattr(kind, "__name__", str(kind)))
-
-
-def _convert(value: Any, kind: Any) -> Any:
-    """The value as one alternative of a field's type, or `_NO`."""
-    if isinstance(kind, str):
-        return kind if isinstance(value, str) and value.lower() == kind else _NO
-    if kind is type(None):
-        return None if value is None else _NO
-    if kind is Dtype:
-        if isinstance(value, Dtype):
-            return value
-        if isinstance(value, str) or type(value).__module__ == "torch":
-            return Dtype.parse(str(value))
-        return _NO
-    if kind is bool:
-        return value if isinstance(value, bool) else _NO
-    if kind is int:
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-        return value if isinstance(value, int) and not isinstance(value, bool) else _NO
-    if kind is float:
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _NO
-    if kind is str:
-        return value if isinstance(value, str) else _NO
-    if typing.get_origin(kind) is tuple:
-        if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        return _NO
-    raise AssertionError(f"no conversion for {kind}")

@@ -15,8 +15,9 @@ from hypothesis import strategies as some
 from policies import CANDIDATES, TOGETHER
 
 import mpguard
+from mpguard.dtype import Dtype
 from mpguard.errors import PolicyError
-from mpguard.policy import BACKENDS, FIELD_NAMES, Dtype, Policy
+from mpguard.policy import BACKENDS, FIELD_NAMES, Policy
 
 # --- Dtype ----------------------------------------------------------------------------------------
 

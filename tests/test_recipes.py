@@ -13,9 +13,10 @@ from distributions import install
 
 import mpguard
 from mpguard import hardware
+from mpguard.dtype import Dtype
 from mpguard.errors import ExtensionError, PolicyError, UnknownRecipe
 from mpguard.plugin import require_carried
-from mpguard.policy import Dtype, Policy
+from mpguard.policy import Policy
 
 
 @pytest.fixture

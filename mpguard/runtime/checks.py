@@ -13,10 +13,10 @@ from typing import Any
 
 from mpguard import compiling, hardware
 from mpguard.document import Document
+from mpguard.dtype import Dtype
 from mpguard.errors import ConfigError, did_you_mean
 from mpguard.lint.configs.accelerate_keys import OLD, unknown_key
 from mpguard.plugin import ABSENT, Change, differences, show
-from mpguard.policy import Dtype
 from mpguard.runtime.plan import Plan, deepspeed_file
 
 _EITHER = "Set `distributed_type: MULTI_CPU`, or run where there is a GPU"

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from mpguard.policy import Dtype
+from mpguard.dtype import Dtype
 
 #: Nodes of autograd's graph, without `Backward0`, and where among their operands the two factors are.
 FACTORS = {

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mpguard import compiling
+from mpguard.dtype import Dtype
 from mpguard.plugin import get
-from mpguard.policy import Dtype
 from mpguard.runtime.fp8 import Fp8Found
 from mpguard.runtime.observe import Observed
 from mpguard.runtime.plan import Plan

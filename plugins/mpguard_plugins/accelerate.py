@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpguard import plugin as plugins
+from mpguard.dtype import Dtype
 from mpguard.errors import PolicyError
 from mpguard.plugin import ABSENT, Setting, Settings, lookup, plugin
-from mpguard.policy import Backend, Dtype, Policy
+from mpguard.policy import Backend, Policy
 from mpguard_plugins import fsdp, torch, torchao
 
 _INSTEAD = "Build the recipe with target `te`, and enter `te.autocast` around the forward pass"

@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mpguard.dtype import Dtype
 from mpguard.errors import PolicyError
 from mpguard.plugin import ABSENT, Setting, Settings, lookup, plugin
-from mpguard.policy import Dtype, Policy
+from mpguard.policy import Policy
 
 _STAGES = {1: "deepspeed-zero1", 2: "deepspeed-zero2", 3: "deepspeed-zero3"}
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mpguard.dtype import Dtype
 from mpguard.plugin import Setting, Settings, plugin
-from mpguard.policy import Dtype, Policy
+from mpguard.policy import Policy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy

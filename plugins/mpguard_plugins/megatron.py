@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mpguard.dtype import Dtype
 from mpguard.errors import PolicyError
 from mpguard.plugin import ABSENT, Setting, Settings, plugin
-from mpguard.policy import Dtype, Policy
+from mpguard.policy import Policy
 
 _DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
 _FP8 = (

@@ -21,8 +21,9 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+from mpguard.dtype import Dtype
 from mpguard.plugin import Settings, plugin
-from mpguard.policy import Dtype, Policy
+from mpguard.policy import Policy
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from mpguard.dtype import Dtype
 from mpguard.errors import PolicyError
 from mpguard.plugin import Setting, Settings, plugin
-from mpguard.policy import Dtype, Policy
+from mpguard.policy import Policy
 
 
 @plugin(

@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mpguard.dtype import Dtype
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, Note, any_of
-from mpguard.policy import Dtype
 
 if TYPE_CHECKING:
     from mpguard.document import Document

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpguard import settings
+from mpguard.dtype import Dtype
 from mpguard.errors import MpguardError
 from mpguard.lint.configs.mend import put
 from mpguard.lint.project.beside import naming
 from mpguard.lint.rule import Bad, ConfigRule, Diagnostic, Good, Note, any_of
-from mpguard.policy import Dtype
 
 if TYPE_CHECKING:
     from mpguard.document import Document, Entry
