@@ -176,16 +176,22 @@ model:
                 message="`dynamo_config`: nothing reads it under `DEEPSPEED`, and nothing is compiled",
                 help="compile the model in the code, and remove the section",
             )
-        for entry in document.entries():
+        entries = list(document.entries())
+        there: dict[str, set[str]] = {}
+        for entry in entries:
             if len(entry.path) == 2 and entry.path[0] in SECTIONS:
-                yield from self._key(document, entry, SECTIONS[entry.path[0]])
+                there.setdefault(entry.path[0], set()).add(SECTIONS[entry.path[0]].bare(entry.key))
+        for entry in entries:
+            if len(entry.path) == 2 and entry.path[0] in SECTIONS:
+                yield from self._key(document, entry, SECTIONS[entry.path[0]], there[entry.path[0]])
             elif len(entry.path) == 3 and ".".join(entry.path[:2]) == OVERRIDES and entry.key not in FIELD_NAMES:
                 hint = did_you_mean(entry.key, FIELD_NAMES)
                 yield self.at(
                     entry, section=OVERRIDES, key=entry.key, hint=f", a policy has no such field{hint}", help=""
                 )
 
-    def _key(self, document: Document, entry: Entry, section: Section) -> Iterator[Diagnostic]:
+    def _key(self, document: Document, entry: Entry, section: Section, there: set[str]) -> Iterator[Diagnostic]:
+        """there: the keys of its section."""
         name, bare = entry.path[0], section.bare(entry.key)
         if bare in section.keys or (not section.prefix and entry.key in ARGUMENTS):
             return
@@ -194,7 +200,6 @@ model:
             if entry.key not in own:
                 yield self.at(entry, section=name, key=entry.key, hint=did_you_mean(entry.key, own), help="")
             return
-        there = {section.bare(e.key) for e in document.entries() if len(e.path) == 2 and e.path[0] == name}
         meant = section.renamed.get(bare) or _typo(bare, section.keys)
         if meant is None:
             hint = did_you_mean(bare, section.keys) if len(bare) > 3 else ""
