@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from mpguard import compiling, hardware
+from mpguard.carried import require_carried
 from mpguard.errors import NotInForce, PolicyError
-from mpguard.plugin import require_carried
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
 from mpguard.runtime import converting

@@ -15,7 +15,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
 import mpguard
-from mpguard import hardware, mpyaml, plugin
+from mpguard import carried, hardware, mpyaml, plugin
 from mpguard.cli import main
 from mpguard.document import read
 from mpguard.plugin import STRATEGIES
@@ -49,7 +49,7 @@ def init(*arguments: str) -> dict[str, Any]:
 def test_accelerate_accepts_it_and_the_policy_is_in_it(recipe: str, strategy: str, folder: Path) -> None:
     config = init(recipe, "--strategy", strategy)
     policy = mpguard.recipe(recipe)
-    if policy.fp8_param and not plugin.fp8_weights(policy, strategy):
+    if policy.fp8_param and not carried.fp8_weights(policy, strategy):
         policy = policy.replace(fp8_param=None)
     assert mpyaml.load_policy(Path("mp.yaml")) == policy
     assert plugin.differences(config, policy, "accelerate", strategy) == []
@@ -197,7 +197,7 @@ def test_what_no_part_of_the_run_can_do_is_said_with_the_way_out(capsys: pytest.
         "  mpguard_overrides: {fp4_param: null}\n",
     )  # fmt: skip
     Path("mp.yaml").write_text(text)
-    plugin.require_carried("accelerate", mpyaml.load_policy(Path("mp.yaml")), "single")
+    carried.require_carried("accelerate", mpyaml.load_policy(Path("mp.yaml")), "single")
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp1", "fsdp2", "deepspeed-zero3"])
@@ -208,7 +208,7 @@ def test_parameters_in_fp8_are_overridden_where_nothing_holds_them(
     init("bf16_with_fp8_current_scaling_mixed", "--strategy", strategy)
     out = capsys.readouterr().out
     policy = mpyaml.load_policy(Path("mp.yaml"))
-    plugin.require_carried("accelerate", policy, strategy)
+    carried.require_carried("accelerate", policy, strategy)
     held = strategy in ("single", "ddp")
     assert bool(policy.fp8_param) is held and ("FusedAdam(model.parameters(), ..., master_weights=True)" in out) is held
     assert (f"fp8_param is overridden, under {strategy} nothing does it" in out) is not held

@@ -13,9 +13,9 @@ from distributions import install
 
 import mpguard
 from mpguard import hardware
+from mpguard.carried import require_carried
 from mpguard.dtype import Dtype
 from mpguard.errors import ExtensionError, PolicyError, UnknownRecipe
-from mpguard.plugin import require_carried
 from mpguard.policy import Policy
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpguard import mpyaml, plugin
+from mpguard import carried, mpyaml, plugin
 from mpguard.document import Document, read
 from mpguard.edits import applied, write_atomically
 from mpguard.errors import ConfigError, PolicyError
@@ -127,7 +127,7 @@ def _job(document: Document, recipe: str, policy: Policy, documents: list[Docume
         if kind == "accelerate":
             changes = [*mpyaml.changes(document.data, recipe, _kept(document, recipe)), *changes]
         strategy = target.strategy(document.data)
-        plugin.require_carried(kind, policy, strategy)
+        carried.require_carried(kind, policy, strategy)
         text = applied(document.text, document.edits(changes))
     except PolicyError as error:
         raise PolicyError(f"{document.path}: {error}") from None

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpguard import hardware, mpyaml, plugin
+from mpguard import carried, hardware, mpyaml, plugin
 from mpguard.document import Document, parse
 from mpguard.edits import applied, write_atomically
 from mpguard.errors import ConfigError, PolicyError
@@ -161,22 +161,22 @@ def _checked(policy: Policy, strategy: str, device: str, here: hardware.Hardware
 
 def _overrides(policy: Policy, strategy: str) -> dict[str, Any]:
     """What a recipe has that changes no product, and nothing of the run can do: parameters in FP8."""
-    return {"fp8_param": None} if policy.fp8_param and not plugin.fp8_weights(policy, strategy) else {}
+    return {"fp8_param": None} if policy.fp8_param and not carried.fp8_weights(policy, strategy) else {}
 
 
 def _parameters(plan: Plan) -> list[str]:
     """What becomes of parameters in FP8."""
     if plan.overrides:
-        held = "; ".join(plugin.FP8_WEIGHTS.values())
-        return [f"fp8_param is overridden, under {plan.strategy} nothing does it ({held}). {plugin.SAME_PRODUCTS}."]
-    if plan.policy.fp8_param and plugin.fp8_weights(plan.policy, plan.strategy) == "te":
-        return [f"Mind: parameters are kept in FP8, so the optimizer must be {plugin.FUSED_ADAM}."]
+        held = "; ".join(carried.FP8_WEIGHTS.values())
+        return [f"fp8_param is overridden, under {plan.strategy} nothing does it ({held}). {carried.SAME_PRODUCTS}."]
+    if plan.policy.fp8_param and carried.fp8_weights(plan.policy, plan.strategy) == "te":
+        return [f"Mind: parameters are kept in FP8, so the optimizer must be {carried.FUSED_ADAM}."]
     return []
 
 
 def _not_in_force(plan: Plan) -> list[str]:
-    targets = plugin.targets_of_run("accelerate", plan.policy, plan.strategy)
-    said = plugin.not_in_force(plan.policy, plugin.uncarried(plan.policy, targets, plan.strategy), targets)
+    targets = carried.targets_of_run("accelerate", plan.policy, plan.strategy)
+    said = carried.not_in_force(plan.policy, carried.uncarried(plan.policy, targets, plan.strategy), targets)
     return [f"As it is, `mpguard launch` will refuse it: {said}."] if said else []
 
 

@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from mpguard import compiling, hardware
+from mpguard.carried import FP8_WEIGHTS, SAME_PRODUCTS, fp8_weights
 from mpguard.conversion import choice, weights
 from mpguard.conversion.history import recall_kept
 from mpguard.conversion.padding import Padded, Padding, State
 from mpguard.conversion.report import Conversion
 from mpguard.errors import NotCarried, NotInForce, PolicyError
-from mpguard.plugin import FP8_WEIGHTS, SAME_PRODUCTS, carriers, fp8_weights
+from mpguard.plugin import carriers
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
 

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mpguard.carried import FUSED_ADAM
 from mpguard.conversion import history
 from mpguard.conversion.padding import State
 from mpguard.errors import MpguardWarning, NotInForce
-from mpguard.plugin import FUSED_ADAM
 
 #: An attribute of FP8 weights: it stays with them when they are tied, copied, or moved.
 EXACT = "_mpguard_exact"

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 from mpguard import compiling
+from mpguard.carried import require_carried
 from mpguard.errors import NotInForce
-from mpguard.plugin import require_carried
 from mpguard.policy import Policy
 from mpguard.recipes import recipe
 from mpguard.runtime import ending, imports, patches

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mpguard.carried import FP8_WEIGHTS, fp8_weights
 from mpguard.conversion.choice import plain_name
 from mpguard.errors import NotInForce
-from mpguard.plugin import FP8_WEIGHTS, fp8_weights
 from mpguard.policy import Policy
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.observe import engine_of, models_of, updated_by, world_size

@@ -23,9 +23,10 @@ from types import FrameType
 from typing import Any
 
 from mpguard import mpyaml, settings
+from mpguard.carried import require_carried
 from mpguard.document import read
 from mpguard.errors import ConfigError, MpguardError, NotInForce
-from mpguard.plugin import Change, Setting, differences, merged, require_carried, show
+from mpguard.plugin import Change, Setting, differences, merged, show
 from mpguard.runtime import checks
 from mpguard.runtime.plan import Plan, absolute, enforcement, refuse_config_after_script, strategy_of
 from mpguard.runtime.proof import Proof

@@ -46,7 +46,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
     14: ("mpguard.conversion.choice:reasons",),
     15: ("mpguard.conversion.choice:reasons", "MPG409"),
     16: ("mpguard_plugins.torchao:Float8Filter",),
-    17: ("mpguard.plugin:fp8_weights", "mpguard_plugins.accelerate:_fp8", "MPG413", "MPG812"),
+    17: ("mpguard.carried:fp8_weights", "mpguard_plugins.accelerate:_fp8", "MPG413", "MPG812"),
     18: ("mpguard_plugins.deepspeed:deepspeed", "MPG823", "MPG825"),
     19: ("mpguard.compiling:choice", "MPG402"),
     20: ("mpguard.runtime.plan:refuse_config_after_script", "mpguard.runtime.hooked:install", "MPG866"),

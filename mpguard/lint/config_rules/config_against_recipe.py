@@ -106,7 +106,7 @@ mixed_precision: fp16
     def check(self, document: Document) -> Iterator[Diagnostic]:
         if document.format == "python":
             return
-        from mpguard import mpyaml, plugin
+        from mpguard import carried, mpyaml, plugin
 
         named = document.entry(mpyaml.RECIPE)
         place: Span | None = named.span if named is not None else None
@@ -120,7 +120,7 @@ mixed_precision: fp16
             policy = self._policy(document, found.recipe)
             if policy is None:
                 return
-            plugin.require_carried(kind, policy, plugin.get(kind).strategy(document.data))
+            carried.require_carried(kind, policy, plugin.get(kind).strategy(document.data))
             changes = plugin.differences(document.data, policy, kind)
         except PolicyError as error:
             if place is None and not isinstance(error, UnknownRecipe):

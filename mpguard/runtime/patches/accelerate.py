@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpguard import compiling
-from mpguard.plugin import ABSENT, Change, fp8_weights
+from mpguard.carried import fp8_weights
+from mpguard.plugin import ABSENT, Change
 from mpguard.runtime import checkpoints, converting
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches.patch import Function, Patch
