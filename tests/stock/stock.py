@@ -38,7 +38,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
         "MPG804",
     ),
     8: ("mpguard.runtime.checks:_deepspeed_file", "mpguard.runtime.patches.deepspeed:_deepspeed_initialize", "MPG824"),
-    9: ("mpguard.runtime.checks:_deepspeed_file", "mpguard.runtime.patches.deepspeed:_deepspeed_initialize"),
+    9: ("mpguard.runtime.checks:_deepspeed_file", "mpguard.runtime.patches.deepspeed:_deepspeed_initialize", "MPG861"),
     10: ("mpguard.runtime.checks:_hardware", "MPG814"),
     11: ("mpguard.runtime.patches.accelerate:_accelerator", "MPG863"),
     12: ("mpguard.runtime.patches.accelerate:_fsdp_plugin", "mpguard.runtime.checks:_beaten", "MPG864"),
