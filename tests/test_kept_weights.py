@@ -20,6 +20,10 @@ import mpguard
 from mpguard import hardware
 from mpguard.conversion import swap
 from mpguard.conversion.weights import exact_of, without_masters
+from mpguard.runtime import converting, proof
+from mpguard.runtime.fp8 import Fp8Found
+from mpguard.runtime.guard import Guard
+from mpguard.runtime.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(padded to|on padding).*:mpguard.MpguardWarning")
 
@@ -77,7 +81,8 @@ def test_the_masters_are_the_weights_bit_for_bit_and_the_copies_are_freed() -> N
     net = model()
     before, optimizer = state(net), adam(net, lr=0.0)
     objects = {name: id(own) for name, own in net.named_parameters()}
-    assert len(mpguard.convert(net, kept.CURRENT).converted) == 8
+    done = mpguard.convert(net, kept.CURRENT)
+    assert len(done.converted) == 8 and str(done).startswith("8 of 9 Linear layers in FP8 (te tensorwise, weights too)")
     assert {name: id(own) for name, own in net.named_parameters()} == objects
     assert same(state(net), before), "before the first step what is saved is exact too"
     train(net, optimizer, 1)
@@ -274,6 +279,50 @@ def test_without_transformer_engine_it_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(hardware, "detect", lambda: there.__class__(**{**vars(there), "libraries": libraries}))
     with pytest.raises(mpguard.NotInForce, match="Transformer Engine's, which is not installed"):
         mpguard.convert(model(), mpguard.Policy(bf16=True, fp8="hybrid", fp8_param=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "ok", "said"),
+    [
+        ({}, True, "2 of 2 kept in FP8 (Float8CurrentScalingQuantizer), masters fp32"),
+        ({"inexact": ["1"], "masters": {"fp32": 1}}, False, "masters fp32; not made from exact weights: 1"),
+        ({"masters": {"fp16": 2}}, False, "masters fp16"),
+        ({"kept": {"Float8CurrentScalingQuantizer": 1}}, False, "1 of 2 kept in FP8"),
+        ({"kept": {"Float8Quantizer": 2}}, False, "(Float8Quantizer)"),
+        ({"kept": {}, "masters": {}}, False, "in high precision"),
+    ],
+)
+def test_the_proof_looks_at_what_the_weights_are(changes: dict[str, Any], ok: bool, said: str) -> None:
+    """The quantizer is that of the recipe, all layers have it, masters are FP32 and were made from exact weights."""
+    facts = {"kept": {"Float8CurrentScalingQuantizer": 2}, "masters": {"fp32": 2}, **changes}
+    (row,) = proof._kept(Fp8Found("te", ["0", "1"], **facts), Plan(kept.CURRENT))
+    assert row.ok is ok and said in row.found and row.asked.startswith("all kept in FP8")
+
+
+def test_weights_in_fp8_that_nobody_asked_for_are_said() -> None:
+    plain = Plan(kept.CURRENT.replace(fp8_param=False))
+    (row,) = proof._kept(Fp8Found("te", ["0"], kept={"Float8Quantizer": 1}, inexact=["0"]), plain)
+    assert row.ok is False and row.asked == "in high precision"
+    assert proof._kept(Fp8Found("te", ["0"]), plain) == []
+
+
+def test_the_guard_refuses_an_optimizer_without_masters_as_it_is_made() -> None:
+    net = model()
+    before = state(net)
+    refused = r"AdamW holds no FP32 master weights.*To go without: mpguard_overrides: {fp8_param: null}"
+    with pytest.raises(mpguard.NotInForce, match=refused):
+        converting.convert(Guard(Plan(kept.CURRENT)), torch.optim.AdamW(net.parameters()))
+    assert {type(own) for own in net.parameters()} == {nn.Parameter} and same(state(net), before)
+    converting.convert(Guard(Plan(kept.CURRENT)), adam(net))
+    assert sum(exact_of(own) is not None for own in net.parameters()) == 8
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "DeepSpeed"])
+def test_the_guard_refuses_engines_that_cannot_keep_them(strategy: str) -> None:
+    with pytest.raises(mpguard.NotInForce, match=f"nothing does so under {strategy} with fp8_recipe tensorwise"):
+        converting.may_keep(Guard(Plan(kept.CURRENT)), strategy)
+    assert converting.may_keep(Guard(Plan(kept.CURRENT.replace(fp8_param=False))), strategy)
+    assert not converting.may_keep(Guard(Plan(kept.CURRENT, enforce="warn")), strategy)
 
 
 @pytest.mark.parametrize("order", ["convert", "guard"])

@@ -14,6 +14,7 @@ class Conversion:
     skipped: Linear layers that stay in the compute dtype, and why.
     others: what multiplies weights and is no Linear layer, by class, and its share of all weights that are multiplied.
     compiled: whether the model is compiled now, and why; empty where that is left to the script.
+    kept: whether the weights themselves are in FP8, and only an optimizer with FP32 masters can train them.
     """
 
     backend: str
@@ -25,10 +26,11 @@ class Conversion:
     skipped: tuple[tuple[str, str], ...] = ()
     others: tuple[tuple[str, float], ...] = ()
     compiled: str = ""
+    kept: bool = False
 
     def __str__(self) -> str:
         fp8 = len(self.converted) + len(self.already)
-        how = f"{self.backend} {self.recipe}{', emulated' if self.emulated else ''}"
+        how = f"{self.backend} {self.recipe}{', emulated' if self.emulated else ''}{', weights too' * self.kept}"
         lines = [f"{fp8} of {fp8 + len(self.skipped)} Linear layers in FP8 ({how})"]
         if self.already:
             lines[0] += f", {len(self.already)} of them converted before"

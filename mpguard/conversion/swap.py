@@ -115,22 +115,27 @@ def convert_named(model: nn.Module, modules: choice.Named, policy: Policy) -> Co
             f"convert: {name} {hardware.detect().libraries.get(backend, 'here')} is not as mpguard knows it "
             f"({type(error).__name__}: {error}). Install {version}, with which this was tested"
         ) from error
-    done: list[nn.Linear] = []
-    try:
-        for key, layer in todo.items():
-            become(layer, library.Float8Linear, made[key], State(names[key], policy, padding))
-            done.append(layer)
-    except RuntimeError as error:  # of swap_tensors
-        for layer in done:
-            unbecome(layer)
-        name = names[list(todo)[len(done)]] or "the model"
-        raise PolicyError(f"convert: {name}: {HELD}. Convert before DDP, and before a backward pass") from error
+    _put_in(
+        library.Float8Linear, [(layer, made[key], State(names[key], policy, padding)) for key, layer in todo.items()]
+    )
     if backend == "te":
         library.around(model, policy)
     return Conversion(
         backend, str(policy.low_bit_recipe), policy.compute_dtype.short, policy.fp8_emulate,
-        tuple(names[key] for key in todo), tuple(names[key] for key in before), skipped, others,
+        tuple(names[key] for key in todo), tuple(names[key] for key in before), skipped, others, kept=bool(policy.fp8_param),
     )  # fmt: skip
+
+
+def _put_in(kind: type[Padded], changes: list[tuple[nn.Linear, nn.Module, State]]) -> None:
+    """All changes, or none: raises `PolicyError` where a weight cannot become another tensor."""
+    for number, (layer, template, state) in enumerate(changes):
+        try:
+            become(layer, kind, template, state)
+        except RuntimeError as error:
+            for done, _, _ in changes[:number]:
+                unbecome(done)
+            name = state.name or "the model"
+            raise PolicyError(f"convert: {name}: {HELD}. Convert before DDP, and before a backward pass") from error
 
 
 def revert(model: nn.Module) -> nn.Module:

@@ -190,6 +190,11 @@ def _why(row: Row, plan: Plan, seen: Observed) -> str:
         )
     if row.name == "optimizer" and policy.master_dtype is Dtype.FP32:
         return ". Load the model in fp32: the optimizer's parameters are the master weights"
+    if row.name == "fp8 weights":
+        return (
+            ". mpguard keeps the exact values of layers that it converts itself: build them as nn.Linear, without "
+            "quantized_model_init, and set fp8_param"
+        )
     if row.name == "parameters" and policy.asks_of_the_script:
         return f"; {policy.asks_of_the_script}"
     return ""
