@@ -45,7 +45,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
     13: ("mpguard.runtime.patches.accelerate:_fsdp_plugin", "mpguard.runtime.patches.torch:_mixed_precision"),
     14: ("mpguard.conversion.choice:reasons",),
     15: ("mpguard.conversion.choice:reasons", "MPG409"),
-    16: ("mpguard_plugins.torchao:Float8Filter",),
+    16: ("mpguard_plugins.torchao:Float8Filter", "MPG409"),
     17: ("mpguard.carried:fp8_weights", "mpguard_plugins.accelerate:_fp8", "MPG413", "MPG812"),
     18: ("mpguard_plugins.deepspeed:deepspeed", "MPG823", "MPG825"),
     19: ("mpguard.compiling:choice", "MPG402"),
