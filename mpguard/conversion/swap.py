@@ -122,7 +122,8 @@ def convert_named(model: nn.Module, modules: choice.Named, policy: Policy) -> Co
         library.around(model, policy)
     return Conversion(
         backend, str(policy.low_bit_recipe), policy.compute_dtype.short, policy.fp8_emulate,
-        tuple(names[key] for key in todo), tuple(names[key] for key in before), skipped, others, kept=bool(policy.fp8_param),
+        tuple(names[key] for key in todo), tuple(names[key] for key in before), skipped, others,
+        kept=bool(policy.fp8_param),
     )  # fmt: skip
 
 
