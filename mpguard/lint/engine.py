@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import bisect
 import codecs
 import dataclasses
 import functools
 import importlib
-import itertools
 import os
 import re
-import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mpguard import looks, settings
-from mpguard.lint import gate, limit, suppress, workers
+from mpguard.lint import asking, gate, limit, suppress, workers
 from mpguard.lint.files import MARKDOWN, Target
 from mpguard.lint.finding import Finding, Lines, placed
 from mpguard.lint.project.launch_configs import LaunchConfig
@@ -110,7 +107,7 @@ class Engine:
             )
             return self._unreadable(target, message)
         except Exception as error:
-            return FileReport(target, defects=(_defect(target.path, "the engine", error),))
+            return FileReport(target, defects=(asking.defect(target.path, "the engine", error),))
 
     def _check(self, target: Target) -> FileReport:
         if target.problem is not None:
@@ -207,7 +204,7 @@ class Engine:
                     raise
                 except Exception as error:
                     documents = []
-                    defects += [_defect(target.path, rule.code, error, rule) for rule in about_dicts]
+                    defects += [asking.defect(target.path, rule.code, error, rule) for rule in about_dicts]
                 for document in documents:
                     found, failed = self._ask(about_dicts, document, target.path)
                     diagnostics += found
@@ -358,24 +355,8 @@ class Engine:
     def _ask(
         self, rules: Iterable[type[BaseRule]], about: object, path: str, fatal: tuple[type[Exception], ...] = ()
     ) -> tuple[list[Diagnostic], list[Defect]]:
-        """What the rules say. One that fails is a defect, and the others are asked all the same.
-
-        fatal: what is no rule's fault; raised.
-        """
-        found: list[Diagnostic] = []
-        defects: list[Defect] = []
-        for rule in rules:
-            try:
-                made = rule(self.project) if issubclass(rule, (ConfigRule, LaunchRule)) else rule()
-                said = dict.fromkeys(made.check(about))  # type: ignore[attr-defined]
-                _judge(said, rule)
-            except fatal:
-                raise
-            except (Exception, SystemExit) as error:
-                defects.append(_defect(path, rule.code, error, rule))
-                continue
-            found += said
-        return _most_specific(found, self.rules), defects
+        found, defects = asking.ask(rules, about, self.project, path, fatal)
+        return asking.most_specific(found, self.rules), defects
 
     def _finish(self, target: Target, chosen: Selection, said: _Said) -> Checked:
         lines = said.lines
@@ -391,9 +372,9 @@ class Engine:
     def _drop_misplaced(self, said: _Said, path: str) -> None:
         """A rule that names a place which the file does not have is a defect, and loses what it said."""
         length = len(said.lines.text)
-        for code in dict.fromkeys(each.code for each in said.diagnostics if not _within(each, length)):
+        for code in dict.fromkeys(each.code for each in said.diagnostics if not asking.within(each, length)):
             error = ValueError("it names a place that is not in the file")
-            said.defects.append(_defect(path, code, error, self.rules[code]))
+            said.defects.append(asking.defect(path, code, error, self.rules[code]))
             said.ran.discard(code)
             said.diagnostics = [each for each in said.diagnostics if each.code != code]
 
@@ -443,24 +424,6 @@ def _whole_file(comments: suppress.Comments) -> suppress.Comments:
     )
 
 
-def _most_specific(diagnostics: list[Diagnostic], rules: Rules) -> list[Diagnostic]:
-    """One mistake, one finding: a rule is silent where one that it yields to reports the same expression."""
-    spans: dict[str, list[tuple[int, int]]] = {}
-    for each in diagnostics:
-        spans.setdefault(each.code, []).append(each.span)
-    starts, ends = {}, {}
-    for code, found in spans.items():
-        found.sort()
-        starts[code] = [start for start, _ in found]
-        ends[code] = list(itertools.accumulate((end for _, end in found), max))
-
-    def overlapped(code: str, span: tuple[int, int]) -> bool:
-        before = bisect.bisect_left(starts[code], span[1]) if code in starts else 0  # of those, the furthest end
-        return before > 0 and ends[code][before - 1] > span[0]
-
-    return [each for each in diagnostics if not any(overlapped(code, each.span) for code in rules[each.code].yields_to)]
-
-
 def _written(data: bytes) -> tuple[str, Callable[[str], bytes]]:
     """The text of a file that is no Python, and the way back; bytes that are not UTF-8 stay what they are."""
     bom = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
@@ -470,26 +433,6 @@ def _written(data: bytes) -> tuple[str, Callable[[str], bytes]]:
 
 def _encoded(text: str, encoding: str, bom: bool) -> bytes:
     return (b"\xef\xbb\xbf" if bom else b"") + text.encode(encoding)
-
-
-def _judge(said: Iterable[object], rule: type[BaseRule]) -> None:
-    """Raises `TypeError` where a rule yields what the engine cannot report."""
-    for each in said:
-        if not isinstance(each, Diagnostic) or each.code != rule.code:
-            raise TypeError(f"`check` yields {each!r}; a `Diagnostic` with the code {rule.code} is needed")
-
-
-def _within(diagnostic: Diagnostic, length: int) -> bool:
-    spans = [diagnostic.span, *(note.span for note in diagnostic.notes if note.span and note.path is None)]
-    if diagnostic.fix is not None:
-        spans += [(edit.start, edit.end) for edit in diagnostic.fix.edits]
-    return all(0 <= start <= end <= length for start, end in spans)
-
-
-def _defect(path: str, code: str, error: BaseException, rule: type[BaseRule] | None = None) -> Defect:
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    module = "" if rule is None or rule.__module__.startswith("mpguard.") else rule.__module__
-    return Defect(path, code, said, "".join(traceback.format_exception(error)), module)
 
 
 def _died(target: Target, how: str) -> FileReport:
