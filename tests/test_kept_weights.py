@@ -19,7 +19,7 @@ from torch import nn
 import mpguard
 from mpguard import hardware
 from mpguard.conversion import swap
-from mpguard.conversion.weights import exact_of, without_masters
+from mpguard.conversion.weights import EXACT, exact_of, without_masters
 from mpguard.runtime import converting, proof
 from mpguard.runtime.fp8 import Fp8Found
 from mpguard.runtime.guard import Guard
@@ -257,6 +257,17 @@ def test_a_weight_that_something_has_replaced_is_refused_at_the_forward_pass() -
         net(torch.zeros(2, 8, dtype=torch.long))
     with torch.no_grad():
         net(torch.zeros(2, 8, dtype=torch.long))
+
+
+def test_exact_values_that_are_lost_are_said_where_weights_are_saved() -> None:
+    """As in a model that was pickled whole."""
+    net = model()
+    mpguard.convert(net, kept.CURRENT)
+    weight = net.layers[0][0].weight
+    delattr(weight, EXACT)
+    with pytest.warns(mpguard.MpguardWarning, match=r"layers\.0\.0: what is saved is rounded to FP8"):
+        saved = net.state_dict()
+    assert torch.equal(saved["layers.0.0.weight"], weight.dequantize())
 
 
 def test_meta_and_sharded_weights_are_refused() -> None:

@@ -265,19 +265,6 @@ def test_a_model_of_transformers_is_saved_and_loaded_without_mpguard(tmp_path: P
     assert all(torch.equal(optimizer.state[own]["master_param"].cpu(), exact[key]) for key, own in kept(net).items())
 
 
-def test_a_model_that_was_pickled_says_that_its_weights_are_rounded(tmp_path: Path) -> None:
-    net = model()
-    mpguard.convert(net, policy("tensorwise"))
-    torch.save(net, tmp_path / "whole.pt")
-    again = torch.load(tmp_path / "whole.pt", weights_only=False)
-    with pytest.warns(mpguard.MpguardWarning, match="what is saved is rounded to FP8"):
-        saved = again.state_dict()
-    rounded = {key: own.dequantize() for key, own in kept(net).items()}
-    assert all(torch.equal(saved[key], value) for key, value in rounded.items())
-    with pytest.raises(mpguard.NotInForce, match="is another one now"):
-        train(again, adam(again), 1)
-
-
 def test_a_run_that_was_converted_in_between_goes_on_exactly() -> None:
     """FusedAdam has masters of FP32 parameters too, which it never updates."""
     net = model()
