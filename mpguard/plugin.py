@@ -320,15 +320,20 @@ def build(policy: Policy, target: str, strategy: str | None = None) -> Any:
 
 
 def inject(
-    config: Mapping[str, Any], policy: Policy, target: str, strategy: str | None = None
+    config: Mapping[str, Any], policy: Policy | str, target: str, strategy: str | None = None
 ) -> tuple[dict[str, Any], list[Change]]:
-    """Writes the policy into a copy of a target's config.
+    """Writes the policy, or that of a recipe's name, into a copy of a target's config.
 
     Returns the new config and what changed; the given one is left as it is. What replaces a value
     that was there is logged at warning level (logger `mpguard`), with key, old and new value.
     Warns `NotCarried`; raises `PolicyError` where the target makes no sense for the policy or the
     config has a value where a section must be.
     """
+    from mpguard.recipes import given
+
+    policy = given(policy, "inject")
+    if not isinstance(config, Mapping):
+        raise PolicyError(f"inject: the config is a {type(config).__name__}; a mapping of keys and values is needed")
     found = get(target)
     changes = differences(config, policy, target, strategy)
     _say_not_carried(found, policy, strategy or found.strategy(config), stacklevel=3)

@@ -276,6 +276,11 @@ class Policy:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise PolicyError(f"{name} is {value}; it is a finite number above 0")
+        if self.min_loss_scale > self.initial_loss_scale and self.explicit("min_loss_scale"):
+            raise PolicyError(
+                f"min_loss_scale is {self.min_loss_scale:g}, above initial_loss_scale={self.initial_loss_scale:g}, "
+                "from which the scale comes down. Lower it, or raise the other"
+            )
         if self.loss_scale is not None:
             for name in names[1:]:
                 if self.explicit(name):

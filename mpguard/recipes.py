@@ -25,6 +25,8 @@ def register(function: Recipe) -> Recipe:
     Raises `ExtensionError` where another module's recipe has the name.
     """
     name = function.__name__.replace("-", "_")
+    if not name.isidentifier():
+        raise ExtensionError(f"{function.__module__}: a recipe has its function's name; `{name}` is none. Use `def`")
     other = _RECIPES.get(name)
     if other is not None and other.__module__ != function.__module__:
         raise ExtensionError(f"{function.__module__}: recipe `{name}` is taken by {other.__module__}")
@@ -34,6 +36,8 @@ def register(function: Recipe) -> Recipe:
 
 def recipe(name: str) -> Policy:
     """The policy of a recipe, in either spelling. Raises `UnknownRecipe`, which lists the near names."""
+    if not isinstance(name, str):
+        raise PolicyError(f"recipe: {name!r:.60} is no name of a recipe")
     known = recipes()
     found = known.get(name.replace("-", "_"))
     if found is None:
@@ -42,6 +46,15 @@ def recipe(name: str) -> Policy:
     if not isinstance(policy, Policy):
         raise PolicyError(f"recipe `{name}` returned {type(policy).__name__}; a Policy is needed")
     return policy if policy.name.startswith("auto:") else policy.replace(name=name.replace("-", "_"))
+
+
+def given(policy: Policy | str, to: str) -> Policy:
+    """What somebody has handed to a function: a policy, or a recipe's name. Raises `PolicyError`, `UnknownRecipe`."""
+    if isinstance(policy, str):
+        return recipe(policy)
+    if not isinstance(policy, Policy):
+        raise PolicyError(f"{to}: {policy!r:.60} is no mpguard.Policy, and no name of a recipe")
+    return policy
 
 
 def recipes() -> dict[str, Recipe]:

@@ -146,6 +146,7 @@ def test_emulation_is_torchaos() -> None:
         ({"fp16": True, "loss_scale": 0}, "loss_scale is 0.0; it is a finite number above 0"),
         ({"fp16": True, "initial_loss_scale": float("inf")}, "it is a finite number above 0"),
         ({"fp16": True, "min_loss_scale": float("nan")}, "it is a finite number above 0"),
+        ({"fp16": True, "min_loss_scale": 8, "initial_loss_scale": 4}, "8, above initial_loss_scale=4"),
         ({"bf16": True, "fp8_margin": 1}, "fp8_margin=1 has no effect here; it needs fp8 with fp8_recipe delayed"),
         ({"bf16": True, "fp8": "hybrid", "fp8_amax_history_len": 16}, "it needs fp8 with fp8_recipe delayed"),
         ({"bf16": True, "fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 0}, "counts steps, from 1"),

@@ -127,6 +127,9 @@ def test_fp16_needs_a_scaler_that_is_enabled() -> None:
     assert wrong(FP16, **fp16) == ["scaler"]
     assert wrong(FP16, **fp16, scaler={**scaler, "enabled": False}) == ["scaler"]
     assert wrong(FP16, **fp16, scaler={**scaler, "window": 2000}) == ["scaler"]
+    seen = dataclasses.replace(GOOD, **fp16, scaler={**scaler, "window": 2000})
+    (why,) = failures(compare(seen, FP16), FP16, seen)
+    assert "made once mpguard is active" in why and "accelerate makes no" not in why
     assert wrong(FP16, **fp16, scaler=scaler) == []
 
 

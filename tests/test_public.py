@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,30 @@ def test_all_is_what_is_public() -> None:
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'recipies'"):
         mpguard.recipies  # noqa: B018
+
+
+@pytest.mark.parametrize("given", [3, {"bf16": True}, object], ids=repr)
+def test_what_is_no_policy_is_told_so_wherever_one_is_taken(given: Any) -> None:
+    for name, call in {
+        "recipe": mpguard.recipe,
+        "activate": mpguard.activate,
+        "prove": lambda policy: mpguard.prove(object(), None, policy),  # type: ignore[arg-type]
+        "inject": lambda policy: mpguard.inject({}, policy, "deepspeed"),
+    }.items():
+        with pytest.raises(mpguard.PolicyError, match=f"^{name}: .* no (mpguard.Policy|name)"):
+            call(given)
+
+
+def test_inject_takes_a_recipes_name_and_a_mapping_alone() -> None:
+    policy = mpguard.recipe("bf16_mixed")
+    assert mpguard.inject({}, "bf16_mixed", "deepspeed") == mpguard.inject({}, policy, "deepspeed")
+    with pytest.raises(mpguard.PolicyError, match="the config is a list; a mapping"):
+        mpguard.inject([], policy, "deepspeed")  # type: ignore[arg-type]
+
+
+def test_activate_knows_three_ways_to_enforce() -> None:
+    with pytest.raises(mpguard.ConfigError, match="enforce is 'maybe'; it must be one of error, warn, off"):
+        mpguard.activate("bf16_mixed", enforce="maybe")
 
 
 def drawn() -> dict[str, str]:

@@ -79,6 +79,11 @@ def test_a_registered_function_is_a_recipe() -> None:
 
 
 @pytest.mark.usefixtures("registry")
+def test_a_recipe_has_a_name() -> None:
+    with pytest.raises(ExtensionError, match="`<lambda>` is none"):
+        mpguard.register(lambda: mpguard.recipe("bf16_mixed"))
+
+
 def test_a_function_can_be_registered_again_where_it_was_but_nowhere_else() -> None:
     def ours() -> Policy:
         return Policy(bf16=True)

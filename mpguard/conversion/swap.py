@@ -25,7 +25,7 @@ from mpguard.conversion.report import Conversion
 from mpguard.errors import NotCarried, NotInForce, PolicyError
 from mpguard.plugin import carriers
 from mpguard.policy import Policy
-from mpguard.recipes import recipe
+from mpguard.recipes import given
 
 #: What a policy may ask of FP8 and converted layers do not have.
 NOT_CARRIED = ("fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention", "fuse")
@@ -60,9 +60,7 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
     """
     if not isinstance(model, nn.Module):
         raise PolicyError(f"convert: {model!r:.60} is no torch.nn.Module; a model is needed")
-    policy = recipe(policy) if isinstance(policy, str) else policy
-    if not isinstance(policy, Policy):
-        raise PolicyError(f"convert: {policy!r:.60} is no mpguard.Policy, and no name of a recipe")
+    policy = given(policy, "convert")
     if policy.low_bit_recipe is None:
         raise PolicyError(f"convert: the policy `{policy.name}` has neither FP8 nor FP4. Set fp8 and fp8_recipe")
     if policy.fp4_param or (policy.fp8_param and fp8_weights(policy, "single") is None):

@@ -12,7 +12,7 @@ from mpguard import compiling
 from mpguard.carried import require_carried
 from mpguard.errors import NotInForce
 from mpguard.policy import Policy
-from mpguard.recipes import recipe
+from mpguard.recipes import given
 from mpguard.runtime import ending, imports, patches
 from mpguard.runtime.guard import Guard, current, put_in_force
 from mpguard.runtime.plan import Plan, enforcement
@@ -53,7 +53,7 @@ def activate(
     if policy is None:
         plan = before.plan if before is not None else Plan.found(None, enforce=enforce, proof_json=proof_json)
     else:
-        policy = recipe(policy) if isinstance(policy, str) else policy
+        policy = given(policy, "activate")
         handed = Plan.from_environment() or Plan(policy, enforce=enforcement(None, Path.cwd()))
         plan = dataclasses.replace(
             handed,

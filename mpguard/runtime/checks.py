@@ -112,13 +112,17 @@ def _engine(launch: Launch) -> Iterator[str]:
         )
     if launch.accelerator:
         return
+    own = (
+        f". A script that makes its {kind} itself is started by `torchrun --nproc_per_node {processes} -m mpguard.run "
+        f"--config {launch.document.path} SCRIPT`"
+    )
     if kind == "FSDP":
         each = " Each process would train a model of its own." if processes > 1 else ""
-        yield f"{asks}, but accelerate never applies it here: there is no GPU{ignored}.{each} {_EITHER}"
+        yield f"{asks}, but accelerate never applies it here: there is no GPU{ignored}.{each} {_EITHER}{own}"
     elif kind == "DEEPSPEED" and processes > 1:
         yield (
             f"{asks} with {processes} processes, which accelerate starts on a GPU only{ignored}. "
-            f"{_EITHER}, or set `num_processes: 1`"
+            f"{_EITHER}, or set `num_processes: 1`{own}"
         )
     elif kind.startswith("MULTI_") and kind != "MULTI_CPU":
         yield (

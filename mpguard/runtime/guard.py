@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mpguard.errors import ConfigError, NotInForce
 from mpguard.plugin import Change
 from mpguard.policy import Policy
-from mpguard.recipes import recipe
+from mpguard.recipes import given
 from mpguard.runtime import proof, verdict
 from mpguard.runtime.observe import Observed, innermost, observe
 from mpguard.runtime.plan import Plan
@@ -299,8 +299,7 @@ def prove(model: nn.Module, optimizer: Any, policy: Policy | str) -> Proof:
     precision that is a failure. With several processes all of them must call it: the verdict is one for
     all. Raises `NotInForce`.
     """
-    if isinstance(policy, str):
-        policy = recipe(policy)
+    policy = given(policy, "prove")
     plan = Plan(policy)
     recorder = _current.recorder if _current is not None else Recorder()
     with recorder.unheard():

@@ -125,7 +125,10 @@ def _same_file(one: str, other: str) -> bool:
 
 def enforcement(given: str | None, near: Path) -> Enforce:
     """What a mismatch does: as given, else `[tool.mpguard] enforce`, else "error"."""
-    return cast(Enforce, given or settings.nearest(near).enforce or "error")
+    said = given or settings.nearest(near).enforce or "error"
+    if said not in get_args(Enforce):
+        raise ConfigError(f"enforce is {said!r}; it must be one of {', '.join(get_args(Enforce))}")
+    return cast(Enforce, said)
 
 
 def absolute(path: str | None) -> str | None:

@@ -177,6 +177,8 @@ def _why(row: Row, plan: Plan, seen: Observed) -> str:
         return f"{alone}; {ACCELERATE_ALONE}" if accelerate else f"{alone}: wrap it in DistributedDataParallel"
     if row.name == "scaler" and seen.scaler is not None and seen.unscaled:
         return ". Call backward on what scaler.scale(loss) returns, for each loss"
+    if row.name == "scaler" and seen.scaler is not None and seen.scaler["enabled"]:
+        return ". A GradScaler that is made once mpguard is active has the policy's values: make it after that"
     if row.name == "scaler" and policy.fp16:
         return ". FP16 gradients below 6e-8 are lost without loss scaling; accelerate makes no GradScaler on the CPU"
     if row.name == "compile" and policy.low_bit_recipe == "delayed":

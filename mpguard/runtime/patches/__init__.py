@@ -42,7 +42,7 @@ def _make(patch: Patch, module: ModuleType) -> None:
     if original is None or getattr(original, "__mpguard__", False):
         if original is None:
             log.warning(
-                "%s has no %s here: not wrapped; the proof decides (tested with %s)",
+                "mpguard: %s has no %s here: not wrapped; the proof decides (tested with %s)",
                 patch.module,
                 patch.target,
                 patch.tested,
@@ -51,7 +51,7 @@ def _make(patch: Patch, module: ModuleType) -> None:
     missing = [parameter for parameter in patch.needs if parameter not in inspect.signature(original).parameters]
     if missing:
         log.warning(
-            "%s.%s has no parameter %s here: not wrapped; the proof decides (tested with %s)",
+            "mpguard: %s.%s has no parameter %s here: not wrapped; the proof decides (tested with %s)",
             patch.module, patch.target, ", ".join(missing), patch.tested,
         )  # fmt: skip
         return
