@@ -518,8 +518,10 @@ class Endless(Rule):
     code, name, severity, message = "OUR001", "endless", "error", "of theirs"
 
     def check(self, facts):
-        while "endless" in facts.source.text:
+        if "endless" in facts.source.text:
             open(facts.path + ".begun", "w").close()
+        while "endless" in facts.source.text:
+            pass
         return iter(())
 """
 
