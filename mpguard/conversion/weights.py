@@ -194,18 +194,21 @@ def _stepping(optimizer: Any, _args: Any, _kwargs: Any) -> None:
     if kept and (reason := without_masters(optimizer)) is not None:
         raise NotInForce(f"fp8_param: {reason}")
     for weight, exact in kept:
-        state = optimizer.state[weight]
-        if state.get(MASTER) is not exact.value:
-            value = exact.value.to(weight.device)
-            if MASTER not in state or not torch.equal(
-                state[MASTER].to(value.dtype), value
-            ):  # in fewer digits, the same
-                if not state:
-                    optimizer.initialize_state(weight, False)
-                optimizer.set_scaled_state(weight, MASTER, value.float())
-                if not torch.equal(state[MASTER], value.float()):
-                    raise NotInForce(f"fp8_param: a master of {type(optimizer).__name__} is not what it was given")
-            exact.value, exact.mastered = state[MASTER], True
+        if optimizer.state[weight].get(MASTER) is not exact.value:
+            _set_master(optimizer, weight, exact.value.to(weight.device))
+            exact.value, exact.mastered = optimizer.state[weight][MASTER], True
+
+
+def _set_master(optimizer: Any, weight: Any, value: torch.Tensor) -> None:
+    """Has an optimizer hold a weight's exact value. A master that says the same in more digits stays."""
+    state = optimizer.state[weight]
+    if MASTER in state and torch.equal(state[MASTER].to(value.dtype), value):
+        return
+    if not state:
+        optimizer.initialize_state(weight, False)
+    optimizer.set_scaled_state(weight, MASTER, value.float())
+    if not torch.equal(state[MASTER], value.float()):
+        raise NotInForce(f"fp8_param: a master of {type(optimizer).__name__} is not what it was given")
 
 
 def _stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
