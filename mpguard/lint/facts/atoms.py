@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mpguard.lint.facts.guard import ALWAYS, Guard
+from mpguard.lint.facts import names
+from mpguard.lint.facts.guard import ALWAYS, MOST_CONDITIONS, Guard
 from mpguard.lint.facts.records import Call, Scope
 
 if TYPE_CHECKING:
@@ -102,3 +103,45 @@ class Alternative:
 
 Alternatives = tuple[Alternative, ...]
 NOTHING_KNOWN: Alternatives = (Alternative(ALWAYS, UNKNOWN),)
+
+
+def several(*atoms: Atom) -> Several:
+    """What is unpacked to these."""
+
+    def part(atom: Atom) -> Callable[[], Alternatives]:
+        return lambda: (Alternative(ALWAYS, atom),)
+
+    return Several(tuple(map(part, atoms)))
+
+
+def ref(path: str) -> Atom:
+    """What the full name of something of a library stands for."""
+    dtype = names.DTYPES.get(path)
+    return Dtype(dtype) if dtype is not None else Ref(names.canonical(path))
+
+
+def under(alternatives: Alternatives, guard: Guard) -> Alternatives:
+    """The alternatives that remain under a further guard."""
+    if not guard:
+        return alternatives
+    found: list[Alternative] = []
+    for each in alternatives:
+        both = each.guard.joined(guard)
+        if len(both) > MOST_CONDITIONS:
+            return NOTHING_KNOWN
+        if both.possible:
+            found.append(each if both is each.guard else Alternative(both, each.atom))
+    return tuple(found)
+
+
+def picked(alternatives: Alternatives, index: tuple[int, ...]) -> Alternatives:
+    """The element at an index of what is unpacked."""
+    for place in index:
+        found: list[Alternative] = []
+        for each in alternatives:
+            if isinstance(each.atom, Several) and -len(each.atom.parts) <= place < len(each.atom.parts):
+                found += under(each.atom.parts[place](), each.guard)
+            else:
+                found.append(Alternative(each.guard, UNKNOWN))
+        alternatives = tuple(found)
+    return alternatives

@@ -78,3 +78,39 @@ def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
             for each in value:
                 if isinstance(each, cst.CSTNode):
                     yield each
+
+
+def ends_process(node: cst.CSTNode) -> bool:
+    """Whether nothing behind a call is run."""
+    return isinstance(node, cst.Call) and dotted(node.func) in ("sys.exit", "exit", "quit", "os._exit", "os.abort")
+
+
+def assigned(node: cst.CSTNode) -> set[str]:
+    """The last names of what is assigned in the arms of an `if`."""
+    found: set[str] = set()
+    stack: list[cst.CSTNode] = [node]
+    while stack:
+        current = stack.pop()
+        if isinstance(current, cst.SimpleStatementLine):
+            for statement in current.body:
+                targets = [t.target for t in statement.targets] if isinstance(statement, cst.Assign) else []
+                if isinstance(statement, cst.AnnAssign):
+                    targets = [statement.target]
+                for target in targets:
+                    elements = (
+                        [e.value for e in target.elements] if isinstance(target, (cst.Tuple, cst.List)) else [target]
+                    )
+                    found.update(dotted(each).rsplit(".", 1)[-1] for each in elements)
+        elif isinstance(
+            current,
+            (cst.If, cst.For, cst.While, cst.With, cst.Try, cst.TryStar, cst.Else, cst.Finally, cst.ExceptHandler),
+        ):
+            stack.append(current.body)
+            for field in ("orelse", "finalbody"):
+                other = getattr(current, field, None)
+                if other is not None:
+                    stack.append(other)
+            stack += getattr(current, "handlers", ())
+        elif isinstance(current, cst.IndentedBlock):
+            stack += current.body
+    return found - {""}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import builtins
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -19,15 +19,18 @@ from mpguard.lint.facts.atoms import (
     Atom,
     Class,
     Constant,
-    Dtype,
     Function,
     Method,
     Module,
     Object,
     Ref,
     Several,
+    picked,
+    ref,
+    several,
+    under,
 )
-from mpguard.lint.facts.guard import ALWAYS, MOST_CONDITIONS, Guard, compatible, negated
+from mpguard.lint.facts.guard import ALWAYS, Guard, compatible, negated
 from mpguard.lint.facts.records import Binding, Call, Param, Scope
 from mpguard.lint.facts.syntax import constant, dotted
 
@@ -135,16 +138,16 @@ class Values:
                 return self.evaluate(node.body if known else node.orelse, scope, order)
             condition = self.facts.condition(node.test, scope)
             return (
-                *_under(self.evaluate(node.body, scope, order), ALWAYS.given(condition)),
-                *_under(self.evaluate(node.orelse, scope, order), ALWAYS.given(negated(condition))),
+                *under(self.evaluate(node.body, scope, order), ALWAYS.given(condition)),
+                *under(self.evaluate(node.orelse, scope, order), ALWAYS.given(negated(condition))),
             )
         if isinstance(node, cst.BooleanOperation):
             condition = self.facts.condition(node.left, scope)
             if isinstance(node.operator, cst.And):
-                return _under(self.evaluate(node.right, scope, order), ALWAYS.given(condition))
+                return under(self.evaluate(node.right, scope, order), ALWAYS.given(condition))
             return (
                 *self.evaluate(node.left, scope, order),
-                *_under(self.evaluate(node.right, scope, order), ALWAYS.given(negated(condition))),
+                *under(self.evaluate(node.right, scope, order), ALWAYS.given(negated(condition))),
             )
         if isinstance(node, cst.Call):
             call = self.facts.walker.call_of.get(node)
@@ -159,7 +162,7 @@ class Values:
         if isinstance(node, cst.Subscript) and len(node.slice) == 1 and isinstance(node.slice[0].slice, cst.Index):
             index = constant(node.slice[0].slice.value)
             if index is not None and isinstance(index[0], int):
-                return _picked(self.evaluate(node.value, scope, order), (index[0],))
+                return picked(self.evaluate(node.value, scope, order), (index[0],))
         return NOTHING_KNOWN
 
     def _truth(self, test: cst.CSTNode, scope: Scope, order: int) -> bool | None:
@@ -264,14 +267,14 @@ class Values:
             found = self._bound(binding)
         finally:
             self._left(binding)
-        return _under(found, binding.guard)
+        return under(found, binding.guard)
 
     def _bound(self, binding: Binding) -> Alternatives:
         kind = binding.kind
         if kind in ("assign", "with"):
             return self.evaluate(binding.value, binding.scope, binding.order)
         if kind == "element":
-            return _picked(self.evaluate(binding.value, binding.scope, binding.order), binding.index)
+            return picked(self.evaluate(binding.value, binding.scope, binding.order), binding.index)
         if kind == "import":
             return self._module(binding.target)
         if kind == "from":
@@ -304,7 +307,7 @@ class Values:
         other = self.facts.imported(f"{module}.{name}" if not module.endswith(".") else module + name)
         if other is not None:
             return (Alternative(ALWAYS, Module(other)),)
-        return (Alternative(ALWAYS, _ref(f"{module}.{name}")),)
+        return (Alternative(ALWAYS, ref(f"{module}.{name}")),)
 
     def _param(self, binding: Binding) -> Alternatives:
         scope = binding.scope
@@ -317,10 +320,10 @@ class Values:
             if given is None:
                 found.append(Alternative(call.guard, UNKNOWN))
             elif given is binding.value:
-                found += _under(self.evaluate(given, scope.parent or scope), call.guard)
+                found += under(self.evaluate(given, scope.parent or scope), call.guard)
             else:
                 facts = self.facts.of(call)
-                found += _under(facts.values.evaluate(given, call.scope, call.order), call.guard)
+                found += under(facts.values.evaluate(given, call.scope, call.order), call.guard)
         if not callers or self.facts.imported_module or self.facts.escapes(scope):
             return (*found, *NOTHING_KNOWN)
         return tuple(found)
@@ -356,7 +359,7 @@ class Values:
 
     def _attribute_of(self, atom: Atom, name: str) -> Alternatives:
         if isinstance(atom, Ref):
-            return (Alternative(ALWAYS, _ref(f"{atom.path}.{name}")),)
+            return (Alternative(ALWAYS, ref(f"{atom.path}.{name}")),)
         if isinstance(atom, Constant) and isinstance(atom.value, str) and name == "type":
             return (Alternative(ALWAYS, Constant(atom.value.split(":", 1)[0])),)  # of a torch.device
         if isinstance(atom, Module):
@@ -385,7 +388,7 @@ class Values:
         try:
             found: list[Alternative] = []
             for alternative in self.evaluate(call.func, call.scope, call.order):
-                found += _under(self._called(alternative.atom, call), alternative.guard)
+                found += under(self._called(alternative.atom, call), alternative.guard)
             return tuple(found) or NOTHING_KNOWN
         finally:
             self._left(call)
@@ -454,7 +457,7 @@ class Values:
 
     def _engine(self, call: Call, path: str, kind: str) -> Several:
         kinds = ("model", "apex_optimizer") if kind == "apex" else ("engine", "engine_optimizer", "", "scheduler")
-        return _several(*(Object(kind, call, path) if kind else UNKNOWN for kind in kinds))
+        return several(*(Object(kind, call, path) if kind else UNKNOWN for kind in kinds))
 
     def _returned(self, atom: Function) -> Alternatives:
         scope, values = atom.scope, atom.facts.values
@@ -463,7 +466,7 @@ class Values:
             if each.yields:
                 return (Alternative(ALWAYS, Object("context", None, scope.name, scope, atom.facts)),)
             for alternative in values.evaluate(each.value, scope, each.order) if each.value is not None else ():
-                found += _under((alternative,), each.guard)
+                found += under((alternative,), each.guard)
         return tuple(found) or NOTHING_KNOWN
 
     def _method_call(self, atom: Method, call: Call) -> Alternatives:
@@ -478,7 +481,7 @@ class Values:
         if owner.kind == "accelerator" and name == "unwrap_model":
             return self.evaluate(call.argument(0), call.scope, call.order)
         if owner.kind in ("trainer", "fabric") and name in ("setup", "setup_module", "setup_optimizers"):
-            return (Alternative(ALWAYS, _several(owner, owner)),)
+            return (Alternative(ALWAYS, several(owner, owner)),)
         if owner.kind in ("model", "tensor", "engine", "criterion", "pipeline") and name in names.SAME:
             return (Alternative(ALWAYS, owner),)
         if owner.kind == "model" and name in ("parameters", "named_parameters"):
@@ -503,45 +506,6 @@ def _starred(facts: Facts) -> list[Facts]:
     return [other for other in found if other is not None][::-1]
 
 
-def _several(*atoms: Atom) -> Several:
-    def part(atom: Atom) -> Callable[[], Alternatives]:
-        return lambda: (Alternative(ALWAYS, atom),)
-
-    return Several(tuple(map(part, atoms)))
-
-
-def _ref(path: str) -> Atom:
-    dtype = names.DTYPES.get(path)
-    return Dtype(dtype) if dtype is not None else Ref(names.canonical(path))
-
-
-def _under(alternatives: Alternatives, guard: Guard) -> Alternatives:
-    """The alternatives that remain under a further guard."""
-    if not guard:
-        return alternatives
-    found: list[Alternative] = []
-    for each in alternatives:
-        both = each.guard.joined(guard)
-        if len(both) > MOST_CONDITIONS:
-            return NOTHING_KNOWN
-        if both.possible:
-            found.append(each if both is each.guard else Alternative(both, each.atom))
-    return tuple(found)
-
-
-def _picked(alternatives: Alternatives, index: tuple[int, ...]) -> Alternatives:
-    """The element at an index of what is unpacked."""
-    for place in index:
-        found: list[Alternative] = []
-        for each in alternatives:
-            if isinstance(each.atom, Several) and -len(each.atom.parts) <= place < len(each.atom.parts):
-                found += _under(each.atom.parts[place](), each.guard)
-            else:
-                found.append(Alternative(each.guard, UNKNOWN))
-        alternatives = tuple(found)
-    return alternatives
-
-
 def _last(bindings: list[Binding], order: int, guard: Guard, most: int) -> list[Binding]:
     """Of a scope's bindings in order, those that reach a place: back to one that always happens."""
     found: list[Binding] = []
@@ -557,4 +521,4 @@ def _last(bindings: list[Binding], order: int, guard: Guard, most: int) -> list[
     return found
 
 
-_BUILTINS = frozenset(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
+_BUILTINS = frozenset(dir(builtins))

@@ -11,7 +11,7 @@ import libcst as cst
 from mpguard.lint.facts.conditions import Conditions
 from mpguard.lint.facts.guard import ALWAYS, Condition, Flag, Guard, negated
 from mpguard.lint.facts.records import Binding, BindingKind, Call, Exit, Param, Record, Return, Scope, Use, With
-from mpguard.lint.facts.syntax import children, constant, dotted
+from mpguard.lint.facts.syntax import assigned, children, constant, dotted, ends_process
 from mpguard.lint.source import Chunk
 
 _Place = tuple[Any, Scope, int, Guard, tuple[With, ...], tuple[cst.CSTNode, ...], Chunk]
@@ -117,7 +117,7 @@ class Walker:
             self.parents[statement] = line
             if isinstance(statement, cst.Expr):
                 self._expr(statement.value, statement)
-                ends = ends or _leaves(statement.value)
+                ends = ends or ends_process(statement.value)
             elif isinstance(statement, cst.Assign):
                 self._assign(statement)
             elif isinstance(statement, cst.AnnAssign):
@@ -212,7 +212,7 @@ class Walker:
         self._expr(node.test, node)
         condition = self._condition(node.test)
         before = self.guard
-        if Guard([condition]).flags() & _assigned(node):
+        if Guard([condition]).flags() & assigned(node):
             condition = Flag(f"#{self._place(node)[2]}")
         self.guard = before.given(condition)
         ends = self._suite(node.body)
@@ -487,38 +487,3 @@ def _params(node: cst.Parameters) -> list[Param]:
     if node.star_kwarg is not None:
         found.append(made(node.star_kwarg, "double"))
     return found
-
-
-def _leaves(node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.Call) and dotted(node.func) in ("sys.exit", "exit", "quit", "os._exit", "os.abort")
-
-
-def _assigned(node: cst.CSTNode) -> set[str]:
-    """The last names of what is assigned in the arms of an `if`."""
-    found: set[str] = set()
-    stack: list[cst.CSTNode] = [node]
-    while stack:
-        current = stack.pop()
-        if isinstance(current, cst.SimpleStatementLine):
-            for statement in current.body:
-                targets = [t.target for t in statement.targets] if isinstance(statement, cst.Assign) else []
-                if isinstance(statement, cst.AnnAssign):
-                    targets = [statement.target]
-                for target in targets:
-                    elements = (
-                        [e.value for e in target.elements] if isinstance(target, (cst.Tuple, cst.List)) else [target]
-                    )
-                    found.update(dotted(each).rsplit(".", 1)[-1] for each in elements)
-        elif isinstance(
-            current,
-            (cst.If, cst.For, cst.While, cst.With, cst.Try, cst.TryStar, cst.Else, cst.Finally, cst.ExceptHandler),
-        ):
-            stack.append(current.body)
-            for field in ("orelse", "finalbody"):
-                other = getattr(current, field, None)
-                if other is not None:
-                    stack.append(other)
-            stack += getattr(current, "handlers", ())
-        elif isinstance(current, cst.IndentedBlock):
-            stack += current.body
-    return found - {""}
