@@ -272,7 +272,10 @@ class Guard:
         if trained and not status:
             self.fail(message)
         elif self.plan.enforce != "off" and not status and rank() == 0 and not self.spawned:
-            say("mpguard: no training was seen in this process; nothing was proven")
+            say(
+                "mpguard: no training was seen in this process; nothing was proven. Processes that a script starts itself "
+                "are proven where each of them imports mpguard.auto"
+            )
 
 
 _current: Guard | None = None
