@@ -25,10 +25,12 @@ from mpguard.lint.selection import Rules, suggestion
 
 UNKNOWN, UNUSED = "MPG001", "MPG002"
 
-_JUDGED = re.compile(rb"mpguard\s*:\s*i|noqa[^\n\r]*MPG", re.I)
+#: What other linters say for `ignore`; anything else behind `# mpguard:` is prose.
+_FOREIGN = "allow|disable|noqa|nolint|off|skip|suppress"
+_JUDGED = re.compile(rb"mpguard\s*:\s*(?:i|" + _FOREIGN.encode() + rb")|noqa[^\n\r]*MPG", re.I)
 _CODE = r"[A-Za-z]+[0-9]+"
 _NOQA = re.compile(rf"#\s*noqa\b(?:\s*:\s*(?P<codes>{_CODE}(?:[\s,]+{_CODE})*))?", re.I)
-_OWN = re.compile(r"#\s*mpguard\s*:\s*(?P<verb>i[\w-]*)\s*(?P<list>\[(?P<codes>[^\]#]*)\])?", re.I)
+_OWN = re.compile(rf"#\s*mpguard\s*:\s*(?P<verb>i[\w-]*|(?:{_FOREIGN})\b)\s*(?P<list>\[(?P<codes>[^\]#]*)\])?", re.I)
 _VERBS = ("ignore", "ignore-file")
 
 
