@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import gc
 import random
 import textwrap
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -297,6 +299,17 @@ def test_of_a_changed_class_one_suite_is_parsed_also_after_a_syntax_error(monkey
     one, other = version.parse(twice), version.parse(twice)
     assert not {*map(id, nodes(one))} & {*map(id, nodes(other))}, "no two statements, and no two suites share nodes"
     assert len({*map(id, nodes(one))}) == len(nodes(one))
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_what_was_typed_over_is_forgotten() -> None:
+    trees, made = Trees(), []
+    for number in range(9):
+        code = "class A:\n    def f(self):\n        x = 0\n        return x + 1 + 1 + 1\n".replace("0", str(number))
+        made += [weakref.ref(each.piece) for each in trees.begin("a.py").parse(code).placed]
+    gc.collect()
+    alive = {id(piece) for each in made if (piece := each()) is not None}
+    assert len(alive) <= 4, "those of this version, and the suite of the one before"
 
 
 def test_only_so_many_files_are_kept() -> None:

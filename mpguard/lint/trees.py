@@ -91,7 +91,7 @@ class Placed:
 
 
 class Tree:
-    """A statement: `module`, and where its nodes stand in its code. version: of the file, which it serves."""
+    """A statement: `module`, and where its nodes stand in its code. version: the mark of the one that it serves."""
 
     def __init__(self, placed: Sequence[Placed], version: object = None) -> None:
         self.placed, self.version = placed, version
@@ -128,6 +128,8 @@ class Version:
         self._before = before
         self._made: dict[str, list[Tree]] = {}
         self._failed = False
+        #: Marks what is in use. Not the version itself: trees of the one before would keep alive all there ever were.
+        self._mark = object()
 
     @property
     def known(self) -> dict[str, list[Tree]]:
@@ -139,19 +141,19 @@ class Version:
         tree = next((each for each in self._before.get(code, ()) if self._is_free(each) and each.whole), None)
         if tree is None:
             tree = self._parsed(code)
-        tree.version = self
+        tree.version = self._mark
         self._made.setdefault(code, []).append(tree)
         return tree
 
     def _is_free(self, tree: Tree | None) -> bool:
-        return tree is None or tree.version is not self
+        return tree is None or tree.version is not self._mark
 
     def _parsed(self, code: str) -> Tree:
         made = cut(code)
         try:
             if made is not None:
                 placed = list(self._pieces(made))
-                return Tree(placed[::-1], self)
+                return Tree(placed[::-1], self._mark)
         except cst.ParserSyntaxError:
             pass  # it is said where, in the whole of the statement
         try:
