@@ -273,8 +273,8 @@ class Guard:
             self.fail(message)
         elif self.plan.enforce != "off" and not status and rank() == 0 and not self.spawned:
             say(
-                "mpguard: no training was seen in this process; nothing was proven. Processes that a script starts itself "
-                "are proven where each of them imports mpguard.auto"
+                "mpguard: no training was seen in this process; nothing was proven. Processes that a script starts "
+                "itself are proven where each of them imports mpguard.auto"
             )
 
 
