@@ -279,6 +279,29 @@ def test_a_folder_that_may_not_be_entered(open_folder: Path, capsys: pytest.Capt
     assert "closed:1:1 MPG000 error [syntax-error] the folder cannot be read" in capsys.readouterr().out
 
 
+def test_folders_without_end(tmp_path: Path) -> None:
+    top = Path("d" * 3)
+    top.mkdir()
+    deep = os.open(top, os.O_RDONLY)
+    for _ in range(2000):
+        os.mkdir("d", dir_fd=deep)
+        inner = os.open("d", os.O_RDONLY, dir_fd=deep)
+        os.close(deep)
+        deep = inner
+    os.close(deep)
+    inner_file = Path(top, *"d" * 150, "train.py")
+    for path in (Path("train.py"), Path(top, *"d" * 50, "train.py"), inner_file):
+        path.write_text(TRAIN)
+    try:
+        done = lint(".")
+        assert done.returncode == 1 and done.stdout.count("MPG302") == 2, done.stdout
+        assert "MPG000 the folder lies below more than 100 folders, and is not read" in done.stdout
+        done = lint(str(inner_file))
+        assert done.returncode == 2 and "lies below more than 100 folders, and is not read" in done.stderr
+    finally:
+        subprocess.run(["rm", "-rf", top], check=True)
+
+
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     code = "import os, sys; from mpguard.cli import main; os.rmdir(os.getcwd()); sys.exit(main(['lint']))"

@@ -41,6 +41,9 @@ NEVER = frozenset((
     ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints", ".mpguard_cache",
 ))  # fmt: skip
 
+#: Folders above a file. Nobody has more, and what looks for settings and modules goes through them one by one.
+DEEPEST = 100
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -89,6 +92,9 @@ def collect(paths: Iterable[str], force_exclude: bool = False, include_markdown:
             near = did_you_mean_file(path) if isinstance(error, FileNotFoundError) else ""
             broken = isinstance(error, FileNotFoundError) and os.path.islink(path)
             refused.append(f"{given}: is a broken link" if broken else f"{given}: {_why(error)}{near}")
+            continue
+        if too_deep := _too_deep(os.path.abspath(path)):
+            refused.append(f"{given}: {too_deep}")
             continue
         if stat.S_ISDIR(status.st_mode):
             found = list(_walk(path, force_exclude, include_markdown))
@@ -190,7 +196,15 @@ def _walk(top: str, force_exclude: bool, include_markdown: bool) -> Iterator[Tar
     yield from _below(top, _outer_ignores(Path(top)), include_markdown)
 
 
+def _too_deep(absolute: str) -> str | None:
+    return f"lies below more than {DEEPEST} folders, and is not read" if absolute.count(os.sep) > DEEPEST else None
+
+
 def _below(folder: str, outer: tuple[_Patterns, ...], include_markdown: bool) -> Iterator[Target]:
+    absolute = os.path.abspath(folder)
+    if too_deep := _too_deep(absolute):
+        yield Target(folder, "python", problem=f"the folder {too_deep}")
+        return
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -198,7 +212,6 @@ def _below(folder: str, outer: tuple[_Patterns, ...], include_markdown: bool) ->
         return
     own = _gitignore(folder) if any(entry.name == ".gitignore" for entry in entries) else None
     ignores = (*outer, own) if own else outer
-    absolute = os.path.abspath(folder)
     configured = _configured(absolute)
     for entry in entries:
         path = entry.name if folder == "." else entry.path
