@@ -298,6 +298,10 @@ def test_folders_without_end(tmp_path: Path) -> None:
         assert "MPG000 the folder lies below more than 100 folders, and is not read" in done.stdout
         done = lint(str(inner_file))
         assert done.returncode == 2 and "lies below more than 100 folders, and is not read" in done.stderr
+        done = lint("-", "--stdin-filename", "d/" * 1900 + "x.py", input="x = 1\n")
+        assert done.returncode == 2 and "lies below more than 100 folders, and is not read" in done.stderr
+        done = lint("train.py", cwd=inner_file.parent)
+        assert done.returncode == 2 and "the current folder lies below more than 100 folders" in done.stderr
     finally:
         subprocess.run(["rm", "-rf", top], check=True)
 

@@ -16,7 +16,7 @@ from mpguard.cli import lint_adoption, lint_cache, lint_output, progress
 from mpguard.cli.lint_options import configure, flat
 from mpguard.cli.said import say
 from mpguard.errors import ConfigError, did_you_mean_file
-from mpguard.lint.files import READS, Target, collect, kind_of
+from mpguard.lint.files import READS, Target, collect, kind_of, too_deep
 from mpguard.lint.report import Outcome
 from mpguard.lint.result import FileReport
 
@@ -146,6 +146,8 @@ def _fixing(options: argparse.Namespace) -> Literal["safe", "unsafe", "noqa"] | 
 def _stdin(options: argparse.Namespace) -> tuple[list[str], Target | None]:
     """The paths without `-`, and what stands on stdin if it was asked for."""
     paths = options.paths or ["."]
+    if why := too_deep(str(Path.cwd())):
+        raise SystemExit(_usage(f"the current folder {why}"))
     if not all(paths):  # "$UNSET" of a shell script, which is not this folder
         raise SystemExit(_usage("one of the paths is empty; this folder is `.`"))
     if "-" not in paths:
@@ -153,6 +155,8 @@ def _stdin(options: argparse.Namespace) -> tuple[list[str], Target | None]:
             raise SystemExit(_usage("--stdin-filename names what is on stdin; give `-` as a path to read it"))
         return paths, None
     name = options.stdin_filename or "-"
+    if why := too_deep(str(Path(name).absolute())):
+        raise SystemExit(_usage(f"--stdin-filename {name}: {why}"))
     kind = kind_of(name, options.include_markdown)
     if kind is None:
         raise SystemExit(_usage(f"--stdin-filename {name}: mpguard reads {READS}"))

@@ -93,8 +93,8 @@ def collect(paths: Iterable[str], force_exclude: bool = False, include_markdown:
             broken = isinstance(error, FileNotFoundError) and os.path.islink(path)
             refused.append(f"{given}: is a broken link" if broken else f"{given}: {_why(error)}{near}")
             continue
-        if too_deep := _too_deep(os.path.abspath(path)):
-            refused.append(f"{given}: {too_deep}")
+        if why := too_deep(os.path.abspath(path)):
+            refused.append(f"{given}: {why}")
             continue
         if stat.S_ISDIR(status.st_mode):
             found = list(_walk(path, force_exclude, include_markdown))
@@ -196,14 +196,15 @@ def _walk(top: str, force_exclude: bool, include_markdown: bool) -> Iterator[Tar
     yield from _below(top, _outer_ignores(Path(top)), include_markdown)
 
 
-def _too_deep(absolute: str) -> str | None:
+def too_deep(absolute: str) -> str | None:
+    """Why a path is not read, if it is too long."""
     return f"lies below more than {DEEPEST} folders, and is not read" if absolute.count(os.sep) > DEEPEST else None
 
 
 def _below(folder: str, outer: tuple[_Patterns, ...], include_markdown: bool) -> Iterator[Target]:
     absolute = os.path.abspath(folder)
-    if too_deep := _too_deep(absolute):
-        yield Target(folder, "python", problem=f"the folder {too_deep}")
+    if why := too_deep(absolute):
+        yield Target(folder, "python", problem=f"the folder {why}")
         return
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
