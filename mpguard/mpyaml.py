@@ -67,13 +67,13 @@ def policy_of(document: Document) -> Policy | None:
     try:
         policy = named(said.recipe)
     except PolicyError as error:
-        raise _at(error, _where(document, RECIPE)) from None
+        raise _at(error, document.where(RECIPE)) from None
     if not said.overrides:
         return policy
     try:
         return policy.replace(**said.overrides)
     except PolicyError as error:
-        raise ConfigError(f"{_where(document, OVERRIDES)}: {error}") from None
+        raise ConfigError(f"{document.where(OVERRIDES)}: {error}") from None
 
 
 def stored(document: Document) -> Stored:
@@ -83,15 +83,15 @@ def stored(document: Document) -> Stored:
     if section is None or section.value is None:
         return Stored(None, {})
     if not isinstance(section.value, dict):
-        raise ConfigError(f"{_where(document, SECTION)}: is {show(section.value)}; a section is needed")
+        raise ConfigError(f"{document.where(SECTION)}: is {show(section.value)}; a section is needed")
     for key in section.value:
         if str(key).startswith("mpguard") and key not in _KEYS:
             raise ConfigError(
-                f"{_where(document, f'{SECTION}.{key}')}: mpguard has no such key{did_you_mean(key, _KEYS)}"
+                f"{document.where(f'{SECTION}.{key}')}: mpguard has no such key{did_you_mean(key, _KEYS)}"
             )
     recipe = document.entry(RECIPE)
     if recipe is not None and (not isinstance(recipe.value, str) or not recipe.value):
-        raise ConfigError(f"{_where(document, RECIPE)}: is {show(recipe.value)}; the name of a recipe is needed")
+        raise ConfigError(f"{document.where(RECIPE)}: is {show(recipe.value)}; the name of a recipe is needed")
     overrides = document.entry(OVERRIDES)
     if overrides is None or overrides.value is None:
         return Stored(recipe.value if recipe else None, {})
@@ -100,15 +100,15 @@ def stored(document: Document) -> Stored:
 
 
 def _check_overrides(document: Document, overrides: Entry, recipe: Entry | None) -> None:
-    where = _where(document, OVERRIDES)
+    where = document.where(OVERRIDES)
     if not isinstance(overrides.value, dict):
         raise ConfigError(f"{where}: is {show(overrides.value)}; a section is needed, policy field: value")
     for field, value in overrides.value.items():
         if field not in FIELD_NAMES:
-            here = _where(document, f"{OVERRIDES}.{field}")
+            here = document.where(f"{OVERRIDES}.{field}")
             raise ConfigError(f"{here}: a policy has no field `{field}`{did_you_mean(str(field), FIELD_NAMES)}")
         if isinstance(value, dict):
-            raise ConfigError(f"{_where(document, f'{OVERRIDES}.{field}')}: is a section; one value is needed")
+            raise ConfigError(f"{document.where(f'{OVERRIDES}.{field}')}: is a section; one value is needed")
     if overrides.value and recipe is None:
         raise ConfigError(f"{where}: overrides no recipe; `mpguard_recipe` is needed beside it")
 
@@ -143,12 +143,6 @@ def deepspeed_file(config: Mapping[str, Any]) -> str | None:
     """The DeepSpeed file that an accelerate config names, as it is written; `none` is accelerate's word for none."""
     name = lookup(config, "deepspeed_config.deepspeed_config_file")
     return name if isinstance(name, str) and name not in ("", "none") else None
-
-
-def _where(document: Document, key: str) -> str:
-    """`mp.yaml:5: fp8_config.mpguard_recipe`, as far as the key is there."""
-    entry = document.entry(key)
-    return f"{document.path if entry is None else document.place(entry.key_span[0])}: `{key}`"
 
 
 def _at(error: PolicyError, where: str) -> PolicyError:

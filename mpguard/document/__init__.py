@@ -130,6 +130,11 @@ class Document:
         """`mp.yaml:3`: path and line of an offset, for messages."""
         return f"{self.path}:{self.position(offset)[0]}"
 
+    def where(self, key: str) -> str:
+        """``mp.yaml:5: `fp8_config.backend` ``: a dotted path for messages, with its line where it is there."""
+        entry = self.entry(key)
+        return f"{self.path if entry is None else self.place(entry.key_span[0])}: `{key}`"
+
     def position(self, offset: int) -> tuple[int, int]:
         """Line and column of an offset, both from 1; columns count code points."""
         line = bisect.bisect_right(self._lines, offset)

@@ -74,20 +74,15 @@ def readable(document: Document, processes: int | None) -> None:
         )
     for key in config:
         if key not in known:
-            raise ConfigError(f"{_place(document, str(key))}: accelerate has no such key{unknown_key(str(key)) or ''}")
+            raise ConfigError(f"{document.where(str(key))}: accelerate has no such key{unknown_key(str(key)) or ''}")
     kinds = list(DistributedType.__members__)
     kind, said = config.get("distributed_type"), config.get("num_processes")
     if isinstance(kind, str) and kind not in kinds:
         hint = did_you_mean(kind.upper(), kinds) or f"; it is one of {', '.join(kinds)}"
-        raise ConfigError(f"{_place(document, 'distributed_type')}: accelerate has no `{kind}`{hint}")
+        raise ConfigError(f"{document.where('distributed_type')}: accelerate has no `{kind}`{hint}")
     number = isinstance(said, int) and not isinstance(said, bool) and said > 0
     if said is not None and not number and processes is None:
-        raise ConfigError(f"{_place(document, 'num_processes')}: is {show(said)}; a number from 1 is needed")
-
-
-def _place(document: Document, key: str) -> str:
-    entry = document.entry(key)
-    return f"{document.path if entry is None else document.place(entry.key_span[0])}: `{key}`"
+        raise ConfigError(f"{document.where('num_processes')}: is {show(said)}; a number from 1 is needed")
 
 
 def refusals(launch: Launch) -> Iterator[str]:
