@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import PROGRAMS, command, in_fork, mp_yaml, results, told
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import mpguard
 from mpguard import hardware
@@ -221,6 +224,40 @@ def test_weights_that_torchao_has_quantized() -> None:
     done = mpguard.convert(net, FP8)
     assert "0" not in done.converted and dict(done.skipped)["0"].startswith("is quantized, its weight is a")
     assert look(net[0]) == before
+
+
+# -- wrapped models ----------------------------------------------------------------------------------------
+
+
+def test_names_are_the_models_own_under_wrappers() -> None:
+    """As in `fp8_exclude`, which is said once for the plain model."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
+
+    net = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+    wrapping.apply_activation_checkpointing(net, check_fn=lambda each: isinstance(each, nn.Linear))
+    done = mpguard.convert(nn.DataParallel(net), FP8.replace(fp8_exclude=("1.0",)))
+    assert done.converted == ("0", "1.1") and done.skipped == (("1.0", "fp8_exclude"),)
+    net(torch.randn(16, 32)).sum().backward()
+
+
+def test_a_layer_that_is_sharded_by_itself() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    with process_group():
+        fully_shard(net[0], mesh=init_device_mesh("cpu", (1,)))
+        done = mpguard.convert(net, FP8)
+    assert done.converted == ("1",)
+    assert dict(done.skipped) == {"0": "is sharded by itself already; convert before fully_shard"}
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 # -- fixed, frozen and odd models --------------------------------------------------------------------------

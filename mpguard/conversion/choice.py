@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 Named = Sequence[tuple[str, "nn.Module"]]
 
+#: What wrappers (FSDP1, torch.compile, activation checkpointing) call what they wrap.
+_WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+
 #: Classes whose Linear layers choose experts: their few logits decide where every token goes.
 ROUTERS = re.compile(r"(Router|Gate|Gating)$")
 
@@ -102,9 +105,7 @@ def others(modules: Named) -> tuple[tuple[str, float], ...]:
 
 def plain_name(name: str) -> str:
     """A qualified name without what wrappers put in it."""
-    for wrapper in ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."):
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS).removeprefix("module.")
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -201,6 +202,8 @@ def _unfit(module: nn.Linear, multiple: int) -> str:
     if kind is not torch.nn.Linear and not hasattr(module, "_mpguard_fp8"):
         if kind.__module__.startswith(("torchao.float8", "transformer_engine")):
             return f"is FP8 already, a {kind.__name__} of {kind.__module__.partition('.')[0]}"
+        if hasattr(module, "_get_fsdp_state"):
+            return "is sharded by itself already; convert before fully_shard"
         if issubclass(kind, torch.nn.modules.lazy.LazyModuleMixin):
             return "has no sizes yet; run the model once before"
         return f"is a {kind.__name__}, whose own behaviour would be lost"

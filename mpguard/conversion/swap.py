@@ -70,7 +70,7 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
             f'Say policy.replace({field}=False), as in mpguard.recipe("...").replace({field}=False). {SAME_PRODUCTS}'
         )
     _check(model, policy)
-    modules = list(model.named_modules(remove_duplicate=False))
+    modules = [(choice.plain_name(name), module) for name, module in model.named_modules(remove_duplicate=False)]
     choice.check_patterns(modules, policy)
     for field in not_carried(policy):
         warnings.warn(NotCarried(field, policy.text_of(field), "convert", carriers(field)), stacklevel=2)
