@@ -285,6 +285,12 @@ def test_output_file_has_the_report(lint: Lint, name: str) -> None:
     assert Path("report").read_text() == printed
 
 
+def test_a_dash_is_stdout(lint: Lint) -> None:
+    Path("mp.yaml").write_text(CONFIG)
+    assert lint("--format", "json", "--output-file", "-", ".") == lint("--format", "json", ".")
+    assert not Path("-").exists()
+
+
 def test_output_file_leaves_a_summary_and_a_device_a_device(lint: Lint, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mp.yaml").write_text(CONFIG)
     assert main(["lint", "--output-file", "/dev/null", "mp.yaml"]) == 1

@@ -105,7 +105,12 @@ def _adoption(group: argparse._ArgumentGroup) -> None:
 
 def _output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--format", type=_format, default="full", metavar="|".join(FORMATS), help="default: full")
-    group.add_argument("--output-file", metavar="FILE", help="write the report there, and only a summary to stderr")
+    group.add_argument(
+        "--output-file",
+        type=lambda name: None if name == "-" else name,
+        metavar="FILE",
+        help="write the report there, and only a summary to stderr",
+    )
     group.add_argument("--statistics", action="store_true", help="how often each rule spoke, instead of the findings")
     group.add_argument("--exit-zero", action="store_true", help="exit with 0 where there are findings")
 
