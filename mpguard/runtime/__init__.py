@@ -8,6 +8,7 @@
     imports     patches are made as modules come in
     patches     the few things that are wrapped, and why: a table for each library
     converting  what becomes of the models of an optimizer
+    compiling   the same: compiled in place, where accelerate does not
     checkpoints the history of delayed scaling beside checkpoints
     products    the matrix products behind a backward pass, and their dtypes
     recorder    what is only visible while it happens
