@@ -303,7 +303,7 @@ def _fp8(seen: Observed, plan: Plan) -> list[Row]:
 def _kept(fp8: Fp8Found, plan: Plan) -> list[Row]:
     """Weights that are kept in FP8, and their masters."""
     policy, layers, kept = plan.policy, len(fp8.converted), sum(fp8.kept.values())
-    if not kept and not (policy.fp8_param and fp8.backend == "te"):
+    if not kept and not (policy.fp8_param and fp8.backend == "te" in policy.backends):
         return []
     found = f"{kept} of {layers} kept in FP8 ({', '.join(fp8.kept)})" if kept else "in high precision"
     found += f", masters {said(fp8.masters)}" if fp8.masters else ""
