@@ -269,6 +269,50 @@ def test_what_no_optimizer_steps_is_only_a_gradient(rest: str, steps: bool) -> N
 
 
 @pytest.mark.parametrize(
+    "code",
+    [
+        "net = Net()\nnet(x)",
+        "Other = Net\nnet = Other()\nnet(x)",
+        "def run(model):\n    model(x)\nrun(Net())",
+        "class Trainer:\n    def __init__(self):\n        self.net = Net()\n    def step(self):\n        self.net(x)",
+        "class Trainer:\n    kind = Net\n    def step(self):\n        net = self.kind()\n        net(x)",
+        "class Trainer:\n    net = Net()\nTrainer.net(x)",
+        "args.net = Net()\nargs.net(x)",
+        "for net in (Net(), Net()):\n    net(x)",
+        "from torch import compile\nnet = compile(Net())\nnet(x)",
+        "net = Net()\nnet.forward(x)",
+    ],
+)
+def test_callers_of_forward(code: str) -> None:
+    facts = facts_of(
+        "from helpers import x, log, wrap\n"
+        "class Net(torch.nn.Module):\n    def __init__(self):\n        log(1)\n    def forward(self, x): ...\n"
+        f"def own(x): ...\nlog(x)\nwrap(log)(x)\nx.log(x)\nown(x)\n{code}\n"
+    )
+    (forward,) = (scope for scope in facts.walker.scopes if scope.name == "forward")
+    (call,) = facts.callers(forward)
+    assert call.positional and call.line is not None and facts.source.position(call.span[0])[0] > 9
+    (init,) = (scope for scope in facts.walker.scopes if scope.qualname == "Net.__init__")
+    assert facts.callers(init)
+
+
+@pytest.mark.parametrize(
+    ("code", "made"),
+    [
+        ("from accelerate import Accelerator\nAccelerator()", True),
+        ("from accelerate import Accelerator as accelerator_class\naccelerator_class()", True),
+        ("import accelerate\nmake = accelerate.Accelerator\nmake()", True),
+        ("import accelerate as a\na.Accelerator()", True),
+        ("from accelerate import Accelerator\ndef run(kind):\n    kind()\nrun(Accelerator)", True),
+        ("from accelerate import Accelerator\ndef make():\n    return Accelerator\nmake()", False),
+        ("from accelerate import init_empty_weights\ninit_empty_weights()", False),
+    ],
+)
+def test_what_builds_an_accelerator(code: str, made: bool) -> None:
+    assert bool(facts_of(code).events("accelerator")) is made
+
+
+@pytest.mark.parametrize(
     ("code", "infers"),
     [
         ("def evaluate():\n    use()", True),

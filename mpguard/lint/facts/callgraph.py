@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,10 @@ _COMMON = frozenset({
     "half", "type", "init", "build", "state_dict", "load_state_dict", "parameters", "prepare", "compile", "__call__",
     "__init__",
 })  # fmt: skip
+
+
+#: Bindings that make a name none of a class of the file, and of no object of one.
+_NOT_OURS = frozenset({"def", "import", "from"})
 
 
 class CallGraph:
@@ -142,12 +147,40 @@ class CallGraph:
         wanted = scope.name
         candidates = self.facts.calls.get(wanted, [])
         if scope.is_method and wanted in ("__init__", "forward", "__call__"):
-            candidates = [call for calls in self.facts.calls.values() for call in calls if _could_be_instance(call)]
+            candidates = [
+                call
+                for name, calls in self.facts.calls.items()
+                for call in calls
+                if _could_be_instance(call) and (name == wanted or self._may_be_ours(call))
+            ]
         for call in candidates:
             if self._resolves(call, scope):
                 found.append(call)
         self._callers[scope] = found
         return found
+
+    def _may_be_ours(self, call: Call) -> bool:
+        """Whether what is called may be a class of this file or an object of one: no import and no `def` gives it its
+        name."""
+        if self.facts.imported_module:  # of which not all is known
+            return True
+        if call.receiver is not None:
+            return call.name in self._attribute_names
+        return any(
+            binding.kind not in _NOT_OURS
+            for place in call.scope.chain()
+            for binding in place.bindings.get(call.name, ())
+        )
+
+    @functools.cached_property
+    def _attribute_names(self) -> set[str]:
+        """The names that the file gives to attributes, methods left out."""
+        return {
+            key.rpartition(".")[2]
+            for scope in self.facts.walker.scopes
+            for key, bindings in scope.bindings.items()
+            if "." in key or (scope.kind == "class" and any(each.kind not in _NOT_OURS for each in bindings))
+        }
 
     def _resolves(self, call: Call, scope: Scope) -> bool:
         for each in self.facts.values.evaluate(call.func, call.scope, call.order):

@@ -118,12 +118,7 @@ class Guard(frozenset[Condition]):
         return Guard(self | {c for c in added if c != Fixed(True)})
 
     def joined(self, *others: Guard) -> Guard:
-        if len(others) == 1:  # as almost always; a new set takes ten times as long
-            if others[0] <= self:
-                return self
-            if self <= others[0]:
-                return others[0]
-        return Guard(self.union(*others))
+        return _joined(self, others[0]) if len(others) == 1 else Guard(self.union(*others))
 
     @functools.cached_property
     def possible(self) -> bool:
@@ -162,6 +157,13 @@ def _flags(condition: Condition) -> Iterable[Flag]:
     elif isinstance(condition, (All, Any)):
         for part in condition.parts:
             yield from _flags(part)
+
+
+@functools.lru_cache(1 << 14)
+def _joined(one: Guard, other: Guard) -> Guard:
+    if other <= one:
+        return one
+    return other if one <= other else Guard(one.union(other))
 
 
 @functools.lru_cache(1 << 14)

@@ -197,9 +197,14 @@ class Values:
                 else:
                     continue
             else:
-                found = tuple(alternative for binding in bindings[:_MOST] for alternative in self.bound(binding))
+                found = ()
+                enough = _MOST if length == len(parts) else 1 << 60  # more are cut off
+                for binding in bindings[:_MOST]:
+                    found += self.bound(binding)
+                    if len(found) > enough:
+                        break
                 if len(bindings) > _MOST:
-                    found = (*found, *NOTHING_KNOWN)
+                    found += NOTHING_KNOWN
             for name in parts[length:]:
                 found = self._attribute(found, name)
             return found
@@ -389,6 +394,8 @@ class Values:
             found: list[Alternative] = []
             for alternative in self.evaluate(call.func, call.scope, call.order):
                 found += under(self._called(alternative.atom, call), alternative.guard)
+                if len(found) > _MOST:
+                    break
             return tuple(found) or NOTHING_KNOWN
         finally:
             self._left(call)

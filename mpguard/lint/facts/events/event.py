@@ -86,10 +86,11 @@ def called(facts: Facts, *wanted: str) -> Iterator[Call]:
 
 
 def created(facts: Facts, kind: str) -> Iterator[Event]:
-    """Where an object of a kind is built; not by methods, whose names begin small."""
-    for calls in facts.calls.values():
+    """Where an object of a kind is built; not by methods and functions, whose names begin small."""
+    for name, calls in facts.calls.items():
+        small = name[:1].islower()
         for call in calls:
-            if call.receiver is not None and call.name[:1].islower():
+            if small and (call.receiver is not None or _is_function(call)):
                 continue
             if any(names.kind_of(path) == kind for _, path in facts.paths(call)) or any(
                 isinstance(each.atom, Class) and each.atom.facts.class_kind(each.atom.scope) == kind
@@ -97,6 +98,14 @@ def created(facts: Facts, kind: str) -> Iterator[Event]:
                 if call.name[:1].isupper()
             ):
                 yield Event(kind, call, facts, call.node)
+
+
+def _is_function(call: Call) -> bool:
+    """Whether what is called is a function of the file, or imported under a name that begins small."""
+    bindings = next((found for place in call.scope.chain() if (found := place.bindings.get(call.name))), [])
+    return bool(bindings) and all(
+        binding.kind == "def" or (binding.kind == "from" and binding.name[:1].islower()) for binding in bindings
+    )
 
 
 def is_scaler(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
