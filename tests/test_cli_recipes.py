@@ -88,7 +88,7 @@ def test_deepspeeds_is_the_json_file_itself(capsys: pytest.CaptureFixture[str]) 
 def test_without_the_library_it_says_so_and_shows_the_arguments(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plugins()["te"], "library", "a_library_that_nobody_has")
+    monkeypatch.setattr(plugins()["te"], "module", "a_library_that_nobody_has")
     assert main(["recipes", "bf16_with_mxfp8_mixed", "--for", "te"]) == 0
     printed = capsys.readouterr()
     assert printed.out.splitlines()[0].endswith("which is not installed: pip install 'mpguard[te]'")
