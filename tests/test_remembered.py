@@ -12,7 +12,7 @@ from mpguard.remembered import forget
 
 PACKAGE = Path(mpguard.__file__).parent
 #: Functions of their arguments alone.
-PURE = {"_fields", "_consistent", "_spec", "_plan"}
+PURE = {"_fields", "_joined", "_consistent", "_spec", "_plan"}
 
 
 def test_every_cached_function_of_the_lint_path_is_pure_or_remembered() -> None:
