@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import gc
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -117,6 +118,7 @@ class Checker:
         remembered.forget()
         self._engines.clear()
         self._read.clear()
+        gc.unfreeze()  # much of what `jobs` took for lasting is garbage now
 
     def report(self, buffer: Buffer, unsaved: Mapping[str, bytes]) -> Said | None:
         """What there is to say about a buffer; None where it is none of ours. Raises `ConfigError` for settings.

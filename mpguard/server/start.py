@@ -48,7 +48,7 @@ def start(isolated: bool) -> int:
             importlib.import_module(module)  # while the editor makes itself known: the first check is fast then
         # Trees are many objects and little garbage, which `jobs` collects in pauses; what is loaded by now stays.
         gc.freeze()
-        gc.set_threshold(50_000, 20, 20)
+        gc.set_threshold(200_000, 50, 100)
         try:
             jobs.run()
         except KeyboardInterrupt:  # the other thread waits for a line of the terminal, and cannot be woken
