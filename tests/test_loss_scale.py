@@ -1,7 +1,7 @@
 """FP16: every loss-scale field of the policy in force, shown by overflows made on purpose.
 
 GradScaler and FSDP run in FP16 on the CPU; DeepSpeed's FP16 engine too, once its question whether the device has FP16
-is answered for it. accelerate makes no scaler on a CPU: tests/gpu/test_scale_accelerate.py.
+is answered for it, under accelerate too, which makes no GradScaler on a CPU: tests/gpu/test_scale_accelerate.py.
 """
 
 from __future__ import annotations
@@ -175,3 +175,12 @@ def test_engines_on_two_ranks(tmp_path: Any, engine: str) -> None:
             assert "loss scale already at minimum" in each["error"]
         else:
             assert steps == EXPECTED and each["error"] is None, each
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accelerate_with_deepspeed(tmp_path: Any, stage: int) -> None:
+    """Its step goes through accelerate's wrapper of DeepSpeed's engine, which knows of what was skipped."""
+    run = torchrun(PROGRAMS / "overflow_accelerated.py", stage, cwd=tmp_path, processes=1)
+    assert run.returncode == 0, told(run)
+    (found,) = results(run)
+    assert [tuple(step) for step in found["steps"]] == [(2.0**power, factor == GOOD) for factor, power in OF_DEEPSPEED]
