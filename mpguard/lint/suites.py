@@ -77,6 +77,8 @@ def cut(text: str) -> Cut | None:
     lines = logical_lines(text)
     if len({character for line in lines for character in line.indent}) != 1:
         return None  # not indented at all, or with tabs here and spaces there
+    if any(text.startswith("\\", line.start + len(line.indent)) for line in lines):
+        return None  # libcst counts the columns behind a backslash that begins a line otherwise than in a suite alone
     made = _Cutter(text, lines).statement()
     return made if made.holes else None
 
