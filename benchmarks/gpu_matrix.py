@@ -118,7 +118,7 @@ def cells(gpus: int) -> list[Cell]:
         for recipe in RECIPES
         for framework in FRAMEWORKS
         for strategy in STRATEGIES
-        if ("all-gather" not in recipe or strategy == "FSDP2") and ("compiled" not in recipe or framework != "own loop")
+        if "all-gather" not in recipe or strategy == "FSDP2"
     ]
     if gpus == 1:
         return [cell for cell in every if cell.strategy != "DDP"]
