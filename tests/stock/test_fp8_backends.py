@@ -19,11 +19,10 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
 import mpguard as package
-from mpguard import hardware
+from mpguard import compiling, hardware
 from mpguard.hardware import Hardware
 from mpguard.plugin import plugins
 from mpguard.policy import Policy
-from mpguard.runtime import compiling
 
 DELAYED = Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=16)  # most_recent by default
 EMULATED = Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True)
