@@ -38,7 +38,7 @@ class Ref:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Function:
-    """A function of the linted tree; `bound` for a method taken from an object."""
+    """A function of the linted tree, also one that is a method."""
 
     scope: Scope
     facts: Facts
