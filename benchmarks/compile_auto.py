@@ -1,4 +1,4 @@
-"""Where torch.compile pays for FP8: the facts behind `compile: auto` (mpguard/compiling.py).
+"""Where torch.compile pays for FP8: the facts behind `compile: auto` (mpguard/nn/compile.py).
 
     python benchmarks/compile_auto.py --output benchmarks/results/compile_auto.json
 
@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mpguard
-from mpguard.policy import Policy
+from mpguard.policy.policy import Policy
 
 LIBRARIES = ("torch", "transformers", "torchao", "transformer-engine", "mpguard")
 WARM, TIMED = 5, 11

@@ -34,7 +34,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpguard.lint.rule import rules
+from mpguard.lint.model.rule import rules
 
 HERE = Path(__file__).parent
 PACKAGES, VERDICTS, UNSEEN = HERE / "evidence_packages.txt", HERE / "evidence.json", HERE / "evidence_unseen.json"

@@ -28,12 +28,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpguard.lint import workers
-from mpguard.lint.engine import Engine, Options
-from mpguard.lint.files import Target, collect
-from mpguard.lint.result import CONFIG, SYNTAX, FileReport
-from mpguard.lint.rule import rules
-from mpguard.lint.selection import Selectors
+from mpguard.lint.model.result import CONFIG, SYNTAX, FileReport
+from mpguard.lint.model.rule import rules
+from mpguard.lint.model.selection import Selectors
+from mpguard.lint.run import workers
+from mpguard.lint.run.engine import Engine, Options
+from mpguard.lint.source.files import Target, collect
 
 BOM = b"\xef\xbb\xbf"
 
@@ -95,11 +95,11 @@ def _mended(target: Target, wrong: list[str]) -> None:
 def laws(target: Target, content: bytes) -> Iterator[str]:
     report = MENDING.check(target)
     yield from (f"{each.code} raised {each.error}" for each in report.defects)
-    if report.mended is None:
+    if report.fix_result is None:
         yield "there are fixable findings, and nothing was mended"
         return
-    after = report.mended.after
-    yield from report.mended.problems
+    after = report.fix_result.after
+    yield from report.fix_result.problems
     if left := fixable(report):
         yield f"after all fixes there are still fixable findings: {dict(left)}"
     if target.kind == "python":
@@ -116,7 +116,7 @@ def laws(target: Target, content: bytes) -> Iterator[str]:
     if content.endswith(b"\n") != after.endswith(b"\n"):
         yield "the last line's end came or went"
     again = MENDING.check(Target(target.path, target.kind, named=True, data=after, size=len(after)))
-    if again.mended is not None and again.mended.after != after:
+    if again.fix_result is not None and again.fix_result.after != after:
         yield "a second run changes the file again"
 
 

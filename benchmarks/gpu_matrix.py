@@ -140,7 +140,7 @@ PREPARING = threading.Lock()
 def prepared(cell: Cell, folder: Path, port: int) -> list[str]:
     """The files of a cell, and the command that launches it."""
     from mpguard.cli import main as mpguard
-    from mpguard.policy import Policy
+    from mpguard.policy.policy import Policy
 
     emulate, device = _on_cpu(cell)
     config = folder / "mp.yaml"

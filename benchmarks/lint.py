@@ -138,10 +138,10 @@ def pss(pid: int) -> float:
 
 def parsed(folder: Path) -> dict[str, float]:
     """What one whole run parses: files and megabytes, of how many."""
-    from mpguard.lint.engine import Engine, Options
     from mpguard.lint.facts import file as facts
-    from mpguard.lint.files import collect
-    from mpguard.lint.rule import rules
+    from mpguard.lint.model.rule import rules
+    from mpguard.lint.run.engine import Engine, Options
+    from mpguard.lint.source.files import collect
 
     asked: list[facts.Facts] = []
 
@@ -166,8 +166,8 @@ def parsed(folder: Path) -> dict[str, float]:
 
 def one_file(folder: Path) -> Path:
     """Of the files that a rule could speak about, the one nearest to `ONE_FILE` bytes."""
-    from mpguard.lint.gate import relevant
-    from mpguard.lint.rule import Rule, rules
+    from mpguard.lint.model.rule import Rule, rules
+    from mpguard.lint.run.prefilter import relevant
 
     on = [rule for rule in rules(own_only=True).values() if issubclass(rule, Rule)]
     by_size = sorted(folder.rglob("*.py"), key=lambda path: (abs(path.stat().st_size - ONE_FILE), path))

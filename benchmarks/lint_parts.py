@@ -24,17 +24,17 @@ from typing import Any
 
 import libcst
 
-from mpguard import looks
-from mpguard.lint import gate
-from mpguard.lint.cache.identity import identity
-from mpguard.lint.depth import suspect
-from mpguard.lint.engine import Engine, Options
-from mpguard.lint.files import collect
-from mpguard.lint.rule import Rule, rules
-from mpguard.lint.source import Source
+from mpguard.core import tracked_fs
+from mpguard.lint.model.rule import Rule, rules
+from mpguard.lint.run import prefilter
+from mpguard.lint.run.cache.identity import identity
+from mpguard.lint.run.engine import Engine, Options
+from mpguard.lint.source.files import collect
+from mpguard.lint.source.parser_limits import suspect
+from mpguard.lint.source.source import Source
 
 IMPORTS = ("argparse", "importlib.metadata", "yaml", "pathspec", "libcst", "mpguard", "mpguard.cli.lint",
-           "mpguard.lint.engine", "mpguard.lint.facts.file")  # fmt: skip
+           "mpguard.lint.run.engine", "mpguard.lint.facts.file")  # fmt: skip
 
 
 def cpu(work: Callable[[], object], times: int = 3) -> float:
@@ -66,7 +66,7 @@ def measured(folder: Path) -> dict[str, Any]:
     on = tuple(rule for rule in rules(own_only=True).values() if issubclass(rule, Rule) and not rule.preview)
     targets = [target for target in collect([str(folder)]).targets if target.kind == "python"]
     datas = [Path(target.path).read_bytes() for target in targets]
-    awake = [data for data in datas if gate.relevant(data, on)]
+    awake = [data for data in datas if prefilter.relevant(data, on)]
     tokens = {token for rule in on for condition in rule.triggers for token in condition}
     sources = [Source(data, "x.py") for data in awake]
     texts = [source.text for source in sources]
@@ -82,8 +82,8 @@ def measured(folder: Path) -> dict[str, Any]:
     parts = {
         "list": cpu(lambda: collect([str(folder)])),
         "read": cpu(lambda: [Path(target.path).read_bytes() for target in targets]),
-        "digest": cpu(lambda: [looks.digested(data) for data in datas]),
-        "gate": cpu(lambda: [gate.relevant(data, on) for data in datas]),
+        "digest": cpu(lambda: [tracked_fs.digest(data) for data in datas]),
+        "gate": cpu(lambda: [prefilter.relevant(data, on) for data in datas]),
         "gate, every token of every rule": cpu(lambda: [[token in data for token in tokens] for data in datas], 1),
         "awake files: too deep for the parser?": cpu(lambda: [*map(suspect, texts)]),
         "awake files: Python's own parser": cpu(lambda: [*map(ast.parse, texts)]),
@@ -100,7 +100,7 @@ def measured(folder: Path) -> dict[str, Any]:
         "mb": {"all": round(sum(map(len, datas)) / 1e6, 1), "awake": round(sum(map(len, awake)) / 1e6, 1)},
         "cpu_seconds": parts,
         "cpu_seconds_to_import": {name: start(f"import {name}") for name in IMPORTS}
-        | {"all rules": start("from mpguard.lint.rule import rules; rules()")},
+        | {"all rules": start("from mpguard.lint.model.rule import rules; rules()")},
         "cpu_seconds_of_identity": cpu(identity),
     }
 

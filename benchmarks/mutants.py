@@ -32,13 +32,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mpguard
-from mpguard.edits import write_atomically
-from mpguard.lint import gate, workers
-from mpguard.lint.engine import Engine, Options
-from mpguard.lint.files import Target, collect, kind_of
-from mpguard.lint.result import CONFIG, SYNTAX
-from mpguard.lint.rule import Rule, rules
-from mpguard.lint.selection import Selectors
+from mpguard.core.text_edits import write_atomically
+from mpguard.lint.model.result import CONFIG, SYNTAX
+from mpguard.lint.model.rule import Rule, rules
+from mpguard.lint.model.selection import Selectors
+from mpguard.lint.run import prefilter, workers
+from mpguard.lint.run.engine import Engine, Options
+from mpguard.lint.source.files import Target, collect, kind_of
 
 LARGEST = 16 << 10
 #: Computing longer than this is a hang; waiting for a busy machine is none.
@@ -181,7 +181,7 @@ def files(folder: Path) -> list[str]:
     for target in collect([str(folder)]).targets:
         if target.problem is None and 0 < target.size <= LARGEST and target.kind in ("python", "config"):
             data = Path(target.path).read_bytes()
-            if target.kind == "config" or gate.relevant(data, python):
+            if target.kind == "config" or prefilter.relevant(data, python):
                 chosen.append(target.path)
     configs = [path for path in chosen if kind_of(path) == "config"]
     return [path for path in chosen if kind_of(path) == "python"] + configs[:: max(1, len(configs) // 200)]

@@ -31,10 +31,10 @@ import libcst
 from lsprotocol import types
 from startup import _cpu, training_script
 
-from mpguard.lint import gate
-from mpguard.lint.engine import Engine, Options
-from mpguard.lint.files import Target, kind_of
-from mpguard.lint.rule import Rule, rules
+from mpguard.lint.model.rule import Rule, rules
+from mpguard.lint.run import prefilter
+from mpguard.lint.run.engine import Engine, Options
+from mpguard.lint.source.files import Target, kind_of
 from mpguard.server.session import TYPING
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -161,7 +161,7 @@ def awake(folder: Path, most: int) -> list[Path]:
     found: dict[bytes, Path] = {}
     for path in sorted(folder.rglob("*.py")):
         data = path.read_bytes() if path.is_file() else b""
-        if LINES[0] <= data.count(b"\n") <= LINES[1] and gate.relevant(data, on):
+        if LINES[0] <= data.count(b"\n") <= LINES[1] and prefilter.relevant(data, on):
             found.setdefault(data, path)
     return [found[data] for data in sorted(found, key=len, reverse=True)[:most]]
 

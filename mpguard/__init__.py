@@ -15,6 +15,7 @@ Importing mpguard imports no torch.
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 
@@ -40,8 +41,7 @@ if _is_command() and not getattr(sys.flags, "safe_path", False):
 
 from typing import TYPE_CHECKING
 
-from mpguard.dtype import Dtype
-from mpguard.errors import (
+from mpguard.core.errors import (
     ConfigError,
     ExtensionError,
     MissingExtra,
@@ -54,15 +54,18 @@ from mpguard.errors import (
     SettingsError,
     UnknownRecipe,
 )
-from mpguard.plugin import Change, inject
-from mpguard.policy import Policy
-from mpguard.recipes import recipe, recipes, register
+from mpguard.core.version import __version__
+from mpguard.policy.dtype import Dtype
+from mpguard.policy.policy import Policy
+from mpguard.policy.recipes import recipe, recipes, register
+from mpguard.targets.inject import Change, inject
 
 if TYPE_CHECKING:
-    from mpguard.conversion import convert, fp8_state_dict, load_fp8_state_dict, revert
-    from mpguard.runtime import activate, prove
+    from mpguard.nn.fp8.amax_history import fp8_state_dict, load_fp8_state_dict
+    from mpguard.nn.fp8.convert import convert, revert
+    from mpguard.runtime.activation import activate
+    from mpguard.runtime.guard import prove
 
-__version__ = "0.1.0"
 
 __all__ = [
     "Change",
@@ -79,6 +82,7 @@ __all__ = [
     "PolicyError",
     "SettingsError",
     "UnknownRecipe",
+    "__version__",
     "activate",
     "convert",
     "fp8_state_dict",
@@ -92,13 +96,18 @@ __all__ = [
 ]
 
 
+#: Names that are imported from these modules when they are first used, because the modules take time to import.
+_LAZY = {
+    "activate": "mpguard.runtime.activation",
+    "convert": "mpguard.nn.fp8.convert",
+    "fp8_state_dict": "mpguard.nn.fp8.amax_history",
+    "load_fp8_state_dict": "mpguard.nn.fp8.amax_history",
+    "prove": "mpguard.runtime.guard",
+    "revert": "mpguard.nn.fp8.convert",
+}
+
+
 def __getattr__(name: str) -> object:
-    if name in ("activate", "prove"):
-        from mpguard import runtime
-
-        return getattr(runtime, name)
-    if name in ("convert", "fp8_state_dict", "load_fp8_state_dict", "revert"):
-        from mpguard import conversion
-
-        return getattr(conversion, name)
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'mpguard' has no attribute {name!r}")

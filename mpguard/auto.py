@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 
-from mpguard.runtime import activation, ending, guard
+from mpguard.runtime import activation, exit_hooks, guard
 from mpguard.runtime.plan import CONFIG, Plan
 
 if guard.current() is None:
     # A config's name alone (MPGUARD_CONFIG=mp.yaml torchrun ...) is enough.
     _config = None if Plan.from_environment() else os.environ.get(CONFIG) or None
-    ending.Ending(activation.start(Plan.found(_config))).take_over()
+    exit_hooks.ExitHooks(activation.start(Plan.found(_config))).take_over()

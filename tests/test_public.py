@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import mpguard
-from mpguard import errors
+from mpguard.core import errors
 
 
 def test_all_is_what_is_public() -> None:
@@ -57,7 +57,7 @@ def test_activate_knows_three_ways_to_enforce() -> None:
 
 
 def drawn() -> dict[str, str]:
-    """Class -> parent, as drawn in the docstring of mpguard.errors."""
+    """Class -> parent, as drawn in the docstring of mpguard.core.errors."""
     parents: dict[str, str] = {}
     path: list[tuple[int, str]] = []
     for line in (errors.__doc__ or "").splitlines():
@@ -118,7 +118,7 @@ def heavy_after(code: str) -> set[str]:
         "import mpguard; mpguard.recipe('bf16_mixed')",
         "import mpguard; mpguard.inject({}, mpguard.recipe('bf16_mixed'), 'deepspeed')",
         "import mpguard; [mpguard.inject({}, mpguard.recipe('bf16_mixed'), target)"
-        " for target in mpguard.plugin.plugins() if target not in ('te', 'torchao')]",
+        " for target in mpguard.targets.plugins() if target not in ('te', 'torchao')]",
         "import mpguard.cli.lint",
     ],
 )  # fmt: skip

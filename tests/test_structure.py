@@ -1,4 +1,4 @@
-"""Imports run one way: no module imports, at once, when called or for a type, what imports it."""
+"""Imports go one way: between the rooms of the package, and between its modules."""
 
 from __future__ import annotations
 
@@ -6,55 +6,73 @@ import ast
 import functools
 import graphlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from paths import REPOSITORY
 
-ROOT = Path(__file__).parent.parent
-FILES = [*(ROOT / "mpguard").rglob("*.py"), *(ROOT / "plugins" / "mpguard_plugins").rglob("*.py")]
+PACKAGE, PLUGINS = REPOSITORY / "mpguard", REPOSITORY / "plugins" / "mpguard_plugins"
 
+#: The rooms. A room imports only itself and rooms of an earlier line; rooms of one line do not import each other.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("core",),
+    ("policy",),
+    ("targets",),
+    ("document", "nn"),
+    ("lint", "runtime"),
+    ("server",),
+    ("cli",),
+    ("__init__", "__main__", "auto", "run"),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
-def _name(path: Path) -> str:
-    inside = path.relative_to(ROOT / "plugins" if "plugins" in path.relative_to(ROOT).parts[:1] else ROOT)
-    return ".".join(inside.with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {_name(path): path for path in FILES}
-
-#: Doors: a low module hands a call on to a higher one. CONTRIBUTING.md names them.
+#: Doors: a low module hands a call on to a higher one, which it imports when it is called. There are no others.
 DOORS = {
-    ("mpguard.policy", "mpguard.plugin"): "`Policy.to`",
+    ("mpguard.policy.policy", "mpguard.targets.inject"): "`Policy.to`",
     ("mpguard.document", "mpguard.document.rewrite"): "`Document.edits`",
-    ("mpguard", "mpguard.runtime"): "`mpguard.activate`, `mpguard.prove`",
 }
-#: The facts of a file ask each other through this one: they import its type alone.
+
+#: What a plugin may import of mpguard: names that are in `__all__` of one of these.
+PUBLIC = ("mpguard", "mpguard.policy", "mpguard.targets", "mpguard.nn.grad_scaler")
+
+#: Facts of a file call each other through this class: their modules import its type, and only it imports them.
 FACTS = "mpguard.lint.facts.file"
 
 
+def _name(parts: tuple[str, ...]) -> str:
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {
+    _name(path.relative_to(folder.parent).with_suffix("").parts): path
+    for folder in (PACKAGE, PLUGINS)
+    for path in folder.rglob("*.py")
+}
+
+
 def _imports(name: str) -> Iterator[tuple[str, bool]]:
-    """The modules of ours that a module imports, and whether only for types."""
+    """Yield the modules of mpguard that a module imports, each with True if for type checkers only."""
     tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
-    typed = {
+    types_only = {
         id(inner)
         for node in ast.walk(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
-        asked: list[str] = []
+        imported: list[tuple[str, str]] = []
         if isinstance(node, ast.Import):
-            asked = [alias.name for alias in node.names]
+            imported = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            asked = [f"{node.module}.{alias.name}" for alias in node.names]
-        for each in asked:
-            found = each if each in MODULES else each.rpartition(".")[0]
+            imported = [(node.module or "", alias.name) for alias in node.names]
+        for module, attribute in imported:
+            found = f"{module}.{attribute}" if f"{module}.{attribute}" in MODULES else module
             if found in MODULES and found != name:
-                yield found, id(node) in typed
+                yield found, id(node) in types_only
 
 
-def _order(graph: dict[str, set[str]]) -> None:
-    """Raises `CycleError` where there is none."""
-    graphlib.TopologicalSorter(graph).prepare()
+def _room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
 
 
 @functools.cache
@@ -62,21 +80,78 @@ def _graph() -> dict[str, set[str]]:
     return {
         name: {
             other
-            for other, typed in _imports(name)
-            if (name, other) not in DOORS and not (typed and other == FACTS and name.startswith("mpguard.lint.facts."))
+            for other, types_only in _imports(name)
+            if (name, other) not in DOORS
+            and not (types_only and other == FACTS and name.startswith("mpguard.lint.facts."))
         }
         for name in MODULES
     }
 
 
-def test_imports_run_one_way() -> None:
-    _order(_graph())
+def _check_order(graph: dict[str, set[str]]) -> None:
+    """Raise `CycleError` if modules import each other in a circle."""
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def _wrong_way(graph: dict[str, set[str]]) -> list[str]:
+    """The imports that go up, or across a floor."""
+    return [
+        f"{name} imports {other}"
+        for name, others in sorted(graph.items())
+        for other in sorted(others)
+        if name.startswith("mpguard.") and _room(name) != _room(other) and FLOOR[_room(other)] >= FLOOR[_room(name)]
+    ]
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {_room(name) for name in MODULES if name.split(".")[0] == "mpguard"} == set(FLOOR)
+
+
+def test_modules_import_one_way() -> None:
+    _check_order(_graph())
+
+
+def test_rooms_import_one_way() -> None:
+    """Among others: runtime imports no lint, and lint no runtime."""
+    assert _wrong_way(_graph()) == []
+    for lower, higher in (("runtime", "lint"), ("lint", "runtime"), ("core", "policy")):
+        wrong = {f"mpguard.{lower}.x": {f"mpguard.{higher}.y"}}
+        assert _wrong_way(wrong) == [f"mpguard.{lower}.x imports mpguard.{higher}.y"], "the test can fail"
 
 
 @pytest.mark.parametrize("door", DOORS, ids=DOORS.values())
-def test_a_door_is_one(door: tuple[str, str]) -> None:
-    """Each is there, and would be a circle if it were none of these: the test can fail."""
+def test_a_door_exists_and_is_needed(door: tuple[str, str]) -> None:
     low, high = door
     assert high in {other for other, _ in _imports(low)}
     with pytest.raises(graphlib.CycleError):
-        _order({**_graph(), low: _graph()[low] | {high}})
+        _check_order({**_graph(), low: _graph()[low] | {high}})
+
+
+def _exported(module: str) -> list[str]:
+    """What is in `__all__` of a module."""
+    for node in ast.parse(MODULES[module].read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    raise AssertionError(f"{module} has no __all__")
+
+
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if name.startswith("mpguard_plugins.")))
+def test_plugins_import_public_names_only(name: str) -> None:
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        assert not (isinstance(node, ast.Import) and any(alias.name.startswith("mpguard.") for alias in node.names))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mpguard":
+            assert node.module in PUBLIC, f"{name} imports {node.module}; public are {', '.join(PUBLIC)}"
+            private = {alias.name for alias in node.names} - set(_exported(node.module))
+            assert not private, f"{name}: not in __all__ of {node.module}: {', '.join(private)}"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """Two public classes of one name would be taken for each other."""
+    seen: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        if ".rules." in name:  # one class for a rule, named as its file
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                seen.setdefault(node.name, []).append(name)
+    assert {name: modules for name, modules in seen.items() if len(modules) > 1} == {}

@@ -14,7 +14,7 @@ from common import ROWS, Chain, Probe, adam, model, options, world
 from torch import nn
 
 import mpguard
-from mpguard.policy import Policy
+from mpguard.policy.policy import Policy
 
 
 def wrapped(net: nn.Module, strategy: str, policy: Policy, device: torch.device) -> nn.Module:

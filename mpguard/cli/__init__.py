@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpguard.cli.said import say
-from mpguard.errors import MpguardError, NotInForce, did_you_mean, near
+from mpguard.core.console import print_message
+from mpguard.core.errors import MpguardError, NotInForce, did_you_mean, near
 
 #: What a write to a full disk, or one that fails, says.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -83,7 +83,7 @@ def _run(arguments: list[str]) -> int:
     command = next((a for a in arguments if not a.startswith("-")), None)
     leading = arguments[: arguments.index(command)] if command is not None else arguments
     if "--version" in leading or "-V" in leading:
-        from mpguard import __version__
+        from mpguard.core.version import __version__
 
         print(f"mpguard {__version__}")
         return 0
@@ -140,7 +140,7 @@ def _unmarked(value: Any) -> Any:
 
 
 def _refuse(message: str) -> int:
-    say(message)
+    print_message(message)
     return 2
 
 

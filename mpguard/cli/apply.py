@@ -17,13 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpguard import carried, mpyaml, plugin
-from mpguard.document import Document, read
-from mpguard.edits import applied, write_atomically
-from mpguard.errors import ConfigError, PolicyError
-from mpguard.lint.report import Line, write
-from mpguard.plugin import ABSENT, Change
-from mpguard.policy import Policy
+from mpguard import targets
+from mpguard.core.console import Line, write_lines
+from mpguard.core.errors import ConfigError, PolicyError
+from mpguard.core.text_edits import apply_edits, write_atomically
+from mpguard.document import Document, mp_yaml, read
+from mpguard.policy.policy import Policy
+from mpguard.targets import capabilities
+from mpguard.targets.inject import Change
+from mpguard.targets.settings import ABSENT
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -54,11 +56,11 @@ class Job:
 
     @property
     def not_carried(self) -> list[str]:
-        return plugin.get(self.kind).not_carried(self.policy, self.strategy)
+        return targets.get(self.kind).not_carried(self.policy, self.strategy)
 
 
 def run(options: argparse.Namespace) -> int:
-    recipe, policy = mpyaml.resolved(options.recipe)
+    recipe, policy = mp_yaml.resolved(options.recipe)
     documents = _documents(options.files)
     jobs = [_job(document, recipe, _policy(document, documents, recipe, policy), documents) for document in documents]
     writes = not (options.check or options.diff)
@@ -67,9 +69,9 @@ def run(options: argparse.Namespace) -> int:
     if options.format == "json":
         print(json.dumps(_facts(jobs, recipe, writes), indent=2))
     elif options.diff:
-        write(line for job in jobs for line in _diff(job))
+        write_lines(line for job in jobs for line in _diff(job))
     else:
-        write(_lines(jobs, recipe, writes))
+        write_lines(_lines(jobs, recipe, writes))
     return 1 if options.check and any(job.changes for job in jobs) else 0
 
 
@@ -102,15 +104,15 @@ def _policy(document: Document, documents: list[Document], recipe: str, policy: 
     """The recipe, with the overrides that the file, or the accelerate config that names it, has for it."""
     sources = [document] if document.kind == "accelerate" else [each for each in documents if _names(each, document)]
     for source in sources:
-        stored = mpyaml.stored(source)
+        stored = mp_yaml.stored(source)
         if stored.overrides and stored.recipe is not None and stored.recipe.replace("-", "_") == recipe:
-            return mpyaml.policy_of(source) or policy
+            return mp_yaml.policy_of(source) or policy
     return policy
 
 
 def _names(document: Document, other: Document) -> bool:
     """Whether an accelerate config names another file: from the present folder, or from its own."""
-    named_file = mpyaml.deepspeed_file(document.data) if document.kind == "accelerate" else None
+    named_file = mp_yaml.deepspeed_file(document.data) if document.kind == "accelerate" else None
     if named_file is None:
         return False
     places = (Path(named_file), Path(document.path).parent / named_file)
@@ -120,21 +122,21 @@ def _names(document: Document, other: Document) -> bool:
 def _job(document: Document, recipe: str, policy: Policy, documents: list[Document]) -> Job:
     kind = document.kind
     assert kind is not None  # checked in `_documents`
-    target = plugin.get(kind)
+    target = targets.get(kind)
     notes: list[str] = []
     try:
-        changes = plugin.differences(document.data, policy, kind)
+        changes = targets.differences(document.data, policy, kind)
         if kind == "accelerate":
-            changes = [*mpyaml.changes(document.data, recipe, _kept(document, recipe)), *changes]
+            changes = [*mp_yaml.changes(document.data, recipe, _kept(document, recipe)), *changes]
         strategy = target.strategy(document.data)
-        carried.require_carried(kind, policy, strategy)
-        text = applied(document.text, document.edits(changes))
+        capabilities.require_supported(kind, policy, strategy)
+        text = apply_edits(document.text, document.edits(changes))
     except PolicyError as error:
         raise PolicyError(f"{document.path}: {error}") from None
     except ConfigError as error:
         where = "" if str(error).startswith(document.path) else f"{document.path}: "
         raise ConfigError(f"{where}{error}") from None
-    other = mpyaml.deepspeed_file(document.data) if kind == "accelerate" else None
+    other = mp_yaml.deepspeed_file(document.data) if kind == "accelerate" else None
     if other is not None and not any(_names(document, each) for each in documents):
         notes.append(f"the precision is said in {other}; give that file to `mpguard apply` too")
     return Job(document, kind, policy, strategy, tuple(changes), text, tuple(notes))
@@ -142,7 +144,7 @@ def _job(document: Document, recipe: str, policy: Policy, documents: list[Docume
 
 def _kept(document: Document, recipe: str) -> dict[str, Any] | None:
     """The overrides of the file, if they are those of this recipe."""
-    stored = mpyaml.stored(document)
+    stored = mp_yaml.stored(document)
     same = stored.recipe is not None and stored.recipe.replace("-", "_") == recipe
     return dict(stored.overrides) if same and stored.overrides else None
 
@@ -202,9 +204,9 @@ def _lines(jobs: list[Job], recipe: str, written: bool) -> Iterator[Line]:
 
 
 def _carried_elsewhere(job: Job, field: str) -> str:
-    carriers = plugin.carriers(field)
+    carriers = targets.carriers(field)
     by = f"carried by {', '.join(carriers)}" if carriers else "no target carries it"
-    return f"no place here for {field}={job.policy.text_of(field)} ({by})"
+    return f"no place here for {field}={job.policy.format_field(field)} ({by})"
 
 
 def _facts(jobs: list[Job], recipe: str, written: bool) -> dict[str, Any]:
@@ -220,7 +222,7 @@ def _facts(jobs: list[Job], recipe: str, written: bool) -> dict[str, Any]:
                 "strategy": job.strategy,
                 "changes": [_change(change) for change in job.changes],
                 "not_carried": [
-                    {"field": field, "value": job.policy.text_of(field), "carriers": plugin.carriers(field)}
+                    {"field": field, "value": job.policy.format_field(field), "carriers": targets.carriers(field)}
                     for field in job.not_carried
                 ],
                 "notes": list(job.notes),
@@ -232,4 +234,4 @@ def _facts(jobs: list[Job], recipe: str, written: bool) -> dict[str, Any]:
 
 def _change(change: Change) -> dict[str, Any]:
     values = {name: value for name, value in (("old", change.old), ("new", change.new)) if value is not ABSENT}
-    return {"key": change.key, **values, "why": change.why}
+    return {"key": change.key, **values, "why": change.reason}

@@ -86,16 +86,16 @@ def _words(command: str, action: argparse.Action) -> tuple[str, ...]:
     if isinstance(action.metavar, str) and "|" in action.metavar:
         return tuple(action.metavar.split("|"))
     if (action.dest == "code" and command == "rule") or set(_CODES) & set(action.option_strings):
-        from mpguard.lint.rule import rules
+        from mpguard.lint.model.rule import rules
 
         known = rules()
         return (*known, *(rule.name for rule in known.values())) if command == "rule" else tuple(known)
     if action.dest == "recipe":
-        from mpguard.recipes import recipes
+        from mpguard.policy.recipes import recipes
 
         return tuple(recipes())
     if action.dest == "target" and command == "recipes":
-        from mpguard.plugin import plugins
+        from mpguard.targets.plugin import plugins
 
         return tuple(plugins())
     return ()

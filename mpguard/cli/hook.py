@@ -19,7 +19,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from mpguard.errors import ConfigError
+from mpguard.core.errors import ConfigError
 from mpguard.runtime.plan import POLICY
 
 NAME = "mpguard_hook.pth"
@@ -27,7 +27,7 @@ NAME = "mpguard_hook.pth"
 #: Imports nothing unless a policy was handed over, or this is `accelerate`; pip leaves the file behind
 #: when mpguard is uninstalled, so a missing mpguard is no error.
 LINE = (
-    f"import os, sys; exec('try:\\n import mpguard.runtime.hooked\\nexcept ImportError:\\n pass') "
+    f"import os, sys; exec('try:\\n import mpguard.runtime.launch.startup_hook\\nexcept ImportError:\\n pass') "
     f"if os.environ.get('{POLICY}') or any('accelerate' in word for word in sys.orig_argv[:8]) else None\n"
 )
 
@@ -125,7 +125,7 @@ def _installed() -> list[Path]:
 
 def _runs() -> bool:
     """Whether a fresh interpreter of this environment really runs the line."""
-    code = "import sys; sys.exit(0 if 'mpguard.runtime.hooked' in sys.modules else 3)"
+    code = "import sys; sys.exit(0 if 'mpguard.runtime.launch.startup_hook' in sys.modules else 3)"
     environment = {**os.environ, POLICY: '{"name": "probe"}'}
     return (
         subprocess.run([sys.executable, "-c", code], env=environment, check=False, capture_output=True).returncode == 0

@@ -14,12 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpguard import carried, hardware, mpyaml, plugin
-from mpguard.document import Document, parse
-from mpguard.edits import applied, write_atomically
-from mpguard.errors import ConfigError, PolicyError
-from mpguard.plugin import ABSENT, STRATEGIES, show
-from mpguard.policy import Policy
+from mpguard import targets
+from mpguard.core.errors import ConfigError, PolicyError
+from mpguard.core.text_edits import apply_edits, write_atomically
+from mpguard.document import Document, mp_yaml, parse
+from mpguard.policy import hardware
+from mpguard.policy.policy import Policy
+from mpguard.targets import capabilities
+from mpguard.targets.plugin import STRATEGIES
+from mpguard.targets.settings import ABSENT, show
 
 DISTRIBUTED_TYPE = {"single": "'NO'", "ddp": "MULTI_GPU", "fsdp1": "FSDP", "fsdp2": "FSDP"}
 
@@ -64,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class InitPlan:
     """What the files are for. recipe: its name. overrides: of it. device: `cpu` or `gpu`. output: the YAML."""
 
     recipe: str
@@ -85,7 +88,7 @@ class Plan:
         """Where DeepSpeed's JSON goes; None where the YAML says all: nothing is on."""
         if self.stage is None:
             return None
-        settings = plugin.get("deepspeed").settings(self.policy, self.strategy)
+        settings = targets.get("deepspeed").settings(self.policy, self.strategy)
         on = any(setting.value not in (ABSENT, False) for setting in settings.values())
         return self.output.with_name("ds_config.json") if on else None
 
@@ -93,7 +96,7 @@ class Plan:
 def run(options: argparse.Namespace) -> int:
     if str(options.output) == "-":
         raise ConfigError("-o -: init writes files, DeepSpeed strategies two of them; a file name is needed")
-    recipe, policy = mpyaml.resolved(options.recipe)
+    recipe, policy = mp_yaml.resolved(options.recipe)
     here = hardware.detect()
     strategy = options.strategy or ("ddp" if here.gpus > 1 and options.device != "cpu" else "single")
     device = options.device or _device(policy, strategy, here)
@@ -103,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
     if strategy == "single" and processes > 1:
         raise ConfigError(f"--num-processes {processes} with strategy single. Add --strategy ddp, fsdp2 or another one")
     overrides = _overrides(policy, strategy)
-    plan = Plan(recipe, overrides, policy.replace(**overrides), strategy, device, processes, options.output)
+    plan = InitPlan(recipe, overrides, policy.replace(**overrides), strategy, device, processes, options.output)
     files = _files(plan)
     _check_places([Path(each.path) for each in files], options.force)
     for each in reversed(files):  # the YAML last: it names the JSON
@@ -114,8 +117,8 @@ def run(options: argparse.Namespace) -> int:
     if device == "gpu" and 0 < here.gpus < processes:
         notes.append(f"{processes} processes, one per GPU; this machine has {here.gpus}.")
     notes += _parameters(plan) + _not_in_force(plan)
-    if policy.asks_of_the_script and plan.stage is None:
-        notes.append(f"Mind: {policy.asks_of_the_script}.")
+    if policy.script_requirements and plan.stage is None:
+        notes.append(f"Mind: {policy.script_requirements}.")
     if plan.deepspeed_config is not None:
         notes.append(f"Set batch size and gradient accumulation in {plan.deepspeed_config} to those of your script.")
     _print(plan, files, notes, options.format)
@@ -161,22 +164,26 @@ def _checked(policy: Policy, strategy: str, device: str, here: hardware.Hardware
 
 def _overrides(policy: Policy, strategy: str) -> dict[str, Any]:
     """What a recipe has that changes no product, and nothing of the run can do: parameters in FP8."""
-    return {"fp8_param": None} if policy.fp8_param and not carried.fp8_weights(policy, strategy) else {}
+    return {"fp8_param": None} if policy.fp8_param and not capabilities.fp8_weights(policy, strategy) else {}
 
 
-def _parameters(plan: Plan) -> list[str]:
+def _parameters(plan: InitPlan) -> list[str]:
     """What becomes of parameters in FP8."""
     if plan.overrides:
-        held = "; ".join(carried.FP8_WEIGHTS.values())
-        return [f"fp8_param is overridden, under {plan.strategy} nothing does it ({held}). {carried.SAME_PRODUCTS}."]
-    if plan.policy.fp8_param and carried.fp8_weights(plan.policy, plan.strategy) == "te":
-        return [f"Mind: parameters are kept in FP8, so the optimizer must be {carried.FUSED_ADAM}."]
+        held = "; ".join(capabilities.FP8_WEIGHTS.values())
+        return [
+            f"fp8_param is overridden, under {plan.strategy} nothing does it ({held}). {capabilities.SAME_PRODUCTS}."
+        ]
+    if plan.policy.fp8_param and capabilities.fp8_weights(plan.policy, plan.strategy) == "te":
+        return [f"Mind: parameters are kept in FP8, so the optimizer must be {capabilities.FUSED_ADAM}."]
     return []
 
 
-def _not_in_force(plan: Plan) -> list[str]:
-    targets = carried.targets_of_run("accelerate", plan.policy, plan.strategy)
-    said = carried.not_in_force(plan.policy, carried.uncarried(plan.policy, targets, plan.strategy), targets)
+def _not_in_force(plan: InitPlan) -> list[str]:
+    targets = capabilities.targets_of_run("accelerate", plan.policy, plan.strategy)
+    said = capabilities.unsupported_message(
+        plan.policy, capabilities.unsupported_fields(plan.policy, targets, plan.strategy), targets
+    )
     return [f"As it is, `mpguard launch` will refuse it: {said}."] if said else []
 
 
@@ -188,23 +195,23 @@ def _processes(strategy: str, device: str, here: hardware.Hardware) -> int:
     return max(here.gpus, 2) if strategy == "ddp" else here.gpus
 
 
-def _files(plan: Plan) -> list[Document]:
+def _files(plan: InitPlan) -> list[Document]:
     """The YAML, and the DeepSpeed JSON where there is one, with the policy in them."""
     policy, strategy = plan.policy, plan.strategy
     base = parse(_yaml(plan), str(plan.output), "yaml")
     changes = [
-        *mpyaml.changes(base.require(), plan.recipe, plan.overrides),
-        *plugin.differences(base.data, policy, "accelerate", strategy),
+        *mp_yaml.changes(base.require(), plan.recipe, plan.overrides),
+        *targets.differences(base.data, policy, "accelerate", strategy),
     ]
-    files = [parse(applied(base.text, base.edits(changes)), base.path, "yaml")]
+    files = [parse(apply_edits(base.text, base.edits(changes)), base.path, "yaml")]
     if plan.deepspeed_config is not None:
         second = parse(json.dumps(_deepspeed(plan), indent=2) + "\n", str(plan.deepspeed_config), "json")
-        changes = plugin.differences(second.data, policy, "deepspeed", strategy)
-        files.append(parse(applied(second.text, second.edits(changes)), second.path, "json"))
+        changes = targets.differences(second.data, policy, "deepspeed", strategy)
+        files.append(parse(apply_edits(second.text, second.edits(changes)), second.path, "json"))
     return files
 
 
-def _deepspeed(plan: Plan) -> dict[str, Any]:
+def _deepspeed(plan: InitPlan) -> dict[str, Any]:
     """The DeepSpeed config before the policy is in it."""
     zero: dict[str, Any] = {"stage": plan.stage}
     if plan.stage == 3:
@@ -212,7 +219,7 @@ def _deepspeed(plan: Plan) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": zero}
 
 
-def _yaml(plan: Plan) -> str:
+def _yaml(plan: InitPlan) -> str:
     """The accelerate config before the policy is in it."""
     cpu = plan.device == "cpu"
     kind = "MULTI_CPU" if cpu and plan.strategy == "ddp" else DISTRIBUTED_TYPE.get(plan.strategy, "DEEPSPEED")
@@ -267,7 +274,7 @@ def _check_places(paths: list[Path], force: bool) -> None:
             )
 
 
-def _print(plan: Plan, files: list[Document], notes: list[str], form: str) -> None:
+def _print(plan: InitPlan, files: list[Document], notes: list[str], form: str) -> None:
     following = f"mpguard launch --config {plan.output} train.py"
     if form == "json":
         facts = {
@@ -295,12 +302,12 @@ def _print(plan: Plan, files: list[Document], notes: list[str], form: str) -> No
     print(f"Next{where}: {following}")
 
 
-def _precision(document: Document, plan: Plan) -> dict[str, Any]:
+def _precision(document: Document, plan: InitPlan) -> dict[str, Any]:
     """The settings of a file that the policy decides."""
     target = "deepspeed" if document.format == "json" else "accelerate"
     keys = [
-        *([mpyaml.RECIPE] if target == "accelerate" else []),
-        *plugin.get(target).settings(plan.policy, plan.strategy),
+        *([mp_yaml.RECIPE] if target == "accelerate" else []),
+        *targets.get(target).settings(plan.policy, plan.strategy),
     ]
-    found = {key: plugin.lookup(document.data, key) for key in keys}
+    found = {key: targets.lookup(document.data, key) for key in keys}
     return {key: value for key, value in found.items() if value is not ABSENT}

@@ -13,7 +13,7 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 
-from mpguard.errors import MissingExtra
+from mpguard.core.errors import MissingExtra
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +35,6 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
 def run(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("accelerate") is None:
         raise MissingExtra("accelerate", "accelerate", "mpguard launch")
-    from mpguard.runtime import launcher
+    from mpguard.runtime.launch import launcher
 
     return launcher.run(options.argv)

@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mpguard import looks, settings
 from mpguard.cli import lint_adoption, lint_cache, lint_output, progress
 from mpguard.cli.lint_options import configure, flat
-from mpguard.cli.said import say
-from mpguard.errors import ConfigError, did_you_mean_file
-from mpguard.lint.files import READS, Target, collect, kind_of, too_deep
-from mpguard.lint.report import Outcome
-from mpguard.lint.result import FileReport
+from mpguard.core import settings, tracked_fs
+from mpguard.core.console import print_message
+from mpguard.core.errors import ConfigError, did_you_mean_file
+from mpguard.lint.formats.terminal import Outcome
+from mpguard.lint.model.result import FileReport
+from mpguard.lint.source.files import READS, Target, collect, kind_of, too_deep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,27 +56,27 @@ def _run(options: argparse.Namespace) -> int:
     configs = _configs(options)
     found = collect(paths, options.force_exclude, options.include_markdown)
     for message in (*found.refused, *found.empty):
-        say(message)
+        print_message(message)
     targets = (*found.targets, *((stdin,) if stdin else ()))
     reports, fixing = _reports(targets, options, configs), _fixing(options)
 
     trouble, failed = list(found.refused), set[str]()
     for defect in (defect for report in reports for defect in report.defects):
-        say(f"{defect}\n{defect.traceback.rstrip()}")
+        print_message(f"{defect}\n{defect.traceback.rstrip()}")
         trouble.append(str(defect))
     if fixing and not options.diff:
         kept = [_keep(report) for report in reports]
         failed = {report.target.path for report, said in kept if said}
         reports, problems = [report for report, _ in kept], [each for _, said in kept for each in said]
         for problem in problems:
-            say(problem)
+            print_message(problem)
         trouble += problems
     findings = [finding for report in reports for finding in report.findings]
     if options.write_baseline is not None:
         return 2 if trouble else adoption.write(findings)
     findings, left_out = adoption.narrowed(findings, [target.path for target in targets])
-    fixed = [report.mended.fixes for report in reports if report.mended and report.mended.fixes]
-    checked = sum(report.ours for report in reports)
+    fixed = [report.fix_result.fixes for report in reports if report.fix_result and report.fix_result.fixes]
+    checked = sum(report.recognized for report in reports)
     outcome = Outcome(findings, checked, sum(fixed), len(fixed), trouble, left_out, suppressed=options.add_noqa)
     if targets or not trouble:
         if options.diff:
@@ -99,10 +99,10 @@ def _reports(
     left = [target for target, report in zip(targets, known, strict=True) if report is None]
     selected = bool(options.select or options.extend_select or options.ignore)
     if left or (selected and not targets):  # a code that there is not is said of an empty folder too
-        from mpguard.lint.engine import Engine, Options
-        from mpguard.lint.rule import rules
-        from mpguard.lint.selection import Selectors
-        from mpguard.lint.workers import available
+        from mpguard.lint.model.rule import rules
+        from mpguard.lint.model.selection import Selectors
+        from mpguard.lint.run.engine import Engine, Options
+        from mpguard.lint.run.workers import available
 
         selectors = Selectors(
             None if options.select is None else flat(options.select),
@@ -123,7 +123,7 @@ def _reports(
 def _configs(options: argparse.Namespace) -> tuple[LaunchConfig, ...]:
     """Those of `--config`; what else the options name is checked too."""
     if options.gpu is not None:
-        from mpguard.hardware import named
+        from mpguard.policy.hardware import named
 
         named(options.gpu)
     if not options.configs:
@@ -131,9 +131,9 @@ def _configs(options: argparse.Namespace) -> tuple[LaunchConfig, ...]:
     from mpguard.lint.project.launch_configs import launch_config
 
     for name in options.configs:
-        if looks.type_of(name) is None:
+        if tracked_fs.type_of(name) is None:
             raise ConfigError(f"{name}: cannot be read: no such file{did_you_mean_file(name)}")
-    with looks.on_behalf("--config"):
+    with tracked_fs.recording_for("--config"):
         return tuple(launch_config(Path(name), name) for name in options.configs)
 
 
@@ -166,7 +166,7 @@ def _stdin(options: argparse.Namespace) -> tuple[list[str], Target | None]:
 
 def _keep(report: FileReport) -> tuple[FileReport, list[str]]:
     """Writes a mended file. Returns what became of it, and why it could not be, or a fix was not applied."""
-    mended = report.mended
+    mended = report.fix_result
     if report.target.data is not None:
         lint_output.print_bytes(mended.after if mended else report.target.data)
     if mended is None:
@@ -174,19 +174,19 @@ def _keep(report: FileReport) -> tuple[FileReport, list[str]]:
     path = report.target.path
     problems = [f"{path}:{problem}" for problem in mended.problems]
     if report.target.data is None and mended.after != mended.before:
-        from mpguard.edits import write_atomically
+        from mpguard.core.text_edits import write_atomically
 
         try:
-            if looks.content(path) == mended.before:
+            if tracked_fs.read_regular_file(path) == mended.before:
                 write_atomically(Path(path), mended.after)
                 return report, problems
             problems = [f"{path}: was changed by somebody else in the meantime, and is left as it is. Run it again"]
         except OSError as error:
             problems = [f"{path}: cannot be written: {error.strerror or error}"]
-        report = dataclasses.replace(report, findings=report.unmended, mended=None)
+        report = dataclasses.replace(report, findings=report.before_fixes, fix_result=None)
     return report, problems
 
 
 def _usage(message: str) -> int:
-    say(message)
+    print_message(message)
     return 2

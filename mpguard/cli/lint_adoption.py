@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpguard.cli.lint_options import flat
-from mpguard.errors import ConfigError
-from mpguard.lint.finding import Finding
+from mpguard.core.errors import ConfigError
+from mpguard.lint.model.finding import Finding
 
 
 def check(options: argparse.Namespace) -> None:
@@ -69,18 +69,18 @@ class Adoption:
         self.select = None if options.select is None else flat(options.select)
         self.ignore = flat(options.ignore)
         if options.baseline is not None:
-            from mpguard.lint.adoption import baseline
+            from mpguard.lint.run.adoption import baseline
 
             self.file = Path(options.baseline)
             self.known = baseline.read(self.file)
         elif options.write_baseline is not None:
-            from mpguard.lint.adoption import baseline
+            from mpguard.lint.run.adoption import baseline
 
             self.file = Path(options.write_baseline)
             self.known = baseline.replaceable(self.file)
         self.from_baseline = options.baseline is not None
         if self.revision is not None:
-            from mpguard.lint.adoption.changed import Changes
+            from mpguard.lint.run.adoption.git_diff import Changes
 
             self.changes = Changes(self.revision)
 
@@ -88,7 +88,7 @@ class Adoption:
         """The findings that count, and how many do not, by why. checked: the paths that they are from."""
         found, left_out = list(findings), {}
         if self.from_baseline:
-            from mpguard.lint.adoption import baseline
+            from mpguard.lint.run.adoption import baseline
 
             new, left = baseline.unknown(found, self.known, self.file)
             left_out[f"known by {self.file}"] = len(found) - len(new)
@@ -105,8 +105,8 @@ class Adoption:
 
     def write(self, findings: Sequence[Finding]) -> int:
         """Writes the baseline. Raises `ConfigError`."""
-        from mpguard.edits import write_atomically
-        from mpguard.lint.adoption import baseline
+        from mpguard.core.text_edits import write_atomically
+        from mpguard.lint.run.adoption import baseline
 
         known = baseline.known_from(findings, self.file)
         try:
@@ -121,7 +121,7 @@ class Adoption:
 
     def _asked(self, code: str) -> bool:
         """Whether the command line lets a code's rule speak: what it leaves out is not gone."""
-        from mpguard.lint.selection import covers  # with what rules are made of: not for each run
+        from mpguard.lint.model.selection import covers  # with what rules are made of: not for each run
 
         if self.select is not None and not any(covers(selector, code) for selector in self.select):
             return False

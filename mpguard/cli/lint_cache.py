@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpguard import looks, remembered, settings
 from mpguard.cli.lint_options import flat
-from mpguard.lint.report import printable
+from mpguard.core import settings, tracked_fs
+from mpguard.core.console import printable
 
 if TYPE_CHECKING:
-    from mpguard.lint.cache.store import Cache
-    from mpguard.lint.files import Target
-    from mpguard.lint.result import FileReport
+    from mpguard.lint.model.result import FileReport
+    from mpguard.lint.run.cache.store import Cache
+    from mpguard.lint.source.files import Target
 
 FOLDER, VARIABLE = ".mpguard_cache", "MPGUARD_CACHE_DIR"
 
@@ -27,11 +27,11 @@ FOLDER, VARIABLE = ".mpguard_cache", "MPGUARD_CACHE_DIR"
 @contextlib.contextmanager
 def recorded(options: argparse.Namespace) -> Iterator[None]:
     """Within it, what findings rest on is written down, if they are to be kept."""
-    remembered.forget()
+    tracked_fs.clear_run_caches()
     if options.no_cache:
         yield
         return
-    with looks.recording():
+    with tracked_fs.recording():
         yield
 
 
@@ -60,7 +60,7 @@ class Kept:
         """A folder that cannot be written is no trouble, unless it was asked for: runs without a cache are slower."""
         if self.cache is None:
             return
-        from mpguard.lint.cache.identity import identity
+        from mpguard.lint.run.cache.identity import identity
 
         try:
             if identity() == self.rules:  # or the findings are those of rules that were changed meanwhile
@@ -76,14 +76,14 @@ def opened(options: argparse.Namespace) -> Kept:
     fixing = bool(options.fix or options.unsafe_fixes or options.diff or options.add_noqa)
     if options.no_cache:
         return Kept(None, None, fixing, False)
-    from mpguard.lint.cache.identity import identity
-    from mpguard.lint.cache.store import Cache
+    from mpguard.lint.run.cache.identity import identity
+    from mpguard.lint.run.cache.store import Cache
 
     rules, (folder, asked) = identity(), _folder()
     # A link in a repository may lead anywhere; Path.is_symlink raises where a folder above may not be entered.
     if rules is None or (os.path.islink(folder) and not asked):  # noqa: PTH114
         return Kept(None, None, fixing, False)
-    trace = looks.trace("--config") if options.configs else None
+    trace = tracked_fs.trace("--config") if options.configs else None
     run = json.dumps([
         rules,
         os.getcwd(),  # noqa: PTH109
@@ -96,7 +96,7 @@ def opened(options: argparse.Namespace) -> Kept:
         options.configs,
         sorted((*key, seen) for key, seen in trace.looks.items()) if trace else [],
     ])  # fmt: skip
-    return Kept(Cache(folder, looks.digested(run.encode("utf-8", "surrogateescape"))), rules, fixing, asked)
+    return Kept(Cache(folder, tracked_fs.digest(run.encode("utf-8", "surrogateescape"))), rules, fixing, asked)
 
 
 def _folder() -> tuple[Path, bool]:
@@ -109,6 +109,6 @@ def _folder() -> tuple[Path, bool]:
     if found.cache_dir:
         return found.root / found.cache_dir, True
     for folder in (here, *here.parents):
-        if any(looks.type_of(str(folder / name)) for name in ("pyproject.toml", "mpguard.toml", ".git")):
+        if any(tracked_fs.type_of(str(folder / name)) for name in ("pyproject.toml", "mpguard.toml", ".git")):
             return folder / FOLDER, False
     return here / FOLDER, False

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from mpguard.errors import did_you_mean
-from mpguard.lint.report import FORMATS
+from mpguard.core.errors import did_you_mean
+from mpguard.lint.formats.terminal import FORMATS
 
 _EPILOG = """\
 examples:

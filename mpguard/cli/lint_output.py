@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from mpguard import looks
-from mpguard.errors import ConfigError
-from mpguard.lint.report import TEXTS, Line, Outcome, as_json, printable, statistics, summary, write, write_text
-from mpguard.lint.result import FileReport, Mended
+from mpguard.core import tracked_fs
+from mpguard.core.console import Line, printable, write_lines, write_text
+from mpguard.core.errors import ConfigError
+from mpguard.lint.formats.terminal import TEXTS, Outcome, as_json, statistics, summary
+from mpguard.lint.model.result import FileReport, FixResult
 
 
 def check(options: argparse.Namespace) -> None:
@@ -27,8 +28,8 @@ def check(options: argparse.Namespace) -> None:
     if options.diff:
         raise ConfigError("--output-file takes the report, and --diff prints a patch; leave one of them out")
     file = Path(options.output_file)
-    if looks.type_of(str(file)) == "folder" or looks.type_of(str(file.parent)) != "folder":
-        what = "is a folder" if looks.type_of(str(file)) == "folder" else f"there is no folder `{file.parent}`"
+    if tracked_fs.type_of(str(file)) == "folder" or tracked_fs.type_of(str(file.parent)) != "folder":
+        what = "is a folder" if tracked_fs.type_of(str(file)) == "folder" else f"there is no folder `{file.parent}`"
         raise ConfigError(f"--output-file {file}: {what}; a file in a folder that is there is needed")
 
 
@@ -36,12 +37,12 @@ def report(options: argparse.Namespace, outcome: Outcome, to_stderr: bool) -> No
     """Prints the report, or writes it to `--output-file`. Raises `ConfigError` where that cannot be written."""
     if options.output_file is not None:
         _write_file(Path(options.output_file), options, outcome)
-        write([summary(outcome)], sys.stderr)
+        write_lines([summary(outcome)], sys.stderr)
         return
     stream = sys.stderr if to_stderr else sys.stdout
     text = _document(options, outcome)
     if text is None:
-        write(_lines_of(options, outcome), stream)
+        write_lines(_lines_of(options, outcome), stream)
     elif text:
         write_text(f"{text}\n", stream)
 
@@ -49,14 +50,14 @@ def report(options: argparse.Namespace, outcome: Outcome, to_stderr: bool) -> No
 def patch(reports: Iterable[FileReport], outcome: Outcome) -> None:
     """Prints what the fixes would change as a patch, and a summary to stderr."""
     for each in reports:
-        if each.mended:
-            data = _diff(each.target.path, each.mended)
+        if each.fix_result:
+            data = _diff(each.target.path, each.fix_result)
             if sys.stdout.isatty():  # to be read, and not applied
                 lines = data.decode("utf-8", "replace").split("\n")
-                write([(printable(line.rstrip("\r")), "")] for line in lines[:-1])
+                write_lines([(printable(line.rstrip("\r")), "")] for line in lines[:-1])
             else:
                 print_bytes(data)
-    write([_would(outcome)], sys.stderr)
+    write_lines([_would(outcome)], sys.stderr)
 
 
 def print_bytes(data: bytes) -> None:
@@ -81,14 +82,14 @@ def _lines_of(options: argparse.Namespace, outcome: Outcome) -> Iterable[Line]:
 
 
 def _write_file(file: Path, options: argparse.Namespace, outcome: Outcome) -> None:
-    from mpguard.edits import write_atomically
+    from mpguard.core.text_edits import write_atomically
 
     text = _document(options, outcome)
     if text is None:
         text = "\n".join("".join(piece for piece, _ in line) for line in _lines_of(options, outcome))
     data = f"{text}\n".encode(errors="backslashreplace") if text else b""
     try:
-        if looks.type_of(str(file)) == "other":  # /dev/stdout: not to be replaced by a file
+        if tracked_fs.type_of(str(file)) == "other":  # /dev/stdout: not to be replaced by a file
             file.write_bytes(data)
         else:
             write_atomically(file, data)
@@ -96,7 +97,7 @@ def _write_file(file: Path, options: argparse.Namespace, outcome: Outcome) -> No
         raise ConfigError(f"--output-file {file}: cannot be written: {error.strerror or error}") from None
 
 
-def _diff(path: str, mended: Mended) -> bytes:
+def _diff(path: str, mended: FixResult) -> bytes:
     import difflib
 
     name = _quoted(path)

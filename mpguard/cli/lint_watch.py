@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from mpguard import looks
-from mpguard.errors import ConfigError, MissingExtra, MpguardError
-from mpguard.lint.files import CONFIG, MAKEFILES, MARKDOWN, NEVER, NOTEBOOK, PYTHON, SHELL
-from mpguard.lint.report import TEXTS, coloured, printable
+from mpguard.core import tracked_fs
+from mpguard.core.console import printable, use_color
+from mpguard.core.errors import ConfigError, MissingExtra, MpguardError
+from mpguard.lint.formats.terminal import TEXTS
+from mpguard.lint.source.files import CONFIG, MAKEFILES, MARKDOWN, NEVER, NOTEBOOK, PYTHON, SHELL
 
 #: Files that findings may rest on, by the ends of their names.
 _MATTER = (*PYTHON, *CONFIG, NOTEBOOK, *MARKDOWN, *SHELL, *MAKEFILES, ".toml", "setup.cfg", "Dockerfile", ".gitignore")
@@ -124,12 +125,12 @@ def _roots(options: argparse.Namespace) -> set[Path]:
     from mpguard.lint.project.tree import top_of
 
     named = [Path(path).absolute() for path in (*(options.paths or ["."]), *options.configs)]
-    tops = {top_of(path if looks.type_of(str(path)) == "folder" else path.parent) for path in named}
+    tops = {top_of(path if tracked_fs.type_of(str(path)) == "folder" else path.parent) for path in named}
     return {top for top in tops if not any(other in top.parents for other in tops)}
 
 
 def _clear() -> None:
-    if sys.stdout.isatty() and coloured(sys.stdout):
+    if sys.stdout.isatty() and use_color(sys.stdout):
         print(_CLEAR, end="", flush=True)
 
 

@@ -9,20 +9,20 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.report import coloured
+from mpguard.core.console import use_color
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from mpguard.lint.workers import Told
+    from mpguard.lint.run.workers import OnProgress
 
 #: Seconds in which a run says nothing: most are over by then, and rich takes 0.05 s to import.
 PATIENCE = 1.0
 
 
 @contextlib.contextmanager
-def bar() -> Iterator[Told | None]:
-    """What is to be told how many files of how many are done. It says nothing where nobody looks: pipes, CI."""
+def bar() -> Iterator[OnProgress | None]:
+    """What is to be on_progress how many files of how many are done. It says nothing where nobody looks: pipes, CI."""
     if not _somebody_looks():
         yield None
         return
@@ -30,7 +30,7 @@ def bar() -> Iterator[Told | None]:
     with contextlib.ExitStack() as stack:
         shown: Progress | None = None
 
-        def told(done: int, total: int) -> None:
+        def on_progress(done: int, total: int) -> None:
             nonlocal shown
             if shown is None and done < total and time.monotonic() - begun >= PATIENCE:
                 shown = stack.enter_context(_made())
@@ -38,7 +38,7 @@ def bar() -> Iterator[Told | None]:
             if shown is not None:
                 shown.update(shown.task_ids[0], completed=done)
 
-        yield told
+        yield on_progress
 
 
 def _somebody_looks() -> bool:
@@ -49,6 +49,6 @@ def _made() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    console = Console(file=sys.stderr, no_color=not coloured(sys.stderr))
+    console = Console(file=sys.stderr, no_color=not use_color(sys.stderr))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("files"))
     return Progress(*columns, console=console, transient=True)

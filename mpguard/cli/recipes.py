@@ -17,17 +17,19 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpguard import hardware, plugin
-from mpguard.errors import MissingExtra, NotCarried, PolicyError
-from mpguard.plugin import ABSENT, Plugin, show
-from mpguard.policy import Policy
-from mpguard.recipes import recipe, recipes
+from mpguard import targets
+from mpguard.core.errors import MissingExtra, NotCarried, PolicyError
+from mpguard.policy import hardware
+from mpguard.policy.policy import Policy
+from mpguard.policy.recipes import recipe, recipes
+from mpguard.targets.plugin import Plugin
+from mpguard.targets.settings import ABSENT, show
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", metavar="NAME", help="one recipe, with all its fields")
     parser.add_argument("--for", dest="target", metavar="TARGET", help="what it becomes there: accelerate, fsdp2, ...")
-    parser.add_argument("--strategy", metavar="STRATEGY", help=f"with --for: {', '.join(plugin.STRATEGIES)}")
+    parser.add_argument("--strategy", metavar="STRATEGY", help=f"with --for: {', '.join(targets.STRATEGIES)}")
     parser.add_argument("--format", choices=("text", "json"), default="text")
 
 
@@ -43,19 +45,19 @@ def run(options: argparse.Namespace) -> int:
             _table(facts)
         return 0
     policy = recipe(options.recipe)
-    plugin.check_strategy(options.strategy)
+    targets.check_strategy(options.strategy)
     if options.target is None:
-        outcomes = {name: _outcome(each, policy, options.strategy) for name, each in plugin.plugins().items()}
+        outcomes = {name: _outcome(each, policy, options.strategy) for name, each in targets.plugins().items()}
         if options.format == "json":
             _json({"recipe": _facts(options.recipe), "targets": outcomes})
         else:
             _page(_facts(options.recipe), outcomes)
         return 0
-    built = _built(plugin.get(options.target), policy, options.strategy)
+    built = _built(targets.get(options.target), policy, options.strategy)
     if options.format == "json":
         _json({"recipe": policy.name, "target": options.target, "strategy": options.strategy, **built})
     else:
-        _show_built(plugin.get(options.target), built)
+        _show_built(targets.get(options.target), built)
     return 0
 
 
@@ -146,7 +148,7 @@ def _built(target: Plugin, policy: Policy, strategy: str | None) -> dict[str, An
         disabled = logging.root.manager.disable
         logging.disable(logging.WARNING)  # what the libraries say while they are imported
         try:
-            made = plugin.build(policy, target.name, strategy)
+            made = targets.build(policy, target.name, strategy)
             text = None if isinstance(made, dict) else repr(made)
         except MissingExtra as error:
             missing = str(error)
@@ -154,13 +156,15 @@ def _built(target: Plugin, policy: Policy, strategy: str | None) -> dict[str, An
             logging.disable(disabled)
     said = [warning.message for warning in caught if isinstance(warning.message, NotCarried)]
     if missing:  # then nothing was warned of
-        said = [NotCarried(f, policy.text_of(f), target.name, plugin.carriers(f)) for f in target.not_carried(policy)]
+        said = [
+            NotCarried(f, policy.format_field(f), target.name, targets.carriers(f)) for f in target.not_carried(policy)
+        ]
     settings = target.settings(policy, strategy)
     return {
         "object": text,
         "arguments": target.arguments(policy, strategy),
         "settings": {key: setting.value for key, setting in settings.items() if setting.value is not ABSENT},
-        "absent": {key: setting.why for key, setting in settings.items() if setting.value is ABSENT},
+        "absent": {key: setting.reason for key, setting in settings.items() if setting.value is ABSENT},
         "missing": missing,
         "not_carried": [{"field": n.field, "value": n.value, "carriers": list(n.carriers)} for n in said],
     }

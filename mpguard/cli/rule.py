@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from mpguard.cli.said import say
-from mpguard.errors import did_you_mean
+from mpguard.core.console import print_message
+from mpguard.core.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from mpguard.lint.rule import BaseRule
+    from mpguard.lint.model.rule import BaseRule
 
 FORMATS = ("text", "json")
 #: Columns of a page on a terminal: longer lines are hard to read.
@@ -28,13 +28,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from mpguard.lint import pages
-    from mpguard.lint.rule import rules as load
-    from mpguard.lint.selection import covers, suggestion
+    from mpguard.lint.model import rule_page
+    from mpguard.lint.model.rule import rules as load
+    from mpguard.lint.model.selection import covers, suggestion
 
     rules = load()
     if bool(options.code) == options.all:
-        say("name a rule, or give --all")
+        print_message("name a rule, or give --all")
         return 2
     by_name = {rule.name: code for code, rule in rules.items()}
     asked = [by_name.get(given, given.upper()) for given in options.code] or ["ALL"]
@@ -42,13 +42,13 @@ def run(options: argparse.Namespace) -> int:
     for given, code in zip(options.code or asked, asked, strict=True):
         covered = {code: rules[code]} if code in rules else {c: rule for c, rule in rules.items() if covers(code, c)}
         if not covered:
-            say(f"there is no rule `{given}`{suggestion(given, rules)}")
+            print_message(f"there is no rule `{given}`{suggestion(given, rules)}")
             return 2
         chosen |= covered
     if options.format == "json":
-        print(json.dumps({"version": 1, "rules": [pages.as_json(rule) for rule in chosen.values()]}, indent=2))
+        print(json.dumps({"version": 1, "rules": [rule_page.as_json(rule) for rule in chosen.values()]}, indent=2))
     elif all(code in rules for code in asked):
-        _show("\n".join(map(pages.page, chosen.values())))
+        _show("\n".join(map(rule_page.page, chosen.values())))
     else:
         _list(chosen.values())
     return 0
@@ -62,14 +62,14 @@ def _list(rules: Iterable[type[BaseRule]]) -> None:
 
 
 def _show(text: str) -> None:
-    from mpguard.lint.report import coloured, console, write_text
+    from mpguard.core.console import rich_console, use_color, write_text
 
-    if not coloured(sys.stdout):
+    if not use_color(sys.stdout):
         write_text(f"{text.rstrip()}\n")
         return
     from rich.markdown import Markdown
 
-    shown = console(sys.stdout)
+    shown = rich_console(sys.stdout)
     shown.print(Markdown(text), width=min(shown.width, _WIDEST))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mpguard.errors import MissingExtra
+from mpguard.core.errors import MissingExtra
 
 _EPILOG = """\
 exit status: 0 after `shutdown` and `exit`, 1 where the editor is gone without, 2 could not start

@@ -14,14 +14,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mpguard import looks
+from mpguard.core import tracked_fs
+from mpguard.core.errors import ConfigError
 from mpguard.document.json_reader import read_json
-from mpguard.document.nodes import MAX_LENGTH, Node, Pair, Problem, Tree, line_starts
-from mpguard.errors import ConfigError
+from mpguard.document.nodes import MAX_LENGTH, DocumentTree, Node, Pair, Problem, line_starts
 
 if TYPE_CHECKING:
-    from mpguard.edits import Edit, Span
-    from mpguard.plugin import Change
+    from mpguard.core.text_edits import Edit, Span
+    from mpguard.targets.inject import Change
 
 __all__ = ["Document", "Entry", "Problem", "decode", "parse", "read"]
 
@@ -73,11 +73,11 @@ class Document:
     @functools.cached_property
     def kind(self) -> str | None:
         """The plugin that recognises the content (`accelerate`, `deepspeed`, `axolotl`), or None."""
-        from mpguard.plugin import plugins
+        from mpguard.targets.plugin import plugins
 
         if not isinstance(self.data, dict):
             return None
-        return next((name for name, plugin in plugins().items() if plugin.recognises(self.data)), None)
+        return next((name for name, plugin in plugins().items() if plugin.detects(self.data)), None)
 
     def entry(self, key: str) -> Entry | None:
         """The entry at a dotted path such as `fp8_config.backend`; through aliases and `<<` too."""
@@ -162,7 +162,7 @@ def parse(text: str, path: str, format: Format | None = None) -> Document:
         problem = Problem(f"has {len(text):,} characters; a config has at most {MAX_LENGTH:,}", (0, 0))
         return Document(path, text, form, None, [problem], bom)
     if form == "json":
-        tree: Tree = read_json(text)
+        tree: DocumentTree = read_json(text)
     else:
         from mpguard.document.yaml_reader import read_yaml  # and PyYAML, which most runs do not need
 
@@ -177,7 +177,7 @@ def parse(text: str, path: str, format: Format | None = None) -> Document:
 def read(path: Path, format: Format | None = None) -> Document:
     """Reads a config file. What is not UTF-8 is a problem; `ConfigError` where it cannot be opened."""
     try:
-        data = looks.read(path)
+        data = tracked_fs.read(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     return decode(data, str(path), format)

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from mpguard.document.nodes import MAX_DEPTH, MAX_VALUES, Node, Pair, Problem, Tree, Unreadable
+from mpguard.document.nodes import MAX_DEPTH, MAX_VALUES, DocumentTree, Node, Pair, Problem, Unreadable
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"')
@@ -15,13 +15,13 @@ _WORD = re.compile(r"-?[A-Za-z_]\w*")
 _WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
 
 
-def read_json(text: str) -> Tree:
+def read_json(text: str) -> DocumentTree:
     """The nodes of a text, and what is wrong with it. Never raises for its content."""
     reader = _Reader(text)
     try:
-        return Tree(reader.document(), reader.problems)
+        return DocumentTree(reader.document(), reader.problems)
     except Unreadable as error:
-        return Tree(None, [error.problem])
+        return DocumentTree(None, [error.problem])
 
 
 class _Reader:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Hashable, Iterator
 from typing import Any, Literal
 
-from mpguard.edits import Span
+from mpguard.core.text_edits import Span
 
 #: A config nested deeper, or with more values after all aliases are expanded, is not read: it is
 #: a mistake or an attack ("billion laughs"), and either would stall the reader.
@@ -106,7 +106,7 @@ class Pair:
 
 
 @dataclasses.dataclass
-class Tree:
+class DocumentTree:
     """What a reader made of a text. root: None for an empty text and after a syntax error."""
 
     root: Node | None

@@ -16,11 +16,12 @@ from typing import Any
 
 import yaml
 
+from mpguard.core.errors import ConfigError
+from mpguard.core.text_edits import Edit
 from mpguard.document import Document, parse
 from mpguard.document.nodes import Node, Pair
-from mpguard.edits import Edit
-from mpguard.errors import ConfigError
-from mpguard.plugin import ABSENT, Change, Setting, merged, show
+from mpguard.targets.inject import Change
+from mpguard.targets.settings import ABSENT, Setting, merged, show
 
 
 def edits(document: Document, changes: Iterable[Change]) -> tuple[Edit, ...]:

@@ -11,24 +11,24 @@ from typing import Any
 
 import yaml
 
-from mpguard.document.nodes import MAX_DEPTH, MAX_VALUES, Node, Pair, Problem, Tree, Unreadable
+from mpguard.document.nodes import MAX_DEPTH, MAX_VALUES, DocumentTree, Node, Pair, Problem, Unreadable
 
 _PREFIX = "tag:yaml.org,2002:"
 _SCALARS = tuple(_PREFIX + name for name in ("null", "bool", "int", "float", "str", "timestamp", "binary"))
 _CONSTRUCTOR = yaml.constructor.SafeConstructor()
 
 
-def read_yaml(text: str) -> Tree:
+def read_yaml(text: str) -> DocumentTree:
     """The nodes of a text, and what is wrong with it. Never raises for its content."""
     composer = _Composer()
     try:
-        return Tree(composer.document(text), composer.problems)
+        return DocumentTree(composer.document(text), composer.problems)
     except Unreadable as error:
-        return Tree(None, [error.problem])
+        return DocumentTree(None, [error.problem])
     except yaml.reader.ReaderError as error:
-        return Tree(None, [_unprintable(error)])
+        return DocumentTree(None, [_unprintable(error)])
     except yaml.MarkedYAMLError as error:
-        return Tree(None, [_syntax(error, text)])
+        return DocumentTree(None, [_syntax(error, text)])
 
 
 class _Composer:

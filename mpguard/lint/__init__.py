@@ -1,1 +1,232 @@
-"""The linter: reads training code and configs before a GPU is rented. Imports no torch."""
+"""The linter. What the author of a rule needs is imported from here:
+
+    from mpguard.lint import Bad, Diagnostic, Facts, Fix, Good, Rule, any_of
+
+The names are imported when they are used, so that importing the rules imports neither libcst nor the facts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpguard.core.text_edits import Edit, Span
+    from mpguard.document import Document, Entry, mp_yaml
+    from mpguard.lint.configs import accelerate_config, config_edits, launch_expectations
+    from mpguard.lint.facts.dataflow import trace as trace_facts
+    from mpguard.lint.facts.dataflow.trace import Kind, Trace, TraceStep
+    from mpguard.lint.facts.domain import autocast_ops, backends, unscaled_steps, wrappers
+    from mpguard.lint.facts.domain import fp8 as fp8_facts
+    from mpguard.lint.facts.domain.backends import Switch
+    from mpguard.lint.facts.domain.compiled_functions import compiled_scopes
+    from mpguard.lint.facts.domain.fp8 import Layer
+    from mpguard.lint.facts.domain.regions import Region, enabled_argument
+    from mpguard.lint.facts.domain.scaler_dtype import bfloat16_region
+    from mpguard.lint.facts.domain.training_use import Weights
+    from mpguard.lint.facts.domain.wrappers import Wrap, WrapperSettings
+    from mpguard.lint.facts.events import Event, is_optimizer
+    from mpguard.lint.facts.events.compile import launched_compiled
+    from mpguard.lint.facts.events.event import aliases, called
+    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.syntax import imports
+    from mpguard.lint.facts.syntax.dtype_triggers import CASTS_LOW, SPEAKS_FP16, SPEAKS_LOW
+    from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
+    from mpguard.lint.facts.syntax.path_condition import (
+        All,
+        Any,
+        Condition,
+        Flag,
+        PathCondition,
+        compatible,
+        implies,
+        negated,
+    )
+    from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope, Use, With
+    from mpguard.lint.facts.values import library_names
+    from mpguard.lint.facts.values.lattice import Constant, DtypeValue, Function, Method, Object, Ref
+    from mpguard.lint.facts.values.options import Option, dtype_options
+    from mpguard.lint.facts.values.precision import NUMBER, TensorDtype
+    from mpguard.lint.facts.values.scalars import ScalarUse
+    from mpguard.lint.model import python_edits
+    from mpguard.lint.model.rule import (
+        Bad,
+        BaseRule,
+        ConfigRule,
+        Diagnostic,
+        EngineRule,
+        Fix,
+        Good,
+        HasSpan,
+        LaunchRule,
+        Note,
+        Rule,
+        any_of,
+    )
+    from mpguard.lint.project import siblings
+    from mpguard.lint.project.launch_configs import LaunchConfig
+    from mpguard.lint.project.launch_lines import Launch, Word
+
+#: Where each name is defined: module -> names.
+_NAMES = {
+    "mpguard.core.text_edits": ("Edit", "Span"),
+    "mpguard.document": ("Document", "Entry"),
+    "mpguard.lint.facts.dataflow.trace": ("Kind", "Trace", "TraceStep"),
+    "mpguard.lint.facts.domain.backends": ("Switch",),
+    "mpguard.lint.facts.domain.compiled_functions": ("compiled_scopes",),
+    "mpguard.lint.facts.domain.fp8": ("Layer",),
+    "mpguard.lint.facts.domain.regions": ("Region", "enabled_argument"),
+    "mpguard.lint.facts.domain.scaler_dtype": ("bfloat16_region",),
+    "mpguard.lint.facts.domain.training_use": ("Weights",),
+    "mpguard.lint.facts.domain.wrappers": ("Wrap", "WrapperSettings"),
+    "mpguard.lint.facts.events": ("Event", "is_optimizer"),
+    "mpguard.lint.facts.events.compile": ("launched_compiled",),
+    "mpguard.lint.facts.events.event": ("aliases", "called"),
+    "mpguard.lint.facts.file": ("Facts",),
+    "mpguard.lint.facts.syntax.dtype_triggers": ("CASTS_LOW", "SPEAKS_FP16", "SPEAKS_LOW"),
+    "mpguard.lint.facts.syntax.nodes": ("constant", "dotted", "text_of"),
+    "mpguard.lint.facts.syntax.path_condition": (
+        "All",
+        "Any",
+        "Condition",
+        "Flag",
+        "PathCondition",
+        "compatible",
+        "implies",
+        "negated",
+    ),
+    "mpguard.lint.facts.syntax.records": ("Binding", "Call", "Record", "Scope", "Use", "With"),
+    "mpguard.lint.facts.values.lattice": ("Constant", "DtypeValue", "Function", "Method", "Object", "Ref"),
+    "mpguard.lint.facts.values.options": ("Option", "dtype_options"),
+    "mpguard.lint.facts.values.precision": ("NUMBER", "TensorDtype"),
+    "mpguard.lint.facts.values.scalars": ("ScalarUse",),
+    "mpguard.lint.model.rule": (
+        "Bad",
+        "BaseRule",
+        "ConfigRule",
+        "Diagnostic",
+        "EngineRule",
+        "Fix",
+        "Good",
+        "HasSpan",
+        "LaunchRule",
+        "Note",
+        "Rule",
+        "any_of",
+    ),
+    "mpguard.lint.project.launch_configs": ("LaunchConfig",),
+    "mpguard.lint.project.launch_lines": ("Launch", "Word"),
+}
+
+#: Modules of functions, and the names that they have here.
+_MODULES = {
+    "accelerate_config": "mpguard.lint.configs.accelerate_config",
+    "autocast_ops": "mpguard.lint.facts.domain.autocast_ops",
+    "backends": "mpguard.lint.facts.domain.backends",
+    "config_edits": "mpguard.lint.configs.config_edits",
+    "fp8_facts": "mpguard.lint.facts.domain.fp8",
+    "imports": "mpguard.lint.facts.syntax.imports",
+    "launch_expectations": "mpguard.lint.configs.launch_expectations",
+    "library_names": "mpguard.lint.facts.values.library_names",
+    "mp_yaml": "mpguard.document.mp_yaml",
+    "python_edits": "mpguard.lint.model.python_edits",
+    "siblings": "mpguard.lint.project.siblings",
+    "trace_facts": "mpguard.lint.facts.dataflow.trace",
+    "unscaled_steps": "mpguard.lint.facts.domain.unscaled_steps",
+    "wrappers": "mpguard.lint.facts.domain.wrappers",
+}
+
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = [
+    "CASTS_LOW",
+    "NUMBER",
+    "SPEAKS_FP16",
+    "SPEAKS_LOW",
+    "All",
+    "Any",
+    "Bad",
+    "BaseRule",
+    "Binding",
+    "Call",
+    "Condition",
+    "ConfigRule",
+    "Constant",
+    "Diagnostic",
+    "Document",
+    "DtypeValue",
+    "Edit",
+    "EngineRule",
+    "Entry",
+    "Event",
+    "Facts",
+    "Fix",
+    "Flag",
+    "Function",
+    "Good",
+    "HasSpan",
+    "Kind",
+    "Launch",
+    "LaunchConfig",
+    "LaunchRule",
+    "Layer",
+    "Method",
+    "Note",
+    "Object",
+    "Option",
+    "PathCondition",
+    "Record",
+    "Ref",
+    "Region",
+    "Rule",
+    "ScalarUse",
+    "Scope",
+    "Span",
+    "Switch",
+    "TensorDtype",
+    "Trace",
+    "TraceStep",
+    "Use",
+    "Weights",
+    "With",
+    "Word",
+    "Wrap",
+    "WrapperSettings",
+    "accelerate_config",
+    "aliases",
+    "any_of",
+    "autocast_ops",
+    "backends",
+    "bfloat16_region",
+    "called",
+    "compatible",
+    "compiled_scopes",
+    "config_edits",
+    "constant",
+    "dotted",
+    "dtype_options",
+    "enabled_argument",
+    "fp8_facts",
+    "implies",
+    "imports",
+    "is_optimizer",
+    "launch_expectations",
+    "launched_compiled",
+    "library_names",
+    "mp_yaml",
+    "negated",
+    "python_edits",
+    "siblings",
+    "text_of",
+    "trace_facts",
+    "unscaled_steps",
+    "wrappers",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    raise AttributeError(f"module 'mpguard.lint' has no attribute {name!r}")

@@ -22,25 +22,3 @@
 
 Importing this package imports nothing else: the hook does it at interpreter start.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from mpguard.runtime.activation import activate
-    from mpguard.runtime.guard import prove
-
-__all__ = ["activate", "prove"]
-
-
-def __getattr__(name: str) -> object:
-    if name == "activate":
-        from mpguard.runtime.activation import activate
-
-        return activate
-    if name == "prove":
-        from mpguard.runtime.guard import prove
-
-        return prove
-    raise AttributeError(f"module 'mpguard.runtime' has no attribute {name!r}")

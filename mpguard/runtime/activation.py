@@ -8,16 +8,18 @@ import os
 from pathlib import Path
 from types import ModuleType
 
-from mpguard import compiling
-from mpguard.carried import require_carried
-from mpguard.errors import NotInForce
-from mpguard.policy import Policy
-from mpguard.recipes import given
-from mpguard.runtime import ending, imports, patches
-from mpguard.runtime.guard import Guard, current, put_in_force
+from mpguard.core.console import enable_line_buffering, print_line
+from mpguard.core.errors import NotInForce
+from mpguard.nn import compile as compilation
+from mpguard.policy.policy import Policy
+from mpguard.policy.recipes import given
+from mpguard.runtime import exit_hooks, patches
+from mpguard.runtime.guard import Guard, current, set_current
+from mpguard.runtime.messages import header, suppress_not_carried
+from mpguard.runtime.patches import import_hooks
 from mpguard.runtime.plan import Plan, enforcement
-from mpguard.runtime.saying import header, quiet, say, whole_lines
-from mpguard.runtime.verdict import number, rank
+from mpguard.runtime.proof.consensus import number, rank
+from mpguard.targets.capabilities import require_supported
 
 
 def start(plan: Plan) -> Guard:
@@ -27,9 +29,9 @@ def start(plan: Plan) -> Guard:
     """
     guard = current()
     if guard is None:
-        require_carried("accelerate", plan.policy, plan.strategy)
+        require_supported("accelerate", plan.policy, plan.strategy)
         guard = Guard(plan)
-        put_in_force(guard)
+        set_current(guard)
         _begin(guard)
     elif guard.plan.policy != plan.policy:
         guard.plan = dataclasses.replace(plan, announced=guard.plan.announced)
@@ -63,37 +65,37 @@ def activate(
         )
     guard = start(plan)
     if before is None:
-        ending.Ending(guard).take_over()
+        exit_hooks.ExitHooks(guard).take_over()
     return guard.plan.policy
 
 
 def _begin(guard: Guard) -> None:
     """Says the header, where the launcher half has not, and waits for the libraries to come in."""
     if number("WORLD_SIZE", 1) > 1:
-        whole_lines()
+        enable_line_buffering()
     if "WORLD_SIZE" in os.environ:
-        atexit.register(ending.let_gloo_finish)
+        atexit.register(exit_hooks.drain_gloo_threads)
     if not guard.plan.announced and rank() == 0:
-        say(header(guard.plan))
+        print_line(header(guard.plan))
     check_start(guard.plan)
     guard.write_proof(None)
 
     def torch_is_here(_torch: ModuleType) -> None:
-        with quiet():
+        with suppress_not_carried():
             if guard.plan.policy.tf32 is not None:
                 guard.plan.policy.to("torch").set_tf32()
         guard.listen()
 
     patches.apply()
-    imports.after("torch", torch_is_here)
-    imports.after("transformer_engine", lambda _: guard.recorder.listen_to_modules())
+    import_hooks.after("torch", torch_is_here)
+    import_hooks.after("transformer_engine", lambda _: guard.recorder.listen_to_modules())
     if guard.plan.enforce == "error":
-        ending.mind_hard_exits(guard)
+        exit_hooks.patch_os_exit(guard)
 
 
 def check_start(plan: Plan) -> None:
     """What a worker knows before it trains. Raises `NotInForce`."""
-    if plan.enforce == "error" and (reason := compiling.refused(plan.policy)):
+    if plan.enforce == "error" and (reason := compilation.conflict(plan.policy)):
         raise NotInForce(reason)
     launched, asked = number("WORLD_SIZE", 1), plan.processes
     if asked is not None and launched != asked and plan.enforce == "error":

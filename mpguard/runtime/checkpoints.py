@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpguard.runtime.verdict import rank
+from mpguard.runtime.proof.consensus import rank
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,7 +23,7 @@ def save(models: Iterable[nn.Module], folder: str | Path) -> None:
     """Writes what the models' layers remember; nothing where none does."""
     import torch
 
-    from mpguard.conversion.history import fp8_state_dict
+    from mpguard.nn.fp8.amax_history import fp8_state_dict
 
     states = [fp8_state_dict(model) for model in models]
     if any(states):
@@ -38,7 +38,7 @@ def load(models: Iterable[nn.Module], folder: str | Path) -> None:
     """
     import torch
 
-    from mpguard.conversion.history import layers_of, load_fp8_state_dict
+    from mpguard.nn.fp8.amax_history import layers_of, load_fp8_state_dict
 
     models = list(models)
     path = next((path for number in (rank(), 0) if (path := _file(folder, number)).is_file()), None)

@@ -14,17 +14,18 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpguard.errors import ConfigError, NotInForce
-from mpguard.plugin import Change
-from mpguard.policy import Policy
-from mpguard.recipes import given
-from mpguard.runtime import proof, verdict
-from mpguard.runtime.observe import Observed, innermost, observe
+from mpguard.core.console import print_line
+from mpguard.core.errors import ConfigError, NotInForce
+from mpguard.policy.policy import Policy
+from mpguard.policy.recipes import given
+from mpguard.runtime.messages import warn_not_proven
 from mpguard.runtime.plan import Plan
-from mpguard.runtime.proof import Proof, Row
-from mpguard.runtime.recorder import Recorder
-from mpguard.runtime.saying import say, warn_not_proven
-from mpguard.runtime.verdict import rank
+from mpguard.runtime.proof import compare, consensus
+from mpguard.runtime.proof.compare import Proof, Row
+from mpguard.runtime.proof.consensus import rank
+from mpguard.runtime.proof.observe import Observed, innermost, observe
+from mpguard.runtime.proof.recorder import Recorder
+from mpguard.targets.inject import Change
 
 if TYPE_CHECKING:
     import torch
@@ -77,11 +78,11 @@ class Guard:
 
     # -- saying ------------------------------------------------------------------------------
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """A line of rank 0's, once."""
         if text not in self._said and rank() == 0:
             self._said.add(text)
-            say(text)
+            print_line(text)
 
     def say_change(self, where: str, change: Change) -> None:
         """An override, aloud and once: key, old value, new value."""
@@ -131,7 +132,7 @@ class Guard:
         if not self.waiting:
             return
         self.recorder.skipped += 1
-        self.check_patience()
+        self.check_limits()
 
     def step_applied(self, optimizer: Any, model: nn.Module | None = None) -> None:
         """Proves an optimizer at its first step that was applied. Raises `NotInForce`."""
@@ -150,16 +151,16 @@ class Guard:
                     self.recorder, model, optimizer,
                     policy=self.plan.policy, step=self.steps + self.recorder.skipped,
                 )  # fmt: skip
-                rows = proof.compare(seen, self.plan)
-            wait = 0.0 if optimizer in self._alone else verdict.ALONE
-            if proof.spread_by_nothing(seen) and not verdict.everybody("alone", wait):
+                rows = compare.compare(seen, self.plan)
+            wait = 0.0 if optimizer in self._alone else consensus.ALONE
+            if compare.spread_by_nothing(seen) and not consensus.all_ranks_reached("alone", wait):
                 # One rank may train something of its own while the others wait elsewhere.
                 self._alone[optimizer] = rows, seen
                 return
             self._proven.add(optimizer)
             self._conclude(rows, seen)
 
-    def check_patience(self) -> None:
+    def check_limits(self) -> None:
         """Raises `NotInForce` where the proof has been put off for too long."""
         if not self.waiting or self._proven or self._alone:
             return
@@ -186,9 +187,9 @@ class Guard:
 
     def _conclude(self, rows: tuple[Row, ...], seen: Observed | None, message: str = "") -> None:
         """The verdict over all ranks; the table; the file; what `enforce` says."""
-        failures = proof.failures(rows, self.plan, seen) if seen else [message]
-        everywhere = verdict.agree(next(_verdicts), failures, seen.replicated if seen else None)
-        made = Proof(proof.verdict_of(everywhere), self.plan, rows, tuple(everywhere), seen)
+        failures = compare.failures(rows, self.plan, seen) if seen else [message]
+        everywhere = consensus.agree_on_failures(next(_verdicts), failures, seen.replicated if seen else None)
+        made = Proof(compare.verdict_of(everywhere), self.plan, rows, tuple(everywhere), seen)
         first, self.proof = self.proof is None, made if self.proof is None or everywhere else self.proof
         if everywhere:
             self.recorder.stop()
@@ -200,12 +201,12 @@ class Guard:
     def _report(self, made: Proof, first: bool) -> None:
         if made.in_force and made.observed and not first:
             if len(self._proven) <= MENTIONED:
-                say(f"step {made.observed.step} of {made.observed.optimizer} proven in force too")
+                print_line(f"step {made.observed.step} of {made.observed.optimizer} proven in force too")
             return
         if self._before is not None and made.in_force:
-            say(f"proven in force again, after a checkpoint was loaded · recipe {self.plan.policy.name}")
+            print_line(f"proven in force again, after a checkpoint was loaded · recipe {self.plan.policy.name}")
         elif made.observed is not None:
-            say(made.table())
+            print_line(made.table())
         self.write_proof(made)
 
     def write_proof(self, made: Proof | None) -> None:
@@ -231,7 +232,7 @@ class Guard:
         if message.startswith("not proven"):
             warn_not_proven(message)
         else:
-            say(f"mpguard: not in force (going on: enforce {self.plan.enforce}): {message}")
+            print_line(f"mpguard: not in force (going on: enforce {self.plan.enforce}): {message}")
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -240,7 +241,7 @@ class Guard:
         """Whether this process has computed gradients and its first proof is still to come."""
         return self.waiting and self.proof is None and bool(self.recorder.backwards or self.recorder.updated)
 
-    def conclude_late(self, status: int) -> None:
+    def finalize(self, status: int) -> None:
         """The verdict on a run that ends without one. Raises `NotInForce`."""
         if self.proof is not None:
             return
@@ -268,11 +269,11 @@ class Guard:
         self.proof = Proof("not proven", self.plan, failures=(message,))
         self.write_proof(self.proof)
         if trained or status:
-            verdict.tell(next(_verdicts), message)
+            consensus.publish_failure(next(_verdicts), message)
         if trained and not status:
             self.fail(message)
         elif self.plan.enforce != "off" and not status and rank() == 0 and not self.spawned:
-            say(
+            print_line(
                 "mpguard: no training was seen in this process; nothing was proven. Processes that a script starts "
                 "itself are proven where each of them imports mpguard.auto"
             )
@@ -289,7 +290,7 @@ def current() -> Guard | None:
     return _current
 
 
-def put_in_force(guard: Guard) -> None:
+def set_current(guard: Guard) -> None:
     """Makes a guard that of this process."""
     global _current  # noqa: PLW0603  one guard per process is the point
     _current = guard
@@ -307,9 +308,9 @@ def prove(model: nn.Module, optimizer: Any, policy: Policy | str) -> Proof:
     recorder = _current.recorder if _current is not None else Recorder()
     with recorder.unheard():
         seen = observe(recorder, model, optimizer, policy=policy)
-        rows = proof.compare(seen, plan)
-        wrong = verdict.agree(next(_verdicts), proof.failures(rows, plan, seen), seen.replicated)
-    made = Proof(proof.verdict_of(wrong), plan, rows, tuple(wrong), seen)
+        rows = compare.compare(seen, plan)
+        wrong = consensus.agree_on_failures(next(_verdicts), compare.failures(rows, plan, seen), seen.replicated)
+    made = Proof(compare.verdict_of(wrong), plan, rows, tuple(wrong), seen)
     if wrong:
         raise NotInForce("; ".join(wrong))
     return made

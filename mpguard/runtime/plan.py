@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from mpguard import mpyaml, settings
-from mpguard.document import Document, read
-from mpguard.errors import ConfigError, NotInForce, PolicyError
-from mpguard.plugin import get
-from mpguard.policy import Policy
-from mpguard.recipes import recipe
+from mpguard.core import settings
+from mpguard.core.errors import ConfigError, NotInForce, PolicyError
+from mpguard.document import Document, mp_yaml, read
+from mpguard.policy.policy import Policy
+from mpguard.policy.recipes import recipe
+from mpguard.targets.plugin import get
 
 Enforce = Literal["error", "warn", "off"]
 
@@ -77,7 +77,7 @@ class Plan:
     @classmethod
     def of(cls, path: Path, *, enforce: str | None = None, proof_json: str | None = None) -> Plan:
         """The plan that an mp.yaml states. Raises `ConfigError`, `PolicyError`."""
-        policy = mpyaml.load_policy(path)
+        policy = mp_yaml.load_policy(path)
         config = read(path).require()
         processes = config.get("num_processes")
         return cls(
@@ -150,7 +150,7 @@ def strategy_of(config: Mapping[str, Any], path: Path) -> str | None:
 
 def deepspeed_file(config: Mapping[str, Any], path: Path) -> Document | None:
     """The DeepSpeed file that an accelerate config names, looked for as accelerate does (from here), then beside it."""
-    name = mpyaml.deepspeed_file(config)
+    name = mp_yaml.deepspeed_file(config)
     if name is None:
         return None
     beside = path.parent / name

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from mpguard import looks, remembered
-from mpguard.lint import fixes, limit
-from mpguard.lint.adoption import noqa
-from mpguard.lint.engine import Engine
-from mpguard.lint.files import Kind, Target, excluded, kind_of
-from mpguard.lint.finding import Finding
-from mpguard.lint.result import Checked, FileReport
-from mpguard.lint.selection import Rules
-from mpguard.lint.trees import Trees
-from mpguard.server.wishes import Wishes
+from mpguard.core import tracked_fs
+from mpguard.lint.model.finding import Finding
+from mpguard.lint.model.result import FileCheck, FileReport
+from mpguard.lint.model.selection import Rules
+from mpguard.lint.run import fixer, timeout
+from mpguard.lint.run.adoption import noqa
+from mpguard.lint.run.engine import Engine
+from mpguard.lint.source.files import Kind, Target, excluded, kind_of
+from mpguard.lint.source.incremental import Trees
+from mpguard.server.client_settings import ClientSettings
 
 #: What the editor calls a language -> how it is read, and the suffix of a buffer that has no name yet.
 _LANGUAGES: dict[str, tuple[Kind, str]] = {
@@ -56,7 +56,7 @@ class Buffer:
     language: str
     text: str
     folder: Path
-    wishes: Wishes
+    wishes: ClientSettings
     cells: tuple[tuple[str, bool], ...] | None = None
 
     def target(self) -> Target | None:
@@ -86,7 +86,7 @@ class Buffer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
+class BufferChange:
     """What an action makes of a buffer: its text, without `MARK`, or those of its cells; or why it cannot be done."""
 
     texts: tuple[str, ...] = ()
@@ -110,12 +110,12 @@ class Checker:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self._read: set[str] = set()
-        self._engines: dict[tuple[Wishes, Path], Engine] = {}
+        self._engines: dict[tuple[ClientSettings, Path], Engine] = {}
         self._trees = Trees()
 
     def forget(self) -> None:
         """Files have changed: configs, modules, settings are read again."""
-        remembered.forget()
+        tracked_fs.clear_run_caches()
         self._engines.clear()
         self._read.clear()
         gc.unfreeze()  # much of what `jobs` took for lasting is garbage now
@@ -128,11 +128,11 @@ class Checker:
         target = buffer.target()
         if target is None:
             return None
-        looks.look_at(unsaved)
+        tracked_fs.overlay(unsaved)
         engine = self._engine(buffer)
         engine.selection(target.path)  # what is wrong with settings is the user's to mend, and no defect
         engine.project.configs_for(target.path)
-        report, trace = engine.check(target), looks.trace(target.path)
+        report, trace = engine.check(target), tracked_fs.trace(target.path)
         read = {where for what, where in (trace.looks if trace else ()) if what == "file"}
         self._read |= read
         return Said(report, frozenset(read - {target.path}))
@@ -142,39 +142,39 @@ class Checker:
         if path in self._read:
             self.forget()
 
-    def change(self, buffer: Buffer, action: Action, finding: Finding | None = None) -> Change:
+    def change(self, buffer: Buffer, action: Action, finding: Finding | None = None) -> BufferChange:
         """What an action makes of a buffer. finding: the one that it is about. Raises `ConfigError` for settings."""
         target = buffer.target()
         if target is None or target.data is None:
-            return Change(problem="mpguard does not read this file")
+            return BufferChange(problem="mpguard does not read this file")
         named = dataclasses.replace(target, named=True)  # then the result is parsed, whether or not a rule could speak
         engine, data = self._engine(buffer), target.data
 
-        def check(content: bytes) -> Checked:
+        def check(content: bytes) -> FileCheck:
             return engine.content(content, named)
 
         try:
-            with limit.computing():
+            with timeout.computing():
                 checked = check(data)
                 if action == "fix-all":
-                    mended, _ = fixes.mend(data, checked, check, "safe")
+                    mended, _ = fixer.apply_fixes(data, checked, check, "safe")
                 else:
                     at = next((i for i, each in enumerate(checked.findings) if each == finding), None)
                     if at is None:
-                        return Change(problem="the finding is gone")
+                        return BufferChange(problem="the finding is gone")
                     diagnostic = checked.diagnostics[at]
                     if action == "fix":
-                        mended = fixes.mend_one(data, checked, check, diagnostic)
+                        mended = fixer.fix_one(data, checked, check, diagnostic)
                     else:
                         one = dataclasses.replace(checked, diagnostics=[diagnostic])
-                        mended, _ = noqa.mend(data, one, check, named)
-        except limit.TooLong:
+                        mended, _ = noqa.add_noqa(data, one, check, named)
+        except timeout.TimeoutExceeded:
             self.forget()  # what was half made is of no use
-            return Change(problem=f"still not done after {limit.SECONDS} s of computing")
+            return BufferChange(problem=f"still not done after {timeout.SECONDS} s of computing")
         if mended is None or mended.after == mended.before:
             none = "no comment suppresses it here" if action == "suppress" else "there is nothing to fix"
-            return Change(problem="; ".join(mended.problems) if mended and mended.problems else none)
-        return Change(_texts(mended.after, buffer))
+            return BufferChange(problem="; ".join(mended.problems) if mended and mended.problems else none)
+        return BufferChange(_texts(mended.after, buffer))
 
     def _engine(self, buffer: Buffer) -> Engine:
         key = (buffer.wishes, buffer.folder)

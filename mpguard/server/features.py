@@ -6,12 +6,12 @@ from typing import Any
 
 from lsprotocol import types
 
-from mpguard.lint.adoption import noqa
-from mpguard.server import answers
-from mpguard.server.answers import FIX_ALL, Shown
+from mpguard.lint.run.adoption import noqa
+from mpguard.server import to_lsp
 from mpguard.server.checker import Action
-from mpguard.server.places import Buffers
+from mpguard.server.positions import Buffers
 from mpguard.server.session import Answer, Session
+from mpguard.server.to_lsp import FIX_ALL, PublishedFinding
 
 __all__ = ["register"]
 
@@ -44,16 +44,16 @@ def _lifecycle(server: Session) -> None:
         if params.settings:
             ls.wish(params.settings)
         await ls.ask_for_wishes()
-        ls.all_anew()
+        ls.recheck_all()
 
     @server.feature(types.WORKSPACE_DID_CHANGE_WORKSPACE_FOLDERS)
     async def folders(ls: Session, _: types.DidChangeWorkspaceFoldersParams) -> None:
         await ls.ask_for_wishes()
-        ls.all_anew()
+        ls.recheck_all()
 
     @server.feature(types.WORKSPACE_DID_CHANGE_WATCHED_FILES)
     def files(ls: Session, _: types.DidChangeWatchedFilesParams) -> None:
-        ls.all_anew()
+        ls.recheck_all()
 
 
 def _texts(server: Session) -> None:
@@ -67,7 +67,7 @@ def _texts(server: Session) -> None:
 
     @server.feature(types.TEXT_DOCUMENT_DID_SAVE)
     def saved(ls: Session, _: types.DidSaveTextDocumentParams) -> None:
-        ls.all_anew()
+        ls.recheck_all()
 
     @server.feature(types.TEXT_DOCUMENT_DID_CLOSE)
     def closed(ls: Session, params: types.DidCloseTextDocumentParams) -> None:
@@ -85,7 +85,7 @@ def _notebooks(server: Session) -> None:
 
     @server.feature(types.NOTEBOOK_DOCUMENT_DID_SAVE)
     def saved(ls: Session, _: types.DidSaveNotebookDocumentParams) -> None:
-        ls.all_anew()
+        ls.recheck_all()
 
     @server.feature(types.NOTEBOOK_DOCUMENT_DID_CLOSE)
     def closed(ls: Session, params: types.DidCloseNotebookDocumentParams) -> None:
@@ -100,7 +100,7 @@ def _questions(server: Session) -> None:
         touched = [each for _, each in _touched(answer, params.text_document.uri, at)]
         able = ls.client_capabilities.text_document and ls.client_capabilities.text_document.hover
         formats = able.content_format if able else None
-        return answers.page(touched, ls.checker.rules, formats is None or types.MarkupKind.Markdown in formats)
+        return to_lsp.page(touched, ls.checker.rules, formats is None or types.MarkupKind.Markdown in formats)
 
     @server.feature(
         types.TEXT_DOCUMENT_CODE_ACTION,
@@ -132,16 +132,16 @@ def _questions(server: Session) -> None:
         return action
 
 
-def _touched(answer: Answer | None, text: str, at: types.Range) -> list[tuple[int, Shown]]:
+def _touched(answer: Answer | None, text: str, at: types.Range) -> list[tuple[int, PublishedFinding]]:
     found = enumerate(answer.shown) if answer else ()
     return [(index, each) for index, each in found if each.uri == text and each.touches(at)]
 
 
-def _actions(answer: Answer, touched: list[tuple[int, Shown]], only: Any) -> list[types.CodeAction]:
+def _actions(answer: Answer, touched: list[tuple[int, PublishedFinding]], only: Any) -> list[types.CodeAction]:
     """The actions without what they change. data: what `_resolved` needs."""
     made: list[types.CodeAction] = []
     target = answer.report.target if answer.report else None
-    if answers.wanted(_QUICK, only) and target is not None:
+    if to_lsp.wanted(_QUICK, only) and target is not None:
         for index, shown in touched:
             finding, said = shown.finding, [answer.diagnostics[index]]
             if finding.fix is not None:
@@ -154,7 +154,7 @@ def _actions(answer: Answer, touched: list[tuple[int, Shown]], only: Any) -> lis
                 data = {"action": "suppress", "finding": index}
                 made.append(types.CodeAction(title, types.CodeActionKind.QuickFix, said, data=data))
     safe_ones = [each for each in answer.shown if each.finding.fix and each.finding.fix.applicability == "safe"]
-    if safe_ones and answers.wanted(FIX_ALL, only):
+    if safe_ones and to_lsp.wanted(FIX_ALL, only):
         data = {"action": "fix-all", "finding": None}
         made.append(types.CodeAction("Fix all that mpguard can fix safely", FIX_ALL, data=data))
     return made

@@ -15,17 +15,17 @@ from lsprotocol import types
 from pygls import uris
 from pygls.lsp.server import LanguageServer
 
-from mpguard import __version__
-from mpguard.errors import ConfigError, MpguardError
-from mpguard.lint.files import PYTHON
-from mpguard.lint.finding import Finding, Lines, PlacedNote
-from mpguard.lint.result import FileReport
-from mpguard.server import answers, wishes
-from mpguard.server.answers import Shown
-from mpguard.server.checker import MARK, Action, Buffer, Change, Checker, encoded
+from mpguard.core.errors import ConfigError, MpguardError
+from mpguard.core.version import __version__
+from mpguard.lint.model.finding import Finding, Lines, PlacedNote
+from mpguard.lint.model.result import FileReport
+from mpguard.lint.source.files import PYTHON
+from mpguard.server import client_settings, to_lsp
+from mpguard.server.checker import MARK, Action, Buffer, BufferChange, Checker, encoded
+from mpguard.server.client_settings import ClientSettings
 from mpguard.server.jobs import Jobs
-from mpguard.server.places import Ruler
-from mpguard.server.wishes import Wishes
+from mpguard.server.positions import PositionMapper
+from mpguard.server.to_lsp import PublishedFinding
 
 #: Seconds without a further keystroke before a text is checked, and without a further change of files before all are.
 TYPING, SAVING = 0.01, 0.2
@@ -62,7 +62,7 @@ class Answer:
     report: FileReport | None
     texts: tuple[str, ...]
     rests_on: frozenset[str] = frozenset()
-    shown: tuple[Shown, ...] = ()
+    shown: tuple[PublishedFinding, ...] = ()
     diagnostics: tuple[types.Diagnostic, ...] = ()
 
 
@@ -75,7 +75,7 @@ class Session(LanguageServer):
     def __init__(self, checker: Checker, jobs: Jobs, trouble: MpguardError | None = None) -> None:
         super().__init__("mpguard", __version__, notebook_document_sync=_NOTEBOOKS)
         self.checker, self.jobs, self.trouble = checker, jobs, trouble
-        self.wishes: dict[str | None, Wishes] = {None: Wishes()}
+        self.wishes: dict[str | None, ClientSettings] = {None: ClientSettings()}
         self.answers: dict[str, Answer] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
         self._said: set[str] = set()
@@ -117,7 +117,7 @@ class Session(LanguageServer):
         path, folder, asked = self._place(uri)
         return Buffer(path, text.language_id or "", text.source, folder, asked), (uri,)
 
-    def _place(self, uri: str) -> tuple[str, Path, Wishes]:
+    def _place(self, uri: str) -> tuple[str, Path, ClientSettings]:
         """Where a URI lies, or would be saved: its path, its workspace folder, and what is asked for there."""
         path = uris.to_fs_path(uri)
         folders = [(Path(found), each.uri) for each in self._folders() if (found := uris.to_fs_path(each.uri))]
@@ -144,7 +144,7 @@ class Session(LanguageServer):
             before.cancel()
         self._waiting[uri] = asyncio.ensure_future(self._later(uri, delay))
 
-    def all_anew(self) -> None:
+    def recheck_all(self) -> None:
         """Files or settings have changed: what is known of them is forgotten, and all that is open is checked."""
         self.soon("", SAVING)
         for uri in self.open():
@@ -219,9 +219,9 @@ class Session(LanguageServer):
             index = (finding.cell or 1) - 1
             ruler = self._ruler(answer, index)
             place = ruler.range((finding.line, finding.column), (finding.end_line, finding.end_column))
-            shown.append(Shown(answer.texts[index], place, finding))
+            shown.append(PublishedFinding(answer.texts[index], place, finding))
             elsewhere = functools.partial(self._elsewhere, answer, finding)
-            said.append(answers.diagnostic(shown[-1], ruler, elsewhere))
+            said.append(to_lsp.diagnostic(shown[-1], ruler, elsewhere))
         for defect in answer.report.defects if answer.report else ():
             self.say(str(defect), once=f"{defect.code} {defect.error}", more=defect.traceback)
         return dataclasses.replace(answer, shown=tuple(shown), diagnostics=tuple(said))
@@ -231,14 +231,14 @@ class Session(LanguageServer):
         if mark and path == finding.path and note.start and note.end:
             index = int(cell) - 1
             return types.Location(answer.texts[index], self._ruler(answer, index).range(note.start, note.end))
-        return answers.location(note, lambda line: Ruler(Lines(line), self.workspace.position_codec))
+        return to_lsp.location(note, lambda line: PositionMapper(Lines(line), self.workspace.position_codec))
 
-    def _ruler(self, answer: Answer, index: int) -> Ruler:
+    def _ruler(self, answer: Answer, index: int) -> PositionMapper:
         cells = answer.buffer.cells
         if cells is not None:
-            return Ruler(_lines(cells[index][0]), self.workspace.position_codec)
+            return PositionMapper(_lines(cells[index][0]), self.workspace.position_codec)
         text = answer.buffer.text.removeprefix(MARK)
-        return Ruler(_lines(text), self.workspace.position_codec, MARK if text != answer.buffer.text else "")
+        return PositionMapper(_lines(text), self.workspace.position_codec, MARK if text != answer.buffer.text else "")
 
     def _publish(self, uri: str, answer: Answer) -> None:
         before = self.answers.get(uri)
@@ -261,13 +261,15 @@ class Session(LanguageServer):
 
     # -- actions ----------------------------------------------------------------------------------
 
-    async def change(self, uri: str, answer: Answer, action: Action, shown: Shown | None) -> types.WorkspaceEdit | str:
+    async def change(
+        self, uri: str, answer: Answer, action: Action, shown: PublishedFinding | None
+    ) -> types.WorkspaceEdit | str:
         """What an action does to the texts of a buffer, or why it cannot be done."""
         finding = shown.finding if shown else None
         try:
             made = await self.jobs.do(functools.partial(self.checker.change, answer.buffer, action, finding))
         except ConfigError as error:
-            made = Change(problem=str(error))
+            made = BufferChange(problem=str(error))
         if made.problem:
             return made.problem
         if self.buffer(uri) != (answer.buffer, answer.texts):
@@ -293,7 +295,7 @@ class Session(LanguageServer):
     def wish(self, given: object, folder: str | None = None) -> None:
         """Takes the editor's settings, for a workspace folder or for all; what is wrong in them is said."""
         try:
-            self.wishes[folder] = wishes.read(given)
+            self.wishes[folder] = client_settings.read(given)
         except MpguardError as error:
             self.say(str(error))
 
@@ -303,21 +305,21 @@ class Session(LanguageServer):
         if able is None or not able.configuration:
             return
         folders = [each.uri for each in self._folders()]
-        items = [types.ConfigurationItem(scope, wishes.SECTION) for scope in (None, *folders)]
+        items = [types.ConfigurationItem(scope, client_settings.SECTION) for scope in (None, *folders)]
         given = await self.workspace_configuration_async(types.ConfigurationParams(items))
         for folder, each in zip((None, *folders), given, strict=False):
             if each is not None:
                 self.wish(each, folder)
             elif folder is not None:
                 self.wishes.pop(folder, None)
-        self.all_anew()
+        self.recheck_all()
 
     async def be_told(self) -> None:
         """Asks the editor to say when its settings change, and files that findings may rest on, if it can."""
         able = self.client_capabilities.workspace
         made: list[types.Registration] = []
         if able and able.did_change_configuration and able.did_change_configuration.dynamic_registration:
-            section = types.DidChangeConfigurationRegistrationOptions(wishes.SECTION)
+            section = types.DidChangeConfigurationRegistrationOptions(client_settings.SECTION)
             made.append(types.Registration("mpguard-settings", types.WORKSPACE_DID_CHANGE_CONFIGURATION, section))
         watches = able and able.did_change_watched_files and able.did_change_watched_files.dynamic_registration
         if watches:

@@ -8,9 +8,9 @@ import os
 import sys
 import threading
 
-from mpguard import looks, settings
-from mpguard.errors import ExtensionError
-from mpguard.lint.rule import rules
+from mpguard.core import settings, tracked_fs
+from mpguard.core.errors import ExtensionError
+from mpguard.lint.model.rule import rules
 from mpguard.server.checker import Checker
 from mpguard.server.features import register
 from mpguard.server.jobs import Jobs
@@ -26,7 +26,7 @@ def start(isolated: bool) -> int:
     os.dup2(2, 1)  # what a rule prints is for the log, and would break the protocol
     sys.stdout = sys.stderr
     jobs = Jobs()
-    with settings.isolated(isolated), looks.recording():
+    with settings.isolated(isolated), tracked_fs.recording():
         try:
             found, trouble = rules(), None
         except ExtensionError as error:
@@ -44,7 +44,7 @@ def start(isolated: bool) -> int:
                     os._exit(_status(server))
 
         threading.Thread(target=serve, daemon=True).start()
-        for module in ("mpguard.lint.facts.file", "mpguard.lint.facts.config_dicts"):
+        for module in ("mpguard.lint.facts.file", "mpguard.lint.facts.domain.config_dicts"):
             importlib.import_module(module)  # while the editor makes itself known: the first check is fast then
         # Trees are many objects and little garbage, which `jobs` collects in pauses; what is loaded by now stays.
         gc.freeze()

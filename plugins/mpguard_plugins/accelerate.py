@@ -13,11 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpguard import plugin as plugins
-from mpguard.dtype import Dtype
-from mpguard.errors import PolicyError
-from mpguard.plugin import ABSENT, Setting, Settings, lookup, plugin
-from mpguard.policy import Backend, Policy
+from mpguard import PolicyError
+from mpguard.policy import Backend, Dtype, Policy
+from mpguard.targets import ABSENT, Setting, Settings, get, lookup, plugin
 from mpguard_plugins import fsdp, torch, torchao
 
 _INSTEAD = "Build the recipe with target `te`, and enter `te.autocast` around the forward pass"
@@ -44,9 +42,11 @@ def accelerate(policy: Policy, strategy: str | None) -> Settings:
     """
     mode = _mode(policy, strategy)
     lacking = _lacking(policy) if policy.fp8 else None
-    mode, why = (policy.compute_dtype.short, f"{lacking}; mpguard converts the model itself") if lacking else (mode, "")
+    mode, reason = (
+        (policy.compute_dtype.short, f"{lacking}; mpguard converts the model itself") if lacking else (mode, "")
+    )
     settings: dict[str, Any] = {
-        "mixed_precision": Setting(mode, why, same=_is(mode)),
+        "mixed_precision": Setting(mode, reason, equivalent=_is(mode)),
         "deepspeed_config.mixed_precision": Setting(ABSENT, "it silently beats the top-level mixed_precision"),
         "fsdp_config.mixed_precision_policy": Setting(ABSENT, "accelerate reads no such key"),
         "fsdp_config.fsdp_mixed_precision_policy": Setting(ABSENT, "accelerate reads no such key"),
@@ -58,7 +58,9 @@ def accelerate(policy: Policy, strategy: str | None) -> Settings:
         gather = fp8.get("enable_fsdp_float8_all_gather")
         if gather and gather.value:
             why = "accelerate refuses it beside torchao's FP8"
-            settings["fsdp_config.fsdp_cpu_ram_efficient_loading"] = Setting(False, why, same=lambda found: not found)
+            settings["fsdp_config.fsdp_cpu_ram_efficient_loading"] = Setting(
+                False, why, equivalent=lambda found: not found
+            )
         for key, value in fp8.items():
             settings[f"fp8_config.{key}"] = value
             settings[f"fp8_config.fp8_{key.removeprefix('fp8_')}"] = value if key.startswith("fp8_") else _twin(key)
@@ -67,7 +69,9 @@ def accelerate(policy: Policy, strategy: str | None) -> Settings:
             for dead in ("amax_history_length", "amax_compute_algorithm"):
                 settings[f"fp8_config.{dead}"] = Setting(ABSENT, "`accelerate config` writes it and nothing reads it")
     if policy.compile != "auto":
-        backend = Setting("INDUCTOR", same=_is("inductor")) if policy.compile else Setting(ABSENT, same=_is("no"))
+        backend = (
+            Setting("INDUCTOR", equivalent=_is("inductor")) if policy.compile else Setting(ABSENT, equivalent=_is("no"))
+        )
         settings |= {
             "dynamo_config.dynamo_backend": backend,
             "dynamo_config.backend": _twin("dynamo_backend"),
@@ -101,7 +105,7 @@ def _backend(policy: Policy) -> Backend:
 def _fp8(policy: Policy, strategy: str | None) -> dict[str, Any]:
     """The keys of `fp8_config` that accelerate reads, without their optional prefix where it is not usual."""
     if _backend(policy) == "torchao":
-        gather = plugins.get("torchao").settings(policy, strategy)["enable_fsdp_float8_all_gather"].value
+        gather = get("torchao").settings(policy, strategy)["enable_fsdp_float8_all_gather"].value
         return {
             "backend": Setting("AO", "accelerate's Transformer Engine path has no current scaling"),
             "enable_fsdp_float8_all_gather": Setting(
@@ -111,20 +115,20 @@ def _fp8(policy: Policy, strategy: str | None) -> dict[str, Any]:
     assert policy.fp8
     settings: dict[str, Any] = {
         "backend": "TE",
-        "fp8_format": Setting(policy.fp8.upper(), same=_is(policy.fp8)),
+        "fp8_format": Setting(policy.fp8.upper(), equivalent=_is(policy.fp8)),
         "margin": policy.fp8_margin,
     }
     if policy.fp8_recipe == "mxfp8":
         refused = "only delayed scaling has it"
         return settings | {
             "use_mxfp8_block_scaling": True,
-            "amax_history_len": Setting(ABSENT, refused, same=lambda found: found == 1024),
-            "amax_compute_algo": Setting(ABSENT, refused, same=_is("most_recent")),
+            "amax_history_len": Setting(ABSENT, refused, equivalent=lambda found: found == 1024),
+            "amax_compute_algo": Setting(ABSENT, refused, equivalent=_is("most_recent")),
         }
     return settings | {
-        "use_mxfp8_block_scaling": Setting(ABSENT, same=lambda found: not found),
+        "use_mxfp8_block_scaling": Setting(ABSENT, equivalent=lambda found: not found),
         "amax_history_len": policy.fp8_amax_history_len,
-        "amax_compute_algo": Setting(policy.fp8_amax_compute_algo, same=_is(policy.fp8_amax_compute_algo)),
+        "amax_compute_algo": Setting(policy.fp8_amax_compute_algo, equivalent=_is(policy.fp8_amax_compute_algo)),
     }
 
 
@@ -158,7 +162,7 @@ def _deepspeed(strategy: str | None) -> bool:
     return strategy is not None and strategy.startswith("deepspeed")
 
 
-@accelerate.fits
+@accelerate.adapter
 def beside_deepspeed_file(settings: dict[str, Setting], config: Mapping[str, Any]) -> dict[str, Setting]:
     if lookup(config, "deepspeed_config.deepspeed_config_file") in (ABSENT, None):
         return settings
@@ -166,7 +170,7 @@ def beside_deepspeed_file(settings: dict[str, Setting], config: Mapping[str, Any
     return {**settings, "mixed_precision": Setting(ABSENT, why)}
 
 
-@accelerate.recognised
+@accelerate.detector
 def is_config(config: Mapping[str, Any]) -> bool:
     """What accelerate alone has; or a mode, where most of what stands beside it is accelerate's too."""
     if "base_model" in config:  # axolotl
@@ -185,7 +189,7 @@ def is_config(config: Mapping[str, Any]) -> bool:
     return "mixed_precision" in config and bool(known) and 2 * len(known) >= len(config) - 1
 
 
-@accelerate.strategist
+@accelerate.strategy_reader
 def strategy_of(config: Mapping[str, Any]) -> str | None:
     kind = config.get("distributed_type")
     if kind == "FSDP":
@@ -205,7 +209,7 @@ def strategy_of(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-@accelerate.reads
+@accelerate.reader
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The policy fields that an accelerate YAML says. What accelerate leaves to defaults is left out."""
     mode = str(config.get("mixed_precision", "no")).lower()
@@ -248,7 +252,7 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is ABSENT else value
 
 
-@accelerate.argued
+@accelerate.argument_builder
 def arguments(policy: Policy, strategy: str | None) -> dict[str, Any]:
     """Keyword arguments of `Accelerator` as plain data.
 
@@ -261,7 +265,7 @@ def arguments(policy: Policy, strategy: str | None) -> dict[str, Any]:
         scaling = torch.scaling(policy)
         handlers["GradScalerKwargs"] = scaling
     if policy.fp8 and _backend(policy) == "torchao":
-        config = plugins.get("torchao").arguments(policy, strategy)
+        config = get("torchao").arguments(policy, strategy)
         handlers["AORecipeKwargs"] = {"config": config, "exclude": list(policy.kept_out_of_fp8)}
     elif policy.fp8:
         handlers["TERecipeKwargs"] = _te(policy, strategy)
@@ -270,10 +274,10 @@ def arguments(policy: Policy, strategy: str | None) -> dict[str, Any]:
     if strategy in ("fsdp1", "fsdp2"):
         found["fsdp_plugin"] = {
             "fsdp_version": int(strategy[-1]),
-            "mixed_precision_policy": plugins.get(strategy).arguments(policy, strategy),
+            "mixed_precision_policy": get(strategy).arguments(policy, strategy),
         }
     if strategy is not None and _deepspeed(strategy):
-        config = plugins.get("deepspeed").arguments(policy, strategy)
+        config = get("deepspeed").arguments(policy, strategy)
         found["deepspeed_plugin"] = {"zero_stage": int(strategy[-1]), "config": config}
     if policy.compile != "auto":
         found["dynamo_backend"] = "inductor" if policy.compile else "no"
@@ -304,7 +308,7 @@ def _te(policy: Policy, strategy: str | None) -> dict[str, Any]:
     }
 
 
-@accelerate.builds
+@accelerate.builder
 def keywords(arguments: dict[str, Any]) -> dict[str, Any]:
     """`Accelerator(**keywords)`. The handlers are of accelerate's exact classes: it refuses subclasses."""
     found = dict(arguments)
@@ -321,12 +325,12 @@ def _handler(name: str, values: dict[str, Any]) -> Any:
     from accelerate import utils
 
     if name == "AORecipeKwargs":
-        plugins.get("torchao").require()
+        get("torchao").require()
         # accelerate pads by default, for token counts that are no multiple of 16.
         config = torchao.float8_linear_config(values["config"], pad_inner_dim=True)
         return utils.AORecipeKwargs(config=config, module_filter_func=torchao.Float8Filter(tuple(values["exclude"])))
     if name == "TERecipeKwargs":
-        plugins.get("te").require()
+        get("te").require()
     return getattr(utils, name)(**values)
 
 
@@ -342,7 +346,7 @@ def _fsdp_plugin(fsdp_version: int, mixed_precision_policy: dict[str, Any]) -> A
 def _deepspeed_plugin(zero_stage: int, config: dict[str, Any]) -> Any:
     from accelerate.utils import DeepSpeedPlugin
 
-    plugins.get("deepspeed").require()
+    get("deepspeed").require()
     made = DeepSpeedPlugin(zero_stage=zero_stage)
     made.deepspeed_config.update(config)
     return made

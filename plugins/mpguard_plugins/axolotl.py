@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpguard.dtype import Dtype
-from mpguard.errors import PolicyError
-from mpguard.plugin import ABSENT, Setting, Settings, lookup, plugin
-from mpguard.policy import Policy
+from mpguard import PolicyError
+from mpguard.policy import Dtype, Policy
+from mpguard.targets import ABSENT, Setting, Settings, lookup, plugin
 
 
 @plugin(
@@ -70,16 +69,16 @@ def _check_fp8(policy: Policy) -> None:
 
 def _switch(on: bool) -> Setting:
     """A switch that is off by default: null and false are the same."""
-    return Setting(True) if on else Setting(ABSENT, same=lambda found: not found)
+    return Setting(True) if on else Setting(ABSENT, equivalent=lambda found: not found)
 
 
-@axolotl.recognised
+@axolotl.detector
 def is_config(config: Mapping[str, Any]) -> bool:
     own = ("datasets", "micro_batch_size", "sequence_len", "adapter", "num_epochs", "special_tokens", "val_set_size")
     return "base_model" in config and any(key in config for key in own)
 
 
-@axolotl.strategist
+@axolotl.strategy_reader
 def strategy_of(config: Mapping[str, Any]) -> str | None:
     if not (config.get("fsdp") or config.get("fsdp_config")):
         return None
@@ -87,7 +86,7 @@ def strategy_of(config: Mapping[str, Any]) -> str | None:
     return "fsdp2" if any(str(version) == "2" for version in versions) else "fsdp1"
 
 
-@axolotl.reads
+@axolotl.reader
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The policy fields of an axolotl YAML.
 

@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpguard.dtype import Dtype
-from mpguard.errors import PolicyError
-from mpguard.plugin import ABSENT, Setting, Settings, lookup, plugin
-from mpguard.policy import Policy
+from mpguard import PolicyError
+from mpguard.policy import Dtype, Policy
+from mpguard.targets import ABSENT, Setting, Settings, lookup, plugin
 
 _STAGES = {1: "deepspeed-zero1", 2: "deepspeed-zero2", 3: "deepspeed-zero3"}
 
@@ -47,16 +46,16 @@ def deepspeed(policy: Policy, strategy: str | None) -> Settings:
     if autocast:
         settings |= {
             "torch_autocast.enabled": True,
-            "torch_autocast.dtype": Setting(policy.compute_dtype.short, same=_means(policy.compute_dtype)),
+            "torch_autocast.dtype": Setting(policy.compute_dtype.short, equivalent=_means(policy.compute_dtype)),
             "torch_autocast.lower_precision_safe_modules": Setting(
                 [], f"otherwise gradients of Linear and convolutions are reduced in {policy.compute_dtype}"
             ),
         }
     else:
-        settings["torch_autocast"] = Setting(ABSENT, f"a second precision beside {engine}", same=_off)
+        settings["torch_autocast"] = Setting(ABSENT, f"a second precision beside {engine}", equivalent=_off)
     settings |= _reduction(policy, zero)
     if policy.buffer_dtype is not None:
-        settings["data_types.buffer_dtype"] = Setting(policy.buffer_dtype.short, same=_means(policy.buffer_dtype))
+        settings["data_types.buffer_dtype"] = Setting(policy.buffer_dtype.short, equivalent=_means(policy.buffer_dtype))
     if engine is Dtype.BF16:
         settings |= _master(policy, strategy)
     if engine is Dtype.FP16:
@@ -71,22 +70,24 @@ def _reduction(policy: Policy, zero: bool) -> dict[str, Any]:
     reduce, engine = policy.reduce_dtype, policy.params_dtype
     if engine is not Dtype.FP32 and reduce is Dtype.FP32:
         why = f"DeepSpeed would reduce in {engine}"
-        kept = Setting("fp32", f"DeepSpeed would keep the reduced gradients in {engine}", same=_means(Dtype.FP32))
+        kept = Setting("fp32", f"DeepSpeed would keep the reduced gradients in {engine}", equivalent=_means(Dtype.FP32))
         return {
-            "communication_data_type": Setting("fp32", why, same=_means(Dtype.FP32)),
+            "communication_data_type": Setting("fp32", why, equivalent=_means(Dtype.FP32)),
             # Without ZeRO, DeepSpeed refuses a mix of dtypes.
             **({"data_types.grad_accum_dtype": kept} if zero and policy.master_dtype is Dtype.FP32 else {}),
         }
     return {
-        "communication_data_type": Setting(ABSENT, f"the policy reduces in {reduce}, the default", same=_means(reduce)),
-        **({"data_types.grad_accum_dtype": Setting(ABSENT, same=_means(reduce))} if zero else {}),
+        "communication_data_type": Setting(
+            ABSENT, f"the policy reduces in {reduce}, the default", equivalent=_means(reduce)
+        ),
+        **({"data_types.grad_accum_dtype": Setting(ABSENT, equivalent=_means(reduce))} if zero else {}),
     }
 
 
 def _master(policy: Policy, strategy: str | None) -> dict[str, Any]:
     keys = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
     if policy.master_dtype is Dtype.FP32:
-        return {key: Setting(ABSENT, "the policy keeps FP32 master weights", same=_off) for key in keys}
+        return {key: Setting(ABSENT, "the policy keeps FP32 master weights", equivalent=_off) for key in keys}
     if strategy is not None and strategy not in _STAGES.values():
         raise PolicyError(
             f"deepspeed: master_dtype is {policy.master_dtype} under strategy {strategy}; "
@@ -96,7 +97,7 @@ def _master(policy: Policy, strategy: str | None) -> dict[str, Any]:
 
 
 def _loss_scale(policy: Policy) -> dict[str, Any]:
-    cast = Setting(True, "inputs are cast to FP16, as accelerate has it", same=lambda _found: True)
+    cast = Setting(True, "inputs are cast to FP16, as accelerate has it", equivalent=lambda _found: True)
     if policy.loss_scale is not None:
         return {"fp16.loss_scale": policy.loss_scale, "fp16.auto_cast": cast}
     if not policy.min_loss_scale.is_integer():
@@ -131,7 +132,7 @@ def _refuse_loss_scale(policy: Policy) -> None:
     for field in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
         if policy.explicit(field):
             raise PolicyError(
-                f"deepspeed: {field} is {policy.text_of(field)} beside fp16 with params_dtype fp32; its "
+                f"deepspeed: {field} is {policy.format_field(field)} beside fp16 with params_dtype fp32; its "
                 "`torch_autocast` has a GradScaler without settings. Remove the field, or set params_dtype to fp16"
             )
 
@@ -145,7 +146,7 @@ def _means(dtype: Dtype) -> Callable[[Any], bool]:
     return lambda found: isinstance(found, str) and Dtype.spelled(found) is dtype
 
 
-@deepspeed.recognised
+@deepspeed.detector
 def is_config(config: Mapping[str, Any]) -> bool:
     """Keys that DeepSpeed alone has, or a section of it with an `enabled` switch."""
     keys = (
@@ -170,14 +171,14 @@ def is_config(config: Mapping[str, Any]) -> bool:
     )
 
 
-@deepspeed.strategist
+@deepspeed.strategy_reader
 def strategy_of(config: Mapping[str, Any]) -> str | None:
     """From the ZeRO stage; `single` for stage 0, None where it is left open."""
     stage = lookup(config, "zero_optimization.stage")
     return _STAGES.get(stage, "single" if stage == 0 else None) if isinstance(stage, int) else None
 
 
-@deepspeed.reads
+@deepspeed.reader
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The policy fields that a DeepSpeed config says. "auto" says nothing."""
     low = next((name for name in ("bf16", "fp16") if lookup(config, f"{name}.enabled") is True), None)

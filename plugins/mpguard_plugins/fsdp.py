@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpguard.dtype import Dtype
-from mpguard.plugin import Setting, Settings, plugin
-from mpguard.policy import Policy
+from mpguard.policy import Dtype, Policy
+from mpguard.targets import Setting, Settings, plugin
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
@@ -37,7 +36,7 @@ def fsdp1(policy: Policy, _strategy: str | None) -> Settings:
     return {**_common(policy), "buffer_dtype": _short(policy.buffer_dtype)}
 
 
-@fsdp1.builds
+@fsdp1.builder
 def mixed_precision(arguments: dict[str, Any]) -> MixedPrecision:
     from torch.distributed.fsdp import MixedPrecision
 
@@ -50,7 +49,7 @@ def fsdp2(policy: Policy, _strategy: str | None) -> Settings:
     return {**_common(policy), "output_dtype": _short(policy.output_dtype), "cast_forward_inputs": True}
 
 
-@fsdp2.builds
+@fsdp2.builder
 def mixed_precision_policy(arguments: dict[str, Any]) -> MixedPrecisionPolicy:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpguard.dtype import Dtype
-from mpguard.errors import PolicyError
-from mpguard.plugin import ABSENT, Setting, Settings, plugin
-from mpguard.policy import Policy
+from mpguard import PolicyError
+from mpguard.policy import Dtype, Policy
+from mpguard.targets import ABSENT, Setting, Settings, plugin
 
 _DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
 _FP8 = (
@@ -56,24 +55,24 @@ def megatron(policy: Policy, _strategy: str | None) -> Settings:
         "fp32": not policy.low_precision,
         **{name: _optional(dtype.short if dtype else None, dtype) for name, dtype in dtypes.items()},
         **{name: _optional(getattr(policy, name)) for name in _PLAIN},
-        "fp8_param": Setting(ABSENT, "fp8_param_gather says it", same=lambda found: found is policy.fp8_param),
-        "fp4_param": Setting(ABSENT, "fp4_param_gather says it", same=lambda found: found is policy.fp4_param),
+        "fp8_param": Setting(ABSENT, "fp8_param_gather says it", equivalent=lambda found: found is policy.fp8_param),
+        "fp4_param": Setting(ABSENT, "fp4_param_gather says it", equivalent=lambda found: found is policy.fp4_param),
     }
 
 
 def _optional(value: Any, dtype: Dtype | None = None) -> Setting:
     """None is the field's default, and may be left out; a dtype may be spelled in any way."""
     if value is None:
-        return Setting(ABSENT, same=lambda found: found is None)
-    return Setting(value, same=(lambda found: Dtype.spelled(str(found)) is dtype) if dtype else None)
+        return Setting(ABSENT, equivalent=lambda found: found is None)
+    return Setting(value, equivalent=(lambda found: Dtype.spelled(str(found)) is dtype) if dtype else None)
 
 
-@megatron.builds
+@megatron.builder
 def fields(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: Dtype.parse(value).torch if name in _DTYPES else value for name, value in arguments.items()}
 
 
-@megatron.reads
+@megatron.reader
 def read(config: Mapping[str, Any]) -> dict[str, Any]:
     """The policy of a `MixedPrecisionConfig` as a mapping. Fields without effect there are left out."""
     found = {

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpguard.dtype import Dtype
-from mpguard.errors import PolicyError
-from mpguard.plugin import ABSENT, Setting, Settings, plugin
-from mpguard.policy import Policy
+from mpguard import PolicyError
+from mpguard.policy import Dtype, Policy
+from mpguard.targets import ABSENT, Setting, Settings, plugin
 
 _PRECISIONS = {
     Dtype.BF16: ("bf16", "bf16-mixed"),
@@ -45,7 +44,7 @@ def nemo(policy: Policy, _strategy: str | None) -> Settings:
     o2 = policy.params_dtype is not Dtype.FP32 and not policy.autocast_enabled
     settings: dict[str, Any] = {
         "trainer.precision": Setting(
-            spellings[0], same=lambda found: found in spellings and not isinstance(found, bool)
+            spellings[0], equivalent=lambda found: found in spellings and not isinstance(found, bool)
         ),
         "model.megatron_amp_O2": o2 if policy.low_precision else _off(),
     }
@@ -72,10 +71,10 @@ def nemo(policy: Policy, _strategy: str | None) -> Settings:
 
 
 def _off() -> Setting:
-    return Setting(ABSENT, same=lambda found: not found)
+    return Setting(ABSENT, equivalent=lambda found: not found)
 
 
-@nemo.reads
+@nemo.reader
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The policy of a NeMo 1.x YAML, or of its `model` section, or of the FP8 arguments alone.
 

@@ -21,9 +21,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from mpguard.dtype import Dtype
-from mpguard.plugin import Settings, plugin
-from mpguard.policy import Policy
+from mpguard.policy import Dtype, Policy
+from mpguard.targets import Settings, plugin
 
 if TYPE_CHECKING:
     import torch
@@ -60,17 +59,17 @@ class Precision:
         if self.sharded:
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-            return self.hold(ShardedGradScaler(device, **self.scaling))
+            return self.set_limits(ShardedGradScaler(device, **self.scaling))
         import torch
 
-        return self.hold(torch.amp.GradScaler(device, **self.scaling))
+        return self.set_limits(torch.amp.GradScaler(device, **self.scaling))
 
-    def hold(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+    def set_limits(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
         """The scaler, heeding the policy's minimum and hysteresis from here on."""
         if self.holding:
-            from mpguard.scaling import hold
+            from mpguard.nn.grad_scaler import set_limits
 
-            hold(scaler, **self.holding)
+            set_limits(scaler, **self.holding)
         return scaler
 
     def set_tf32(self) -> None:
@@ -96,7 +95,8 @@ def loop(policy: Policy, strategy: str | None) -> Settings:
     """Autocast, GradScaler and TF32 of a loop of one's own, as one object.
 
     Without master weights (`master_dtype` is the compute dtype) the model itself is in that dtype
-    and autocast is off. torch's GradScaler has no place for `min_loss_scale` and `hysteresis`: `mpguard.scaling` has.
+    and autocast is off. torch's GradScaler has no place for `min_loss_scale` and `hysteresis`;
+    `mpguard.nn.grad_scaler` has.
     """
     autocast = policy.low_precision and policy.master_dtype is Dtype.FP32
     return {
@@ -120,7 +120,7 @@ def scaling(policy: Policy) -> dict[str, Any]:
     return {"enabled": True, "init_scale": policy.initial_loss_scale, "growth_interval": policy.loss_scale_window}
 
 
-@loop.builds
+@loop.builder
 def precision(arguments: dict[str, Any]) -> Precision:
     compute, parameters = arguments["compute"], arguments["parameters"]
     return Precision(

@@ -11,9 +11,9 @@ import dataclasses
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
-from mpguard.errors import PolicyError
-from mpguard.plugin import Settings, plugin
+from mpguard import PolicyError
 from mpguard.policy import Policy
+from mpguard.targets import Settings, plugin
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ def float8_linear_config(arguments: dict[str, Any], **more: Any) -> Float8Linear
     return dataclasses.replace(config, **changes)
 
 
-torchao.builds(float8_linear_config)
+torchao.builder(float8_linear_config)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpguard.errors import PolicyError
-from mpguard.plugin import Settings, plugin
+from mpguard import PolicyError
 from mpguard.policy import Policy
+from mpguard.targets import Settings, plugin
 
 #: fp8_recipe or fp4_recipe -> class in `transformer_engine.common.recipe`.
 CLASSES = {
@@ -72,7 +72,7 @@ def te(policy: Policy, _strategy: str | None) -> Settings:
     return settings
 
 
-@te.builds
+@te.builder
 def recipe(arguments: dict[str, Any]) -> Any:
     from transformer_engine.common import recipe as recipes
 

@@ -12,10 +12,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from mpguard.dtype import Dtype
-from mpguard.errors import PolicyError
-from mpguard.plugin import Setting, Settings, plugin
-from mpguard.policy import Policy
+from mpguard import PolicyError
+from mpguard.policy import Dtype, Policy
+from mpguard.targets import Setting, Settings, plugin
 
 
 @plugin(
@@ -53,7 +52,7 @@ def transformers(policy: Policy, _strategy: str | None) -> Settings:
     return settings
 
 
-@transformers.argued
+@transformers.argument_builder
 def arguments(policy: Policy, strategy: str | None) -> dict[str, Any]:
     """Refuses FP8 where accelerate is not told of it: the run would be in FP32."""
     found = {key: setting.value for key, setting in transformers.settings(policy, strategy).items()}
@@ -66,7 +65,7 @@ def arguments(policy: Policy, strategy: str | None) -> dict[str, Any]:
     return found
 
 
-@transformers.reads
+@transformers.reader
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: True for name in ("bf16", "fp16") if config.get(name) is True}
     if isinstance(config.get("tf32"), bool):

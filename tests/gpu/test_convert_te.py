@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import mpguard
-from mpguard import hardware
-from mpguard.policy import Policy
+from mpguard.policy import hardware
+from mpguard.policy.policy import Policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::mpguard.MpguardWarning")]
 

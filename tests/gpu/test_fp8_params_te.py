@@ -1,6 +1,6 @@
 """Parameters kept in FP8 by Transformer Engine: exact masters, checkpoints, what is refused. For `pytest tests/gpu`.
 
-tests/test_kept_weights.py has what goes without a GPU; benchmarks/gpu_matrix.py has each framework.
+tests/nn/fp8/test_fp8_weights.py has what goes without a GPU; benchmarks/gpu_matrix.py has each framework.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from processes import PROGRAMS, command, results, told, torchrun
+from paths import PROGRAMS
+from processes import command, results, told, torchrun
 from test_convert_te import POLICIES, TE, Model, fp8_share, model, train
 from torch import nn
 
 import mpguard
-from mpguard.conversion.weights import exact_of
+from mpguard.nn.fp8.weights import exact_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::mpguard.MpguardWarning")]
 

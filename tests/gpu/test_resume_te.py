@@ -18,11 +18,12 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from processes import PROGRAMS, command, free_port, results, told
+from paths import PROGRAMS
+from processes import command, free_port, results, told
 
 import mpguard
-from mpguard.conversion.history import KEY
-from mpguard.policy import Policy
+from mpguard.nn.fp8.amax_history import KEY
+from mpguard.policy.policy import Policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::mpguard.MpguardWarning")]
 

@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from test_loss_scale import EXPECTED, GOOD, OF_DEEPSPEED, POLICY, STORY
+from test_grad_scaler import EXPECTED, GOOD, OF_DEEPSPEED, POLICY, STORY
 
 from mpguard.runtime import activation
 from mpguard.runtime import guard as guards

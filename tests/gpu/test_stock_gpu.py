@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from stock import clean_accelerate, mended
+from stock import clean_accelerate, fixed_upstream
 from torch import nn
 
 import mpguard
-from mpguard import compiling
-from mpguard.policy import Policy
+from mpguard.nn import compile as compilation
+from mpguard.policy.policy import Policy
 from mpguard.runtime import activation
 from mpguard.runtime import guard as guards
 from mpguard.runtime.plan import Plan
@@ -126,7 +126,7 @@ def te_handler(**fields: Any) -> Any:
 def test_s01_fsdp2_with_te_trains_in_bf16() -> None:
     with clean_accelerate():
         stock = trained((te_handler(),), mixed_precision="fp8", **fsdp2())
-        assert stock.recipes and set(stock.recipes) == {None}, mended(1)
+        assert stock.recipes and set(stock.recipes) == {None}, fixed_upstream(1)
     with clean_accelerate(), activated(CURRENT, "fsdp2"):
         ours = trained((te_handler(),), mixed_precision="fp8", **fsdp2())
         assert ours.recipes and {type(recipe) for recipe in ours.recipes} == {recipes.Float8CurrentScaling}
@@ -142,7 +142,7 @@ def test_s02_deepspeed_with_te_ignores_the_recipe() -> None:
         return recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo
 
     with clean_accelerate(ACCELERATE_USE_DEEPSPEED="true"):
-        assert set(map(asked, run().recipes)) == {("HYBRID", 1024, "max")}, mended(2)
+        assert set(map(asked, run().recipes)) == {("HYBRID", 1024, "max")}, fixed_upstream(2)
     with clean_accelerate(ACCELERATE_USE_DEEPSPEED="true"), activated(DELAYED, "deepspeed-zero2"):
         assert set(map(asked, run().recipes)) == {("E4M3", 16, "most_recent")}
 
@@ -153,21 +153,22 @@ def test_s03_most_recent_never_reaches_te() -> None:
         return {recipe.amax_compute_algo for recipe in found.recipes}
 
     with clean_accelerate():
-        assert run() == {"max"}, mended(3)
+        assert run() == {"max"}, fixed_upstream(3)
     with clean_accelerate(), activated(DELAYED, "single"):
         assert run() == {"most_recent"}
 
 
 def test_s04_te_drops_arguments_that_it_does_not_know() -> None:
     recipe = recipes.DelayedScaling(interval=4, override_linear_precision=(False, False, True), colour="red")
-    assert not any(hasattr(recipe, name) for name in ("interval", "override_linear_precision", "colour")), mended(4)
+    dropped = ("interval", "override_linear_precision", "colour")
+    assert not any(hasattr(recipe, name) for name in dropped), fixed_upstream(4)
     # What mpguard writes are fields, each of them: test_te_objects.py
 
 
 def test_s12_a_policy_in_fp16_computes_in_fp16_without_a_scaler() -> None:
     with clean_accelerate():
         stock = trained(mixed_precision="bf16", **fsdp2(mixed_precision_policy="fp16"))
-        assert (stock.dtypes, stock.accelerator.scaler) == ({torch.float16}, None), mended(12)
+        assert (stock.dtypes, stock.accelerator.scaler) == ({torch.float16}, None), fixed_upstream(12)
     with clean_accelerate(), activated(Policy(bf16=True), "fsdp2"):
         ours = trained(mixed_precision="bf16", **fsdp2(mixed_precision_policy="fp16"))
         assert ours.dtypes == {torch.bfloat16}
@@ -180,7 +181,7 @@ def test_s13_accelerates_fsdp2_reduces_in_bf16() -> None:
         return policy.param_dtype, policy.reduce_dtype
 
     with clean_accelerate():
-        assert run() == (torch.bfloat16, torch.bfloat16), mended(13)
+        assert run() == (torch.bfloat16, torch.bfloat16), fixed_upstream(13)
     with clean_accelerate(), activated(Policy(bf16=True), "fsdp2"):
         assert run() == (torch.bfloat16, torch.float32)
 
@@ -200,7 +201,7 @@ def by_accelerate() -> set[str]:
 
 
 def test_s14_te_conversion_stops_at_the_first_odd_layer() -> None:
-    assert {name for name in by_accelerate() if "layers" in name} == {"layers.0.up", "layers.1.up"}, mended(14)
+    assert {name for name in by_accelerate() if "layers" in name} == {"layers.0.up", "layers.1.up"}, fixed_upstream(14)
     model = Net().cuda()
     done = mpguard.convert(model, CURRENT)
     assert converted(model) == {"first", "layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"}
@@ -208,7 +209,7 @@ def test_s14_te_conversion_stops_at_the_first_odd_layer() -> None:
 
 
 def test_s15_te_conversion_takes_the_output_head() -> None:
-    assert "lm_head" in by_accelerate(), mended(15)
+    assert "lm_head" in by_accelerate(), fixed_upstream(15)
     model = Net().cuda()
     assert dict(mpguard.convert(model, CURRENT).skipped)["lm_head"] == "fp8_exclude"
 
@@ -220,8 +221,8 @@ def test_s19_delayed_scaling_raises_under_compile(monkeypatch: pytest.MonkeyPatc
         pytest.raises(RuntimeError, match=r"not supported under torch\.compile"),
         te.autocast(recipe=recipes.DelayedScaling()),
     ):
-        pytest.fail(mended(19))
-    assert compiling.choice(DELAYED).on is False
+        pytest.fail(fixed_upstream(19))
+    assert compilation.choice(DELAYED).on is False
 
 
 def test_s31_fused_adam_leaves_the_transposed_weights_of_delayed_scaling_behind() -> None:
@@ -242,4 +243,4 @@ def test_s31_fused_adam_leaves_the_transposed_weights_of_delayed_scaling_behind(
             optimizer.step()
         (weight,) = model.parameters()
         left = not weight._transpose_invalid and not torch.equal(weight._transpose, weight._data.t())
-        assert left is not mended_here, mended(31)
+        assert left is not mended_here, fixed_upstream(31)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import mpguard
-from mpguard import hardware
-from mpguard.plugin import plugins
-from mpguard.policy import Policy
+from mpguard.policy import hardware
+from mpguard.policy.policy import Policy
+from mpguard.targets.plugin import plugins
 
 pytestmark = pytest.mark.gpu
 

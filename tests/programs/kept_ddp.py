@@ -24,13 +24,13 @@ from mpguard.runtime import guard as guards
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import kept
+import fake_te_weights
 
 recipe, order = sys.argv[1:]
 rank, device = int(os.environ["RANK"]), "cpu"
-policy = kept.CURRENT
+policy = fake_te_weights.CURRENT
 if recipe == "kept":
-    kept.install()
+    fake_te_weights.install()
 else:
     device = f"cuda:{os.environ['LOCAL_RANK']}"
     torch.cuda.set_device(device)
@@ -44,7 +44,7 @@ def digest(model: nn.Module) -> str:
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     if recipe == "kept":
-        return kept.Adam(model.parameters(), lr=1e-2, master_weights=True)
+        return fake_te_weights.Adam(model.parameters(), lr=1e-2, master_weights=True)
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     made: torch.optim.Optimizer = FusedAdam(model.parameters(), lr=1e-2, master_weights=True)

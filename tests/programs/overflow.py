@@ -15,7 +15,7 @@ import mpguard
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from test_loss_scale import BAD, GOOD, OF_DEEPSPEED, POLICY, STORY
+from test_grad_scaler import BAD, GOOD, OF_DEEPSPEED, POLICY, STORY
 
 engine, *made_before = sys.argv[1:]
 mpguard.activate(POLICY, enforce="off")

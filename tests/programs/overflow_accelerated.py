@@ -16,7 +16,7 @@ import mpguard
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from test_loss_scale import GOOD, OF_DEEPSPEED, POLICY
+from test_grad_scaler import GOOD, OF_DEEPSPEED, POLICY
 
 os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
 mpguard.activate(POLICY, enforce="off")

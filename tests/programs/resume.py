@@ -26,16 +26,16 @@ import mpguard
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import delayed
-import kept
+import fake_delayed_scaling
+import fake_te_weights
 
 POLICIES = {
     "torchao": mpguard.Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True),
     "rowwise": mpguard.Policy(bf16=True, fp8="e4m3", fp8_recipe="rowwise", fp8_emulate=True),
-    "delayed": delayed.POLICY,
+    "delayed": fake_delayed_scaling.POLICY,
     "te-delayed": mpguard.Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=4, backend="te"),
     "te-tensorwise": mpguard.Policy(bf16=True, fp8="hybrid", backend="te"),
-    "kept": kept.CURRENT,
+    "kept": fake_te_weights.CURRENT,
 }
 POLICIES |= {f"{name}-kept": POLICIES[name].replace(fp8_param=True) for name in ("te-delayed", "te-tensorwise")}
 STEPS = 3
@@ -68,7 +68,7 @@ def net(seed: int) -> Net:
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     """With masters where parameters are kept in FP8."""
     if sys.argv[1] == "kept":
-        return kept.Adam(model.parameters(), lr=1e-2, master_weights=True)
+        return fake_te_weights.Adam(model.parameters(), lr=1e-2, master_weights=True)
     if sys.argv[1].endswith("-kept"):
         from transformer_engine.pytorch.optimizers import FusedAdam
 
@@ -455,7 +455,7 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     policy, engines = sys.argv[1], sys.argv[2:]
-    {"delayed": delayed.install, "kept": kept.install}.get(policy, lambda: None)()
+    {"delayed": fake_delayed_scaling.install, "kept": fake_te_weights.install}.get(policy, lambda: None)()
     if DEVICE == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
     mpguard.activate(POLICIES[policy], enforce="off")

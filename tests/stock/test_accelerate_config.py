@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from accelerate.utils import dataclasses
 from processes import mp_yaml
-from stock import ENVIRONMENT, clean_accelerate, config, launched, linted, mended, mpguard, mpguard_launch
+from stock import ENVIRONMENT, clean_accelerate, config, fixed_upstream, launched, linted, mpguard, mpguard_launch
 
 #: Where the keys of a section stand that `config` writes as its last line.
 LAST = 8
@@ -37,7 +37,7 @@ def test_s05_the_wizard_writes_keys_that_nothing_reads(tmp_path: Path) -> None:
 
     written = answered("te") | answered("msamp")
     dead = {"amax_history_length", "amax_compute_algorithm", "optimization_level"}
-    assert dead <= written.keys(), mended(5)
+    assert dead <= written.keys(), fixed_upstream(5)
 
     section = {"backend": "TE", "amax_history_length": 16, "amax_compute_algorithm": "max", "optimization_level": "O1"}
     path = config(tmp_path, mixed_precision="fp8", fp8_config=json.dumps(section))
@@ -45,7 +45,7 @@ def test_s05_the_wizard_writes_keys_that_nothing_reads(tmp_path: Path) -> None:
     assert run.status == 0, run.said
     (worker,) = run.workers
     read = [worker[f"ACCELERATE_FP8_{name}"] for name in ("AMAX_HISTORY_LEN", "AMAX_COMPUTE_ALGO", "OPT_LEVEL")]
-    assert read == ["1024", "most_recent", "O2"], mended(5)
+    assert read == ["1024", "most_recent", "O2"], fixed_upstream(5)
 
     assert ("MPG801", LAST) in linted(path)
     recipe = "bf16_with_fp8_delayed_scaling_mixed"
@@ -67,7 +67,7 @@ def test_s06_unknown_keys_of_sections_are_accepted(tmp_path: Path) -> None:
     }
     path = config(tmp_path, mixed_precision="fp8", **keys)
     run = launched(tmp_path, config=path)
-    assert run.status == 0 and "recipe" not in run.said, mended(6)
+    assert run.status == 0 and "recipe" not in run.said, fixed_upstream(6)
     assert run.workers[0]["ACCELERATE_FP8_RECIPE"] == "rowwise", "handed to nobody who reads it"
     assert {line for code, line in linted(path) if code == "MPG801"} == {LAST, LAST + 1, LAST + 2, LAST + 3}
 
@@ -77,7 +77,7 @@ def test_s07_deepspeed_config_beats_the_top_level(tmp_path: Path) -> None:
     path = config(tmp_path, deepspeed_config="{mixed_precision: fp16}")
     run = launched(tmp_path, config=path)
     assert run.status == 0, run.said
-    assert run.workers[0]["ACCELERATE_MIXED_PRECISION"] == "fp16", mended(7)
+    assert run.workers[0]["ACCELERATE_MIXED_PRECISION"] == "fp16", fixed_upstream(7)
 
     assert ("MPG804", LAST) in linted(path)
     ours = mp_yaml(tmp_path, deepspeed_config="{mixed_precision: fp16}")
@@ -91,7 +91,7 @@ def test_s24_fp8_config_reaches_workers_under_fp8_only(tmp_path: Path) -> None:
     section = "{backend: TE, mpguard_recipe: bf16_mixed}"
     for precision, arrives in (("fp8", True), ("bf16", False)):
         run = launched(tmp_path, config=config(tmp_path, mixed_precision=precision, fp8_config=section))
-        assert ("ACCELERATE_FP8_MPGUARD_RECIPE" in run.workers[0]) is arrives, mended(24)
+        assert ("ACCELERATE_FP8_MPGUARD_RECIPE" in run.workers[0]) is arrives, fixed_upstream(24)
 
     ours = launched(tmp_path, config=mp_yaml(tmp_path), program=mpguard_launch)
     assert json.loads(ours.workers[0]["MPGUARD_POLICY"]) == {"name": "bf16_mixed", "bf16": True}, ours.said
@@ -106,7 +106,7 @@ def test_s25_precision_beside_a_deepspeed_file_is_refused_even_where_both_agree(
     run = launched(tmp_path, config=both)
     with pytest.raises(ValueError, match="will be ignored"):
         plugin_of(run.workers[0])
-        pytest.fail(mended(25))
+        pytest.fail(fixed_upstream(25))
     assert "MPG861" in {code for code, _ in linted(config(tmp_path, **keys, use_cpu="false"))}
 
     ours = mp_yaml(tmp_path, **keys)
@@ -131,7 +131,7 @@ def test_s27_dynamo_config_reaches_no_worker_under_deepspeed(tmp_path: Path) -> 
     path = config(tmp_path, distributed_type="DEEPSPEED", deepspeed_config="{zero_stage: 1}", **dynamo)
     run = launched(tmp_path, config=path)
     assert run.status == 0, run.said
-    assert not any("DYNAMO" in name for name in run.workers[0]), mended(27)
+    assert not any("DYNAMO" in name for name in run.workers[0]), fixed_upstream(27)
     assert ("MPG801", LAST + 1) in linted(path)
 
 
@@ -139,7 +139,7 @@ def test_s28_spellings_that_stop_the_run(tmp_path: Path) -> None:
     """An unquoted `no` is a boolean, and `(false, false, false)` a text. (TE is not there: only that check is ours.)"""
     no = config(tmp_path, dynamo_config="{dynamo_backend: no}")
     run = launched(tmp_path, config=no)
-    assert run.status != 0 and run.workers == [] and "'bool' object has no attribute" in run.said, mended(28)
+    assert run.status != 0 and run.workers == [] and "'bool' object has no attribute" in run.said, fixed_upstream(28)
     assert ("MPG802", LAST) in linted(no)
 
     section = "\n  backend: TE\n  override_linear_precision: (false, false, false)"
@@ -148,5 +148,5 @@ def test_s28_spellings_that_stop_the_run(tmp_path: Path) -> None:
     installed = mock.patch.object(dataclasses, "is_transformer_engine_available", lambda: True)
     with clean_accelerate(**worker), installed, pytest.raises(ValueError, match="invalid truth value"):
         dataclasses.TERecipeKwargs()
-        pytest.fail(mended(28))
+        pytest.fail(fixed_upstream(28))
     assert ("MPG809", LAST + 2) in linted(tuples)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Program, free_port, in_fork, mp_yaml, ours, told
-from stock import ENVIRONMENT, PROGRAMS, linted, mended, mpguard, script
+from processes import Program, free_port, in_fork, mp_yaml, run_module, told
+from stock import ENVIRONMENT, PROGRAMS, fixed_upstream, linted, mpguard, script
 from stock import config as stock_config
 
 ZERO = {"zero_optimization": {"stage": 1}}
@@ -40,7 +40,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Program], Run]:
         if program not in made:
             folder = tmp_path_factory.mktemp("deepspeed")
             words = [PROGRAMS / "deepspeed_precision.py", *map(json.dumps, ASKED.values())]
-            if program is ours:
+            if program is run_module:
                 keys = {"distributed_type": "DEEPSPEED", "deepspeed_config": "{zero_stage: 1}"}
                 words = ["--config", mp_yaml(folder, **keys), *words]
             ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -71,7 +71,7 @@ def refused(folder: Path, second: Path) -> str:
 def test_s08_auto_and_no_precision_elsewhere_is_fp32(taken: Callable[[Program], Run], tmp_path: Path) -> None:
     found, run = taken(script)
     assert found["auto, control"] == "bfloat16", told(run)
-    assert (found["auto"], found["auto, without accelerate"]) == ("float32", "float32"), mended(8)
+    assert (found["auto"], found["auto, without accelerate"]) == ("float32", "float32"), fixed_upstream(8)
 
     path = ds_json(tmp_path, "auto")
     keys = {"mixed_precision": "", "distributed_type": "DEEPSPEED"}
@@ -79,25 +79,25 @@ def test_s08_auto_and_no_precision_elsewhere_is_fp32(taken: Callable[[Program], 
     (tmp_path / "train.py").write_text("from accelerate import Accelerator\n\naccelerator = Accelerator()\n")
     assert ("MPG824", 7) in linted(tmp_path)
     assert "`bf16.enabled` is auto, which here means false" in refused(tmp_path, path)
-    found, run = taken(ours)
+    found, run = taken(run_module)
     assert (found["auto"], found["auto, without accelerate"]) == ("bfloat16", "bfloat16"), told(run)
 
 
 def test_s09_false_beside_mixed_precision_bf16_is_fp32(taken: Callable[[Program], Run], tmp_path: Path) -> None:
     found, run = taken(script)
-    assert found["false"] == "float32", mended(9)
+    assert found["false"] == "float32", fixed_upstream(9)
 
     assert "`bf16.enabled` is false; the policy `bf16_mixed` needs true" in refused(
         tmp_path, ds_json(tmp_path, "false")
     )
-    found, run = taken(ours)
+    found, run = taken(run_module)
     assert found["false"] == "bfloat16", told(run)
     assert "deepspeed.initialize: bf16.enabled: false -> true" in run.stderr
 
 
 def test_s18_unknown_sections_and_a_second_precision_are_taken(taken: Callable[[Program], Run], tmp_path: Path) -> None:
     found, _ = taken(script)
-    assert (found["fp8"], found["bfloat_16"], found["two"]) == ("float32", "float32", "bfloat16"), mended(18)
+    assert (found["fp8"], found["bfloat_16"], found["two"]) == ("float32", "float32", "bfloat16"), fixed_upstream(18)
 
     for name, code in (("fp8", "MPG823"), ("bfloat_16", "MPG823"), ("two", "MPG823"), ("two", "MPG825")):
         path = ds_json(tmp_path, name)
@@ -105,7 +105,7 @@ def test_s18_unknown_sections_and_a_second_precision_are_taken(taken: Callable[[
         assert mpguard("apply", "bf16_mixed", path).status == 0
         data = json.loads(path.read_text())
         assert data["bf16"] == ON and not {"fp8", "torch_autocast"} & data.keys()
-    found, run = taken(ours)
+    found, run = taken(run_module)
     assert (found["fp8"], found["bfloat_16"], found["two"]) == ("bfloat16",) * 3, told(run)
     assert "fp8: {'enabled': True} -> (removed)" in run.stderr
     assert "torch_autocast: {'enabled': True, 'colour': 'red'} -> (removed)" in run.stderr
@@ -113,9 +113,11 @@ def test_s18_unknown_sections_and_a_second_precision_are_taken(taken: Callable[[
 
 def test_s29_a_disabled_amp_section_stops_deepspeed(taken: Callable[[Program], Run], tmp_path: Path) -> None:
     found, _ = taken(script)
-    assert found["amp"].startswith("DeepSpeedConfigError: NVIDIA Apex AMP integration has been removed"), mended(29)
+    assert found["amp"].startswith("DeepSpeedConfigError: NVIDIA Apex AMP integration has been removed"), (
+        fixed_upstream(29)
+    )
 
     assert "MPG826" in {code for code, _ in linted(ds_json(tmp_path, "amp"))}
-    found, run = taken(ours)
+    found, run = taken(run_module)
     assert found["amp"] == "bfloat16", told(run)
     assert "amp: {'enabled': False} -> (removed)" in run.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from processes import in_fork, mp_yaml, proof, results, told
-from stock import PROGRAMS, mended, script
+from stock import PROGRAMS, fixed_upstream, script
 
 
 @pytest.mark.parametrize("compiled", [(), ("compiled",)], ids=["eager", "compiled"])
@@ -14,7 +14,7 @@ def test_s30_experts_compute_in_fp32_under_autocast(tmp_path: Path, compiled: tu
     words = [PROGRAMS / "experts.py", *compiled]
     stock = in_fork(words, cwd=tmp_path, program=script)
     assert stock.returncode == 0, told(stock)
-    assert results(stock)[0]["experts"] == ["torch.float32"], mended(30)
+    assert results(stock)[0]["experts"] == ["torch.float32"], fixed_upstream(30)
 
     run = in_fork(["--config", mp_yaml(tmp_path), "--proof-json", "proof.json", *words], cwd=tmp_path)
     assert run.returncode == 0, told(run)

@@ -7,9 +7,9 @@ import pkgutil
 import re
 from pathlib import Path
 
-from stock import OURS, ROOT, mended, numbers
+from stock import OURS, ROOT, fixed_upstream, numbers
 
-from mpguard.lint.rule import rules
+from mpguard.lint.model.rule import rules
 
 FINDINGS = ROOT / "docs" / "findings.md"
 
@@ -44,8 +44,8 @@ def test_what_may_go_when_a_library_is_mended_is_there() -> None:
     assert OURS.keys() == rows().keys()
     known = rules(own_only=True)
     gone = [(number, name) for number, named in OURS.items() for name in named if not (name in known or there(name))]
-    assert gone == [], "moved or renamed: tests/stock/stock.py's OURS is to name what took its place"
-    assert mended(29) == "upstream has mended S29: remove MPG826 and docs/findings.md's line"
+    assert gone == [], "moved or renamed: tests/support/stock.py's OURS is to name what took its place"
+    assert fixed_upstream(29) == "upstream has mended S29: remove MPG826 and docs/findings.md's line"
 
 
 def there(name: str) -> bool:
@@ -71,7 +71,7 @@ def test_the_code_names_findings_that_there_are() -> None:
 
 
 def test_every_stock_half_says_what_may_go() -> None:
-    """`mended(NN)` with the number of the test that it stands in, at least once where there is a stock half."""
+    """`fixed_upstream(NN)` with the number of the test that it stands in, at least once where there is a stock half."""
     for number, paths in places().items():
         said = set()
         for path in paths:

@@ -13,16 +13,17 @@ import torch
 from accelerate.utils import AORecipeKwargs, dataclasses
 from accelerate.utils.ao import convert_model_to_fp8_ao, filter_first_and_last_linear_layers
 from processes import in_fork, mp_yaml, proof, results, told
-from stock import ENVIRONMENT, PROGRAMS, clean_accelerate, config, linted, mended, mpguard, script
+from stock import ENVIRONMENT, PROGRAMS, clean_accelerate, config, fixed_upstream, linted, mpguard, script
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
 import mpguard as package
-from mpguard import compiling, hardware
-from mpguard.hardware import Hardware
-from mpguard.plugin import plugins
-from mpguard.policy import Policy
+from mpguard.nn import compile as compilation
+from mpguard.policy import hardware
+from mpguard.policy.hardware import Hardware
+from mpguard.policy.policy import Policy
+from mpguard.targets.plugin import plugins
 
 DELAYED = Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=16)  # most_recent by default
 EMULATED = Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True)
@@ -55,14 +56,14 @@ def refused(policy: Policy, strategy: str | None) -> str:
 
 
 def test_s01_accelerates_own_fsdp2_path_is_refused_for_te(tmp_path: Path) -> None:
-    """mpguard's half. Its own layers under FSDP2: tests/test_frameworks.py, tests/gpu/test_stock_gpu.py."""
+    """mpguard's half. Its own layers under FSDP2: tests/runtime/test_frameworks.py, tests/gpu/test_stock_gpu.py."""
     assert "accelerate never enters FP8 autocast: the run would be BF16" in refused(DELAYED, "fsdp2")
     keys = {"distributed_type": "FSDP", "fsdp_config": "{fsdp_version: 2}", "fp8_config": "{backend: TE}"}
     assert "MPG806" in {code for code, _ in linted(config(tmp_path, mixed_precision="fp8", **keys))}
 
 
 def test_s02_accelerates_own_deepspeed_path_is_refused_for_te(tmp_path: Path) -> None:
-    """mpguard's half. Its own layers under DeepSpeed: tests/test_frameworks.py, tests/gpu/test_stock_gpu.py."""
+    """mpguard's half. Its own layers under DeepSpeed: tests/runtime/test_frameworks.py, tests/gpu/test_stock_gpu.py."""
     assert "accelerate ignores TERecipeKwargs" in refused(DELAYED, "deepspeed-zero2")
     keys = {"distributed_type": "DEEPSPEED", "fp8_config": "{backend: TE, amax_history_len: 16}"}
     assert "MPG810" in {code for code, _ in linted(config(tmp_path, mixed_precision="fp8", **keys))}
@@ -72,7 +73,7 @@ def test_s03_most_recent_is_not_handed_on(tmp_path: Path) -> None:
     """The handler is accelerate's; that Transformer Engine is not installed here is kept from it."""
     with clean_accelerate(), mock.patch.object(dataclasses, "is_transformer_engine_available", lambda: True):
         handler = dataclasses.TERecipeKwargs(amax_compute_algo="most_recent", amax_history_len=16)
-        assert handler.to_kwargs() == {"amax_history_len": 16}, mended(3)
+        assert handler.to_kwargs() == {"amax_history_len": 16}, fixed_upstream(3)
 
     assert plugins()["te"].arguments(DELAYED)["amax_compute_algo"] == "most_recent"
     assert "takes for its default and does not hand on" in refused(DELAYED, None)
@@ -101,9 +102,9 @@ def test_s10_fp8_on_an_old_gpu_becomes_fp16(tmp_path: Path, monkeypatch: pytest.
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
         accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])
-        assert (accelerator.mixed_precision, accelerator.scaler) == ("fp16", None), mended(10)
+        assert (accelerator.mixed_precision, accelerator.scaler) == ("fp16", None), fixed_upstream(10)
         model = accelerator.prepare(nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]))
-        assert float8(model), mended(10)
+        assert float8(model), fixed_upstream(10)
 
     monkeypatch.setattr(hardware, "detect", lambda: A100)
     path = mp_yaml(tmp_path, recipe="bf16_with_fp8_current_scaling_mixed", mixed_precision="fp8")
@@ -123,7 +124,7 @@ def test_s14_an_odd_layer_is_left_out_alone() -> None:
 def test_s15_torchao_takes_routers_and_a_head_that_is_not_last() -> None:
     model = Model()
     convert_model_to_fp8_ao(model)
-    assert float8(model) == {"lm_head", "choose.weight", "up"}, mended(15)
+    assert float8(model) == {"lm_head", "choose.weight", "up"}, fixed_upstream(15)
 
     model = Model()
     done = package.convert(model, EMULATED)
@@ -137,7 +138,7 @@ def test_s16_the_public_filter_for_first_and_last_converts_everything() -> None:
     convert_to_float8_training(
         model, module_filter_fn=filter_first_and_last_linear_layers, config=Float8LinearConfig(emulate=True)
     )
-    assert float8(model) == {"0", "1", "2", "3"}, mended(16)
+    assert float8(model) == {"0", "1", "2", "3"}, fixed_upstream(16)
 
     with clean_accelerate():
         (handler,) = EMULATED.replace(fp8_exclude=("0", "3")).to("accelerate")["kwargs_handlers"]
@@ -152,7 +153,7 @@ def test_s17_with_all_gather_outside_fsdp2_the_converted_weights_never_train(tmp
     run = in_fork([program], cwd=tmp_path, program=script)
     assert run.returncode == 0, told(run)
     (found,) = results(run)
-    assert (found["kinds"]["1"], found["unchanged"]) == ("Float8Linear", ["1.weight", "2.weight"]), mended(17)
+    assert (found["kinds"]["1"], found["unchanged"]) == ("Float8Linear", ["1.weight", "2.weight"]), fixed_upstream(17)
 
     section = "{mpguard_recipe: hopper_bf16_with_fp8_mixed, mpguard_overrides: {backend: torchao, fp8_emulate: true}}"
     path = mp_yaml(tmp_path, mixed_precision="fp8", fp8_config=section)
@@ -175,4 +176,4 @@ def test_s19_delayed_scaling_under_compile_is_found(tmp_path: Path) -> None:
         "@torch.compile\ndef step(x):\n    with te.autocast(recipe=DelayedScaling()):\n        return layer(x)\n"
     )
     assert linted(code) == {("MPG402", 8)}
-    assert compiling.choice(DELAYED).on is False, "under `compile: auto`"
+    assert compilation.choice(DELAYED).on is False, "under `compile: auto`"

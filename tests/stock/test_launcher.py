@@ -7,14 +7,14 @@ import signal
 from pathlib import Path
 
 import pytest
-from processes import PROGRAMS as SHARED
+from paths import PROGRAMS as SHARED
 from processes import command, free_port, in_fork, mp_yaml, ranks_in_fork, results, told
 from stock import (
     ENVIRONMENT,
     PROGRAMS,
     config,
+    fixed_upstream,
     launched,
-    mended,
     mpguard,
     mpguard_launch,
     script,
@@ -46,21 +46,21 @@ def worlds(folder: Path, workers: list[dict[str, str]]) -> list[tuple[int, int, 
 def test_s20_accelerate_has_no_config_flag(tmp_path: Path) -> None:
     path = mp_yaml(tmp_path)
     run = launched(tmp_path, "--config", path)
-    assert run.status == 2 and run.workers == [] and "unrecognized arguments: --config" in run.said, mended(20)
+    assert run.status == 2 and run.workers == [] and "unrecognized arguments: --config" in run.said, fixed_upstream(20)
     run = launched(tmp_path, after=("--config", path))
     assert run.status == 0 and run.arguments == [["--config", str(path)]], run.said
-    assert run.workers[0]["ACCELERATE_MIXED_PRECISION"] == "no", mended(20)
+    assert run.workers[0]["ACCELERATE_MIXED_PRECISION"] == "no", fixed_upstream(20)
 
     said = mpguard("launch", ENVIRONMENT, "--config", path)
     assert said.status == 1 and f"Put it before: --config {path} {ENVIRONMENT}" in said.err, said
-    # `mpguard launch --config` and the hook: tests/test_launch.py, tests/test_hook.py
+    # `mpguard launch --config` and the hook: tests/runtime/launch
 
 
 def test_s21_multi_cpu_starts_one_process(tmp_path: Path) -> None:
     keys = {"distributed_type": "MULTI_CPU", "num_processes": 2}
     run = launched(tmp_path, config=config(tmp_path, **keys))
-    assert run.status == 0 and len(run.workers) == 1, mended(21)
-    assert worlds(tmp_path, run.workers) == [(0, 1, "NO", "bf16")], mended(21)
+    assert run.status == 0 and len(run.workers) == 1, fixed_upstream(21)
+    assert worlds(tmp_path, run.workers) == [(0, 1, "NO", "bf16")], fixed_upstream(21)
 
     path = mp_yaml(tmp_path, **keys)
     run = launched(tmp_path, config=path, program=mpguard_launch)
@@ -74,9 +74,9 @@ def test_s22_multi_gpu_without_a_gpu_starts_processes_that_do_not_know_of_each_o
     run = launched(tmp_path, config=config(tmp_path, **keys))
     assert run.status == 0 and len(run.workers) == 2, run.said
     assert not any("ACCELERATE_USE_CPU" in worker for worker in run.workers), "S23: ignored beside MULTI_GPU too"
-    assert worlds(tmp_path, run.workers) == [(0, 1, "NO", "bf16")] * 2, mended(22)
+    assert worlds(tmp_path, run.workers) == [(0, 1, "NO", "bf16")] * 2, fixed_upstream(22)
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in (0, 1)]
-    assert worlds(tmp_path, ranks) == [(0, 1, "NO", "no")] * 2, mended(22)  # what torchrun alone hands over
+    assert worlds(tmp_path, ranks) == [(0, 1, "NO", "no")] * 2, fixed_upstream(22)  # what torchrun alone hands over
 
     assert "processes would start that do not know of each other" in refused(mp_yaml(tmp_path, **keys))
 
@@ -84,23 +84,25 @@ def test_s22_multi_gpu_without_a_gpu_starts_processes_that_do_not_know_of_each_o
 def test_s23_use_cpu_is_ignored_beside_fsdp_and_deepspeed(tmp_path: Path) -> None:
     fsdp = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": "{fsdp_version: 2}"}
     run = launched(tmp_path, config=config(tmp_path, **fsdp))
-    assert not any("ACCELERATE_USE_CPU" in worker for worker in run.workers), mended(23)
-    assert worlds(tmp_path, run.workers) == [(0, 1, "NO", "bf16")] * 2, mended(23)
+    assert not any("ACCELERATE_USE_CPU" in worker for worker in run.workers), fixed_upstream(23)
+    assert worlds(tmp_path, run.workers) == [(0, 1, "NO", "bf16")] * 2, fixed_upstream(23)
     first = launched(tmp_path, config=config(tmp_path, **{**fsdp, "fsdp_config": "{fsdp_version: 1}"}))
     with pytest.raises(AssertionError, match="no available devices"):
         worlds(tmp_path, first.workers)  # by `sync_module_states`, which the launcher sets for FSDP 1
-        pytest.fail(mended(23))
+        pytest.fail(fixed_upstream(23))
     assert "accelerate never applies it here: there is no GPU, and `use_cpu: true`" in refused(
         mp_yaml(tmp_path, **fsdp)
     )
 
     deepspeed = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": "{zero_stage: 2}"}
     run = launched(tmp_path, config=config(tmp_path, **deepspeed))
-    assert not any("ACCELERATE_USE_CPU" in worker for worker in run.workers), mended(23)
+    assert not any("ACCELERATE_USE_CPU" in worker for worker in run.workers), fixed_upstream(23)
     variables = {name: value for name, value in run.workers[0].items() if name.startswith("ACCELERATE_")}
     ranks = ranks_in_fork([SHARED / "accelerated.py"], cwd=tmp_path, program=script, **variables)
     said = [rank.stderr for rank in ranks]  # the rank that is later may be told that the other one is gone
-    assert all(rank.returncode == 1 for rank in ranks) and "train_batch_size is not equal" in "".join(said), mended(23)
+    assert all(rank.returncode == 1 for rank in ranks) and "train_batch_size is not equal" in "".join(said), (
+        fixed_upstream(23)
+    )
     assert "which accelerate starts on a GPU only" in refused(mp_yaml(tmp_path, **deepspeed))
 
 
@@ -112,7 +114,7 @@ def test_s26_a_script_whose_last_act_is_a_collective_aborts_at_exit(tmp_path: Pa
         assert "the collectives are left" in stock.stdout, told(stock)
         if stock.returncode:
             break
-    assert stock.returncode == -signal.SIGABRT and "terminate called" in stock.stderr, mended(26)
+    assert stock.returncode == -signal.SIGABRT and "terminate called" in stock.stderr, fixed_upstream(26)
 
     for world in ("1", "2"):
         run = command("python", program, "--activate", cwd=tmp_path, WORLD_SIZE=world)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
-from processes import Program, in_fork, mp_yaml, ours, proof, ranks_in_fork, results, told
-from stock import PROGRAMS, clean_accelerate, linted, mended, script
+from processes import Program, in_fork, mp_yaml, proof, ranks_in_fork, results, run_module, told
+from stock import PROGRAMS, clean_accelerate, fixed_upstream, linted, script
 
 #: Of the gradients 1 and 2**-10 of two ranks. BF16 holds 0.5 only.
 MEAN = 0.5 + 2.0**-11
@@ -23,13 +23,13 @@ def test_s11_training_arguments_turn_fp8_off(tmp_path: Path) -> None:
     assert run.returncode == 0, told(run)
     (found,) = results(run)
     assert found["unsaid"] == "fp8", "without `bf16=True` the variable decides"
-    assert (found["mode"], set(found["kinds"])) == ("bf16", {"Linear"}), mended(11)
+    assert (found["mode"], set(found["kinds"])) == ("bf16", {"Linear"}), fixed_upstream(11)
     with (
         clean_accelerate(ACCELERATE_FP8_BACKEND="AO"),
         pytest.raises(AttributeError, match="has no attribute 'config'"),
     ):
         Accelerator(cpu=True, mixed_precision="bf16").prepare(torch.nn.Linear(16, 16))  # what it is where one is named
-        pytest.fail(mended(11))
+        pytest.fail(fixed_upstream(11))
 
     variables["ACCELERATE_FP8_BACKEND"] = "AO"
     section = "{mpguard_recipe: hopper_bf16_with_fp8_mixed, mpguard_overrides: {backend: torchao, fp8_emulate: true}}"
@@ -50,7 +50,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def run(program: Program) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("fsdp")
         words: list[object] = [PROGRAMS / "fsdp_policy.py"]
-        if program is ours:
+        if program is run_module:
             keys = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": "{fsdp_version: 2}"}
             words = ["--config", mp_yaml(folder, **keys), *words]
         ranks = ranks_in_fork(words, cwd=folder, program=program)
@@ -59,13 +59,13 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Any:
         assert {**first, "rank": 1} == second
         return {**first, "said": ranks[0].stderr}
 
-    return {"stock": run(script), "ours": run(ours)}
+    return {"stock": run(script), "ours": run(run_module)}
 
 
 def test_s12_the_fsdp_policy_and_the_precision_are_never_compared(sharded: Any, tmp_path: Path) -> None:
     stock, ours = sharded["stock"], sharded["ours"]
-    assert (stock["fp16 policy"]["compute"], stock["fp16 policy"]["scaler"]) == ("float16", False), mended(12)
-    assert stock["no mode"]["master"] == "bfloat16", mended(12)
+    assert (stock["fp16 policy"]["compute"], stock["fp16 policy"]["scaler"]) == ("float16", False), fixed_upstream(12)
+    assert stock["no mode"]["master"] == "bfloat16", fixed_upstream(12)
 
     assert ours["fp16 policy"] == {"compute": "bfloat16", "master": "float32", "gradient": MEAN, "scaler": False}
     assert ours["no mode"]["master"] == "float32"
@@ -82,12 +82,12 @@ def test_s12_the_fsdp_policy_and_the_precision_are_never_compared(sharded: Any, 
 
 def test_s13_accelerates_fsdp_reduces_in_bf16(sharded: Any) -> None:
     """Shown by a value that BF16 cannot hold. FSDP 1 by what accelerate makes of its plugin."""
-    assert sharded["stock"]["no policy"]["gradient"] == 0.5, mended(13)
+    assert sharded["stock"]["no policy"]["gradient"] == 0.5, fixed_upstream(13)
     for version, field in ((1, "buffer_dtype"), (2, "output_dtype")):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
         plugin.set_mixed_precision("bf16")
         policy = plugin.mixed_precision_policy
-        assert (policy.reduce_dtype, getattr(policy, field)) == (torch.bfloat16, torch.bfloat16), mended(13)
+        assert (policy.reduce_dtype, getattr(policy, field)) == (torch.bfloat16, torch.bfloat16), fixed_upstream(13)
 
     assert sharded["ours"]["no policy"] == {
         "compute": "bfloat16",
@@ -95,4 +95,4 @@ def test_s13_accelerates_fsdp_reduces_in_bf16(sharded: Any) -> None:
         "gradient": MEAN,
         "scaler": False,
     }
-    # FSDP 1, and loops of one's own: tests/test_frameworks.py
+    # FSDP 1, and loops of one's own: tests/runtime/test_frameworks.py

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpguard.lint.configs.accelerate_keys import SECTIONS
+from mpguard.document.schemas.accelerate import SECTIONS
 
 if TYPE_CHECKING:
     from mpguard.document import Document, Entry
@@ -17,7 +17,7 @@ def on_sagemaker(document: Document) -> bool:
 
 def names_recipe(document: Document) -> bool:
     """Whether mpguard's plugin is in force in what is started with this config (`mpguard launch`)."""
-    from mpguard.mpyaml import RECIPE
+    from mpguard.document.mp_yaml import RECIPE
 
     return document.entry(RECIPE) is not None
 

@@ -29,31 +29,32 @@ from functools import cached_property
 
 import libcst as cst
 
-from mpguard.lint.facts import names, skim
-from mpguard.lint.facts.atoms import Alternatives, Constant, Dtype, Function, Object, Ref
-from mpguard.lint.facts.autocasting import Autocasting
-from mpguard.lint.facts.callgraph import CallGraph
-from mpguard.lint.facts.checkpoints import Checkpoints
+from mpguard.lint.facts.dataflow.callgraph import CallGraph
+from mpguard.lint.facts.dataflow.flow import Flow
+from mpguard.lint.facts.dataflow.trace import Traces
+from mpguard.lint.facts.domain.autocast_state import Autocasting
+from mpguard.lint.facts.domain.checkpoints import Checkpoints
+from mpguard.lint.facts.domain.frozen_params import Frozen
+from mpguard.lint.facts.domain.master_weights import masters
+from mpguard.lint.facts.domain.project_api import NoProject, ProjectApi
+from mpguard.lint.facts.domain.regions import Region, Regions
+from mpguard.lint.facts.domain.training_use import Trained
+from mpguard.lint.facts.domain.wrappers import WrapperFacts
 from mpguard.lint.facts.events import FINDERS, Event, compiled
-from mpguard.lint.facts.flow import Flow
-from mpguard.lint.facts.frozen import Frozen
-from mpguard.lint.facts.guard import ALWAYS, Condition, Guard, compatible
-from mpguard.lint.facts.masters import masters
-from mpguard.lint.facts.options import Option, forgotten_dtypes
-from mpguard.lint.facts.precision import Precision
-from mpguard.lint.facts.prepared import Prepared
-from mpguard.lint.facts.records import Binding, Call, Record, Scope
-from mpguard.lint.facts.regions import Region, Regions
-from mpguard.lint.facts.scalars import Scalars
-from mpguard.lint.facts.settled import settle
-from mpguard.lint.facts.surroundings import NoProject, Project
-from mpguard.lint.facts.syntax import dotted, text_of
-from mpguard.lint.facts.trace import Traces
-from mpguard.lint.facts.trained import Trained
-from mpguard.lint.facts.values import DEPTH, Values
-from mpguard.lint.facts.walk import Walker
-from mpguard.lint.parsing import Frames
-from mpguard.lint.source import Chunk, Source
+from mpguard.lint.facts.syntax import partial_parse
+from mpguard.lint.facts.syntax.constant_flags import settle
+from mpguard.lint.facts.syntax.index import Indexer
+from mpguard.lint.facts.syntax.nodes import dotted, text_of
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, PathCondition, compatible
+from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
+from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values.evaluate import DEPTH, Values
+from mpguard.lint.facts.values.lattice import Alternatives, Constant, DtypeValue, Function, Object, Ref
+from mpguard.lint.facts.values.options import Option, forgotten_dtypes
+from mpguard.lint.facts.values.precision import TensorDtypes
+from mpguard.lint.facts.values.scalars import Scalars
+from mpguard.lint.source.libcst_internals import Frames
+from mpguard.lint.source.source import Chunk, Source
 
 #: Of an imported class, what is longer than this is known by its name and its bases alone: hundreds of methods say too
 #: little about one that asks to be parsed for it.
@@ -67,34 +68,34 @@ class Facts:
 
     Raises `text.Unparsable` for a file that Python accepts and libcst does not."""
 
-    def __init__(self, source: Source, project: Project | None = None, imported: bool = False) -> None:
+    def __init__(self, source: Source, project: ProjectApi | None = None, imported: bool = False) -> None:
         """imported: a module that another file asks about; each statement is parsed when a name of it is needed."""
         self.source = source
         self.imported_module = imported
-        self.project: Project = project if project is not None else NoProject()
+        self.project: ProjectApi = project if project is not None else NoProject()
         self.path = source.path
         self.parsed_bytes = 0
         chunks = source.chunks
         self.module = Scope("module", "", cst.Pass(), None, chunks[0])
-        self.walker = Walker(self.module)
+        self.walker = Indexer(self.module)
         self.values = Values(self)
         self.graph = CallGraph(self)
         self.contexts = Regions(self)
         self.flow = Flow(self)
         self.frozen = Frozen(self)
-        self.prepared = Prepared(self)
+        self.prepared = WrapperFacts(self)
         self.trained = Trained(self)
         self.checkpoints = Checkpoints(self)
         self.autocasting = Autocasting(self)
-        self.precision = Precision(self)
+        self.precision = TensorDtypes(self)
         self.scalars = Scalars(self)
         self.calls: dict[str, list[Call]] = {}
         self._indexed: dict[Scope, int] = {}
         self._aliases: tuple[int, dict[str, list[str]]] = (-1, {})
         self._waiting: list[Chunk] = list(chunks) if imported else []
-        self._mentions: dict[str, list[Chunk]] = skim.mentions(chunks) if imported else {}
+        self._mentions: dict[str, list[Chunk]] = partial_parse.mentions(chunks) if imported else {}
         if not imported:
-            self._walk(skim.skimmed(self._wanted(chunks)))
+            self._walk(partial_parse.skimmed(self._wanted(chunks)))
             for chunk in self._waiting:
                 self.walker.stub(chunk)
             self._waiting = []
@@ -113,12 +114,16 @@ class Facts:
             for chunk in large:
                 self._waiting.remove(chunk)
                 self.walker.stub(chunk)
-            self._walk(skim.skimmed([chunk for chunk in chunks if chunk not in large and not skim.is_table(chunk)]))
+            self._walk(
+                partial_parse.skimmed(
+                    [chunk for chunk in chunks if chunk not in large and not partial_parse.is_table(chunk)]
+                )
+            )
 
     def need_all(self) -> None:
         """Parses what matters of an imported module: its events are asked for."""
         if self._waiting:
-            self._walk(skim.skimmed([chunk for chunk in self._waiting if skim.matters(chunk)]))
+            self._walk(partial_parse.skimmed([chunk for chunk in self._waiting if partial_parse.matters(chunk)]))
             self._waiting = []
 
     def _walk(self, chunks: Sequence[Chunk]) -> None:
@@ -136,9 +141,9 @@ class Facts:
 
     def _wanted(self, chunks: tuple[Chunk, ...]) -> Sequence[Chunk]:
         """Those of the file that is linted; the others wait."""
-        if len(self.source.normal) <= skim.WHOLE:
+        if len(self.source.normal) <= partial_parse.WHOLE:
             return chunks
-        wanted = skim.wanted(chunks)
+        wanted = partial_parse.wanted(chunks)
         self._waiting = [chunk for chunk in chunks if chunk not in wanted]
         return [chunk for chunk in chunks if chunk in wanted]
 
@@ -165,7 +170,7 @@ class Facts:
         with Frames():
             return self.values.evaluate(node, at.scope, at.order)
 
-    def paths(self, call: Call) -> list[tuple[Guard, str]]:
+    def paths(self, call: Call) -> list[tuple[PathCondition, str]]:
         """The full dotted names of what a call calls, where that is something of a library."""
         return [(each.guard, each.atom.path) for each in self.evaluate(call.func, call) if isinstance(each.atom, Ref)]
 
@@ -175,16 +180,16 @@ class Facts:
 
     def dtypes(
         self, node: cst.CSTNode | None, at: Record, strings: bool = False
-    ) -> tuple[tuple[Guard, str | None], ...]:
+    ) -> tuple[tuple[PathCondition, str | None], ...]:
         """The dtypes that an expression may be: (guard, name); None where it is unknown or none.
 
         strings: whether `"float16"` is one here.
         """
-        found: list[tuple[Guard, str | None]] = []
+        found: list[tuple[PathCondition, str | None]] = []
         for each in self.evaluate(node, at):
-            name = each.atom.name if isinstance(each.atom, Dtype) else None
+            name = each.atom.name if isinstance(each.atom, DtypeValue) else None
             if strings and isinstance(each.atom, Constant) and isinstance(each.atom.value, str):
-                name = names.DTYPE_STRINGS.get(each.atom.value)
+                name = library_names.DTYPE_STRINGS.get(each.atom.value)
             found.append((each.guard, name))
         return tuple(found)
 
@@ -200,7 +205,7 @@ class Facts:
         path = dotted(node)
         if isinstance(node, cst.Call):
             inner = self.walker.call_of.get(node)
-            if inner is not None and inner.receiver is not None and inner.name in names.SAME:
+            if inner is not None and inner.receiver is not None and inner.name in library_names.SAME:
                 return self.from_outside(inner.receiver, inner, depth - 1)
             return False
         if not path or depth < 0:
@@ -245,7 +250,7 @@ class Facts:
 
     def imported(self, module: str) -> Facts | None:
         """The facts of a module of the linted tree."""
-        if module.split(".", 1)[0] in names.LIBRARIES:
+        if module.split(".", 1)[0] in library_names.LIBRARIES:
             return None
         if module not in self._imported:
             self._imported[module] = None  # an import cycle finds nothing
@@ -291,7 +296,7 @@ class Facts:
         """The functions of the file that are connected with this one by calls, and its class and module."""
         return self.graph.reachable(scope)
 
-    def guard_of(self, record: Record) -> Guard:
+    def guard_of(self, record: Record) -> PathCondition:
         """A record's guard, with the conditions under which its function is always called."""
         return self.graph.guard_of(record)
 
@@ -301,7 +306,7 @@ class Facts:
         """The contexts around a record, outermost first: decorators of its functions, and `with` items."""
         return self.contexts.around(record)
 
-    def autocasts(self, record: Record, depth: int = 3) -> list[tuple[Region, Guard]]:
+    def autocasts(self, record: Record, depth: int = 3) -> list[tuple[Region, PathCondition]]:
         """The autocast regions in force where a record stands: its function's, else those of its callers."""
         with Frames():
             return self.contexts.autocasts(record, depth)
@@ -310,7 +315,7 @@ class Facts:
         """The region that a call of an autocast makes: its device and dtype, with torch's defaults."""
         return self.contexts.autocast(call, path)
 
-    def enabled(self, call: Call, path: str) -> Guard:
+    def enabled(self, call: Call, path: str) -> PathCondition:
         """The guard that an autocast's or a scaler's `enabled=` is; an impossible one for `False`."""
         return self.contexts.enabled(call, path)
 
@@ -330,7 +335,7 @@ class Facts:
         self.need_all()
         return Traces(self)
 
-    def compiles(self, guard: Guard = ALWAYS) -> bool:
+    def compiles(self, guard: PathCondition = ALWAYS) -> bool:
         """Whether something may be compiled under a guard: a call, an option, or a decorator."""
         return compiled(self, guard)
 
@@ -341,7 +346,7 @@ class Facts:
 
     # -- training and inference -------------------------------------------------------------------
 
-    def infers(self, record: Record) -> bool:
+    def is_inference(self, record: Record) -> bool:
         """Whether what happens here is inference: by its regions, the names of the functions around it, its callers."""
         if any(
             region.kind == "no_grad" and compatible(region.guard, record.guard) and not (region.guard - record.guard)
@@ -365,12 +370,12 @@ class Facts:
         self._active.add(key)
         try:
             for place in scope.within():
-                if place.kind == "function" and names.infers(place.name):
+                if place.kind == "function" and library_names.is_inference(place.name):
                     return True
             if scope.kind != "function":
                 return False
             callers = self.callers(scope)
-            return bool(callers) and not self.escapes(scope) and all(self.of(c).infers(c) for c in callers)
+            return bool(callers) and not self.escapes(scope) and all(self.of(c).is_inference(c) for c in callers)
         finally:
             self._active.discard(key)
 

@@ -10,8 +10,9 @@ import importlib
 import os
 from pathlib import Path
 
-from mpguard.lint.finding import Finding
-from mpguard.lint.report import Outcome, printable
+from mpguard.core.console import printable
+from mpguard.lint.formats.terminal import Outcome
+from mpguard.lint.model.finding import Finding
 
 #: Format -> the environment variable with the folder that its paths are from, where its CI sets one.
 ROOTS = {"github": "GITHUB_WORKSPACE", "gitlab": "CI_PROJECT_DIR"}

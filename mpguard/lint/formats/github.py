@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from mpguard.lint.finding import Finding
+from mpguard.core.console import printable
 from mpguard.lint.formats import below_root, first_line
-from mpguard.lint.report import Outcome, printable
+from mpguard.lint.formats.terminal import Outcome
+from mpguard.lint.model.finding import Finding
 
 _LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mpguard.lint.adoption.fingerprint import fingerprints
-from mpguard.lint.finding import Finding
+from mpguard.core.console import printable
 from mpguard.lint.formats import below_root, first_line, headline
-from mpguard.lint.report import Outcome, printable
+from mpguard.lint.formats.terminal import Outcome
+from mpguard.lint.model.finding import Finding
+from mpguard.lint.run.adoption.fingerprint import fingerprints
 
 _SEVERITIES = {"error": "critical", "warning": "major", "info": "info"}
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import groupby
 from xml.etree import ElementTree as ET
 
-from mpguard.lint.finding import Finding
-from mpguard.lint.report import Outcome, printable
+from mpguard.core.console import printable
+from mpguard.lint.formats.terminal import Outcome
+from mpguard.lint.model.finding import Finding
 
 
 def report(outcome: Outcome) -> str:

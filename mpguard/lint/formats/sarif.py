@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import mpguard
-from mpguard.lint.adoption.fingerprint import fingerprints
-from mpguard.lint.finding import Finding, PlacedFix, PlacedNote
+from mpguard.core.console import printable
+from mpguard.core.version import __version__
 from mpguard.lint.formats import headline
-from mpguard.lint.report import Outcome, manual_url, printable
-from mpguard.lint.rule import BaseRule
+from mpguard.lint.formats.terminal import Outcome, manual_url
+from mpguard.lint.model.finding import Finding, PlacedFix, PlacedNote
+from mpguard.lint.model.rule import BaseRule
+from mpguard.lint.run.adoption.fingerprint import fingerprints
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS = {"error": "error", "warning": "warning", "info": "note"}
@@ -25,7 +26,7 @@ _ROOT = "%SRCROOT%"
 
 
 def report(outcome: Outcome) -> str:
-    from mpguard.lint.rule import rules
+    from mpguard.lint.model.rule import rules
 
     codes = sorted({finding.code for finding in outcome.findings})
     known = rules() if codes else {}
@@ -35,7 +36,7 @@ def report(outcome: Outcome) -> str:
         "tool": {
             "driver": {
                 "name": "mpguard",
-                "version": mpguard.__version__,
+                "version": __version__,
                 "rules": [_rule(known[code]) for code in codes],
             }
         },
@@ -59,7 +60,7 @@ def report(outcome: Outcome) -> str:
 
 
 def _rule(rule: type[BaseRule]) -> dict[str, Any]:
-    from mpguard.lint.pages import page
+    from mpguard.lint.model.rule_page import page
 
     text = page(rule)
     url = manual_url(rule.code)

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpguard import looks, settings
-from mpguard.errors import ConfigError
-from mpguard.lint.files import CONFIG
-from mpguard.lint.noise import stripped
+from mpguard.core import settings, tracked_fs
+from mpguard.core.errors import ConfigError
 from mpguard.lint.project import launch_lines
-from mpguard.lint.project.beside import LARGEST_CONFIG, mentions
 from mpguard.lint.project.launch_lines import Launch, Word
+from mpguard.lint.project.siblings import LARGEST_CONFIG, mentions
 from mpguard.lint.project.tree import top_of
+from mpguard.lint.source.files import CONFIG
+from mpguard.lint.source.strip_comments import stripped
 
 if TYPE_CHECKING:
     from mpguard.document import Document, Entry
@@ -107,7 +107,7 @@ def launched_with(config: str, option: str = "config_file") -> Iterator[tuple[st
             named = launch.options.get("config" if own else option)
             name = named.text if named is not None else None
             file = launch_lines.located(name, launch.path, top) if name else None
-            if file is not None and looks.real(file) == looks.real(config):
+            if file is not None and tracked_fs.real_path(file) == tracked_fs.real_path(config):
                 yield script, launch
 
 
@@ -123,7 +123,7 @@ def launched(path: str) -> tuple[LaunchConfig, ...] | None:
     """
     top = top_of(Path(path).absolute().parent)
     found: list[LaunchConfig] = []
-    for launch in launch_lines.in_tree(top).get(looks.real(path), ()):
+    for launch in launch_lines.in_tree(top).get(tracked_fs.real_path(path), ()):
         named, said = _named(launch), launch.options.get("mixed_precision")
         if named is None and said is None:
             continue
@@ -167,11 +167,11 @@ def _named(launch: Launch) -> Word | None:
 def beside(folder: Path) -> tuple[LaunchConfig, ...]:
     """The accelerate configs in a folder."""
     found = []
-    for path in (folder / name for name in looks.names(folder, CONFIG)):
-        if not looks.is_file(path):
+    for path in (folder / name for name in tracked_fs.list_names(folder, CONFIG)):
+        if not tracked_fs.is_file(path):
             continue
         try:
-            if b"distributed_type" not in (looks.read_up_to(path, LARGEST_CONFIG) or b""):
+            if b"distributed_type" not in (tracked_fs.read_up_to(path, LARGEST_CONFIG) or b""):
                 continue
             config = launch_config(path, os.path.normpath(path))
         except (OSError, ConfigError):
@@ -184,7 +184,7 @@ def beside(folder: Path) -> tuple[LaunchConfig, ...]:
 def for_others(path: str, configs: tuple[LaunchConfig, ...]) -> bool:
     """Whether other code beside the configs uses what they configure, and this file does not."""
     try:
-        return not re.search(_LAUNCHED.encode(), stripped(looks.read(path))) and any(
+        return not re.search(_LAUNCHED.encode(), stripped(tracked_fs.read(path))) and any(
             mentions(config.path, r"\baccelerate\b") for config in configs
         )
     except OSError:

@@ -20,10 +20,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-from mpguard import looks
-from mpguard.edits import Span
-from mpguard.lint.files import MARKDOWN, NEVER, kind_of
-from mpguard.remembered import remembered
+from mpguard.core import tracked_fs
+from mpguard.core.text_edits import Span
+from mpguard.core.tracked_fs import cached_per_run
+from mpguard.lint.source.files import MARKDOWN, NEVER, kind_of
 
 Launcher = Literal["accelerate", "deepspeed", "torchrun", "mpguard"]
 
@@ -220,34 +220,34 @@ def located(name: str, path: str, top: Path) -> Path | None:
     folder = Path(path).absolute().parent
     for base in (folder, *folder.parents):
         candidate = base / name
-        if looks.is_file(candidate):
+        if tracked_fs.is_file(candidate):
             return candidate
         if base == top:
             break
     return None
 
 
-@remembered
+@cached_per_run
 def in_tree(top: Path) -> Mapping[str, tuple[Launch, ...]]:
     """Real path of a script -> the lines of its tree that launch it; nothing for a tree that is too large."""
     found: dict[str, list[Launch]] = {}
     files = _launch_files(str(top))
-    looks.note("launch files", str(top), looks.names_digest(files))
+    tracked_fs.record("launch files", str(top), tracked_fs.names_digest(files))
     for path in files:
         try:
-            launches = read(looks.read_up_to(path, LARGEST) or b"", path)
+            launches = read(tracked_fs.read_up_to(path, LARGEST) or b"", path)
         except OSError:
             continue
         for launch in launches:
             script = _script(launch, top)
             if script is not None:
-                found.setdefault(looks.real(script), []).append(launch)
+                found.setdefault(tracked_fs.real_path(script), []).append(launch)
     return {script: tuple(launches) for script, launches in found.items()}
 
 
 def files_seen(top: str) -> str:
     """What is noted of the files of a tree that may hold launch lines."""
-    return looks.names_digest(_launch_files(top))
+    return tracked_fs.names_digest(_launch_files(top))
 
 
 def _launch_files(top: str) -> list[str]:

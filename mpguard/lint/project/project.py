@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mpguard import looks, settings
-from mpguard.errors import ConfigError
-from mpguard.lint.files import MARKDOWN, NOTEBOOK, matches
-from mpguard.lint.project import importers, launch_configs, launch_lines, tree
-from mpguard.lint.project.beside import LARGEST_CONFIG
+from mpguard.core import settings, tracked_fs
+from mpguard.core.errors import ConfigError
+from mpguard.lint.project import launch_configs, launch_lines, reverse_imports, tree
 from mpguard.lint.project.launch_configs import LaunchConfig
 from mpguard.lint.project.launch_lines import Launch
 from mpguard.lint.project.requirements import Required, required
+from mpguard.lint.project.siblings import LARGEST_CONFIG
+from mpguard.lint.source.files import MARKDOWN, NOTEBOOK, matches
 
 if TYPE_CHECKING:
     from mpguard.document import Document
@@ -37,9 +37,9 @@ class Project:
     def __init__(self, given: Iterable[LaunchConfig] = (), gpu: str | None = None) -> None:
         self._given = tuple(given)
         self._gpu = gpu
-        self._configured = looks.Memory(launch_configs.configured)
-        self._beside = looks.Memory(launch_configs.beside)
-        self._launched = looks.Memory(launch_configs.launched)
+        self._configured = tracked_fs.TrackedCache(launch_configs.configured)
+        self._beside = tracked_fs.TrackedCache(launch_configs.beside)
+        self._launched = tracked_fs.TrackedCache(launch_configs.launched)
         self._modules: dict[str, Facts | None] = {}
         self._budget_modules = MOST_MODULES
         self._budget_bytes = MOST_BYTES
@@ -64,18 +64,18 @@ class Project:
 
     def gpu(self, path: str) -> str | None:
         """What the code is said to run on (`--gpu`, `[tool.mpguard] gpu`), or None."""
-        with looks.on_behalf(path):
+        with tracked_fs.recording_for(path):
             return self._gpu or settings.nearest(Path(path)).gpu
 
     def required(self, path: str, package: str) -> Required:
         """The versions of a package that the project of a file asks for."""
         folder = Path(path).absolute().parent
-        with looks.on_behalf(path):
+        with tracked_fs.recording_for(path):
             return required(str(folder), str(tree.top_of(folder)), package)
 
     def declared(self, path: str) -> Literal["training", "inference"] | None:
         """What `training-paths` and `inference-paths` say about a file."""
-        with looks.on_behalf(path):
+        with tracked_fs.recording_for(path):
             found = settings.nearest(Path(path))
         if matches(found.training_paths, found.root, path):
             return "training"
@@ -91,7 +91,7 @@ class Project:
         if self._given:
             return self._given
         folder = Path(path).parent
-        with looks.on_behalf(path):
+        with tracked_fs.recording_for(path):
             configured = self._configured(folder)
             if configured or path.endswith((NOTEBOOK, *MARKDOWN)):
                 return configured
@@ -103,23 +103,23 @@ class Project:
 
     def named_in(self, name: str, path: str) -> Path | None:
         """The file that a command in a file names, if it lies in the tree."""
-        with looks.on_behalf(path):
+        with tracked_fs.recording_for(path):
             return launch_lines.located(name, path, tree.top_of(Path(path).absolute().parent))
 
     def launched_with(self, config: str, option: str = "config_file") -> tuple[tuple[str, Launch], ...]:
         """The launch lines of the tree that name an accelerate config, each with the script that it starts; or by
         another option, another file."""
-        with looks.on_behalf(config):
+        with tracked_fs.recording_for(config):
             return tuple(launch_configs.launched_with(config, option))
 
     def config_named(self, path: str, name: str) -> Document | None:
         """The config that a file names (`config="ds_config.json"`), beside it or in the working directory."""
         from mpguard import document
 
-        with looks.on_behalf(path):
+        with tracked_fs.recording_for(path):
             for candidate in (Path(path).parent / name, Path(name)):
                 try:
-                    if looks.is_file(candidate) and (looks.size(candidate) or 0) <= LARGEST_CONFIG:
+                    if tracked_fs.is_file(candidate) and (tracked_fs.size(candidate) or 0) <= LARGEST_CONFIG:
                         found = document.read(candidate)
                         found.require()
                         return found
@@ -135,17 +135,17 @@ class Project:
         site-packages, the outermost package that the file is in, or its folder. None where the module
         is elsewhere, does not parse, or the budget of the linted file is spent.
         """
-        with looks.on_behalf(from_path):
+        with tracked_fs.recording_for(from_path):
             path = tree.file_of(module, from_path)
         if path is None:
             return None
-        looks.uses(from_path, path)
+        tracked_fs.add_dependency(from_path, path)
         key = os.path.realpath(path)
         if key in self._broken:
             return None
         if key not in self._counted and path not in self._counted:
-            with looks.on_behalf(path):
-                size = looks.size(path) or 0
+            with tracked_fs.recording_for(path):
+                size = tracked_fs.size(path) or 0
             if self._budget_modules < 1 or size > self._budget_bytes:
                 self._exhausted = True
                 return None
@@ -166,17 +166,17 @@ class Project:
         import reaches. A package hands on what its `__init__` imports.
         """
         file = Path(path).absolute()
-        with looks.on_behalf(path):
-            return importers.may_take(tree.top_of(file.parent), file, name)
+        with tracked_fs.recording_for(path):
+            return reverse_imports.may_take(tree.top_of(file.parent), file, name)
 
     def _read(self, path: str) -> Facts | None:
         from mpguard.lint.facts.file import Facts
-        from mpguard.lint.source import Source
-        from mpguard.lint.text import Unparsable
+        from mpguard.lint.source.source import Source
+        from mpguard.lint.source.text import Unparsable
 
         try:
-            with looks.on_behalf(path):
-                data = looks.read(path)
+            with tracked_fs.recording_for(path):
+                data = tracked_fs.read(path)
             return Facts(Source.parse(data, path, check_syntax=False), self, imported=True)
         except (OSError, Unparsable, RecursionError):
             return None

@@ -6,8 +6,8 @@ import dataclasses
 import re
 from pathlib import Path
 
-from mpguard import looks
-from mpguard.remembered import remembered
+from mpguard.core import tracked_fs
+from mpguard.core.tracked_fs import cached_per_run
 
 #: Files that name requirements; `requirements/*.txt` too.
 _FILES = ("pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "environment.yaml", "Dockerfile")
@@ -44,7 +44,7 @@ def _release(version: tuple[int, ...]) -> tuple[int, ...]:
     return version
 
 
-@remembered
+@cached_per_run
 def required(folder: str, top: str, package: str) -> Required:
     """What the nearest files that name a package say about it, from a folder up to the top of its tree."""
     name = re.sub(r"[-_.]", "[-_.]", re.escape(package).replace(r"\-", "-").replace(r"\_", "_"))
@@ -54,7 +54,9 @@ def required(folder: str, top: str, package: str) -> Required:
         re.IGNORECASE,
     )
     here, last = Path(folder), Path(top)
-    if looks.is_file(last / "__init__.py"):  # a project without a pyproject.toml: its setup.py lies beside the package
+    if tracked_fs.is_file(
+        last / "__init__.py"
+    ):  # a project without a pyproject.toml: its setup.py lies beside the package
         last = last.parent
     for place in [here, *here.parents][:_DEEP]:
         bounds: list[str] = []
@@ -73,17 +75,19 @@ def required(folder: str, top: str, package: str) -> Required:
 
 
 def _files(folder: Path) -> list[Path]:
-    found = [folder / name for name in _FILES if looks.is_file(folder / name)]
-    found += [folder / name for name in looks.names(folder, (".txt",)) if "requirements" in name]
-    wheels = looks.names(folder, (".dist-info",))
+    found = [folder / name for name in _FILES if tracked_fs.is_file(folder / name)]
+    found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if "requirements" in name]
+    wheels = tracked_fs.list_names(folder, (".dist-info",))
     if len(wheels) == 1:  # an unpacked wheel; several are an environment
         found.append(folder / wheels[0] / "METADATA")
-    return found + [folder / "requirements" / name for name in looks.names(folder / "requirements", (".txt",))]
+    return found + [
+        folder / "requirements" / name for name in tracked_fs.list_names(folder / "requirements", (".txt",))
+    ]
 
 
 def _text(path: Path) -> str:
     try:
-        return (looks.read_up_to(path, _LARGEST) or b"").decode("utf-8", "replace")
+        return (tracked_fs.read_up_to(path, _LARGEST) or b"").decode("utf-8", "replace")
     except OSError:
         return ""
 

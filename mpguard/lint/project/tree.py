@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mpguard import looks
-from mpguard.lint.files import NEVER
-from mpguard.remembered import remembered
+from mpguard.core import tracked_fs
+from mpguard.core.tracked_fs import cached_per_run
+from mpguard.lint.source.files import NEVER
 
 
 def file_of(module: str, from_path: str) -> str | None:
@@ -24,25 +24,25 @@ def file_of(module: str, from_path: str) -> str | None:
         bases = inside[dots - 1 : dots]
     else:
         bases = [*inside, top / "src"]
-        if parts and parts[0] == top.name and looks.is_file(top / "__init__.py"):
+        if parts and parts[0] == top.name and tracked_fs.is_file(top / "__init__.py"):
             bases.append(top.parent)
     for base in bases:
         module_file = base.joinpath(*parts)
         for candidate in (module_file.with_name(f"{module_file.name}.py"), module_file / "__init__.py"):
-            if looks.is_file(candidate) and (parts or candidate.name == "__init__.py"):
+            if tracked_fs.is_file(candidate) and (parts or candidate.name == "__init__.py"):
                 return str(candidate) if Path(from_path).is_absolute() else os.path.relpath(candidate)
     return None
 
 
-@remembered
+@cached_per_run
 def top_of(folder: Path) -> Path:
     """The top of the tree that a folder is in: see `Project.source_of`."""
     for candidate in (folder, *folder.parents):
         if candidate.name in NEVER:
             break  # an installed package: what lies beside it is not of its tree
-        if any(looks.exists(candidate / name) for name in ("pyproject.toml", "mpguard.toml", ".git")):
+        if any(tracked_fs.exists(candidate / name) for name in ("pyproject.toml", "mpguard.toml", ".git")):
             return candidate
     top = folder
-    while looks.is_file(top.parent / "__init__.py"):
+    while tracked_fs.is_file(top.parent / "__init__.py"):
         top = top.parent
     return top

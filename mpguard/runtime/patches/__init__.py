@@ -15,8 +15,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from mpguard.runtime import imports
-from mpguard.runtime.patches import accelerate, deepspeed, torch, transformer_engine, transformers
+from mpguard.runtime.patches import accelerate, deepspeed, import_hooks, torch, transformer_engine, transformers
 from mpguard.runtime.patches.patch import Patch
 
 log = logging.getLogger("mpguard")
@@ -28,9 +27,9 @@ PATCHES = (*accelerate.PATCHES, *transformers.PATCHES, *deepspeed.PATCHES, *torc
 def apply() -> None:
     """Has every patch made as its module is imported; at once where it has been."""
     for patch in PATCHES:
-        imports.after(patch.module, functools.partial(_make, patch))
+        import_hooks.after(patch.module, functools.partial(_make, patch))
     # Our frames are none of its; those of converted layers are.
-    imports.after("torch._dynamo.trace_rules", lambda module: module.add("mpguard.runtime"))
+    import_hooks.after("torch._dynamo.trace_rules", lambda module: module.add("mpguard.runtime"))
 
 
 def _make(patch: Patch, module: ModuleType) -> None:

@@ -10,13 +10,15 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from mpguard import compiling
-from mpguard.carried import fp8_weights
-from mpguard.plugin import ABSENT, Change
-from mpguard.runtime import checkpoints, converting
+from mpguard.nn import compile as compilation
+from mpguard.runtime import checkpoints
 from mpguard.runtime import guard as guards
+from mpguard.runtime.messages import suppress_not_carried
+from mpguard.runtime.patches import fp8_conversion
 from mpguard.runtime.patches.patch import Function, Patch
-from mpguard.runtime.saying import quiet
+from mpguard.targets.capabilities import fp8_weights
+from mpguard.targets.inject import Change
+from mpguard.targets.settings import ABSENT
 
 
 def _accelerator(original: Function) -> Function:
@@ -49,10 +51,10 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
     """The arguments of `Accelerator` with the policy in them; of FP8 the rest, where mpguard converts itself."""
     strategy = _accelerate_strategy(given)
     policy = guard.plan.policy
-    converting.may_keep(guard, strategy)
+    fp8_conversion.may_keep(guard, strategy)
     guard.converts, guard.compiles = fp8_weights(policy, strategy) != "torchao", False
     converts = policy.low_bit_recipe is not None and guard.converts
-    with quiet():
+    with suppress_not_carried():
         wanted = (policy.replace(fp8=None, fp4=None) if converts else policy).to("accelerate", strategy)
     wanted.pop("deepspeed_plugin", None)  # the run has one of its own; `deepspeed.initialize` gets the policy
     fsdp = wanted.pop("fsdp_plugin", None)
@@ -76,11 +78,11 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
             )
         result["dynamo_backend"] = wanted["dynamo_backend"]
         result.pop("dynamo_plugin", None)
-    elif (chosen := compiling.choice(policy)).on is not None and chosen.on != _compiles(given):
+    elif (chosen := compilation.choice(policy)).on is not None and chosen.on != _compiles(given):
         if chosen.on:
-            guard.say(f"mpguard: compile: auto is on here: {chosen.why}")
+            guard.report(f"mpguard: compile: auto is on here: {chosen.reason}")
         else:
-            guard.say_change("Accelerator", Change("dynamo_backend", "the script's", "no", chosen.why))
+            guard.say_change("Accelerator", Change("dynamo_backend", "the script's", "no", chosen.reason))
         result["dynamo_backend"] = "inductor" if chosen.on else "no"
         result.pop("dynamo_plugin", None)
     return result

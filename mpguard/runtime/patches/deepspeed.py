@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpguard.errors import ConfigError
-from mpguard.plugin import Setting, differences, merged
-from mpguard.runtime import converting
+from mpguard.core.errors import ConfigError
 from mpguard.runtime import guard as guards
-from mpguard.runtime.observe import innermost
+from mpguard.runtime.messages import suppress_not_carried
+from mpguard.runtime.patches import fp8_conversion
 from mpguard.runtime.patches.patch import Function, Patch
-from mpguard.runtime.saying import quiet
+from mpguard.runtime.proof.observe import innermost
+from mpguard.targets.inject import differences
+from mpguard.targets.settings import Setting, merged
 
 
 def _deepspeed_initialize(original: Function) -> Function:
@@ -29,7 +30,7 @@ def _deepspeed_initialize(original: Function) -> Function:
         if guard is None:
             return original(*args, **kwargs)
         given = dict(signature.bind(*args, **kwargs).arguments)
-        converting.may_keep(guard, "DeepSpeed")
+        fp8_conversion.may_keep(guard, "DeepSpeed")
         guard.engine_depth += 1  # ZeRO steps its optimizer once to allocate states
         try:
             made = original(**_deepspeed_arguments(given, guard))
@@ -59,7 +60,7 @@ def _deepspeed_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str
     plain = getattr(config, "_param_dict", getattr(config, "config", config))  # a DeepSpeedConfig, or HF's
     if not isinstance(plain, Mapping):
         raise ConfigError(f"deepspeed.initialize: config is a {type(config).__name__}; a dict or a file is needed")
-    with quiet():
+    with suppress_not_carried():
         changes = differences(plain, guard.plan.policy, "deepspeed")
     for change in changes:
         if change.overrides:

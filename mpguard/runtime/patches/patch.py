@@ -21,6 +21,6 @@ class Patch:
     module: str
     target: str
     needs: tuple[str, ...]
-    why: str
+    reason: str
     tested: str
     wrap: Callable[[Function], Function]

@@ -8,12 +8,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from mpguard.plugin import Change
-from mpguard.runtime import compiling, converting
 from mpguard.runtime import guard as guards
-from mpguard.runtime.observe import innermost, updated_by
+from mpguard.runtime.messages import suppress_not_carried
+from mpguard.runtime.patches import compile as compilation
+from mpguard.runtime.patches import fp8_conversion
 from mpguard.runtime.patches.patch import Function, Patch
-from mpguard.runtime.saying import quiet
+from mpguard.runtime.proof.observe import innermost, updated_by
+from mpguard.targets.inject import Change
 
 
 def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Callable[[Function], Function]:
@@ -28,8 +29,8 @@ def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Ca
             if guard is None:
                 return original(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
-            converting.may_keep(guard, target)
-            with quiet():
+            fp8_conversion.may_keep(guard, target)
+            with suppress_not_carried():
                 wanted = guard.plan.policy.to(target)
             given = bound.arguments.get(parameter)
             bound.arguments[parameter] = _with_dtypes(given, wanted, fields, target, guard)
@@ -74,7 +75,7 @@ def _scaler_init(original: Function) -> Function:
         guard = guards.current()
         bound = signature.bind(self, *args, **kwargs)
         if guard is not None and guard.plan.policy.fp16 and bound.arguments.get("enabled", True):
-            with quiet():
+            with suppress_not_carried():
                 wanted = guard.plan.policy.to("torch")
             for name, value in wanted.scaling.items():
                 old = bound.arguments.get(name)
@@ -134,7 +135,7 @@ def _backward(original: Function) -> Function:
         guard = guards.current()
         if guard is None or not guard.waiting:
             return original(t_outputs, *args, **kwargs)
-        guard.check_patience()
+        guard.check_limits()
         with guard.recorder.passing(t_outputs, bool(kwargs.get("accumulate_grad"))):
             return original(t_outputs, *args, **kwargs)
 
@@ -159,8 +160,8 @@ def _optimizer_init(original: Function) -> Function:
         guard = guards.current()
         if guard is not None:
             guard.optimizers.add(self)
-            converting.convert(guard, self)
-            compiling.compile_models(guard, self)
+            fp8_conversion.convert(guard, self)
+            compilation.compile_models(guard, self)
 
     return __init__
 
@@ -171,10 +172,10 @@ def _ddp_init(original: Function) -> Function:
         guard = guards.current()
         exactly = original
         if guard is not None and guard.plan.policy.fp8_param:
-            from mpguard.conversion.weights import sharing_exactly
+            from mpguard.nn.fp8.weights import broadcast_masters
 
-            converting.convert_before_ddp(guard, module)
-            exactly = sharing_exactly(original)
+            fp8_conversion.convert_before_ddp(guard, module)
+            exactly = broadcast_masters(original)
         exactly(self, module, *args, **kwargs)
 
     return __init__
@@ -197,9 +198,9 @@ def _module_load_state_dict(original: Function) -> Function:
     def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         guard = guards.current()
         if guard is not None and guard.plan.policy.low_bit_recipe == "delayed":
-            from mpguard.conversion import history
+            from mpguard.nn.fp8 import amax_history
 
-            history.keep(self, state_dict)
+            amax_history.keep(self, state_dict)
         return original(self, state_dict, *args, **kwargs)
 
     return load_state_dict

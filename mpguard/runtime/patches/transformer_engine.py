@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from mpguard.runtime import converting
 from mpguard.runtime import guard as guards
+from mpguard.runtime.patches import fp8_conversion
 from mpguard.runtime.patches.patch import Function, Patch
 
 
@@ -16,7 +16,7 @@ def _adam_init(original: Function) -> Function:
         original(self, *args, **kwargs)
         guard = guards.current()
         if guard is not None and guard.converts:
-            converting.may_keep(guard, guard.plan.strategy or "single", self)
+            fp8_conversion.may_keep(guard, guard.plan.strategy or "single", self)
 
     return __init__
 

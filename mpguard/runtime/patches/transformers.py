@@ -7,11 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from mpguard.grouped import lowered
-from mpguard.plugin import Change
+from mpguard.nn.grouped_mm import autocast_grouped_mm
 from mpguard.runtime import checkpoints
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches.patch import Function, Patch
+from mpguard.targets.inject import Change
 
 
 def _trainer(parameter: str, act: Callable[..., None]) -> Callable[[Function], Function]:
@@ -81,6 +81,6 @@ PATCHES = (
         ("input", "weight", "offs"),
         "autocast does not lower it: experts compute in the dtype of their master weights (S30)",
         "transformers 5.23.0",
-        lowered,
+        autocast_grouped_mm,
     ),
 )  # fmt: skip

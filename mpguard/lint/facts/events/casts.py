@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.facts import names
-from mpguard.lint.facts.atoms import Class, Constant, Function, Object, Ref
 from mpguard.lint.facts.events.event import Event, aliases, called, finds
-from mpguard.lint.facts.guard import ALWAYS
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.syntax import constant
+from mpguard.lint.facts.syntax.nodes import constant
+from mpguard.lint.facts.syntax.path_condition import ALWAYS
+from mpguard.lint.facts.syntax.records import Call
+from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values.lattice import Class, Constant, Function, Object, Ref
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -46,7 +46,7 @@ def _casts(facts: Facts) -> Iterator[Event]:
             continue
         text = constant(given)
         if text is not None:
-            if text[0] in names.HALF_TENSOR_STRINGS:
+            if text[0] in library_names.HALF_TENSOR_STRINGS:
                 yield Event("cast", call, facts, call.receiver, ((ALWAYS, "float16"),))
             continue
         dtypes = facts.dtypes(given, call)
@@ -78,16 +78,16 @@ def _is_torch(facts: Facts, call: Call) -> bool:
 def _constructs(facts: Facts) -> Iterator[Event]:
     """A layer of torch that is made in a dtype: `nn.Linear(8, 8, dtype=torch.float16)`."""
     for name, calls in facts.calls.items():
-        for call in calls if names.CAPITAL.match(name) else ():
+        for call in calls if library_names.CAPITAL.match(name) else ():
             if "dtype" in call.keywords and any(
-                path.startswith("torch.nn.") and names.kind_of(path) == "model" for _, path in facts.paths(call)
+                path.startswith("torch.nn.") and library_names.kind_of(path) == "model" for _, path in facts.paths(call)
             ):
                 yield Event("construct", call, facts, call.node, facts.dtypes(call.keywords["dtype"], call))
 
 
 @finds("load")
 def _loads(facts: Facts) -> Iterator[Event]:
-    for call in called(facts, *names.LOADERS):
+    for call in called(facts, *library_names.LOADERS):
         given = call.argument(None, "dtype", "torch_dtype")
         yield Event(
             "load", call, facts, call.node, facts.dtypes(given, call, strings=True) if given is not None else ()
@@ -104,6 +104,6 @@ def _default_dtypes(facts: Facts) -> Iterator[Event]:
         if "torch.set_default_tensor_type" in {path for _, path in facts.paths(call)}:
             given = call.argument(0, "t")
             text = constant(given)
-            name = names.DTYPES.get(text[0]) if text is not None and isinstance(text[0], str) else None
+            name = library_names.DTYPES.get(text[0]) if text is not None and isinstance(text[0], str) else None
             dtypes = ((ALWAYS, name),) if text is not None else facts.dtypes(given, call)
             yield Event("default_dtype", call, facts, call.node, dtypes)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint.facts.events.event import Event, called, finds
-from mpguard.lint.facts.records import Call
+from mpguard.lint.facts.syntax.records import Call
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

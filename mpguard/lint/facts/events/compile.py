@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.events.event import Event, aliases, called, finds
-from mpguard.lint.facts.guard import ALWAYS, Guard, compatible
-from mpguard.lint.facts.syntax import constant
+from mpguard.lint.facts.syntax.nodes import constant
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -42,7 +42,7 @@ def _compiles(facts: Facts) -> Iterator[Event]:
                     break
 
 
-def compiled(facts: Facts, guard: Guard = ALWAYS) -> bool:
+def compiled(facts: Facts, guard: PathCondition = ALWAYS) -> bool:
     """Whether something may be compiled under a guard: a call, an option, or a decorator."""
     if any(compatible(event.guard, guard) for event in facts.events("compile")):
         return True

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from mpguard.lint.facts import names
-from mpguard.lint.facts.atoms import Class
-from mpguard.lint.facts.guard import Guard
-from mpguard.lint.facts.records import Call, Record, Scope
-from mpguard.lint.facts.syntax import dotted
+from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.path_condition import PathCondition
+from mpguard.lint.facts.syntax.records import Call, Record, Scope
+from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values.lattice import Class
 
 if TYPE_CHECKING:
+    from mpguard.lint.facts.domain.regions import Region
     from mpguard.lint.facts.file import Facts
-    from mpguard.lint.facts.regions import Region
 
 _OPTIMIZER = re.compile(r"optim(?!.*sched)|^opt(?:_|$)|_opt$")
 
@@ -35,7 +35,7 @@ class Event:
     call: Call
     facts: Facts
     subject: cst.BaseExpression | None = None
-    dtypes: tuple[tuple[Guard, str | None], ...] = ()
+    dtypes: tuple[tuple[PathCondition, str | None], ...] = ()
 
     @property
     def key(self) -> str:
@@ -50,7 +50,7 @@ class Event:
         return self.call.order
 
     @cached_property
-    def guard(self) -> Guard:
+    def guard(self) -> PathCondition:
         """Its own conditions and those under which its function is called."""
         return self.facts.guard_of(self.call)
 
@@ -62,7 +62,7 @@ class Event:
     def span(self) -> tuple[int, int]:
         return self.call.span
 
-    def may_be(self, dtype: str) -> list[Guard]:
+    def may_be(self, dtype: str) -> list[PathCondition]:
         return [both for guard, name in self.dtypes if name == dtype and (both := self.guard.joined(guard)).possible]
 
 
@@ -92,7 +92,7 @@ def created(facts: Facts, kind: str) -> Iterator[Event]:
         for call in calls:
             if small and (call.receiver is not None or _is_function(call)):
                 continue
-            if any(names.kind_of(path) == kind for _, path in facts.paths(call)) or any(
+            if any(library_names.kind_of(path) == kind for _, path in facts.paths(call)) or any(
                 isinstance(each.atom, Class) and each.atom.facts.class_kind(each.atom.scope) == kind
                 for each in facts.evaluate(call.func, call)
                 if call.name[:1].isupper()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.facts import names
 from mpguard.lint.facts.events.event import Event, aliases, called, finds
+from mpguard.lint.facts.values import library_names
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
-    from mpguard.lint.facts.records import Call
+    from mpguard.lint.facts.syntax.records import Call
 
 
 def _named(facts: Facts, *wanted: str) -> Iterator[tuple[Call, str]]:
@@ -42,16 +42,16 @@ def _converts_by_accelerate(facts: Facts) -> Iterator[Event]:
 @finds("fp8_recipe")
 def _recipes(facts: Facts) -> Iterator[Event]:
     """A recipe of Transformer Engine is made."""
-    for call, path in _named(facts, *names.FP8_RECIPES):
-        if names.kind_of(path) == "fp8_recipe":
+    for call, path in _named(facts, *library_names.FP8_RECIPES):
+        if library_names.kind_of(path) == "fp8_recipe":
             yield Event("fp8_recipe", call, facts, call.node)
 
 
 @finds("fp8_handler")
 def _handlers(facts: Facts) -> Iterator[Event]:
     """accelerate's `AORecipeKwargs`, `TERecipeKwargs`, `FP8RecipeKwargs`."""
-    for call, path in _named(facts, *sorted(names.FP8_HANDLERS)):
-        if names.kind_of(path) == "fp8_handler":
+    for call, path in _named(facts, *sorted(library_names.FP8_HANDLERS)):
+        if library_names.kind_of(path) == "fp8_handler":
             yield Event("fp8_handler", call, facts, call.node)
 
 
@@ -59,5 +59,5 @@ def _handlers(facts: Facts) -> Iterator[Event]:
 def _configs(facts: Facts) -> Iterator[Event]:
     """torchao's `Float8LinearConfig`, by hand or by a recipe's name."""
     for call, path in _named(facts, "Float8LinearConfig", "from_recipe_name"):
-        if names.kind_of(path) == "float8_config":
+        if library_names.kind_of(path) == "float8_config":
             yield Event("float8_config", call, facts, call.node)

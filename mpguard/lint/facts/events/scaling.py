@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.facts.atoms import Object
 from mpguard.lint.facts.events.event import Event, aliases, called, created, finds, is_scaler
-from mpguard.lint.facts.names import CLIPS
+from mpguard.lint.facts.values.lattice import Object
+from mpguard.lint.facts.values.library_names import CLIPS
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

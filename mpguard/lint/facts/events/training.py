@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from mpguard.lint.facts import names
 from mpguard.lint.facts.events.event import Event, aliases, called, created, finds, is_optimizer, is_scaler, last_name
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.syntax import constant, dotted
+from mpguard.lint.facts.syntax.nodes import constant, dotted
+from mpguard.lint.facts.syntax.records import Call
+from mpguard.lint.facts.values import library_names
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -88,7 +88,7 @@ def _trainers(facts: Facts) -> Iterator[Event]:
 @finds("initialize")
 def _initializes(facts: Facts) -> Iterator[Event]:
     for call in called(facts, "initialize", *aliases(facts, "initialize")):
-        if any(names.kind_of(path) == "engine" for _, path in facts.paths(call)):
+        if any(library_names.kind_of(path) == "engine" for _, path in facts.paths(call)):
             yield Event("engine", call, facts, call.node)
 
 
@@ -107,7 +107,7 @@ def _shards(facts: Facts) -> Iterator[Event]:
     """FSDP around a model: `FullyShardedDataParallel(model)`, `fully_shard(model)`."""
     wanted = ("FullyShardedDataParallel", "fully_shard")
     for call in called(facts, *wanted, *(other for name in wanted for other in aliases(facts, name))):
-        if names.kind_of(facts.called_path(call)) in ("fsdp1", "fsdp2"):
+        if library_names.kind_of(facts.called_path(call)) in ("fsdp1", "fsdp2"):
             yield Event("shard", call, facts, call.argument(0, "module"))
 
 
@@ -116,7 +116,7 @@ def _policies(facts: Facts) -> Iterator[Event]:
     """FSDP's policy objects: `MixedPrecision(...)` of FSDP1, `MixedPrecisionPolicy(...)` of FSDP2."""
     wanted = ("MixedPrecision", "MixedPrecisionPolicy")
     for call in called(facts, *wanted, *(other for name in wanted for other in aliases(facts, name))):
-        if names.kind_of(facts.called_path(call)) in ("fsdp1_policy", "fsdp2_policy"):
+        if library_names.kind_of(facts.called_path(call)) in ("fsdp1_policy", "fsdp2_policy"):
             given = call.argument(0, "param_dtype")
             yield Event("policy", call, facts, call.node, facts.dtypes(given, call) if given is not None else ())
 

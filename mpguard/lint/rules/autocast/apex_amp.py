@@ -3,10 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint.facts import imports
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Binding
-from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
+from mpguard.lint import Bad, Binding, Diagnostic, Facts, Good, Rule, any_of, imports
 
 _AMP = re.compile(r"apex\.(?:amp|fp16_utils)(?:\.|$)|apex\.(?:contrib\.)?optimizers\.(?:\w+\.)?FP16_Optimizer$")
 

@@ -2,11 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import mend
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.options import Option
-from mpguard.lint.facts.records import Call
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Call, Diagnostic, Facts, Fix, Good, Note, Option, Rule, any_of, python_edits
 
 
 class AutocastIgnoresDtypeOption(Rule):
@@ -162,9 +158,9 @@ def forward(x, config):
             yield self.at(call, call=facts.short(call.node), option=option.name, notes=notes, fix=fix)
 
     def _fix(self, call: Call, option: Option, facts: Facts) -> Fix | None:
-        torch = mend.name_of_torch(facts)
+        torch = python_edits.name_of_torch(facts)
         known = option.constant and option.record.scope.kind == "module" and option.record.order < call.order
         dtype = option.name if known else f"{torch}.bfloat16"
         if torch is None and not known:
             return None
-        return Fix("Pass the dtype", "unsafe", (mend.with_argument(facts, call, f"dtype={dtype}"),))
+        return Fix("Pass the dtype", "unsafe", (python_edits.with_argument(facts, call, f"dtype={dtype}"),))

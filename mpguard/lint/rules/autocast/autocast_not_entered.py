@@ -5,12 +5,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.edits import Edit
-from mpguard.lint.facts.atoms import Object
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.syntax import dotted, text_of
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+from mpguard.lint import Bad, Call, Diagnostic, Edit, Facts, Fix, Good, Object, Rule, any_of, dotted, text_of
 
 #: Contexts in which a call is made to see what it raises.
 _PROBES = re.compile(r"(?i)raises|warns|warnings|subtest|suppress")

@@ -4,13 +4,22 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts import names
-from mpguard.lint.facts.atoms import Object
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import Guard
-from mpguard.lint.facts.records import Call, Record
-from mpguard.lint.facts.syntax import dotted, text_of
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Facts,
+    Good,
+    Note,
+    Object,
+    PathCondition,
+    Record,
+    Rule,
+    any_of,
+    dotted,
+    library_names,
+    text_of,
+)
 
 _DEPTH = 6
 _PATHS = frozenset({
@@ -157,7 +166,7 @@ def arms(loader, args, net):
                 return any("autocast" in text_of(expression) for expression in entered)
         return False
 
-    def _parallel(self, node: cst.CSTNode | None, at: Record, guard: Guard, facts: Facts, depth: int) -> bool:
+    def _parallel(self, node: cst.CSTNode | None, at: Record, guard: PathCondition, facts: Facts, depth: int) -> bool:
         """Whether an expression may be a model that is wrapped in DataParallel, under a guard."""
         if node is None or depth < 0:
             return False
@@ -165,7 +174,7 @@ def arms(loader, args, net):
             call = facts.walker.call_of.get(node)
             if call is None or not guard.joined(call.guard).possible:
                 return False
-            if call.receiver is not None and call.name in names.SAME:
+            if call.receiver is not None and call.name in library_names.SAME:
                 return self._parallel(call.receiver, call, guard, facts, depth - 1)
             return self._wraps(call, facts)
         if isinstance(node, cst.IfExp):

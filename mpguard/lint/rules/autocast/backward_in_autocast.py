@@ -3,12 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint import mend
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.regions import Region
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Call, Diagnostic, Event, Facts, Fix, Good, Note, Region, Rule, any_of, python_edits
 
 #: What may follow a backward pass and needs no autocast: the fix moves it out too.
 _AFTER = frozenset({
@@ -276,7 +271,7 @@ for x in loader:
             return None
         if not any(region.kind == "autocast" for region in facts.contexts.entered(item)):
             return None
-        edits = mend.moved_out(facts, call, item)
+        edits = python_edits.moved_out(facts, call, item)
         if not edits:
             return None
         rest = (each for each in call.scope.calls if item in each.withs and each.span[0] >= edits[0].start)

@@ -4,13 +4,22 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.edits import Edit
-from mpguard.lint import mend
-from mpguard.lint.facts.atoms import Object, Ref
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import Guard
-from mpguard.lint.facts.records import Call
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Edit,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    Object,
+    PathCondition,
+    Ref,
+    Rule,
+    any_of,
+    python_edits,
+)
 
 _FUNCTION = "torch.nn.functional.binary_cross_entropy"
 _LOSSES = frozenset({"torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss"})
@@ -139,7 +148,7 @@ def helper(x, y):
                     yield self.at(call, call=facts.short(call.node), notes=notes, fix=self._fix(call, facts))
                     break
 
-    def _losses(self, facts: Facts) -> Iterator[tuple[Call, Guard]]:
+    def _losses(self, facts: Facts) -> Iterator[tuple[Call, PathCondition]]:
         """The calls of the loss, with the guard under which it is that one."""
         for calls in facts.calls.values():
             for call in calls:
@@ -167,6 +176,6 @@ def helper(x, y):
             "unsafe",
             (
                 Edit(end, end, "_with_logits"),
-                mend.replaced(sigmoid.node, sigmoid, facts.text(logits, sigmoid)),
+                python_edits.replaced(sigmoid.node, sigmoid, facts.text(logits, sigmoid)),
             ),
         )

@@ -3,9 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Event, Facts, Good, Rule, any_of
 
 #: What asks the hardware, or a name that says that somebody did.
 _GATES = re.compile(

@@ -5,12 +5,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts.atoms import Constant
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Call, Constant, Diagnostic, Event, Facts, Good, Note, Rule, any_of, dotted
 
 #: What else may bring a GPU: then the code is not for the CPU alone.
 _GPU = re.compile(r"(?i)cuda|gpu|xpu|npu|mps|hpu|device_map|accelerat|deepspeed|fabric|trainer|rank|parallel")

@@ -5,14 +5,24 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.edits import Edit
-from mpguard.lint import mend
-from mpguard.lint.facts import autocast_ops
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Call, Scope
-from mpguard.lint.facts.regions import Region
-from mpguard.lint.facts.syntax import dotted, text_of
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Edit,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    Region,
+    Rule,
+    Scope,
+    any_of,
+    autocast_ops,
+    dotted,
+    python_edits,
+    text_of,
+)
 
 _FUNCTIONS = frozenset({"torch.autograd.Function", "torch.autograd.function.Function"})
 #: What settles the dtypes by hand.
@@ -213,13 +223,13 @@ z = NotHere.apply(x, w)
                     names.add(key)
         for calls in facts.calls.values():
             for call in calls:
-                if call.path in names and not facts.infers(call):
+                if call.path in names and not facts.is_inference(call):
                     for region, _ in facts.autocasts(call):
                         if not facts.contexts.off_by_default(region):
                             yield call, region
 
     def _fix(self, forward: Scope, backward: Scope, region: Region, facts: Facts) -> Fix | None:
-        torch = mend.name_of_torch(facts)
+        torch = python_edits.name_of_torch(facts)
         if torch is None or region.device is None:
             return None
         edits = []
@@ -230,5 +240,5 @@ z = NotHere.apply(x, w)
             binding = next(b for b in (scope.parent or scope).bindings[scope.name] if b.defines is scope)
             end = binding.chunk.outer_span(node.decorators[0])[1]
             text = f'@{torch}.amp.{name}(device_type="{region.device}")'
-            edits.append(Edit(end, end, f"{mend.indentation(facts, facts.span(node, binding)[0])}{text}\n"))
+            edits.append(Edit(end, end, f"{python_edits.indentation(facts, facts.span(node, binding)[0])}{text}\n"))
         return Fix("Decorate both with torch.amp's", "unsafe", tuple(edits))

@@ -5,13 +5,24 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.edits import Edit
-from mpguard.lint.facts import imports
-from mpguard.lint.facts.atoms import Ref
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Binding, Call, Record, Scope, Use
-from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Binding,
+    Call,
+    Diagnostic,
+    Edit,
+    Facts,
+    Fix,
+    Good,
+    Record,
+    Ref,
+    Rule,
+    Scope,
+    Use,
+    any_of,
+    dotted,
+    imports,
+)
 
 _MODULES = frozenset(
     f"torch.{device}.amp{inner}" for device in ("cuda", "cpu") for inner in ("", ".autocast_mode", ".grad_scaler")

@@ -4,11 +4,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts import autocast_ops
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.syntax import constant
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, any_of, autocast_ops, constant
 
 #: What is worth FP32: matrix products, and what autocast itself would run in FP32.
 _WORK = autocast_ops.LOWERED | autocast_ops.FLOAT32_ON_CUDA

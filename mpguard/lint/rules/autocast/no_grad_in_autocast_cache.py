@@ -2,10 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Call, With
-from mpguard.lint.facts.syntax import constant
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, With, any_of, constant
 
 #: The first torch with which the weights were seen to get their gradients.
 _MENDED = (2, 11)
@@ -135,7 +132,7 @@ with torch.autocast("cuda"):
         return ("model" in kinds or (kinds <= {""} and named)) and not facts.frozen.named(call.path)
 
     def _trains(self, later: Call, call: Call, item: With, facts: Facts) -> bool:
-        if later.path != call.path or later.order <= call.order or item not in later.withs or facts.infers(later):
+        if later.path != call.path or later.order <= call.order or item not in later.withs or facts.is_inference(later):
             return False
         between = (c.order for c in facts.calls.get("clear_autocast_cache", ()))
         return not any(call.order < order < later.order for order in between)

@@ -3,9 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint.facts.backends import switches
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Rule, any_of, backends
 
 #: Code that lowers its precision in the open claims no FP32.
 _OPEN = re.compile(r"(?i)autocast|bf16|bfloat16|fp16|float16|mixed")
@@ -75,6 +73,6 @@ trainer = Trainer(precision="bf16-mixed")
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if _OPEN.search(facts.source.text):
             return
-        for switch in switches(facts):
+        for switch in backends.switches(facts):
             if switch.path == "torch.set_float32_matmul_precision" and switch.value == "medium":
                 yield self.at(switch)

@@ -2,10 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.backends import Switch, switches
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, Switch, any_of, backends, compatible
 
 #: Old switch -> what it is about.
 _OLD = {
@@ -113,7 +110,7 @@ torch.backends.cudnn.conv.fp32_precision = "ieee"
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        found = switches(facts)
+        found = backends.switches(facts)
         old = [each for each in found if each.path in _OLD and not each.read and _on(each) is not None]
         new = [each for each in found if each.path in _NEW and not each.read and _on(each) is not None]
         reported = False

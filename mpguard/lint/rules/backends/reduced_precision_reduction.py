@@ -2,9 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.backends import switches
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Rule, any_of, backends
 
 _SWITCHES = ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation")
 
@@ -52,6 +50,6 @@ def setup(fast):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        for switch in switches(facts):
+        for switch in backends.switches(facts):
             if switch.path.endswith(_SWITCHES) and switch.value is True and not switch.read:
                 yield self.at(switch, switch=switch.path.rsplit(".", 1)[-1])

@@ -3,9 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint.facts.backends import switches
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Rule, any_of, backends
 
 #: What decides the precision of matrix products elsewhere, or makes FP32 products rare.
 _DECIDES = re.compile(
@@ -84,7 +82,7 @@ def step(model, optimizer, x):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if "__main__" not in facts.source.text or _DECIDES.search(facts.source.text) or switches(facts):
+        if "__main__" not in facts.source.text or _DECIDES.search(facts.source.text) or backends.switches(facts):
             return
         for step in facts.events("step")[:1]:
             if facts.events("backward"):

@@ -2,12 +2,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import mend
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import Guard, compatible
-from mpguard.lint.facts.records import Call
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Good,
+    Note,
+    PathCondition,
+    Rule,
+    any_of,
+    compatible,
+    python_edits,
+)
 
 
 class CastInsideAutocast(Rule):
@@ -193,12 +201,14 @@ def train(self, loader):
             region = self._region(cast, facts)
             if region is not None:
                 notes = (Note("the autocast region", region.span),)
-                yield self.at(cast, expr=facts.short(cast.call.node), notes=notes, fix=mend.without_cast(facts, cast))
+                yield self.at(
+                    cast, expr=facts.short(cast.call.node), notes=notes, fix=python_edits.without_cast(facts, cast)
+                )
 
     def _region(self, cast: Event, facts: Facts) -> Call | None:
         """The autocast in which the cast stands, if what takes its value stands in it too."""
         low = [(dtype, guard) for dtype in ("float16", "bfloat16") for guard in cast.may_be(dtype)]
-        if not low or not self._around(cast.call, low[0][1], facts) or facts.infers(cast.call):
+        if not low or not self._around(cast.call, low[0][1], facts) or facts.is_inference(cast.call):
             return None
         dtype, guard = low[0]
         if facts.trained.passing(cast, dtype) or "model" in facts.kinds(cast.subject, cast.call):
@@ -208,7 +218,7 @@ def train(self, loader):
                 return region
         return None
 
-    def _around(self, call: Call, guard: Guard, facts: Facts) -> Call | None:
+    def _around(self, call: Call, guard: PathCondition, facts: Facts) -> Call | None:
         """A region that is in force wherever the call happens: without it the model may need the cast."""
         regions = facts.contexts.autocasts(call, 0)
         sure = ((region.call, both) for region, both in regions if not region.guard - call.guard)

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, any_of, compatible
 
 
 class DefaultDtypeHalf(Rule):
@@ -145,7 +143,7 @@ for x in loader:
         settings = facts.events("default_dtype")
         for event in settings:
             low = next((dtype for dtype in ("float16", "bfloat16") if event.may_be(dtype)), None)
-            if low is None or facts.infers(event.call):
+            if low is None or facts.is_inference(event.call):
                 continue
             back = [other for other in settings if not (other.may_be("float16") or other.may_be("bfloat16"))]
             if any(compatible(event.guard, other.guard) for other in back):

@@ -5,14 +5,21 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts import names
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.spellings import CASTS_LOW
-from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import (
+    CASTS_LOW,
+    Bad,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Good,
+    Note,
+    Rule,
+    any_of,
+    compatible,
+    dotted,
+    library_names,
+)
 
 _EMA = re.compile(r"(?i)(?:^|_)(?:m?ema|averaged?|shadow)(?:_|$)|(?:model|params?|weights?|net|unet)ema$")
 #: Classes that keep an average of the model that they are given.
@@ -139,7 +146,7 @@ def step(other_ema, model):
             return
         for cast in facts.events("cast"):
             low = next((name for name in ("bfloat16", "float16") if cast.may_be(name)), None)
-            if low is None or facts.infers(cast.call):
+            if low is None or facts.is_inference(cast.call):
                 continue
             ema, keeper = self._average(cast), self._keeper(cast, facts)
             if keeper is not None or (ema and self._updated(ema, cast, facts)):
@@ -162,7 +169,7 @@ def step(other_ema, model):
         while value is not node:  # what is done to the model after the cast: `.cuda().eval()`
             if not isinstance(value, cst.Call) or not isinstance(value.func, cst.Attribute):
                 return ""
-            if value.func.attr.value not in names.SAME - {"float", "double"}:
+            if value.func.attr.value not in library_names.SAME - {"float", "double"}:
                 return ""
             value = value.func.value
         key = dotted(statement.targets[0].target)
@@ -197,7 +204,7 @@ def step(other_ema, model):
             scopes = list(cast.scope.descendants())
         for scope in scopes:
             for use in scope.uses.get(ema.split(".", 1)[0], ()):
-                if use.path not in wanted or facts.infers(use):
+                if use.path not in wanted or facts.is_inference(use):
                     continue
                 if scope is not cast.scope or use.order > cast.order or set(use.loops) & set(cast.call.loops):
                     return True

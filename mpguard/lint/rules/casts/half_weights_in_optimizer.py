@@ -2,12 +2,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import mend
-from mpguard.lint.facts.atoms import Constant, Dtype
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.names import DTYPES
-from mpguard.lint.facts.trained import Weights
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Constant,
+    Diagnostic,
+    DtypeValue,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    Rule,
+    Weights,
+    any_of,
+    library_names,
+    python_edits,
+)
 
 
 class HalfWeightsInOptimizer(Rule):
@@ -255,11 +264,13 @@ for x in loader:
         given = call.argument(None, "dtype", "torch_dtype")
         assert given is not None
         atoms = [each.atom for each in facts.evaluate(given, call)]
-        torch = mend.name_of_torch(facts)
+        torch = python_edits.name_of_torch(facts)
         if all(isinstance(atom, Constant) for atom in atoms):
             text = '"float32"'
-        elif torch is not None and all(isinstance(atom, Dtype) and atom.name in DTYPES.values() for atom in atoms):
+        elif torch is not None and all(
+            isinstance(atom, DtypeValue) and atom.name in library_names.DTYPES.values() for atom in atoms
+        ):
             text = f"{torch}.float32"
         else:
             return None
-        return Fix("Load the weights in FP32", "unsafe", (mend.replaced(given, call, text),))
+        return Fix("Load the weights in FP32", "unsafe", (python_edits.replaced(given, call, text),))

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, any_of
 
 
 class HalfWeightsInResumeCheckpoint(Rule):

@@ -2,12 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts import names
-from mpguard.lint.facts.atoms import Ref
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.options import dtype_options
-from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Ref, Rule, any_of, dotted, dtype_options, library_names
 
 
 class HardCodedAutocastDtype(Rule):
@@ -94,7 +89,7 @@ def train(model, loader):
         options = [option for option in dtype_options(facts) if not option.constant] if facts.events("autocast") else []
         for event in facts.events("autocast") if options else ():
             given = event.call.argument(1, "dtype")
-            low = given is not None and names.DTYPES.get(f"torch.{dotted(given).rsplit('.', 1)[-1]}") in (
+            low = given is not None and library_names.DTYPES.get(f"torch.{dotted(given).rsplit('.', 1)[-1]}") in (
                 "float16",
                 "bfloat16",
             )

@@ -5,12 +5,21 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import mend
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.spellings import CASTS_LOW
-from mpguard.lint.facts.syntax import constant, dotted, text_of
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+from mpguard.lint import (
+    CASTS_LOW,
+    Bad,
+    Diagnostic,
+    Event,
+    Facts,
+    Fix,
+    Good,
+    Rule,
+    any_of,
+    constant,
+    dotted,
+    python_edits,
+    text_of,
+)
 
 #: What holds ids and nothing else, by the conventions of Hugging Face.
 _IDS = frozenset({"input_ids", "decoder_input_ids", "token_ids", "label_ids", "token_type_ids", "output_ids"})
@@ -169,7 +178,7 @@ def convert(state_dict):
                 continue
             owner = dotted(value.func.value) if isinstance(value.func, cst.Attribute) else ""
             items = isinstance(value.func, cst.Attribute) and value.func.attr.value == "items"
-            if not items or not _BATCH.search(owner) or facts.infers(cast.call):
+            if not items or not _BATCH.search(owner) or facts.is_inference(cast.call):
                 return ""
             chosen = cast.call.guard.flags() - set(binding.guard.flags())
             above = facts.walker.parents.get(cast.call.node)
@@ -186,8 +195,8 @@ def convert(state_dict):
         call = cast.call
         dtype = call.keywords.get("dtype")
         if call.name == "to" and len(call.node.args) > 1 and (dtype is not None or len(call.positional) > 1):
-            edit = mend.without_argument(call, dtype if dtype is not None else call.positional[1])
+            edit = python_edits.without_argument(call, dtype if dtype is not None else call.positional[1])
             return Fix("Remove the cast, keep the move", "unsafe", (edit,))
         if len(call.node.args) > 1 or call.is_statement:
             return None
-        return Fix("Remove the cast", "unsafe", (mend.without_method(call),))
+        return Fix("Remove the cast", "unsafe", (python_edits.without_method(call),))

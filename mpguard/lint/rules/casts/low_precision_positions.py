@@ -5,14 +5,23 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.edits import Edit
-from mpguard.lint import mend
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Call, Record
-from mpguard.lint.facts.spellings import CASTS_LOW
-from mpguard.lint.facts.syntax import constant, dotted
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+from mpguard.lint import (
+    CASTS_LOW,
+    Bad,
+    Call,
+    Diagnostic,
+    Edit,
+    Event,
+    Facts,
+    Fix,
+    Good,
+    Record,
+    Rule,
+    any_of,
+    constant,
+    dotted,
+    python_edits,
+)
 
 #: Up to here a dtype holds all integers.
 _EXACT = {"float16": 2048, "bfloat16": 256}
@@ -159,8 +168,8 @@ def ids(height, width, device):
                     continue  # data as often as positions
                 low = self._low(facts.dtypes(given, call), call, call, facts)
                 if low and not self._of_a_grid(call, facts):
-                    edit = mend.replaced(given, call, f"{mend.name_of_torch(facts)}.float32")
-                    yield self._at(call, low, edit if mend.name_of_torch(facts) else None)
+                    edit = python_edits.replaced(given, call, f"{python_edits.name_of_torch(facts)}.float32")
+                    yield self._at(call, low, edit if python_edits.name_of_torch(facts) else None)
         for cast in facts.events("cast"):
             made = self._arange(cast, facts)
             low = self._low(cast.dtypes, made, cast.call, facts) if made is not None else ""
@@ -229,13 +238,13 @@ def ids(height, width, device):
         return None
 
     def _upcast(self, cast: Event, facts: Facts) -> Edit | None:
-        call, torch = cast.call, mend.name_of_torch(facts)
+        call, torch = cast.call, python_edits.name_of_torch(facts)
         if call.name in ("half", "bfloat16"):
-            return mend.without_method(call, ".float()")
+            return python_edits.without_method(call, ".float()")
         given = call.argument(0, "dtype")
         if torch is None or given is None or constant(given) is not None or len(call.positional) > 1:
             return None
-        return mend.replaced(given, call, f"{torch}.float32")
+        return python_edits.replaced(given, call, f"{torch}.float32")
 
 
 def _elements(arguments: list[cst.BaseExpression]) -> list[cst.BaseExpression]:

@@ -3,14 +3,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint import mend
-from mpguard.lint.facts.atoms import Constant, Object
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.prepared import Wrap
-from mpguard.lint.facts.records import Call
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Constant,
+    Diagnostic,
+    Event,
+    Facts,
+    Good,
+    Note,
+    Object,
+    Rule,
+    Wrap,
+    any_of,
+    compatible,
+    python_edits,
+)
 
 #: A dtype under such a flag follows the launcher's policy.
 _POLICY = re.compile(r"mixed_precision|bf16_enabled")
@@ -189,7 +197,9 @@ for x in loader:
             policy = self._policy(cast, facts)
             if policy is not None:
                 notes = (Note("the policy is set here", policy.span),)
-                yield self.at(cast, expr=facts.short(cast.call.node), notes=notes, fix=mend.without_cast(facts, cast))
+                yield self.at(
+                    cast, expr=facts.short(cast.call.node), notes=notes, fix=python_edits.without_cast(facts, cast)
+                )
 
     def _policy(self, cast: Event, facts: Facts) -> Call | None:
         """What casts the inputs of a model that the value goes into."""

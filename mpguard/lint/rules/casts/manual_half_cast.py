@@ -3,9 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint import mend
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, any_of, python_edits
 
 #: A dtype under such a flag follows the launcher's policy.
 _POLICY = re.compile(r"mixed_precision|fp16_enabled")
@@ -562,7 +560,7 @@ def train(args, loader, dtype):
             guards = [guard for guard in cast.may_be("float16") if not any(map(_POLICY.search, guard.flags()))]
             training = facts.trained.cast(cast, "float16", guards)
             if training is not None:
-                fix = None if cast.kind == "construct" else mend.without_cast(facts, cast)
+                fix = None if cast.kind == "construct" else python_edits.without_cast(facts, cast)
                 found.append((cast, training, fix))
         whole = all(fix is not None for _, _, fix in found)  # a model and its inputs change together
         for cast, training, fix in found:

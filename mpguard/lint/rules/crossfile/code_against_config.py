@@ -2,14 +2,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.configs import launched
-from mpguard.lint.configs.launched import SHORT, contradicts, low
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.names import LOADERS
-from mpguard.lint.facts.records import Record
-from mpguard.lint.facts.regions import Region
-from mpguard.lint.rule import Bad, Diagnostic, Good, Placed, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Diagnostic,
+    Event,
+    Facts,
+    Good,
+    HasSpan,
+    Record,
+    Region,
+    Rule,
+    any_of,
+    launch_expectations,
+    library_names,
+)
 
 
 class CodeAgainstConfig(Rule):
@@ -39,7 +45,7 @@ class CodeAgainstConfig(Rule):
     message = "{what} is {found}, the launch config says {wanted}"
     help = "say the precision in one place: leave it to the config, or change the config"
     triggers = (
-        any_of(b"mixed_precision", b"autocast", b"GradScaler", *(name.encode() for name in LOADERS)),
+        any_of(b"mixed_precision", b"autocast", b"GradScaler", *(name.encode() for name in library_names.LOADERS)),
         any_of(b"Accelerator(", b".backward(", b"Trainer(", b"deepspeed"),
         any_of(b"float16", b"fp16", b"bf16", b"fp8", b"half", b"autocast", b"GradScaler"),
     )
@@ -210,33 +216,40 @@ accelerator = Accelerator(mixed_precision="fp16")
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        configs = launched.configs(facts)
+        configs = launch_expectations.configs(facts)
         if not configs:
             return
         for event in facts.events("accelerator"):
             given = event.call.argument(2, "mixed_precision")
-            found = launched.literal(facts.evaluate(given, event.call)) if given is not None else None
+            found = launch_expectations.literal(facts.evaluate(given, event.call)) if given is not None else None
             other = found is not None and all(config.mixed_precision != found for config in configs)
-            if given is not None and other and launched.decided(event.guard, event.call):
+            if given is not None and other and launch_expectations.decided(event.guard, event.call):
                 yield self._against(facts.span(given, event.call), "`mixed_precision`", f"`{found}`", configs)
         regions = self._trained_regions(facts)
         for call, dtype in regions:
-            if contradicts(dtype, configs):
-                yield self._against(call, "this autocast", SHORT[dtype], configs)
+            if launch_expectations.contradicts(dtype, configs):
+                yield self._against(call, "this autocast", launch_expectations.SHORT[dtype], configs)
         if not any(dtype == "float16" for _, dtype in regions):
             yield from self._scalers(facts, configs)
         for event in facts.events("load"):
-            loaded = low([name for _, name in event.dtypes])
-            decided = launched.decided(event.guard, event.call)
-            if loaded is not None and decided and contradicts(loaded, configs) and self._trained(event, facts):
-                yield self._against(event, "the dtype of the trained weights", SHORT[loaded], configs)
+            loaded = launch_expectations.low([name for _, name in event.dtypes])
+            decided = launch_expectations.decided(event.guard, event.call)
+            if (
+                loaded is not None
+                and decided
+                and launch_expectations.contradicts(loaded, configs)
+                and self._trained(event, facts)
+            ):
+                yield self._against(
+                    event, "the dtype of the trained weights", launch_expectations.SHORT[loaded], configs
+                )
 
     def _trained_regions(self, facts: Facts) -> list[tuple[Record, str]]:
         """The autocast calls around what a backward pass comes from, with their dtype."""
         found: dict[Record, str] = {}
         for backward in (*facts.events("backward"), *facts.events("framework")):
             loss = backward.subject if backward.kind == "backward" else backward.call.argument(0)
-            if loss is None or facts.infers(backward.call):
+            if loss is None or facts.is_inference(backward.call):
                 continue
             for record in (backward.call, *facts.flow.backward(loss, backward.call)):
                 around = facts.regions(record)
@@ -249,28 +262,34 @@ accelerator = Accelerator(mixed_precision="fp16")
         return list(found.items())
 
     def _dtype(self, region: Region) -> str | None:
-        if region.kind != "autocast" or region.call is None or not launched.decided(region.guard, region.call):
+        if (
+            region.kind != "autocast"
+            or region.call is None
+            or not launch_expectations.decided(region.guard, region.call)
+        ):
             return None
         if region.facts.enabled(region.call, region.facts.called_path(region.call)):
             return None  # it may be off
-        return low([name for _, name in region.dtypes])
+        return launch_expectations.low([name for _, name in region.dtypes])
 
-    def _scalers(self, facts: Facts, configs: launched.Configs) -> Iterator[Diagnostic]:
+    def _scalers(self, facts: Facts, configs: launch_expectations.Configs) -> Iterator[Diagnostic]:
         """A scaler that is always on is for FP16, whatever the regions say."""
-        if not contradicts("float16", configs) or not facts.events("scale"):
+        if not launch_expectations.contradicts("float16", configs) or not facts.events("scale"):
             return
         for event in facts.events("scaler"):
             path = facts.called_path(event.call)
-            sure = not event.call.guard and launched.decided(event.guard, event.call)
+            sure = not event.call.guard and launch_expectations.decided(event.guard, event.call)
             if path.rsplit(".", 1)[-1] == "GradScaler" and sure and not facts.enabled(event.call, path):
                 yield self._against(event, "this GradScaler's precision", "FP16", configs)
 
     def _trained(self, event: Event, facts: Facts) -> bool:
-        if facts.infers(event.call):
+        if facts.is_inference(event.call):
             return False
         reach = facts.flow.forward(event.call.node, event.call)
         return bool(reach.training_sinks) and not reach.meets("peft") and not reach.meets("frozen")
 
-    def _against(self, place: Placed | tuple[int, int], what: str, found: str, configs: launched.Configs) -> Diagnostic:
-        notes = launched.places(configs)
-        return self.at(place, what=what, found=found, wanted=launched.wanted(configs), notes=notes)
+    def _against(
+        self, place: HasSpan | tuple[int, int], what: str, found: str, configs: launch_expectations.Configs
+    ) -> Diagnostic:
+        notes = launch_expectations.places(configs)
+        return self.at(place, what=what, found=found, wanted=launch_expectations.wanted(configs), notes=notes)

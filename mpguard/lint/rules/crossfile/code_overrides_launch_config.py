@@ -2,11 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import mend
-from mpguard.lint.configs import launched
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.syntax import constant
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Facts, Fix, Good, Rule, any_of, constant, launch_expectations, python_edits
 
 
 class CodeOverridesLaunchConfig(Rule):
@@ -101,7 +97,7 @@ accelerator = Accelerator(mixed_precision="bf16")
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        configs = launched.configs(facts)
+        configs = launch_expectations.configs(facts)
         if not configs or any(not _says(config.said_at, config.entry("mixed_precision")) for config in configs):
             return
         for event in facts.events("accelerator"):
@@ -110,16 +106,18 @@ accelerator = Accelerator(mixed_precision="bf16")
                 given is None
                 or constant(given) is None
                 or event.call.starred
-                or not launched.decided(event.guard, event.call)
+                or not launch_expectations.decided(event.guard, event.call)
             ):
                 continue
-            found = launched.literal(facts.evaluate(given, event.call))
+            found = launch_expectations.literal(facts.evaluate(given, event.call))
             if found is None or any(config.mixed_precision != found for config in configs):
                 continue
             fix = None
             if "mixed_precision" in event.call.keywords or len(event.call.positional) == 3:
-                fix = Fix("Remove the argument", "safe", (mend.without_argument(event.call, given),))
-            yield self.at(facts.span(given, event.call), found=f"`{found}`", notes=launched.places(configs), fix=fix)
+                fix = Fix("Remove the argument", "safe", (python_edits.without_argument(event.call, given),))
+            yield self.at(
+                facts.span(given, event.call), found=f"`{found}`", notes=launch_expectations.places(configs), fix=fix
+            )
 
 
 def _says(*places: object) -> bool:

@@ -4,12 +4,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpguard import looks
-from mpguard.edits import Edit
-from mpguard.errors import ConfigError
-from mpguard.lint.project.beside import LARGEST_CONFIG
-from mpguard.lint.project.launch_lines import Launch, Word
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, LaunchRule, Note, any_of
+from mpguard.core import tracked_fs
+from mpguard.core.errors import ConfigError
+from mpguard.lint import Bad, Diagnostic, Edit, Fix, Good, Launch, LaunchRule, Note, Word, any_of, siblings
 
 _OPTIONS = ("--config", "--config_file", "--config-file")
 #: What a file that is not there yet is for, by its name: mpguard's own (`mpguard init` writes it), or accelerate's.
@@ -137,7 +134,7 @@ echo "accelerate launch config.yaml"
         name = launch.script.text if launch.script is not None else None
         script = self.project.named_in(name, launch.path) if name else None
         try:
-            return script is not None and option.encode() in looks.read(script)
+            return script is not None and option.encode() in tracked_fs.read(script)
         except OSError:
             return False
 
@@ -157,6 +154,6 @@ def _is_accelerates(path: Path) -> bool:
     from mpguard import document
 
     try:
-        return (looks.size(path) or 0) <= LARGEST_CONFIG and document.read(path).kind == "accelerate"
+        return (tracked_fs.size(path) or 0) <= siblings.LARGEST_CONFIG and document.read(path).kind == "accelerate"
     except (OSError, ConfigError):
         return False

@@ -2,10 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.configs import launched
-from mpguard.lint.configs.launched import SHORT, contradicts, low
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.rule import Bad, Diagnostic, Good, Placed, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Facts, Good, HasSpan, Rule, any_of, launch_expectations
 
 _PLUGIN = "FullyShardedDataParallelPlugin"
 #: accelerate's short forms of a policy.
@@ -88,21 +85,29 @@ model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(param_dty
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         plugins = [call for call in facts.calls.get(_PLUGIN, ()) if facts.called_path(call).startswith("accelerate.")]
-        configs = launched.configs(facts)
+        configs = launch_expectations.configs(facts)
         if not configs or not (plugins or facts.events("accelerator")):
             return
         for policy in facts.events("policy"):
-            dtype = low([name for _, name in policy.dtypes])
-            meant = dtype is not None and contradicts(dtype, configs) and launched.decided(policy.guard, policy.call)
-            if dtype is not None and meant and not facts.infers(policy.call):
+            dtype = launch_expectations.low([name for _, name in policy.dtypes])
+            meant = (
+                dtype is not None
+                and launch_expectations.contradicts(dtype, configs)
+                and launch_expectations.decided(policy.guard, policy.call)
+            )
+            if dtype is not None and meant and not facts.is_inference(policy.call):
                 yield self._against(policy, dtype, configs)
         for call in plugins:
             given = call.argument(None, "mixed_precision_policy")
-            said = launched.literal(facts.evaluate(given, call)) if given is not None else None
+            said = launch_expectations.literal(facts.evaluate(given, call)) if given is not None else None
             dtype = _SPELLED.get(said or "")
-            if given is not None and dtype is not None and contradicts(dtype, configs):
+            if given is not None and dtype is not None and launch_expectations.contradicts(dtype, configs):
                 yield self._against(facts.span(given, call), dtype, configs)
 
-    def _against(self, place: Placed | tuple[int, int], dtype: str, configs: launched.Configs) -> Diagnostic:
-        notes = launched.places(configs)
-        return self.at(place, found=SHORT[dtype], wanted=launched.wanted(configs), notes=notes)
+    def _against(
+        self, place: HasSpan | tuple[int, int], dtype: str, configs: launch_expectations.Configs
+    ) -> Diagnostic:
+        notes = launch_expectations.places(configs)
+        return self.at(
+            place, found=launch_expectations.SHORT[dtype], wanted=launch_expectations.wanted(configs), notes=notes
+        )

@@ -2,11 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.configs import launched
-from mpguard.lint.facts.atoms import Constant
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
+from mpguard.lint import Bad, Constant, Diagnostic, Event, Facts, Good, Rule, any_of, launch_expectations
 
 
 class TrainingArgumentsAgainstConfig(Rule):
@@ -86,14 +82,14 @@ args = TrainingArguments("out", bf16=True)
     )  # fmt: skip
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        configs = launched.configs(facts)
+        configs = launch_expectations.configs(facts)
         if not configs or any(config.mixed_precision not in ("fp16", "bf16", "fp8") for config in configs):
             return
         for made in facts.events("arguments"):
             said = [option for option in ("fp16", "bf16") if self._is_true(made, option, facts)]
             if (
                 len(said) != 1
-                or not launched.decided(made.guard, made.call)
+                or not launch_expectations.decided(made.guard, made.call)
                 or any(config.mixed_precision == said[0] for config in configs)
             ):
                 continue
@@ -101,9 +97,9 @@ args = TrainingArguments("out", bf16=True)
             yield self.at(
                 facts.span(made.call.keywords[said[0]], made.call),
                 option=said[0],
-                wanted=launched.wanted(configs),
+                wanted=launch_expectations.wanted(configs),
                 off=off,
-                notes=launched.places(configs),
+                notes=launch_expectations.places(configs),
             )
 
     def _is_true(self, made: Event, option: str, facts: Facts) -> bool:

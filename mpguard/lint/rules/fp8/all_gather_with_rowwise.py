@@ -2,9 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.fp8 import float8_configs, is_true
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, any_of, fp8_facts
 
 _SETTING = "enable_fsdp_float8_all_gather"
 
@@ -78,10 +76,10 @@ switched = replace(rowwise, enable_fsdp_float8_all_gather=args.recipe == "tensor
         replaced = [c for c in facts.calls.get("replace", ()) if facts.called_path(c) == "dataclasses.replace"]
         made = [event.call for event in (*facts.events("float8_config"), *facts.events("fp8_handler"))]
         for call in (*replaced, *made):
-            if not is_true(facts, call.keywords.get(_SETTING), call):
+            if not fp8_facts.is_true(facts, call.keywords.get(_SETTING), call):
                 continue
             node = call.keywords.get("config") if call.name not in ("replace", "Float8LinearConfig") else call.node
-            configs = float8_configs(facts, node, call) if node is not None else []
+            configs = fp8_facts.float8_configs(facts, node, call) if node is not None else []
             names = {config.name if config is not None else "" for config in configs}
             if names and names <= {"rowwise", "rowwise_with_gw_hp"}:
                 inner = next(config for config in configs if config is not None).calls[-1]

@@ -2,11 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import mend
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.fp8 import fp8_region
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Event, Facts, Fix, Good, Note, Rule, any_of, fp8_facts, python_edits
 
 
 class BackwardInFp8Autocast(Rule):
@@ -100,7 +96,7 @@ class Function(torch.autograd.Function):
         for event in (*facts.events("backward"), *facts.events("framework")):
             if event.kind == "framework" and not facts.kinds(event.subject, event.call) & {"accelerator", "engine"}:
                 continue
-            region = fp8_region(facts, event.call)
+            region = fp8_facts.fp8_region(facts, event.call)
             if region is not None:
                 notes = (
                     (Note("the region", region.call.span, facts.elsewhere(region.call)),)
@@ -113,7 +109,7 @@ class Function(torch.autograd.Function):
         item = event.call.withs[-1] if event.call.withs else None
         if item is None or not any(region.kind == "fp8_autocast" for region in facts.contexts.entered(item)):
             return None
-        edits = mend.moved_out(facts, event.call, item)
+        edits = python_edits.moved_out(facts, event.call, item)
         later = [each for each in event.call.scope.calls if item in each.withs and each.order > event.order]
         if not edits or any(each.name not in ("step", "zero_grad", "item", "detach", "print") for each in later):
             return None

@@ -2,10 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.compiled import compiled_scopes
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.fp8 import entered, recipe_of
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, any_of, compiled_scopes, fp8_facts
 
 
 class DelayedScalingUnderCompile(Rule):
@@ -120,7 +117,11 @@ pattern = re.compile("eager")
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        inside = [(item, region) for item, region in entered(facts) if recipe_of(region) == {"DelayedScaling"}]
+        inside = [
+            (item, region)
+            for item, region in fp8_facts.entered(facts)
+            if fp8_facts.recipe_of(region) == {"DelayedScaling"}
+        ]
         compiled = compiled_scopes(facts) if inside else {}
         for item, region in inside:
             place = compiled.get(item.scope)

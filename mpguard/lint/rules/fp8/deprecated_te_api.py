@@ -5,12 +5,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.edits import Edit
-from mpguard.lint.facts import imports
-from mpguard.lint.facts.atoms import Ref
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Binding, Use
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+from mpguard.lint import Bad, Binding, Diagnostic, Edit, Facts, Fix, Good, Ref, Rule, Use, any_of, imports
 
 _MODULE = "transformer_engine.pytorch.fp8"
 #: Modules that hand the deprecated functions on.

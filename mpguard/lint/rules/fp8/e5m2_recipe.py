@@ -2,9 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.atoms import Constant, Ref
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
+from mpguard.lint import Bad, Constant, Diagnostic, Facts, Good, Ref, Rule, any_of
 
 
 class E5m2Recipe(Rule):

@@ -3,16 +3,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import mend
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.fp8 import float8_configs, is_true, may_shard
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.syntax import constant
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    Rule,
+    any_of,
+    constant,
+    fp8_facts,
+    python_edits,
+)
 
 if TYPE_CHECKING:
-    from mpguard.lint.project.launch_configs import LaunchConfig
+    from mpguard.lint import LaunchConfig
 
 _SETTING = "enable_fsdp_float8_all_gather"
 
@@ -171,7 +179,7 @@ class Fp8Trainer(Trainer):
             event for event in facts.events("fp8_handler") if facts.called_path(event.call).endswith(".AORecipeKwargs")
         ]
         configs = list(self._trained_configs(facts))
-        if (not handlers and not configs) or may_shard(facts) or facts.declared == "inference":
+        if (not handlers and not configs) or fp8_facts.may_shard(facts) or facts.declared == "inference":
             return
         launched = [self._fsdp2(config) for config in facts.project.configs_for(facts.path)]
         if True in launched:
@@ -196,14 +204,16 @@ class Fp8Trainer(Trainer):
         call = event.call
         config = call.argument(0, "config")
         if config is not None and constant(config) != (None,):
-            made = float8_configs(facts, config, call)
+            made = fp8_facts.float8_configs(facts, config, call)
             return bool(made) and all(each is not None and each.whole and each.on(_SETTING) for each in made)
         given = call.argument(3, _SETTING)
-        return not call.starred and (given is None or constant(given) == (None,) or is_true(facts, given, call))
+        return not call.starred and (
+            given is None or constant(given) == (None,) or fp8_facts.is_true(facts, given, call)
+        )
 
     def _accelerates(self, event: Event, facts: Facts) -> bool:
         """Whether the file builds the Accelerator that runs it, and nothing says that this one does not train."""
-        return bool(facts.events("accelerator")) and not facts.infers(event.call)
+        return bool(facts.events("accelerator")) and not facts.is_inference(event.call)
 
     def _trained_configs(self, facts: Facts) -> Iterator[Call]:
         """The configs with all-gather that convert a model of this file, which it trains."""
@@ -211,9 +221,9 @@ class Fp8Trainer(Trainer):
             given = event.call.argument(None, "config")
             if given is None or event.subject is None or not event.key or facts.from_outside(event.subject, event.call):
                 continue
-            made = float8_configs(facts, given, event.call)
+            made = fp8_facts.float8_configs(facts, given, event.call)
             reach = facts.flow.forward_key(event.key, event.call)
-            if reach.outside or not reach.meets("optimizer") or facts.infers(event.call):
+            if reach.outside or not reach.meets("optimizer") or facts.is_inference(event.call):
                 continue
             for config in made:
                 if len(made) == 1 and config is not None and config.on(_SETTING):
@@ -228,9 +238,9 @@ class Fp8Trainer(Trainer):
         if call.argument(0, "config") is not None and call.name == "AORecipeKwargs":
             return None
         if _SETTING in call.keywords:
-            edits = (mend.replaced(call.keywords[_SETTING], call, "False"),)
+            edits = (python_edits.replaced(call.keywords[_SETTING], call, "False"),)
         elif len(call.positional) > 3:
             return None
         else:
-            edits = (mend.with_argument(facts, call, f"{_SETTING}=False"),)
+            edits = (python_edits.with_argument(facts, call, f"{_SETTING}=False"),)
         return Fix("Turn float8 all-gather off", "safe", edits)

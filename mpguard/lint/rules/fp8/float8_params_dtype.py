@@ -4,11 +4,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.fp8 import TE
-from mpguard.lint.facts.records import Call
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Call, Diagnostic, Event, Facts, Good, Note, Rule, any_of, fp8_facts
 
 _STORES = ("enable_layerwise_casting", "apply_layerwise_casting")
 
@@ -122,7 +118,7 @@ optimizer = torch.optim.AdamW(model.parameters())
     def _builds(self, call: Call, facts: Facts) -> bool:
         """Whether a call builds layers, or a config of them, of a library that takes the dtype at its word."""
         path = facts.called_path(call)
-        return path.startswith(TE) or (
+        return path.startswith(fp8_facts.TE) or (
             path.startswith(("megatron.", "nemo.")) and path.rsplit(".", 1)[-1][:1].isupper()
         )
 

@@ -2,10 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.fp8 import emulated
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, any_of, compatible, fp8_facts
 
 _DDP = "torch.nn.parallel."
 
@@ -93,6 +90,6 @@ def on_cpu():
                 for each in facts.events("compile")
                 if each.scope in near and wraps and compatible(each.guard, event.guard, wraps[0].guard)
             ]
-            if wraps and compiled and not emulated(facts, event.call):
+            if wraps and compiled and not fp8_facts.emulated(facts, event.call):
                 notes = (Note("wrapped here", wraps[0].span), Note("compiled here", compiled[0].span))
                 yield self.at(event, notes=notes)

@@ -2,12 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.fp8 import emulated
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.records import Call
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Call, Diagnostic, Event, Facts, Good, Note, Rule, any_of, compatible, fp8_facts
 
 _CHECKPOINTS = ("apply_activation_checkpointing", "checkpoint_wrapper", "gradient_checkpointing_enable")
 _SELECTS = frozenset({"context_fn", "policy_fn"})
@@ -94,7 +89,7 @@ def one_or_the_other(model, args):
         compiled = [each.call for each in facts.events("compile")]
         for event in facts.events("convert"):
             places = [self._with(event, calls) for calls in (facts.calls.get("fully_shard", []), checkpoints, compiled)]
-            if None in places or emulated(facts, event.call):
+            if None in places or fp8_facts.emulated(facts, event.call):
                 continue
             words = ("sharded here", "checkpointed here", "compiled here")
             notes = (Note(word, call.span) for word, call in zip(words, places, strict=True) if call is not None)

@@ -4,14 +4,22 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.hardware import NEEDS
-from mpguard.lint.facts import names
-from mpguard.lint.facts.atoms import Object
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.fp8 import Layer, emulated, float8_configs, layers_in_fp8, layers_of, number, recipe_of
-from mpguard.lint.facts.syntax import constant
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Diagnostic,
+    Event,
+    Facts,
+    Good,
+    Layer,
+    Note,
+    Object,
+    Rule,
+    any_of,
+    constant,
+    fp8_facts,
+    library_names,
+)
+from mpguard.policy.hardware import NEEDS
 
 _MAKERS = frozenset({"randn", "rand", "zeros", "ones", "empty"})
 #: Rows that Transformer Engine takes in the forward pass; the backward pass needs what the sizes need.
@@ -145,7 +153,7 @@ convert_to_float8_training(on_cpu, config=Float8LinearConfig(emulate=True))
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         seen: set[cst.CSTNode] = set()
-        for layer in layers_in_fp8(facts):
+        for layer in fp8_facts.layers_in_fp8(facts):
             multiple = self._multiple(layer)
             notes = (Note("called here, in FP8", layer.call.span),) if layer.call is not None else ()
             if layer.facts is facts:
@@ -154,15 +162,15 @@ convert_to_float8_training(on_cpu, config=Float8LinearConfig(emulate=True))
         for event in facts.events("convert"):
             if event.subject is None or not self._takes_all(event, facts):
                 continue
-            for layer in layers_of(facts, event.subject, event.call, "torch.nn."):
+            for layer in fp8_facts.layers_of(facts, event.subject, event.call, "torch.nn."):
                 if layer.path == "torch.nn.Linear" and layer.facts is facts:
                     notes = (Note("converted here", event.span),)
                     yield from self._sizes(layer, NEEDS["tensorwise"].multiple, notes, seen)
 
     def _multiple(self, layer: Layer) -> int:
         """What all recipes that the region may have ask for."""
-        recipes = recipe_of(layer.region) if layer.region is not None else {""}
-        return min(NEEDS[names.FP8_RECIPES.get(recipe, "delayed")].multiple for recipe in recipes)
+        recipes = fp8_facts.recipe_of(layer.region) if layer.region is not None else {""}
+        return min(NEEDS[library_names.FP8_RECIPES.get(recipe, "delayed")].multiple for recipe in recipes)
 
     def _sizes(
         self, layer: Layer, multiple: int, notes: tuple[Note, ...], seen: set[cst.CSTNode]
@@ -183,7 +191,7 @@ convert_to_float8_training(on_cpu, config=Float8LinearConfig(emulate=True))
         made = atoms[0].call if len(atoms) == 1 and isinstance(atoms[0], Object) else None
         if made is None or made.name not in _MAKERS or made.starred or made.node in seen or len(made.positional) < 2:
             return
-        sizes = [number(facts, each, made) for each in made.positional]
+        sizes = [fp8_facts.number(facts, each, made) for each in made.positional]
         rows = 1
         for size in sizes[:-1]:
             if size is None:
@@ -199,10 +207,10 @@ convert_to_float8_training(on_cpu, config=Float8LinearConfig(emulate=True))
         """Whether a conversion leaves no layer out and pads none."""
         call = event.call
         chosen = call.argument(None, "module_filter_fn")
-        if (chosen is not None and constant(chosen) != (None,)) or call.starred or emulated(facts, call):
+        if (chosen is not None and constant(chosen) != (None,)) or call.starred or fp8_facts.emulated(facts, call):
             return False
         config = call.argument(None, "config")
         if config is None or constant(config) == (None,):
             return True
-        made = float8_configs(facts, config, call)
+        made = fp8_facts.float8_configs(facts, config, call)
         return all(each is not None and each.whole and each.setting("pad_inner_dim") is None for each in made)

@@ -4,15 +4,23 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import mend
-from mpguard.lint.facts.atoms import Function
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.events.compile import launched_compiled
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.fp8 import emulated
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Fix,
+    Function,
+    Good,
+    Note,
+    Rule,
+    any_of,
+    dotted,
+    fp8_facts,
+    launched_compiled,
+    python_edits,
+)
 
 
 class Fp8WithoutCompile(Rule):
@@ -239,7 +247,7 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
         found = [
             event
             for event in facts.events("convert")
-            if not self._outside(event, facts) and not emulated(facts, event.call)
+            if not self._outside(event, facts) and not fp8_facts.emulated(facts, event.call)
         ]
         accelerators = facts.events("accelerator")
         # A helper's handlers may go to one that compiles; `**arguments` may hold a dynamo backend.
@@ -249,7 +257,7 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
             return
         for event in found:
             call = event.call
-            if facts.infers(call) or facts.base_unknown(call.scope.owner) or self._compiled(call, facts):
+            if facts.is_inference(call) or facts.base_unknown(call.scope.owner) or self._compiled(call, facts):
                 continue
             note = Note("with Accelerate, a launch flag (`--dynamo_backend inductor`) could supply it out of sight")
             yield self.at(call, notes=(note,) if _handler(event) else (), fix=self._fix(event, facts))
@@ -280,7 +288,7 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
         call = event.call
         if _handler(event):
             return self._fix_accelerator(call, facts)
-        torch = mend.name_of_torch(facts)
+        torch = python_edits.name_of_torch(facts)
         statement = call.statement
         if isinstance(statement, cst.Assign) and statement.value is call.node and len(statement.targets) == 1:
             model = dotted(statement.targets[0].target)
@@ -288,14 +296,14 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
             model = dotted(call.argument(0, "module")) if call.is_statement else ""
         if torch is None or not model or not isinstance(call.line, cst.SimpleStatementLine):
             return None
-        edit = mend.line_after(facts, call.line, call, f"{model} = {torch}.compile({model})")
+        edit = python_edits.line_after(facts, call.line, call, f"{model} = {torch}.compile({model})")
         return Fix("Compile the model after the conversion", "unsafe", (edit,))
 
     def _fix_accelerator(self, call: Call, facts: Facts) -> Fix | None:
         made = [event.call for event in facts.events("accelerator") if event.scope is call.scope]
         if len(made) != 1 or made[0].starred or not made[0].node.args:
             return None
-        edit = mend.with_argument(facts, made[0], 'dynamo_backend="inductor"')
+        edit = python_edits.with_argument(facts, made[0], 'dynamo_backend="inductor"')
         return Fix("Let Accelerate compile the model", "unsafe", (edit,))
 
 

@@ -3,14 +3,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint import mend
-from mpguard.lint.facts.atoms import Method, Object, Ref
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.fp8 import emulated
-from mpguard.lint.facts.records import Call, Scope
-from mpguard.lint.facts.syntax import constant
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Fix,
+    Good,
+    Method,
+    Note,
+    Object,
+    Ref,
+    Rule,
+    Scope,
+    any_of,
+    constant,
+    fp8_facts,
+    python_edits,
+)
 
 _LANGUAGE_MODEL = re.compile(r"(?:ForCausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM)$")
 #: Attributes of a model of one's own that are its output head.
@@ -189,7 +200,7 @@ convert_to_float8_training(Gpt(config))
             if any(isinstance(atom, Ref) and atom.path == f"accelerate.utils.{_FILTER}" for atom in atoms):
                 assert given is not None
                 whole = len(atoms) == 1 and event.kind != "convert"
-                edits = (mend.without_argument(event.call, given),) if whole else ()
+                edits = (python_edits.without_argument(event.call, given),) if whole else ()
                 yield self.at(
                     facts.span(given, event.call),
                     message=f"`{_FILTER}` leaves no layer out: it is asked about one layer at a time",
@@ -206,7 +217,7 @@ convert_to_float8_training(Gpt(config))
             ):
                 continue
             head = self._head(event, facts)
-            if head is not None and not facts.infers(call) and not emulated(facts, call):
+            if head is not None and not facts.is_inference(call) and not fp8_facts.emulated(facts, call):
                 name, notes = head
                 yield self.at(event, head=name, notes=notes, fix=self._fix(event, name, facts))
 
@@ -237,4 +248,4 @@ convert_to_float8_training(Gpt(config))
         if event.kind != "convert" or "module_filter_fn" in event.call.keywords:
             return None
         text = f'module_filter_fn=lambda module, name: "{head}" not in name'
-        return Fix("Leave the output head out", "unsafe", (mend.with_argument(facts, event.call, text),))
+        return Fix("Leave the output head out", "unsafe", (python_edits.with_argument(facts, event.call, text),))

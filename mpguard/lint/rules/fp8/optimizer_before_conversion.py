@@ -2,13 +2,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.events import Event, is_optimizer
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.fp8 import float8_configs
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Good,
+    Note,
+    Rule,
+    any_of,
+    compatible,
+    dotted,
+    fp8_facts,
+    is_optimizer,
+)
 
 _SETTING = "enable_fsdp_float8_all_gather"
 _REBINDS = frozenset({"add_param_group", "prepare", "param_groups"})
@@ -125,7 +133,7 @@ def back(model):
                 len(event.call.positional) == 1
             )
         config = event.call.argument(None, "config")
-        made = float8_configs(facts, config, event.call) if config is not None else []
+        made = fp8_facts.float8_configs(facts, config, event.call) if config is not None else []
         return bool(made) and all(each is not None and each.on(_SETTING) for each in made)
 
     def _optimizes(self, call: Call, event: Event, facts: Facts) -> bool:

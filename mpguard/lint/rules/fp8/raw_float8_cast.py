@@ -5,11 +5,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Binding
-from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.rule import Bad, Diagnostic, Good, Rule, any_of
+from mpguard.lint import Bad, Binding, Diagnostic, Event, Facts, Good, Rule, any_of, dotted
 
 #: What shows that somebody thought of a scale, or of the range.
 _SCALES = re.compile(r"(?i)scale|amax|absmax|quant|clamp|clip|448|57344|finfo|fp8_max")

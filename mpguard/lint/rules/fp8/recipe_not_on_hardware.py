@@ -3,14 +3,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.errors import PolicyError
-from mpguard.hardware import Hardware, named
-from mpguard.lint.facts import names
-from mpguard.lint.facts.atoms import Constant
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.fp8 import is_true
-from mpguard.lint.facts.records import Call
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.core.errors import PolicyError
+from mpguard.lint import Bad, Call, Constant, Diagnostic, Facts, Good, Note, Rule, any_of, fp8_facts, library_names
+from mpguard.policy.hardware import Hardware, named
 
 #: Keywords by which a script asks a cloud for a GPU, or a build for an architecture.
 _ASKS = frozenset({"gpu", "gpus", "gpu_type", "accelerator_type", "instance_gpu"})
@@ -124,7 +119,7 @@ recipe = MXFP8BlockScaling()
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         asked = [(event.call, self._kind(event.call, facts)) for event in facts.events("fp8_recipe")]
         for event in facts.events("fp8_handler"):
-            if is_true(facts, event.call.keywords.get("use_mxfp8_block_scaling"), event.call):
+            if fp8_facts.is_true(facts, event.call.keywords.get("use_mxfp8_block_scaling"), event.call):
                 asked.append((event.call, "mxfp8"))
         asked = [(call, kind) for call, kind in asked if kind and not facts.guard_of(call)]
         if not asked:
@@ -139,7 +134,7 @@ recipe = MXFP8BlockScaling()
                 yield self.at(call, recipe=call.path or call.name, lacks=lacks, notes=notes)
 
     def _kind(self, call: Call, facts: Facts) -> str:
-        return names.FP8_RECIPES.get(facts.called_path(call).rsplit(".", 1)[-1], "")
+        return library_names.FP8_RECIPES.get(facts.called_path(call).rsplit(".", 1)[-1], "")
 
     def _hardware(self, facts: Facts) -> tuple[Hardware | None, tuple[int, int] | None]:
         """What the settings, the script or the requirements say the code runs on, and where the script says it."""

@@ -2,10 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import mend
-from mpguard.lint.facts import names
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Facts, Fix, Good, Rule, any_of, library_names, python_edits
 
 #: The fields of the recipes of Transformer Engine 2.20 (`common/recipe/__init__.py`), less what all of them have.
 _FIELDS = {
@@ -113,7 +110,7 @@ recipe = DelayedScaling(interval=1)
         found = []
         for event in (*facts.events("fp8_recipe"), *facts.events("fp8_handler")):
             recipe = facts.called_path(event.call).rsplit(".", 1)[-1]
-            dropped = _REMOVED if recipe in names.FP8_HANDLERS else _KNOWN - _FIELDS.get(recipe, _KNOWN)
+            dropped = _REMOVED if recipe in library_names.FP8_HANDLERS else _KNOWN - _FIELDS.get(recipe, _KNOWN)
             if recipe == "AORecipeKwargs":
                 continue
             found += [
@@ -124,5 +121,5 @@ recipe = DelayedScaling(interval=1)
         for call, recipe, name, value in found:
             keyword = next(arg.keyword for arg in call.node.args if arg.value is value)
             first = call.chunk.span(keyword)[0] if keyword is not None else call.span[0]
-            fix = Fix("Remove the argument", "safe", (mend.without_argument(call, value),))
+            fix = Fix("Remove the argument", "safe", (python_edits.without_argument(call, value),))
             yield self.at((first, call.chunk.span(value)[1]), argument=name, recipe=recipe, fix=fix)

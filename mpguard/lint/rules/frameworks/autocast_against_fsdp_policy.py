@@ -2,13 +2,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import Guard, compatible
-from mpguard.lint.facts.prepared import policy_of
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.regions import Region
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Good,
+    Note,
+    PathCondition,
+    Region,
+    Rule,
+    any_of,
+    compatible,
+    wrappers,
+)
 
 _SHORT = {"float16": "FP16", "bfloat16": "BF16"}
 
@@ -127,15 +135,15 @@ def main(args, net, loader, dtype, frozen):
             return
         reported: set[Call] = set()
         for call, wrap in facts.prepared.forwards("fsdp"):
-            if facts.infers(call):
+            if facts.is_inference(call):
                 continue
-            found = policy_of(wrap)
+            found = wrappers.policy_of(wrap)
             policy = policies.get(found[0]) if found is not None else None
             for region, guard in facts.autocasts(call) if policy is not None else ():
                 place = region.call
                 if policy is None or place is None or place in reported or facts.of(place) is not facts:
                     continue
-                if facts.infers(place):
+                if facts.is_inference(place):
                     continue
                 pair = self._differ(region, policy, guard.joined(wrap.guard))
                 if pair is not None:
@@ -144,7 +152,7 @@ def main(args, net, loader, dtype, frozen):
                     inside, outside = pair
                     yield self.at(place, inside=inside, outside=outside, model=call.path, notes=notes)
 
-    def _differ(self, region: Region, policy: Event, guard: Guard) -> tuple[str, str] | None:
+    def _differ(self, region: Region, policy: Event, guard: PathCondition) -> tuple[str, str] | None:
         """The dtypes of a region and of a policy, where they are never the same."""
         pairs = [
             (inside, outside)

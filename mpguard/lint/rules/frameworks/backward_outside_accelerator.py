@@ -4,12 +4,21 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import mend
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.prepared import Wrap, other_way, receiver_at
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Diagnostic,
+    Event,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    Rule,
+    Wrap,
+    any_of,
+    compatible,
+    python_edits,
+    wrappers,
+)
 
 
 class BackwardOutsideAccelerator(Rule):
@@ -236,7 +245,7 @@ class Mul(torch.autograd.Function):
             return
         scales = {event.call for event in facts.events("scale")}
         for backward in facts.events("backward"):
-            if other_way(backward.guard, "accelerat") or facts.infers(backward.call):
+            if wrappers.other_way(backward.guard, "accelerat") or facts.is_inference(backward.call):
                 continue
             records = facts.flow.backward(backward.subject, backward.call, depth=3) if backward.subject else []
             if any(record in scales for record in records):
@@ -268,8 +277,8 @@ class Mul(torch.autograd.Function):
         return None
 
     def _fix(self, backward: Event, wrap: Wrap, facts: Facts) -> Fix | None:
-        accelerator = receiver_at(wrap, backward.call, facts)
-        edit = mend.through(facts, backward, accelerator) if accelerator is not None else None
+        accelerator = wrappers.receiver_at(wrap, backward.call, facts)
+        edit = python_edits.through(facts, backward, accelerator) if accelerator is not None else None
         if edit is None:
             return None
         by_hand = isinstance(backward.subject, cst.BinaryOperation) or any(

@@ -3,14 +3,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint import mend
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.prepared import Wrap, other_way, receiver_at
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    Rule,
+    Wrap,
+    any_of,
+    compatible,
+    dotted,
+    python_edits,
+    wrappers,
+)
 
 _PARAMETERS = ("parameters", "named_parameters")
 #: The arguments that the Accelerator's functions take too.
@@ -195,7 +204,11 @@ def by_hand(model, optimizer, loader, scaler):
             path = facts.called_path(clip.call)
             if not path.startswith("torch.nn.utils.") or clip.subject is None:
                 continue
-            if self._measures(clip, facts) or facts.infers(clip.call) or other_way(clip.guard, "accelerat"):
+            if (
+                self._measures(clip, facts)
+                or facts.is_inference(clip.call)
+                or wrappers.other_way(clip.guard, "accelerat")
+            ):
                 continue
             found = self._prepared(clip, facts)
             if found is not None:
@@ -234,11 +247,11 @@ def by_hand(model, optimizer, loader, scaler):
         return None
 
     def _fix(self, clip: Event, name: str, wrap: Wrap, facts: Facts) -> Fix | None:
-        accelerator = receiver_at(wrap, clip.call, facts)
+        accelerator = wrappers.receiver_at(wrap, clip.call, facts)
         given = set(clip.call.keywords)
         if accelerator is None or clip.call.starred or name not in _ARGUMENTS or not given <= _ARGUMENTS[name]:
             return None
         if len(clip.call.positional) > len(_ARGUMENTS[name]):
             return None
-        edit = mend.replaced(clip.call.func, clip.call, f"{accelerator}.{name}")
+        edit = python_edits.replaced(clip.call.func, clip.call, f"{accelerator}.{name}")
         return Fix("Clip through the Accelerator", "safe", (edit,))

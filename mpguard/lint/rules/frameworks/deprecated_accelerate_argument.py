@@ -4,12 +4,21 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.edits import Edit
-from mpguard.lint import mend
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Binding, Call, Use
-from mpguard.lint.facts.syntax import constant
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Binding,
+    Call,
+    Diagnostic,
+    Edit,
+    Facts,
+    Fix,
+    Good,
+    Rule,
+    Use,
+    any_of,
+    constant,
+    python_edits,
+)
 
 #: Where an expression may stand for another without parentheses around it.
 _LOOSE = (cst.If, cst.Arg, cst.Assign, cst.BooleanOperation, cst.UnaryOperation, cst.Return, cst.IfExp)
@@ -142,7 +151,7 @@ def run(accelerator, args):
     def _argument(self, call: Call, given: cst.BaseExpression, facts: Facts) -> Fix | None:
         known = constant(given)
         if known in ((False,), (None,)):
-            return Fix("Remove the argument", "safe", (mend.without_argument(call, given),))
+            return Fix("Remove the argument", "safe", (python_edits.without_argument(call, given),))
         if "mixed_precision" in call.keywords or len(call.positional) > 2:
             return None
         arg = next(arg for arg in call.node.args if arg.value is given)
@@ -164,7 +173,7 @@ def run(accelerator, args):
         text = f'{facts.short(use.node.value)}.mixed_precision == "fp16"'
         if not isinstance(facts.walker.parents.get(use.node), _LOOSE):
             text = f"({text})"
-        fix = Fix("Compare `mixed_precision`", "safe", (mend.replaced(use.node, use, text),))
+        fix = Fix("Compare `mixed_precision`", "safe", (python_edits.replaced(use.node, use, text),))
         what = "`use_fp16` is gone: an AttributeError in accelerate 1.15"
         yield self.at(use, what=what, help='compare `mixed_precision == "fp16"`', fix=fix, severity="error")
 
@@ -211,7 +220,10 @@ def run(accelerator, args):
         edits = [Edit(*facts.span(imports[0].node, imports[0]), name)]
         for each in calls:
             if each is not None:
-                edits += [mend.replaced(each.func, each, name), mend.without_argument(each, each.keywords["backend"])]
+                edits += [
+                    python_edits.replaced(each.func, each, name),
+                    python_edits.without_argument(each, each.keywords["backend"]),
+                ]
         return Fix(f"Use `{name}`", "safe", tuple(edits))
 
     def _class(self, call: Call | None) -> str | None:

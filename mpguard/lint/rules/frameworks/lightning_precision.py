@@ -3,11 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint.facts.atoms import Constant, Object
-from mpguard.lint.facts.events.event import aliases
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Call
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Call, Constant, Diagnostic, Facts, Good, Note, Object, Rule, aliases, any_of
 
 _ROOTS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "lightning_pytorch"})
 _RUNS = ("Trainer", "Fabric")
@@ -213,7 +209,7 @@ def main(model, loader):
 
     def _trains(self, made: Call, facts: Facts) -> bool:
         """Whether the Trainer is asked to fit, or the Fabric to run a backward; no adapters in sight, no test."""
-        if facts.infers(made):
+        if facts.is_inference(made):
             return False
         for scope in facts.walker.scopes:
             if any(_ADAPTERS.search(key) for key in (*scope.bindings, *scope.uses, scope.name)):

@@ -4,14 +4,22 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.edits import Edit
-from mpguard.lint import mend
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.prepared import policy_of
-from mpguard.lint.facts.syntax import constant, dotted
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Diagnostic,
+    Edit,
+    Event,
+    Facts,
+    Fix,
+    Good,
+    Rule,
+    any_of,
+    compatible,
+    constant,
+    dotted,
+    python_edits,
+    wrappers,
+)
 
 _LOW = {"float16": "FP16", "bfloat16": "BF16"}
 
@@ -172,7 +180,7 @@ def from_config(config):
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for policy in facts.events("policy"):
             above = facts.walker.parents.get(policy.call.node)
-            if policy.call.starred or facts.infers(policy.call):
+            if policy.call.starred or facts.is_inference(policy.call):
                 continue
             if isinstance(above, (cst.Comparison, cst.ComparisonTarget)) or self._only_frozen(policy, facts):
                 continue
@@ -180,7 +188,9 @@ def from_config(config):
             if given is None or constant(given) == (None,):
                 yield from self._default(policy, given, facts)
             elif (dtype := self._reduces(policy, given, facts)) is not None:
-                yield self.at(facts.span(given, policy.call), dtype=dtype, why="", fix=self._fix(policy, given, facts))
+                yield self.at(
+                    facts.span(given, policy.call), dtype=dtype, reason="", fix=self._fix(policy, given, facts)
+                )
 
     def _only_frozen(self, policy: Event, facts: Facts) -> bool:
         """Whether all models in sight that get the policy are frozen, or only evaluated."""
@@ -188,7 +198,7 @@ def from_config(config):
             shard
             for shard in facts.events("shard")
             for wrap in facts.prepared.of(shard.call.node, shard.call, "fsdp")
-            if (found := policy_of(wrap)) is not None and found[0] is policy.call
+            if (found := wrappers.policy_of(wrap)) is not None and found[0] is policy.call
         ]
         return bool(shards) and all(
             facts.frozen.value(shard.call.node) or facts.frozen.named(shard.key) for shard in shards
@@ -202,7 +212,7 @@ def from_config(config):
             why = ", the dtype of `param_dtype`: no `reduce_dtype` is given"
             fix = self._fix(policy, given, facts)
             yield self.at(
-                facts.span(param, policy.call), dtype=" or ".join(_LOW[name] for name in low), why=why, fix=fix
+                facts.span(param, policy.call), dtype=" or ".join(_LOW[name] for name in low), reason=why, fix=fix
             )
 
     def _reduces(self, policy: Event, given: cst.BaseExpression, facts: Facts) -> str | None:
@@ -226,11 +236,11 @@ def from_config(config):
         return key == other or (bool(values[0]) and values[0] == values[1])
 
     def _fix(self, policy: Event, given: cst.BaseExpression | None, facts: Facts) -> Fix | None:
-        torch = mend.name_of_torch(facts)
+        torch = python_edits.name_of_torch(facts)
         if torch is None:
             return None
         if given is not None:
-            edit = mend.replaced(given, policy.call, f"{torch}.float32")
+            edit = python_edits.replaced(given, policy.call, f"{torch}.float32")
         else:
             param = policy.call.argument(0, "param_dtype")
             if param is None or len(policy.call.positional) > 1:

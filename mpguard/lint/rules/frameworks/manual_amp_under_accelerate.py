@@ -2,14 +2,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import mend
-from mpguard.lint.facts.atoms import Object
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.prepared import Wrap, other_way, receiver_at
-from mpguard.lint.facts.records import Call
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    Object,
+    Rule,
+    Wrap,
+    any_of,
+    compatible,
+    python_edits,
+    wrappers,
+)
 
 
 class ManualAmpUnderAccelerate(Rule):
@@ -186,13 +195,13 @@ def two_ways(args, model, loader):
             return
         reported: set[Call] = set()
         for call, wrap in facts.prepared.forwards("accelerate"):
-            if facts.infers(call):
+            if facts.is_inference(call):
                 continue
             for region, guard in facts.autocasts(call):
                 place = region.call
-                if place is None or place in reported or facts.of(place) is not facts or facts.infers(place):
+                if place is None or place in reported or facts.of(place) is not facts or facts.is_inference(place):
                     continue
-                if compatible(guard, wrap.guard) and not other_way(guard, "accelerat"):
+                if compatible(guard, wrap.guard) and not wrappers.other_way(guard, "accelerat"):
                     reported.add(place)
                     yield self._found(place, call, wrap, self._fix(place, wrap, facts), facts)
         for scale in facts.events("scale"):
@@ -200,7 +209,7 @@ def two_ways(args, model, loader):
 
     def _scaled(self, scale: Event, reported: set[Call], facts: Facts) -> Iterator[Diagnostic]:
         """A scaler, where it scales the loss of a prepared model."""
-        if other_way(scale.guard, "accelerat"):
+        if wrappers.other_way(scale.guard, "accelerat"):
             return
         for call, wrap in facts.prepared.differentiated(scale.call.positional[0], scale.call, "accelerate"):
             place = self._made(scale, facts)
@@ -223,8 +232,8 @@ def two_ways(args, model, loader):
         return self.at(place, expr=facts.short(place.node), model=call.path, notes=notes, fix=fix)
 
     def _fix(self, place: Call, wrap: Wrap, facts: Facts) -> Fix | None:
-        accelerator = receiver_at(wrap, place, facts)
+        accelerator = wrappers.receiver_at(wrap, place, facts)
         if accelerator is None:
             return None
-        edit = mend.replaced(place.node, place, f"{accelerator}.autocast()")
+        edit = python_edits.replaced(place.node, place, f"{accelerator}.autocast()")
         return Fix("Enter the Accelerator's autocast", "unsafe", (edit,))

@@ -2,13 +2,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.atoms import Object
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.prepared import Wrap, other_way, settings_of
-from mpguard.lint.facts.records import Call
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Good,
+    Note,
+    Object,
+    Rule,
+    Wrap,
+    any_of,
+    compatible,
+    wrappers,
+)
 
 
 class ManualAmpUnderDeepspeed(Rule):
@@ -141,17 +149,17 @@ def from_outside(engine, loader):
             return
         reported: set[Call] = set()
         for call, wrap in facts.prepared.forwards("deepspeed"):
-            if facts.infers(call) or wrap.index not in (0, None) or settings_of(wrap).torch_autocast:
+            if facts.is_inference(call) or wrap.index not in (0, None) or wrappers.settings_of(wrap).torch_autocast:
                 continue
             for region, guard in facts.autocasts(call):
                 place = region.call
-                if place is None or place in reported or facts.of(place) is not facts or facts.infers(place):
+                if place is None or place in reported or facts.of(place) is not facts or facts.is_inference(place):
                     continue
-                if compatible(guard, wrap.guard) and not other_way(guard, "deepspeed"):
+                if compatible(guard, wrap.guard) and not wrappers.other_way(guard, "deepspeed"):
                     reported.add(place)
                     yield self._found(place, call, wrap, facts)
         for scale in facts.events("scale"):
-            if not other_way(scale.guard, "deepspeed"):
+            if not wrappers.other_way(scale.guard, "deepspeed"):
                 yield from self._scaled(scale, reported, facts)
 
     def _scaled(self, scale: Event, reported: set[Call], facts: Facts) -> Iterator[Diagnostic]:

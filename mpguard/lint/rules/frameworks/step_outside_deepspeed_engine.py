@@ -4,14 +4,24 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import mend
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.prepared import Settings, Wrap, other_way, settings_of
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    Rule,
+    Wrap,
+    WrapperSettings,
+    any_of,
+    compatible,
+    dotted,
+    python_edits,
+    wrappers,
+)
 
 _DEPTH = 4
 
@@ -209,7 +219,7 @@ def from_outside(args, net, loader, config, critic):
         if not facts.events("initialize"):
             return
         for step in facts.events("step"):
-            if other_way(step.guard, "deepspeed"):
+            if wrappers.other_way(step.guard, "deepspeed"):
                 continue
             wrap = self._client(step.subject, step.call, step, _DEPTH, facts)
             if wrap is not None:
@@ -223,7 +233,7 @@ def from_outside(args, net, loader, config, critic):
 
     def _found(self, event: Event, why: str, wrap: Wrap, fix: Fix | None, facts: Facts) -> Diagnostic:
         notes = (Note("the engine is made here", wrap.call.span),)
-        return self.at(event, expr=facts.short(event.call.node), why=why, notes=notes, fix=fix)
+        return self.at(event, expr=facts.short(event.call.node), reason=why, notes=notes, fix=fix)
 
     def _client(self, node: cst.BaseExpression | None, at: Call, step: Event, depth: int, facts: Facts) -> Wrap | None:
         """The engine that was given an optimizer, which is still under the name that it was given by."""
@@ -244,7 +254,11 @@ def from_outside(args, net, loader, config, critic):
 
     def _loss(self, backward: Event, facts: Facts) -> tuple[str, Wrap, Call] | None:
         """Why the engine that a loss comes from does not take this backward, and the call of it."""
-        if backward.subject is None or facts.infers(backward.call) or other_way(backward.guard, "deepspeed"):
+        if (
+            backward.subject is None
+            or facts.is_inference(backward.call)
+            or wrappers.other_way(backward.guard, "deepspeed")
+        ):
             return None
         records = [r for r in facts.flow.backward(backward.subject, backward.call, depth=3) if isinstance(r, Call)]
         scaled = any(
@@ -252,11 +266,11 @@ def from_outside(args, net, loader, config, critic):
         )
         for record, wrap in facts.prepared.differentiated(backward.subject, backward.call, "deepspeed"):
             if wrap.index in (0, None):
-                why = self._wrong(settings_of(wrap), scaled)
+                why = self._wrong(wrappers.settings_of(wrap), scaled)
                 return (why, wrap, record) if why else None
         return None
 
-    def _wrong(self, settings: Settings, scaled: bool) -> str:
+    def _wrong(self, settings: WrapperSettings, scaled: bool) -> str:
         if settings.stage == 0:
             return "raises at ZeRO stage 0: the engine has to run it"
         if settings.fp16 and not scaled:
@@ -267,5 +281,5 @@ def from_outside(args, net, loader, config, critic):
         """Through the engine, by the name that the forward calls it by, where that is one at the backward too."""
         call = backward.call
         own = forward.path.startswith("self.") and forward.scope.owner is call.scope.owner
-        edit = mend.through(facts, backward, forward.path) if own or forward.scope is call.scope else None
+        edit = python_edits.through(facts, backward, forward.path) if own or forward.scope is call.scope else None
         return Fix("Run it through the engine", "safe", (edit,)) if edit is not None else None

@@ -2,12 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.atoms import Constant
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.trained import Weights
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Call, Constant, Diagnostic, Facts, Good, Note, Rule, Weights, any_of, compatible
 
 
 class TrainerWithHalfModel(Rule):

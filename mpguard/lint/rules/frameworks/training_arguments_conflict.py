@@ -2,11 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.atoms import Constant
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import Guard, compatible
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Constant, Diagnostic, Event, Facts, Good, Note, PathCondition, Rule, any_of, compatible
 
 #: Arguments that exclude each other, and what becomes of both.
 _PAIRS = (
@@ -103,10 +99,10 @@ def build(args, low):
                 if any(compatible(made.guard, a, b) for a, b in both):
                     places = (made.call.keywords[one], made.call.keywords[other])
                     first, last = sorted(facts.span(place, made.call) for place in places)
-                    yield self.at(last, one=one, other=other, why=why, notes=(Note("the other one is here", first),))
+                    yield self.at(last, one=one, other=other, reason=why, notes=(Note("the other one is here", first),))
                     break
 
-    def _true(self, made: Event, name: str, facts: Facts) -> list[Guard]:
+    def _true(self, made: Event, name: str, facts: Facts) -> list[PathCondition]:
         """The guards under which an argument is True."""
         given = made.call.keywords.get(name)
         if given is None:

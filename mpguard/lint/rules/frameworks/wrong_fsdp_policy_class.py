@@ -4,12 +4,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.edits import Edit
-from mpguard.lint.facts.atoms import Object
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Binding, Call
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Binding, Call, Diagnostic, Edit, Event, Facts, Fix, Good, Note, Object, Rule, any_of
 
 #: What shards -> the argument that takes the policy, the policy's class, and the fields that the other class has too.
 _WANTED = {

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from mpguard.lint.rule import Bad, EngineRule, Good
+from mpguard.lint import Bad, EngineRule, Good
 
 
 class UnknownSuppressionCode(EngineRule):

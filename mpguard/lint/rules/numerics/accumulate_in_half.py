@@ -6,12 +6,22 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.precision import NUMBER, Of
-from mpguard.lint.facts.records import Binding, Call
-from mpguard.lint.facts.spellings import SPEAKS_LOW
-from mpguard.lint.facts.syntax import constant, dotted
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import (
+    NUMBER,
+    SPEAKS_LOW,
+    Bad,
+    Binding,
+    Call,
+    Diagnostic,
+    Facts,
+    Good,
+    Note,
+    Rule,
+    TensorDtype,
+    any_of,
+    constant,
+    dotted,
+)
 
 #: What a loop over steps goes over; a loop over layers or experts adds up a few terms.
 _STEPS = re.compile(r"loader|Loader|batches|dataset|steps|epoch|_iter")
@@ -145,7 +155,9 @@ def features(model, loader):
                 return value.left
         return None
 
-    def _grows(self, binding: Binding, bindings: list[Binding], added: cst.BaseExpression, facts: Facts) -> Of | None:
+    def _grows(
+        self, binding: Binding, bindings: list[Binding], added: cst.BaseExpression, facts: Facts
+    ) -> TensorDtype | None:
         """The low dtype in which a sum grows over the steps of a loop around it."""
         begins = [
             b for b in bindings if b.order < binding.order and b.kind in ("assign", "element") and b is not binding

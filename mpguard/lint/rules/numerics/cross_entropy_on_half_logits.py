@@ -2,11 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.atoms import Object, Ref
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.spellings import CASTS_LOW
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import CASTS_LOW, Bad, Call, Diagnostic, Facts, Good, Note, Object, Ref, Rule, any_of
 
 _LOSSES = frozenset({
     "cross_entropy", "binary_cross_entropy_with_logits", "binary_cross_entropy",
@@ -114,7 +110,7 @@ def evaluate(model, x, y):
         for calls in list(facts.calls.values()):
             for call in calls:
                 loss = self._loss(call, facts)
-                if not loss or facts.infers(call):
+                if not loss or facts.is_inference(call):
                     continue
                 found = facts.precision.by_hand(call.argument(0, "input"), call)
                 if found is None or not facts.flow.forward(call.node, call).training_sinks:

@@ -4,12 +4,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.edits import Edit
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.scalars import Meeting
-from mpguard.lint.facts.spellings import SPEAKS_FP16
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import SPEAKS_FP16, Bad, Call, Diagnostic, Edit, Facts, Fix, Good, Note, Rule, ScalarUse, any_of
 
 #: Half of FP16's smallest number: what is not larger rounds to zero.
 _LEAST = 2.0**-25
@@ -173,7 +168,7 @@ def main(loader, eps):
                         notes=(note,),
                     )
 
-    def _protects(self, meeting: Meeting) -> bool:
+    def _protects(self, meeting: ScalarUse) -> bool:
         return (meeting.kind == "add" and meeting.name != "-") or (
             meeting.kind == "clamp" and meeting.name not in ("clamp_max", "clamp_max_") and meeting.lower
         )
@@ -185,7 +180,7 @@ def main(loader, eps):
             return not call.starred and len(call.positional) < 4
         return number is not None and 0 < number.value <= _LEAST
 
-    def _fix(self, meeting: Meeting, facts: Facts) -> Fix | None:
+    def _fix(self, meeting: ScalarUse, facts: Facts) -> Fix | None:
         if meeting.name == "+=":
             return None
         first, last = meeting.record.chunk.outer_span(meeting.tensor)

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.spellings import SPEAKS_LOW
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import SPEAKS_LOW, Bad, Diagnostic, Facts, Good, Note, Rule, any_of
 from mpguard.lint.rules.numerics.mask_overflows_half import limit_of_own_dtype
 
 

@@ -3,12 +3,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mpguard.lint import mend
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.scalars import Meeting
-from mpguard.lint.facts.spellings import SPEAKS_FP16
-from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    SPEAKS_FP16,
+    Bad,
+    Diagnostic,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    Rule,
+    ScalarUse,
+    any_of,
+    dotted,
+    python_edits,
+)
 
 #: The largest number of FP16. `masked_fill` refuses anything beyond; `where` and arithmetic round up to here.
 _MOST, _ROUNDED = 65504.0, 65520.0
@@ -210,18 +218,20 @@ def own(scores, mask):
             number = f"`{facts.short(meeting.node)}`"
             yield self.at(meeting, number=number, effect=effect, notes=notes, fix=limit_of_own_dtype(meeting, facts))
 
-    def _beyond(self, meeting: Meeting) -> bool:
+    def _beyond(self, meeting: ScalarUse) -> bool:
         value = meeting.number.value
         if not math.isfinite(value) or abs(value) <= (_MOST if meeting.how == "raises" else _ROUNDED):
             return False
         return meeting.kind != "scale" or value < 0  # `x * 1e5` is arithmetic, `(1 - mask) * -1e9` a mask
 
 
-def limit_of_own_dtype(meeting: Meeting, facts: Facts) -> Fix | None:
+def limit_of_own_dtype(meeting: ScalarUse, facts: Facts) -> Fix | None:
     """The number becomes the limit of the dtype of the tensor that it is put into."""
-    torch, key = mend.name_of_torch(facts), dotted(meeting.tensor)
+    torch, key = python_edits.name_of_torch(facts), dotted(meeting.tensor)
     if torch is None or not key or meeting.kind in ("add", "scale"):
         return None
     limit = "min" if meeting.number.value < 0 else "max"
     text = f"{torch}.finfo({key}.dtype).{limit}"
-    return Fix(f"Take the limit from `{key}`'s own dtype", "safe", (mend.replaced(meeting.node, meeting.record, text),))
+    return Fix(
+        f"Take the limit from `{key}`'s own dtype", "safe", (python_edits.replaced(meeting.node, meeting.record, text),)
+    )

@@ -4,12 +4,22 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.edits import Edit
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.spellings import SPEAKS_LOW
-from mpguard.lint.facts.syntax import constant, dotted, text_of
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    SPEAKS_LOW,
+    Bad,
+    Call,
+    Diagnostic,
+    Edit,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    Rule,
+    any_of,
+    constant,
+    dotted,
+    text_of,
+)
 
 _SQUARES = frozenset({"pow", "square", "pow_", "square_"})
 _MEANS = frozenset({"mean", "sum"})

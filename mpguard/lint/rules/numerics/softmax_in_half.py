@@ -2,13 +2,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.edits import Edit
-from mpguard.lint import mend
-from mpguard.lint.facts.atoms import Object
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.spellings import CASTS_LOW
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    CASTS_LOW,
+    Bad,
+    Call,
+    Diagnostic,
+    Edit,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    Object,
+    Rule,
+    any_of,
+    python_edits,
+)
 
 _WITH_DTYPE = frozenset({"softmax", "log_softmax"})
 _OPERATIONS = (*sorted(_WITH_DTYPE), "exp", "logsumexp")
@@ -141,7 +149,7 @@ def train(model, loader, optimizer, teacher):
         for call in (*(call for name in _OPERATIONS for call in facts.calls.get(name, ())), *self._layers(facts)):
             given = call.argument(None, "dtype")
             tensor = call.receiver if facts.precision.is_method(call) else call.argument(0, "input")
-            if given is not None or tensor is None or facts.infers(call):
+            if given is not None or tensor is None or facts.is_inference(call):
                 continue
             found = facts.precision.by_hand(tensor, call)
             if found is None or not facts.flow.forward(call.node, call).training_sinks:
@@ -161,7 +169,7 @@ def train(model, loader, optimizer, teacher):
         return any(isinstance(atom, Object) and atom.path in _LAYERS for atom in atoms)
 
     def _fix(self, call: Call, facts: Facts) -> Fix | None:
-        torch = mend.name_of_torch(facts)
+        torch = python_edits.name_of_torch(facts)
         if torch is None or call.name not in _WITH_DTYPE or not call.node.args or call.starred:
             return None
         last = call.chunk.outer_span(call.node.args[-1].value)[1]

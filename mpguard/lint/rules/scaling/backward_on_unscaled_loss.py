@@ -2,13 +2,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import mend
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.records import Call
-from mpguard.lint.facts.trace import Kind, Moment, Trace, between, unrelated
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Fix,
+    Good,
+    Kind,
+    Note,
+    Rule,
+    Trace,
+    TraceStep,
+    any_of,
+    compatible,
+    python_edits,
+    trace_facts,
+)
 
 #: What ends the gradients of a loss: something applies them, or throws them away.
 _APPLIED: tuple[Kind, ...] = ("zero_grad", "step", "other_step", "scaler_step", "framework")
@@ -268,7 +279,7 @@ def thrown_away(model, loader, optimizer):
             for each in trace[:place]
         )
 
-    def _stepped_through(self, trace: Trace, place: int, facts: Facts) -> Moment | None:
+    def _stepped_through(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
         """The scaler's step that applies the gradients of a loss that nothing has scaled."""
         backward, traces = trace[place], facts.traces
         if backward.call in traces.may_scale or "gradient" in backward.call.keywords or self._arms(trace, place):
@@ -282,15 +293,15 @@ def thrown_away(model, loader, optimizer):
             if step.kind != "scaler_step" or not compatible(step.guard, backward.guard):
                 continue
             guard = backward.guard.joined(step.guard, traces.enabled(step.scaler, step.record))
-            if backward.guard - step.guard and not unrelated(step.guard, backward.guard):
+            if backward.guard - step.guard and not trace_facts.unrelated(step.guard, backward.guard):
                 continue
-            if not guard.possible or any(between(trace, place, index, *_APPLIED, guard=guard)):
+            if not guard.possible or any(trace_facts.between(trace, place, index, *_APPLIED, guard=guard)):
                 continue
             if traces.like_torch(step.scaler, step.record) and set(backward.loops[:1]) <= set(step.loops):
                 return step
         return None
 
-    def _by_hand(self, backward: Moment, facts: Facts) -> bool:
+    def _by_hand(self, backward: TraceStep, facts: Facts) -> bool:
         """Whether the loss is computed with the scale."""
         assert backward.call.receiver is not None
         records = facts.flow.backward(backward.call.receiver, backward.call, depth=1)
@@ -340,11 +351,11 @@ def thrown_away(model, loader, optimizer):
             for each in trace
         )
 
-    def _fix(self, backward: Moment, step: Moment, facts: Facts) -> Fix | None:
+    def _fix(self, backward: TraceStep, step: TraceStep, facts: Facts) -> Fix | None:
         scaler = facts.short(step.scaler)
         scope = backward.record.scope
         if not (step.record.scope is scope or scaler.startswith("self.")) or backward.call.receiver is None:
             return None
         loss = facts.text(backward.call.receiver, backward.call)
-        edit = mend.replaced(backward.call.receiver, backward.call, f"{scaler}.scale({loss})")
+        edit = python_edits.replaced(backward.call.receiver, backward.call, f"{scaler}.scale({loss})")
         return Fix("Scale the loss", "unsafe", (edit,))

@@ -4,13 +4,25 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import mend
-from mpguard.lint.facts.atoms import Constant, Object, Ref
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.names import CLIPS
-from mpguard.lint.facts.trace import Moment, Trace, before, between, unrelated
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Constant,
+    Diagnostic,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    Object,
+    Ref,
+    Rule,
+    Trace,
+    TraceStep,
+    any_of,
+    compatible,
+    library_names,
+    python_edits,
+    trace_facts,
+)
 
 
 class ClipBeforeUnscale(Rule):
@@ -288,30 +300,34 @@ def of_ones_own(model, loader, optimizer, scaler):
                 help = self.help.format(scaler=scaler)
                 yield self.at(clip, expr=facts.short(clip.call.func), notes=notes, fix=fix, help=help)
 
-    def _of_torch(self, clip: Moment, facts: Facts) -> bool:
+    def _of_torch(self, clip: TraceStep, facts: Facts) -> bool:
         atoms = [each.atom for each in facts.evaluate(clip.call.func, clip.call)]
         if any(isinstance(atom, Ref) and atom.path.startswith("torch.nn.utils.") for atom in atoms):
             return True
         made = [atom for atom in atoms if atom != Constant(None)]  # or nothing to clip by
-        return bool(made) and all(isinstance(atom, Object) and atom.path in CLIPS for atom in made)
+        return bool(made) and all(isinstance(atom, Object) and atom.path in library_names.CLIPS for atom in made)
 
-    def _scaled(self, trace: Trace, place: int, facts: Facts) -> Moment | None:
+    def _scaled(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
         """The backward pass whose gradients are clipped and still scaled."""
         clip = trace[place]
-        for index, backward in before(trace, place):
+        for index, backward in trace_facts.before(trace, place):
             if backward.scale is None or not facts.traces.like_torch(backward.scaler, backward.scale.call):
                 continue
-            if backward.guard - clip.guard and not unrelated(clip.guard, backward.guard):
+            if backward.guard - clip.guard and not trace_facts.unrelated(clip.guard, backward.guard):
                 continue
             guard = clip.guard.joined(backward.guard, facts.traces.enabled(backward.scaler, backward.scale.call))
             if not guard.possible:
                 continue
-            if any(between(trace, index, place, "unscale", "scaler_step", "step", "handed", "get_scale", guard=guard)):
+            if any(
+                trace_facts.between(
+                    trace, index, place, "unscale", "scaler_step", "step", "handed", "get_scale", guard=guard
+                )
+            ):
                 continue
             return backward
         return None
 
-    def _fix(self, trace: Trace, place: int, backward: Moment, reported: set[object], facts: Facts) -> Fix | None:
+    def _fix(self, trace: Trace, place: int, backward: TraceStep, reported: set[object], facts: Facts) -> Fix | None:
         clip = trace[place]
         scaler = facts.short(backward.scaler)
         here = (backward.scale is not None and backward.scale.scope is clip.record.scope) or scaler.startswith("self.")
@@ -337,5 +353,5 @@ def of_ones_own(model, loader, optimizer, scaler):
         if not isinstance(clip.call.line, cst.SimpleStatementLine) or step.optimizer is None:
             return None
         optimizer = facts.text(step.optimizer, step.record)
-        edit = mend.line_before(facts, clip.call.line, clip.call, f"{scaler}.unscale_({optimizer})")
+        edit = python_edits.line_before(facts, clip.call.line, clip.call, f"{scaler}.unscale_({optimizer})")
         return Fix("Unscale the gradients first", "safe", (edit,))

@@ -4,16 +4,28 @@ from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
-from mpguard.edits import Edit, Span
-from mpguard.lint import mend
-from mpguard.lint.facts import unscaled
-from mpguard.lint.facts.atoms import Object
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import Guard, compatible
-from mpguard.lint.facts.prepared import Wrap, policy_of
-from mpguard.lint.facts.records import Binding, Call
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Binding,
+    Call,
+    Diagnostic,
+    Edit,
+    Event,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    Object,
+    PathCondition,
+    Rule,
+    Span,
+    Wrap,
+    any_of,
+    compatible,
+    python_edits,
+    unscaled_steps,
+    wrappers,
+)
 
 _PLAIN = frozenset({"torch.amp.GradScaler", "torch.cuda.amp.GradScaler"})
 _SHARDED = "ShardedGradScaler"
@@ -245,7 +257,7 @@ def outside(net, loader, scaler):
         scales = {event.call: event for event in facts.events("scale")}
         reported: set[Span] = set()
         for backward in facts.events("backward"):
-            if backward.subject is None or facts.infers(backward.call):
+            if backward.subject is None or facts.is_inference(backward.call):
                 continue
             records = [r for r in facts.flow.backward(backward.subject, backward.call, depth=3) if isinstance(r, Call)]
             scale = next((scales[record] for record in records if record in scales), None)
@@ -260,7 +272,7 @@ def outside(net, loader, scaler):
                         yield found
                     break
 
-    def _half(self, backward: Event, facts: Facts) -> Iterator[tuple[Wrap, Guard]]:
+    def _half(self, backward: Event, facts: Facts) -> Iterator[tuple[Wrap, PathCondition]]:
         """The FSDP1 models that the loss comes from where FP16 computes it, and the guard under which both is so."""
         for call, wrap in facts.prepared.differentiated(backward.subject, backward.call, "fsdp1"):
             strategy = wrap.call.argument(None, "sharding_strategy")
@@ -271,19 +283,19 @@ def outside(net, loader, scaler):
                 if both.possible:
                     yield wrap, both
 
-    def _low(self, call: Call, wrap: Wrap, facts: Facts) -> Iterator[Guard]:
+    def _low(self, call: Call, wrap: Wrap, facts: Facts) -> Iterator[PathCondition]:
         regions = facts.autocasts(call)
         for region, guard in regions:
             for low in region.may_be("float16"):
                 yield low.joined(guard)
-        made = policy_of(wrap)
+        made = wrappers.policy_of(wrap)
         for policy in facts.events("policy") if made is not None and not regions else ():
             if made is not None and policy.call is made[0]:
                 yield from policy.may_be("float16")
 
     # -- a scaler that is not sharded ---------------------------------------------------------------
 
-    def _plain(self, scale: Event, wrap: Wrap, guard: Guard, facts: Facts) -> Diagnostic | None:
+    def _plain(self, scale: Event, wrap: Wrap, guard: PathCondition, facts: Facts) -> Diagnostic | None:
         for each in facts.evaluate(scale.subject, scale.call):
             atom = each.atom
             if not isinstance(atom, Object) or atom.call is None or atom.path not in _PLAIN:
@@ -300,7 +312,7 @@ def outside(net, loader, scaler):
         legacy = ".cuda." in facts.called_path(made)
         if made.starred or len(made.positional) > (0 if legacy else 2):
             return None
-        edits = [mend.replaced(made.func, made, _SHARDED)]
+        edits = [python_edits.replaced(made.func, made, _SHARDED)]
         unused = self._import_of(made, facts)
         if unused is not None and (unused.name != "GradScaler" or self._uses(unused, facts) != 1):
             unused = None
@@ -309,9 +321,9 @@ def outside(net, loader, scaler):
             if place is None or place.statement is None:
                 return None
             if unused is not None and unused.statement is not None and len(self._names(unused)) == 1:
-                edits.append(mend.replaced(unused.statement, unused, _IMPORT))
+                edits.append(python_edits.replaced(unused.statement, unused, _IMPORT))
                 return Fix(f"Use `{_SHARDED}`", "safe", tuple(edits))
-            edits.append(mend.line_after(facts, place.statement, place, _IMPORT))
+            edits.append(python_edits.line_after(facts, place.statement, place, _IMPORT))
         if unused is not None and len(self._names(unused)) > 1:
             edits.append(self._without(unused, facts))
         return Fix(f"Use `{_SHARDED}`", "safe", tuple(edits))
@@ -340,12 +352,12 @@ def outside(net, loader, scaler):
 
     # -- no scaler ----------------------------------------------------------------------------------
 
-    def _missing(self, backward: Event, wrap: Wrap, guard: Guard, facts: Facts) -> Diagnostic | None:
+    def _missing(self, backward: Event, wrap: Wrap, guard: PathCondition, facts: Facts) -> Diagnostic | None:
         if facts.masters or facts.base_unknown(backward.scope.owner):
             return None
         program = facts.reachable(backward.scope)
-        step = unscaled.plain_step(backward, guard, program, facts)
-        if step is None or unscaled.scaled(guard.joined(step.guard), program, facts):
+        step = unscaled_steps.plain_step(backward, guard, program, facts)
+        if step is None or unscaled_steps.scaled(guard.joined(step.guard), program, facts):
             return None
         notes = (Note("sharded here", wrap.call.span), Note("this step applies the gradients", step.span))
         what = "FP16 under FSDP, but the gradients are never scaled"

@@ -3,11 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint.facts.events.event import aliases, called
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Call, Scope
-from mpguard.lint.facts.syntax import constant
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, Scope, aliases, any_of, called, constant
 
 #: The scale by another name: `inv_scale`, `scaler._scale`.
 _FACTOR = re.compile(r"(?i)(?:inv|loss|grad|amp|fp16)\w*_scale(?!r)|^_scale$|unscale(?!_$)")

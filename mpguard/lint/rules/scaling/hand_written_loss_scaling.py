@@ -5,12 +5,22 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.records import Binding, Call, Record
-from mpguard.lint.facts.syntax import constant, dotted
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Binding,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Good,
+    Note,
+    Record,
+    Rule,
+    any_of,
+    compatible,
+    constant,
+    dotted,
+)
 
 #: Names of a factor that scales a loss against underflow; one of ranks or of accumulation is none.
 _SCALE = re.compile(r"(?i)(?:loss|grad|amp|fp16|static|dynamic)_?scal(?:e|ing)|^scal(?:e|ing)(?:_?factor)?$")
@@ -139,7 +149,7 @@ def scaler(model, loader, optimizer, scaler):
         if not divisions:
             return
         for backward in facts.events("backward"):
-            if facts.infers(backward.call) or self._looks_for_overflows(backward):
+            if facts.is_inference(backward.call) or self._looks_for_overflows(backward):
                 continue
             for factor in self._factors(backward, facts):
                 undone = next(

@@ -5,16 +5,27 @@ from pathlib import Path
 
 import libcst as cst
 
-from mpguard.edits import Edit
-from mpguard.lint import mend
-from mpguard.lint.facts import unscaled
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import Guard, compatible
-from mpguard.lint.facts.records import Call, Record, Scope
-from mpguard.lint.facts.regions import Region
-from mpguard.lint.facts.syntax import dotted
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Edit,
+    Event,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    PathCondition,
+    Record,
+    Region,
+    Rule,
+    Scope,
+    any_of,
+    compatible,
+    dotted,
+    python_edits,
+    unscaled_steps,
+)
 
 #: Folders (the file's, and two above) whose loops train nothing: they measure, or prove what happens.
 _TESTS = frozenset({"test", "tests"})
@@ -451,12 +462,16 @@ def peak_memory(model):
             return
         reported: set[Scope] = set()
         for backward in facts.events("backward"):
-            if backward.scope in reported or facts.infers(backward.call) or facts.base_unknown(backward.scope.owner):
+            if (
+                backward.scope in reported
+                or facts.is_inference(backward.call)
+                or facts.base_unknown(backward.scope.owner)
+            ):
                 continue
             program = facts.reachable(backward.scope)
             for region, where, guard in self._low_precision(backward, facts):
-                step = unscaled.plain_step(backward, guard, program, facts)
-                if step is None or unscaled.scaled(guard.joined(step.guard), program, facts):
+                step = unscaled_steps.plain_step(backward, guard, program, facts)
+                if step is None or unscaled_steps.scaled(guard.joined(step.guard), program, facts):
                     continue
                 reported |= {scope for scope in program if scope.kind != "module"}
                 notes = (
@@ -472,7 +487,7 @@ def peak_memory(model):
 
     # -- what makes the gradients FP16 --------------------------------------------------------------
 
-    def _low_precision(self, backward: Event, facts: Facts) -> Iterator[tuple[Region | None, Call, Guard]]:
+    def _low_precision(self, backward: Event, facts: Facts) -> Iterator[tuple[Region | None, Call, PathCondition]]:
         """What computes this loss in FP16: a region (none: weights), its call, the guard under which both happen."""
         assert backward.subject is not None
         records: list[Record] = [backward.call, *facts.flow.backward(backward.subject, backward.call)]
@@ -491,7 +506,7 @@ def peak_memory(model):
                 if both.possible and self._weights(load, backward, both, facts):
                     yield None, load.call, both
 
-    def _half(self, region: Region, inner: tuple[Region, ...], around: tuple[Region, ...]) -> list[Guard]:
+    def _half(self, region: Region, inner: tuple[Region, ...], around: tuple[Region, ...]) -> list[PathCondition]:
         """The guards under which an FP16 region is in force: nothing inside it says otherwise, gradients are made."""
         if region.kind != "autocast" or region.call is None or any(other.kind == "no_grad" for other in around):
             return []
@@ -499,9 +514,9 @@ def peak_memory(model):
             return []
         return region.may_be("float16")
 
-    def _weights(self, load: Event, backward: Event, guard: Guard, facts: Facts) -> bool:
+    def _weights(self, load: Event, backward: Event, guard: PathCondition, facts: Facts) -> bool:
         """Whether the load makes the weights FP16 that this backward gives gradients."""
-        if facts.infers(load.call) or facts.kinds(load.subject, load.call) != {"model"}:
+        if facts.is_inference(load.call) or facts.kinds(load.subject, load.call) != {"model"}:
             return False
         if _of_accelerate(guard, facts) or facts.frozen.value(load.call.node):
             return False
@@ -512,8 +527,8 @@ def peak_memory(model):
 
     # -- the fix ------------------------------------------------------------------------------------
 
-    def _fix(self, backward: Event, step: Event, region: Region, guard: Guard, facts: Facts) -> Fix | None:
-        torch = mend.name_of_torch(facts)
+    def _fix(self, backward: Event, step: Event, region: Region, guard: PathCondition, facts: Facts) -> Fix | None:
+        torch = python_edits.name_of_torch(facts)
         scope = backward.scope
         loops = [loop for loop in backward.call.loops if isinstance(loop, (cst.For, cst.While))]
         together = step.scope is scope and loops and set(loops[:1]) <= set(step.call.loops)
@@ -531,38 +546,40 @@ def peak_memory(model):
         optimizer = facts.text(step.subject, step.call)
         created = f'{scaler} = {torch}.amp.GradScaler("cuda"{enabled})'
         edits = [
-            mend.line_before(facts, loops[0], backward.call, created),
-            mend.replaced(step.call.node, step.call, f"{scaler}.step({optimizer})"),
-            mend.line_after(facts, step.call.line, step.call, f"{scaler}.update()"),
+            python_edits.line_before(facts, loops[0], backward.call, created),
+            python_edits.replaced(step.call.node, step.call, f"{scaler}.step({optimizer})"),
+            python_edits.line_after(facts, step.call.line, step.call, f"{scaler}.update()"),
         ]
         for each in facts.events("backward"):
             if each.scope is not scope:
                 continue
-            if each.subject is None or not set(loops[:1]) <= set(each.call.loops) or facts.infers(each.call):
+            if each.subject is None or not set(loops[:1]) <= set(each.call.loops) or facts.is_inference(each.call):
                 return None
             loss = facts.text(each.subject, each.call)
             inner = loss[1:-1] if loss.startswith("(") and loss.endswith(")") and ")" not in loss[1:-1] else loss
             edits.append(Edit(*each.call.chunk.outer_span(each.subject), f"{scaler}.scale({inner})"))
         for clip in facts.events("clip"):
             if clip.scope is scope and backward.order < clip.order < step.order:
-                edits.append(mend.line_before(facts, clip.call.line, clip.call, f"{scaler}.unscale_({optimizer})"))
+                edits.append(
+                    python_edits.line_before(facts, clip.call.line, clip.call, f"{scaler}.unscale_({optimizer})")
+                )
                 break
         return Fix("Create a GradScaler, scale the loss, step and update through it", "unsafe", tuple(edits))
 
-    def _enabled(self, region: Region, guard: Guard, backward: Event, torch: str, facts: Facts) -> str | None:
+    def _enabled(self, region: Region, guard: PathCondition, backward: Event, torch: str, facts: Facts) -> str | None:
         """The scaler's `enabled=` argument: it scales where the region is FP16; None where no expression says so."""
         call = region.call
         assert call is not None
         legacy = facts.called_path(call).startswith("torch.cuda.amp.")
         enabled, dtype = call.argument(0 if legacy else 2, "enabled"), call.argument(1, "dtype")
-        scope, guard, conditions = backward.scope, Guard(guard - backward.guard), []
+        scope, guard, conditions = backward.scope, PathCondition(guard - backward.guard), []
         before = facts.span(backward.call.loops[0], backward.call)[0]
         if enabled is not None and facts.enabled(call, facts.called_path(call)):
-            guard = Guard(guard - facts.enabled(call, facts.called_path(call)))
+            guard = PathCondition(guard - facts.enabled(call, facts.called_path(call)))
             conditions.append((enabled, dotted(enabled)))
         if dtype is not None and len(region.dtypes) > 1:
             for conditional, _ in region.dtypes:
-                guard = Guard(guard - conditional)
+                guard = PathCondition(guard - conditional)
             conditions.append((dtype, f"{dotted(dtype)} == {torch}.float16"))
         for node, _ in conditions:
             made = scope.bindings.get(dotted(node).split(".", 1)[0], ())
@@ -573,6 +590,6 @@ def peak_memory(model):
         return f", enabled={' and '.join(text for _, text in conditions)}" if conditions else ""
 
 
-def _of_accelerate(guard: Guard, facts: Facts) -> bool:
+def _of_accelerate(guard: PathCondition, facts: Facts) -> bool:
     """Whether a guard asks for the precision that Accelerate is given too: it brings the scaler."""
     return "mixed_precision" in guard.flags() and "accelerat" in facts.source.text

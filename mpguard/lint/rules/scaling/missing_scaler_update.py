@@ -2,11 +2,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import mend
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.trace import Moment, Trace, before
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Diagnostic,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    Rule,
+    Trace,
+    TraceStep,
+    any_of,
+    compatible,
+    python_edits,
+    trace_facts,
+)
 
 
 class MissingScalerUpdate(Rule):
@@ -169,11 +179,11 @@ class Gan:
                     continue
                 reported.add(step.record)
                 scaler = facts.short(step.scaler)
-                backward = next(each for _, each in before(trace, place) if each.scale is not None)
+                backward = next(each for _, each in trace_facts.before(trace, place) if each.scale is not None)
                 notes = (Note("its loss is scaled here", backward.span),)
                 fix = None
                 if step.call.is_statement:
-                    edit = mend.line_after(facts, step.call.line, step.call, f"{scaler}.update()")
+                    edit = python_edits.line_after(facts, step.call.line, step.call, f"{scaler}.update()")
                     fix = Fix("Update the scaler after the step", "unsafe", (edit,))
                 expr = facts.short(step.call.node)
                 yield self.at(step, expr=expr, scaler=scaler, notes=notes, fix=fix)
@@ -184,13 +194,13 @@ class Gan:
             return False
         if facts.short(step.scaler).startswith("self.") and facts.base_unknown(step.record.scope.owner):
             return False
-        scaled = next(((i, each) for i, each in before(trace, place) if each.scale is not None), None)
+        scaled = next(((i, each) for i, each in trace_facts.before(trace, place) if each.scale is not None), None)
         if scaled is None:
             return False
         loop = next((loop for loop in reversed(step.loops) if loop in scaled[1].loops), None)
         guard = step.guard.joined(scaled[1].guard)
 
-        def other(each: Moment) -> bool:
+        def other(each: TraceStep) -> bool:
             return traces.differ(step.scaler, step.record, each.scaler, each.record)
 
         for index, each in enumerate(trace):

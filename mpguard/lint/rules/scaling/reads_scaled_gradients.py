@@ -5,11 +5,22 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Use
-from mpguard.lint.facts.syntax import constant, dotted
-from mpguard.lint.facts.trace import Kind, Moment, Trace, before, between, unrelated
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Diagnostic,
+    Facts,
+    Good,
+    Kind,
+    Note,
+    Rule,
+    Trace,
+    TraceStep,
+    Use,
+    any_of,
+    constant,
+    dotted,
+    trace_facts,
+)
 
 #: Methods that measure a gradient, and functions that measure or log one.
 _MEASURES = frozenset({"norm", "abs", "mean", "std", "var", "max", "min", "sum", "pow", "square", "item", "median"})
@@ -178,9 +189,9 @@ def clipped_first(model, loader, optimizer):
                 expr = facts.short(read.record.node)
                 yield self.at(read, expr=expr, notes=(Note("the loss is scaled here", backward.span),))
 
-    def _scaled(self, trace: Trace, place: int, facts: Facts) -> Moment | None:
+    def _scaled(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
         read, traces = trace[place], facts.traces
-        for index, backward in before(trace, place):
+        for index, backward in trace_facts.before(trace, place):
             if backward.kind == "framework":
                 if not self._accelerated(backward, facts):
                     continue
@@ -189,15 +200,19 @@ def clipped_first(model, loader, optimizer):
                 enabled = traces.enabled(backward.scaler, backward.scale.call)
             else:
                 continue
-            if backward.guard - read.guard and not unrelated(read.guard, backward.guard):
+            if backward.guard - read.guard and not trace_facts.unrelated(read.guard, backward.guard):
                 continue
             guard = read.guard.joined(backward.guard, enabled)
             by_hand = any(each.kind == "get_scale" and each.record.scope is read.record.scope for each in trace)
-            if guard.possible and not by_hand and not any(between(trace, index, place, *_ENDS, guard=guard)):
+            if (
+                guard.possible
+                and not by_hand
+                and not any(trace_facts.between(trace, index, place, *_ENDS, guard=guard))
+            ):
                 return backward
         return None
 
-    def _accelerated(self, backward: Moment, facts: Facts) -> bool:
+    def _accelerated(self, backward: TraceStep, facts: Facts) -> bool:
         """Whether an Accelerator with its own scaler runs it: FP16 by a literal."""
         calls = [getattr(each.atom, "call", None) for each in facts.evaluate(backward.call.receiver, backward.record)]
         return "accelerator" in facts.kinds(backward.call.receiver, backward.record) and all(

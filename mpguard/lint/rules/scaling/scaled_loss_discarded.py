@@ -2,11 +2,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import mend
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.trace import Moment, Trace
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Diagnostic,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    Rule,
+    Trace,
+    TraceStep,
+    any_of,
+    compatible,
+    python_edits,
+)
 
 
 class ScaledLossDiscarded(Rule):
@@ -116,7 +125,7 @@ def arms(args, loss, scaler):
                     fix=self._fix(scale, backward, facts),
                 )
 
-    def _unscaled(self, trace: Trace, place: int, facts: Facts) -> Moment | None:
+    def _unscaled(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
         scale = trace[place]
         loss = facts.short(scale.call.positional[0]).strip("()")
         for each in trace[place + 1 :]:
@@ -130,12 +139,12 @@ def arms(args, loss, scaler):
                 return each
         return None
 
-    def _fix(self, scale: Moment, backward: Moment, facts: Facts) -> Fix | None:
+    def _fix(self, scale: TraceStep, backward: TraceStep, facts: Facts) -> Fix | None:
         assert backward.call.receiver is not None
         if facts.walker.parents.get(scale.call.line) is not facts.walker.parents.get(backward.call.line):
             return None
         edits = (
-            mend.without_statement(facts, scale.call),
-            mend.replaced(backward.call.receiver, backward.call, facts.text(scale.call.node, scale.call)),
+            python_edits.without_statement(facts, scale.call),
+            python_edits.replaced(backward.call.receiver, backward.call, facts.text(scale.call.node, scale.call)),
         )
         return Fix("Call `backward` on the scaled loss", "unsafe", edits)

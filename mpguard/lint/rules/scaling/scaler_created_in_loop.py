@@ -5,13 +5,22 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint.facts.atoms import Object
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.records import Call, Record
-from mpguard.lint.facts.syntax import constant, dotted
-from mpguard.lint.facts.trace import Moment
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Good,
+    Note,
+    Object,
+    Record,
+    Rule,
+    TraceStep,
+    any_of,
+    constant,
+    dotted,
+)
 
 #: Methods that a framework, or a loop out of sight, calls once for each batch.
 _STEP = re.compile(r"_?train(?:ing)?_(?:one_|on_|a_)?(?:step|batch|iter(?:ation)?|minibatch)")
@@ -176,13 +185,13 @@ def sweep(model, loader):
                     yield self.at(made, often=often, notes=(Note("its optimizer outlives it", step.span),))
                     break
 
-    def _steps(self, each: Moment, made: Event, facts: Facts) -> bool:
+    def _steps(self, each: TraceStep, made: Event, facts: Facts) -> bool:
         return each.kind == "scaler_step" and any(
             isinstance(found.atom, Object) and found.atom.call is made.call
             for found in facts.evaluate(each.scaler, each.record)
         )
 
-    def _often(self, built: Call, step: Moment, facts: Facts) -> str:
+    def _often(self, built: Call, step: TraceStep, facts: Facts) -> str:
         """How often the scaler is built while its optimizer lives; empty where it is once, or unknown."""
         scope = built.scope
         if step.record.scope is not scope or built.guard - scope.guard - step.record.guard:

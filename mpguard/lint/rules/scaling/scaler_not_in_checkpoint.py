@@ -2,12 +2,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.records import Binding, Scope
-from mpguard.lint.facts.scaled import bfloat16_region
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Binding,
+    Diagnostic,
+    Event,
+    Facts,
+    Good,
+    Note,
+    Rule,
+    Scope,
+    any_of,
+    bfloat16_region,
+    compatible,
+)
 
 
 class ScalerNotInCheckpoint(Rule):

@@ -3,10 +3,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import Guard, compatible
-from mpguard.lint.facts.trace import Moment, Trace, iteration
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Diagnostic,
+    Facts,
+    Good,
+    Note,
+    PathCondition,
+    Rule,
+    Trace,
+    TraceStep,
+    any_of,
+    compatible,
+    trace_facts,
+)
 
 #: The rhythm of gradient accumulation, and nothing else: `(i + 1) % n == 0`.
 _ACCUMULATES = re.compile(r"(?i)%|accum")
@@ -110,9 +120,9 @@ def critic_now_and_then(generator, critic, loader, one, two, scaler):
                 notes = (Note("this comes once for several", seldom.span),)
                 yield self.at(each, expr=expr, other=other, notes=notes)
 
-    def _seldom(self, trace: Trace, moment: Moment) -> Moment | None:
+    def _seldom(self, trace: Trace, moment: TraceStep) -> TraceStep | None:
         """What should go with it and comes more seldom, in the rhythm of accumulation."""
-        own = [each for _, each in iteration(trace, moment) if compatible(each.guard, moment.guard)]
+        own = [each for _, each in trace_facts.iteration(trace, moment) if compatible(each.guard, moment.guard)]
         scaled = [each for each in own if each.kind == "backward" and each.scale is not None]
         if not scaled or any(each.kind == "handed" for each in own) or not self._each_time(moment, scaled):
             return None
@@ -124,11 +134,11 @@ def critic_now_and_then(generator, critic, loader, one, two, scaler):
             return others[0]
         return None
 
-    def _each_time(self, moment: Moment, scaled: list[Moment]) -> bool:
+    def _each_time(self, moment: TraceStep, scaled: list[TraceStep]) -> bool:
         return all(not self._rhythmic(moment, each) and not (moment.guard - each.guard) for each in scaled)
 
-    def _rhythmic(self, each: Moment, than: Moment) -> bool:
+    def _rhythmic(self, each: TraceStep, than: TraceStep) -> bool:
         return any(
-            all(_ACCUMULATES.search(flag) for flag in Guard([condition]).flags())
+            all(_ACCUMULATES.search(flag) for flag in PathCondition([condition]).flags())
             for condition in each.guard - than.guard
         )

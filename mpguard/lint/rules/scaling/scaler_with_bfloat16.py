@@ -5,14 +5,27 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import mend
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import All, Any, Condition, Flag
-from mpguard.lint.facts.regions import Region, enabled_argument
-from mpguard.lint.facts.scaled import bfloat16_region
-from mpguard.lint.facts.syntax import constant, dotted
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    All,
+    Any,
+    Bad,
+    Condition,
+    Diagnostic,
+    Event,
+    Facts,
+    Fix,
+    Flag,
+    Good,
+    Note,
+    Region,
+    Rule,
+    any_of,
+    bfloat16_region,
+    constant,
+    dotted,
+    enabled_argument,
+    python_edits,
+)
 
 _BF16 = re.compile(r"(?i)(?:use_|is_|with_|torch\.)?(?:bf16|bfloat16)(?:[-_]mixed|_enabled)?")
 #: A condition that asks for FP16: the scaler is for that arm.
@@ -289,9 +302,9 @@ def from_outside(loss):
 
     def _off(self, given: cst.BaseExpression | None, scaler: Event, facts: Facts) -> Fix:
         if given is None:
-            edit = mend.with_argument(facts, scaler.call, "enabled=False")
+            edit = python_edits.with_argument(facts, scaler.call, "enabled=False")
         else:
-            edit = mend.replaced(given, scaler.call, "False")
+            edit = python_edits.replaced(given, scaler.call, "False")
         return Fix("Switch the scaler off", "unsafe", (edit,))
 
     def _condition(self, given: cst.BaseExpression | None, scaler: Event, facts: Facts) -> Fix | None:
@@ -309,7 +322,7 @@ def from_outside(loss):
             text = None
         if text is None or given is None:
             return None
-        return Fix("Enable it for FP16 alone", "unsafe", (mend.replaced(given, scaler.call, text),))
+        return Fix("Enable it for FP16 alone", "unsafe", (python_edits.replaced(given, scaler.call, text),))
 
 
 def _inactive(scaler: Event, region: Region) -> bool:

@@ -2,10 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import compatible
-from mpguard.lint.facts.trace import Moment, Trace
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, Trace, TraceStep, any_of, compatible
 
 
 class SchedulerIgnoresSkippedStep(Rule):
@@ -97,7 +94,7 @@ def other_arm(args, model, loader, optimizer, scheduler, scaler):
                     notes=(Note("this step may be skipped", step.span),),
                 )
 
-    def _step(self, trace: Trace, place: int, facts: Facts) -> Moment | None:
+    def _step(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
         """The scaler's step that is taken, or skipped, before each step of the schedule."""
         scheduler = trace[place]
         loop = scheduler.loops[-1]

@@ -6,13 +6,24 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import mend
-from mpguard.lint.facts.atoms import Function, Object
-from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import Guard, compatible, implies
-from mpguard.lint.facts.records import Call
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Fix,
+    Function,
+    Good,
+    Note,
+    Object,
+    PathCondition,
+    Rule,
+    any_of,
+    compatible,
+    implies,
+    python_edits,
+)
 
 #: A condition on overflow: what the scaler would do is done by hand.
 _CHECKS = re.compile(r"(?i)finite|inf|nan|overflow")
@@ -356,7 +367,7 @@ class DividedOutByAdam:
 
     def _surely_after(self, backward: Call, step: Event) -> bool:
         """Whether the step happens wherever the backward does, but for the rhythm of gradient accumulation."""
-        more = (Guard([condition]).flags() for condition in step.call.guard - backward.guard)
+        more = (PathCondition([condition]).flags() for condition in step.call.guard - backward.guard)
         return all(any("%" in flag for flag in flags) for flags in more)
 
     def _before(self, step: Event, backwards: dict[Call, Event], facts: Facts) -> list[Call | None]:
@@ -367,7 +378,7 @@ class DividedOutByAdam:
             if isinstance(each.atom, Function):
                 found += [call for call in each.atom.scope.calls if call in backwards][-1:]
                 return found
-        arms: list[Guard] = []
+        arms: list[PathCondition] = []
         for call in reversed(step.scope.calls):
             if call.order >= step.order or call.name in _NO_BACKWARD or not compatible(call.guard, step.guard):
                 continue
@@ -418,7 +429,9 @@ class DividedOutByAdam:
                 return None
             if not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
                 return None
-        edits = [mend.replaced(step.call.node, step.call, f"{scaler}.step({facts.text(step.subject, step.call)})")]
+        edits = [
+            python_edits.replaced(step.call.node, step.call, f"{scaler}.step({facts.text(step.subject, step.call)})")
+        ]
         updates = [
             event
             for event in facts.events("update")
@@ -431,7 +444,7 @@ class DividedOutByAdam:
             if not any(u.call.loops == step.call.loops and implies(step.guard, u.guard) for u in after):
                 return None
         elif step is together[-1]:
-            edits.append(mend.line_after(facts, step.call.line, step.call, f"{scaler}.update()"))
+            edits.append(python_edits.line_after(facts, step.call.line, step.call, f"{scaler}.update()"))
         return Fix("Step through the scaler", "safe", tuple(edits))
 
     def _right_in_all_arms(self, bypass: _Bypass, facts: Facts) -> bool:

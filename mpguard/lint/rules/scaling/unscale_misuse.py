@@ -3,10 +3,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import Guard, compatible
-from mpguard.lint.facts.trace import Moment, Trace, between, iteration, rhythm
-from mpguard.lint.rule import Bad, Diagnostic, Good, Note, Rule, any_of
+from mpguard.lint import (
+    Bad,
+    Diagnostic,
+    Facts,
+    Good,
+    Note,
+    PathCondition,
+    Rule,
+    Trace,
+    TraceStep,
+    any_of,
+    compatible,
+    trace_facts,
+)
 
 #: Flags that are the same in each micro-batch: whether to clip, whether to scale.
 _OPTION = re.compile(r"(?i)clip|norm|amp(?!l)|scal|16")
@@ -170,7 +180,7 @@ def both_halves(model, loader, optimizer, scaler):
                 note = {"unscale": "it was unscaled here", "scaler_step": "the step is here"}[other.kind]
                 yield self.at(unscale, expr=facts.short(unscale.call.node), what=what, notes=(Note(note, other.span),))
 
-    def _second(self, trace: Trace, place: int, facts: Facts) -> tuple[str, Moment] | None:
+    def _second(self, trace: Trace, place: int, facts: Facts) -> tuple[str, TraceStep] | None:
         unscale = trace[place]
         for index in range(place - 1, -1, -1):
             each = trace[index]
@@ -184,17 +194,17 @@ def both_halves(model, loader, optimizer, scaler):
                 each.optimizer, each.record, unscale.optimizer, unscale.record
             ):
                 continue
-            if any(between(trace, index, place, "exit", guard=each.guard)):
+            if any(trace_facts.between(trace, index, place, "exit", guard=each.guard)):
                 continue
             return ("comes a second time" if each.kind == "unscale" else "comes after the step"), each
         return None
 
-    def _each_microbatch(self, trace: Trace, place: int, facts: Facts) -> tuple[str, Moment] | None:
+    def _each_microbatch(self, trace: Trace, place: int, facts: Facts) -> tuple[str, TraceStep] | None:
         """Whether it is called for each micro-batch, and the update comes once for several."""
         unscale = trace[place]
         if not unscale.loops:
             return None
-        own = iteration(trace, unscale)
+        own = trace_facts.iteration(trace, unscale)
         scaled = [each for _, each in own if each.kind == "backward" and each.scale is not None]
         if not any(self._each_time(unscale, each) for each in scaled):
             return None  # a loop over optimizers, or the last micro-batch
@@ -202,7 +212,7 @@ def both_halves(model, loader, optimizer, scaler):
             return None
         updates = [e for e in trace if e.kind == "update" and compatible(e.guard, unscale.guard)]
         here = [each for each in updates if unscale.loops[-1] in each.loops]
-        if any(not rhythm(_more(each, unscale)) for each in here):
+        if any(not trace_facts.rhythm(_more(each, unscale)) for each in here):
             return None
         steps = [
             each
@@ -214,20 +224,20 @@ def both_halves(model, loader, optimizer, scaler):
         if not updates or not steps:
             return None
         step = steps[0]
-        if here and not rhythm(_more(step, unscale)):
+        if here and not trace_facts.rhythm(_more(step, unscale)):
             return None
         if not here and not any(set(each.loops) < set(unscale.loops) for each in updates):
             return None
         return "comes for each micro-batch, the step once for several", step
 
-    def _each_time(self, unscale: Moment, backward: Moment) -> bool:
+    def _each_time(self, unscale: TraceStep, backward: TraceStep) -> bool:
         """Whether it happens as often as a backward, but for options of the run."""
         return all(
-            _OPTION.search(flag) and not rhythm(Guard([more]))
+            _OPTION.search(flag) and not trace_facts.rhythm(PathCondition([more]))
             for more in unscale.guard - backward.guard
-            for flag in Guard([more]).flags()
+            for flag in PathCondition([more]).flags()
         )
 
 
-def _more(each: Moment, unscale: Moment) -> Guard:
-    return Guard(each.guard - unscale.guard)
+def _more(each: TraceStep, unscale: TraceStep) -> PathCondition:
+    return PathCondition(each.guard - unscale.guard)

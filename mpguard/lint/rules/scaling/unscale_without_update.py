@@ -4,11 +4,24 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import mend
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.guard import All, Guard, compatible, negated
-from mpguard.lint.facts.trace import Moment, Trace, between, exceptional, rhythm, unrelated
-from mpguard.lint.rule import Bad, Diagnostic, Fix, Good, Note, Rule, any_of
+from mpguard.lint import (
+    All,
+    Bad,
+    Diagnostic,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    PathCondition,
+    Rule,
+    Trace,
+    TraceStep,
+    any_of,
+    compatible,
+    negated,
+    python_edits,
+    trace_facts,
+)
 
 
 class UnscaleWithoutUpdate(Rule):
@@ -238,7 +251,7 @@ def skipped(model, x, optimizer, scaler):
                     fix=self._fix(found, unscale, scaler, facts),
                 )
 
-    def _skip(self, trace: Trace, place: int) -> Moment | None:
+    def _skip(self, trace: Trace, place: int) -> TraceStep | None:
         """What leaves the step after an unscale, where an update comes otherwise; or an update under a check."""
         unscale = trace[place]
         updates = [i for i in range(place, len(trace)) if self._updates(trace[i], unscale)]
@@ -250,16 +263,16 @@ def skipped(model, x, optimizer, scaler):
                 return each
         return self._checked(trace, place, updates)
 
-    def _updates(self, each: Moment, unscale: Moment) -> bool:
+    def _updates(self, each: TraceStep, unscale: TraceStep) -> bool:
         same = not unscale.loops or unscale.loops[0] in each.loops
         return each.kind == "update" and compatible(each.guard, unscale.guard) and same
 
-    def _leaves_step(self, each: Moment, unscale: Moment) -> bool:
+    def _leaves_step(self, each: TraceStep, unscale: TraceStep) -> bool:
         """Whether it is a `continue` of a loop around the unscale, or a `return` from the step that it is in."""
-        more = Guard(each.guard - unscale.guard)
-        if each.kind != "exit" or not more or rhythm(more) or not compatible(each.guard, unscale.guard):
+        more = PathCondition(each.guard - unscale.guard)
+        if each.kind != "exit" or not more or trace_facts.rhythm(more) or not compatible(each.guard, unscale.guard):
             return False
-        if not unrelated(each.guard, unscale.guard):
+        if not trace_facts.unrelated(each.guard, unscale.guard):
             return False  # the arm of a flag that goes by two names
         if each.ends(cst.Continue):
             return bool(each.loops) and each.loops[-1] in unscale.loops
@@ -275,11 +288,11 @@ def skipped(model, x, optimizer, scaler):
             return unscale.via[:depth] == each.via and inner is not None and not inner.loops and not each.record.loops
         return False
 
-    def _updated_after(self, trace: Trace, place: int, index: int) -> Iterator[Moment]:
+    def _updated_after(self, trace: Trace, place: int, index: int) -> Iterator[TraceStep]:
         """The updates before an exit, and those of the callers after it."""
         exits = trace[index]
         # a plain step: the other arm of a flag that goes by two names
-        yield from between(trace, place, index, "update", "handed", "step", "other_step", guard=exits.guard)
+        yield from trace_facts.between(trace, place, index, "update", "handed", "step", "other_step", guard=exits.guard)
         for each in trace[index:]:
             if exits.ends(cst.Return):
                 reached = each.via[: len(exits.via)] != exits.via
@@ -288,11 +301,11 @@ def skipped(model, x, optimizer, scaler):
             if reached and each.kind in ("update", "handed") and compatible(each.guard, exits.guard):
                 yield each
 
-    def _checked(self, trace: Trace, place: int, updates: list[int]) -> Moment | None:
+    def _checked(self, trace: Trace, place: int, updates: list[int]) -> TraceStep | None:
         """The update that a check of the gradients guards, where there is no other."""
         unscale, update = trace[place], trace[updates[0]]
-        more = Guard(update.guard - unscale.guard)
-        if not more or not all(exceptional(Guard([condition])) for condition in more):
+        more = PathCondition(update.guard - unscale.guard)
+        if not more or not all(trace_facts.exceptional(PathCondition([condition])) for condition in more):
             return None
         otherwise = unscale.guard.given(negated(All(tuple(more))))
         loop = unscale.loops[0] if unscale.loops else None
@@ -305,11 +318,11 @@ def skipped(model, x, optimizer, scaler):
                 return None
         return update
 
-    def _fix(self, found: Moment, unscale: Moment, scaler: str, facts: Facts) -> Fix | None:
+    def _fix(self, found: TraceStep, unscale: TraceStep, scaler: str, facts: Facts) -> Fix | None:
         if found.kind != "exit" or found.record.scope is not unscale.record.scope:
             return None
         line = facts.walker.parents.get(found.record.node)
         if not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
             return None
-        edit = mend.line_before(facts, line, unscale.call, f"{scaler}.update()")
+        edit = python_edits.line_before(facts, line, unscale.call, f"{scaler}.update()")
         return Fix("Update the scaler where the step is skipped", "unsafe", (edit,))

@@ -1,0 +1,255 @@
+"""`[tool.mpguard]` in the nearest `pyproject.toml` above a file, or the same keys in an `mpguard.toml`.
+
+An unknown key and a value of the wrong type are a `SettingsError`: a setting that is misspelt would
+otherwise do nothing, in silence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpguard.core import tracked_fs
+from mpguard.core.errors import SettingsError, did_you_mean
+from mpguard.core.tracked_fs import cached_per_run
+
+ENFORCE = ("error", "warn", "off")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings that hold for the files below `root`. Patterns are those of .gitignore, from `root`.
+
+    source: the file they are from; None where there is none, and all is at its default.
+    select: codes, prefixes of codes or ALL instead of the rules that are on by default; None: those.
+    preview: prefixes and ALL select preview rules too.
+    per_file_ignores: pattern -> codes that are left out in its files; `!pattern`: in all others.
+    configs: launch configs that the code is checked against, instead of those found beside it.
+    recipe, enforce: what `mpguard.run` and `mpguard.auto` take where nothing else says it.
+    gpu: what the code will run on (`h100`, `sm_90`).
+    training_paths, inference_paths: files whose code trains, or does not, where it cannot be told.
+    cache_dir: the folder that findings are kept in, instead of `.mpguard_cache`.
+    """
+
+    root: Path
+    source: Path | None = None
+    select: tuple[str, ...] | None = None
+    extend_select: tuple[str, ...] = ()
+    preview: bool = False
+    ignore: tuple[str, ...] = ()
+    per_file_ignores: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    configs: tuple[str, ...] = ()
+    recipe: str | None = None
+    gpu: str | None = None
+    training_paths: tuple[str, ...] = ()
+    inference_paths: tuple[str, ...] = ()
+    enforce: str | None = None
+    cache_dir: str | None = None
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal settings."""
+        return tracked_fs.digest(repr(self).encode())
+
+    def config_paths(self) -> tuple[Path, ...]:
+        """`configs` as paths. Raises `SettingsError` for one that is not there."""
+        paths = tuple(self.root / name for name in self.configs)
+        for path in paths:
+            if tracked_fs.type_of(str(path)) != "file":
+                raise SettingsError(f"{self.source}: `configs` names `{path}`, which is no file")
+        return paths
+
+
+_ISOLATED: ContextVar[bool] = ContextVar("isolated", default=False)
+
+
+@contextlib.contextmanager
+def isolated(on: bool = True) -> Iterator[None]:
+    """Within it there are no settings, whatever files say (`--isolated`)."""
+    token = _ISOLATED.set(on)
+    try:
+        yield
+    finally:
+        _ISOLATED.reset(token)
+
+
+def are_isolated() -> bool:
+    """Whether settings, and what other distributions bring, are to be left out."""
+    return _ISOLATED.get()
+
+
+def nearest(path: Path) -> Settings:
+    """The settings for a file or a folder: those of the nearest folder above that has some.
+
+    A `pyproject.toml` without `[tool.mpguard]` is passed over. Raises `SettingsError`.
+    """
+    path = path.absolute()
+    if are_isolated():
+        return Settings(Path(path.anchor))
+    folder = path if tracked_fs.type_of(str(path)) == "folder" else path.parent
+    with tracked_fs.untracked():
+        found = _of_folder(folder)
+    tracked_fs.record("settings", str(folder), found.fingerprint)
+    return found
+
+
+def of_file(path: str) -> Settings:
+    """The same for a file that is there: many files of one folder cost little more than one."""
+    return of_folder(os.path.dirname(os.path.abspath(path)))  # noqa: PTH100, PTH120
+
+
+def of_folder(folder: str) -> Settings:
+    """The same for a folder that is there, by its absolute path; it is looked at once."""
+    return _in_folder(folder, are_isolated())
+
+
+@cached_per_run
+def _in_folder(folder: str, isolated: bool) -> Settings:  # noqa: ARG001
+    return nearest(Path(folder))
+
+
+@cached_per_run
+def _of_folder(folder: Path) -> Settings:
+    for name in ("mpguard.toml", "pyproject.toml"):
+        settings = _read(folder / name)
+        if settings is not None:
+            return settings
+    return Settings(folder) if folder == folder.parent else _of_folder(folder.parent)
+
+
+def _read(path: Path) -> Settings | None:
+    """The settings in one file; None where the file is not there or says nothing to mpguard."""
+    try:
+        text = tracked_fs.read_regular_file(path).decode("utf-8")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: cannot be read: {error}") from None
+    own = path.name == "mpguard.toml"
+    if not own and "mpguard" not in text:
+        return None
+    if TYPE_CHECKING or sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        table: Any = tomllib.loads(text)
+    except RecursionError:
+        raise SettingsError(f"{path}: is nested too deeply to be read") from None
+    except ValueError as error:  # TOMLDecodeError, and a number of more digits than Python reads
+        raise SettingsError(f"{path}: is not TOML: {error}") from None
+    if not own:
+        tools = table.get("tool")
+        table = tools.get("mpguard") if isinstance(tools, dict) else None
+        if table is None:
+            return None
+    if not isinstance(table, dict):
+        raise SettingsError(f"{path}: `tool.mpguard` is {_shown(table)}; a table is needed")
+    return Settings(path.parent, path, **_values(table, path, text))
+
+
+def _values(table: Mapping[str, Any], path: Path, text: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        where = f"{path}{_line(text, key)}"
+        if key not in _KEYS:
+            inner = value if key in ("tool", "mpguard") and isinstance(value, dict) else None
+            hint = did_you_mean(key, _KEYS) if inner is None else "; here the settings stand at the top, in no table"
+            raise SettingsError(f"{where}: there is no setting `{key}`{hint}")
+        read, needed = _KEYS[key]
+        try:
+            values[key.replace("-", "_")] = read(value)
+        except ValueError:
+            raise SettingsError(f"{where}: `{key}` is {_shown(value)}; {needed} is needed") from None
+    return values
+
+
+def _line(text: str, key: str) -> str:
+    """`:LINE` of a key, for messages; nothing where it cannot be told (tomllib keeps no positions)."""
+    places = [
+        number
+        for number, line in enumerate(text.splitlines(), 1)
+        if re.match(rf"""\s*(["']?){re.escape(key)}\1\s*=|\s*\[(tool\.mpguard\.)?{re.escape(key)}\]""", line)
+    ]
+    return f":{places[0]}" if len(places) == 1 else ""
+
+
+def _shown(value: Any) -> str:
+    return f"`{value}`" if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def string(value: Any) -> str:
+    """The text that a setting is, of a file or of an editor; these raise `ValueError` for anything else."""
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
+def strings(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError
+    return tuple(map(string, value))
+
+
+def truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def codes(value: Any) -> tuple[str, ...]:
+    """In upper case, as on the command line."""
+    return tuple(code.upper() for code in strings(value))
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    return tuple(map(_pattern, strings(value)))
+
+
+def _pattern(text: str) -> str:
+    """As .gitignore has it, to which `./src` would be no path; an empty one would do nothing."""
+    negated, rest = ("!", text[1:]) if text.startswith("!") else ("", text)
+    if not rest.strip():
+        raise ValueError
+    return negated + (rest[1:] if rest.startswith("./") else rest)
+
+
+def _ignores(value: Any) -> dict[str, tuple[str, ...]]:
+    if not isinstance(value, dict):
+        raise ValueError
+    return {_pattern(pattern): codes(ignored) for pattern, ignored in value.items()}
+
+
+def _enforce(value: Any) -> str:
+    if value not in ENFORCE:
+        raise ValueError
+    return string(value)
+
+
+_A_LIST, _PATTERNS = "a list of strings", "a list of patterns, none of them empty,"
+_KEYS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "select": (codes, _A_LIST),
+    "extend-select": (codes, _A_LIST),
+    "ignore": (codes, _A_LIST),
+    "preview": (truth, "true or false"),
+    "per-file-ignores": (_ignores, "a table of pattern = list of codes"),
+    "include": (_patterns, _PATTERNS),
+    "exclude": (_patterns, _PATTERNS),
+    "configs": (strings, _A_LIST),
+    "recipe": (string, "a string"),
+    "gpu": (string, "a string"),
+    "training-paths": (_patterns, _PATTERNS),
+    "inference-paths": (_patterns, _PATTERNS),
+    "enforce": (_enforce, "one of error, warn, off"),
+    "cache-dir": (string, "a string"),
+}

@@ -1,0 +1,112 @@
+"""Edits of text: what fixes, `apply` and config fixes have in common.
+
+An `Edit` replaces a span of a file's decoded text (offsets in code points, line endings as they
+are in the file). Edits are plain data; one function applies them, one writes files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+#: Where something stands in a text: its first offset, and the one behind its last.
+Span = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Edit:
+    """Replace `text[start:end]` by `text`. `start == end` inserts."""
+
+    start: int
+    end: int
+    text: str
+
+
+class OverlappingEdits(ValueError):
+    """Two edits touch the same text."""
+
+
+class EditRefused(ValueError):
+    """Edits that the file cannot take: what stands there belongs to something else."""
+
+
+def apply_edits(text: str, edits: Iterable[Edit]) -> str:
+    """The text with all edits in it; raises `Overlap` where two touch the same span.
+
+    Equal edits count once (two fixes may add the same import). Insertions at one offset are kept
+    in the order given.
+    """
+    parts: list[str] = []
+    position = 0
+    last: Edit | None = None
+    for edit in sorted(dict.fromkeys(edits), key=lambda e: (e.start, e.end)):
+        if edit.start < position or (last is not None and last.end > edit.start):
+            raise OverlappingEdits(f"{last} and {edit}")
+        parts += (text[position : edit.start], edit.text)
+        position, last = edit.end, edit
+    parts.append(text[position:])
+    return "".join(parts)
+
+
+def compatible(edits: Iterable[Edit], more: Iterable[Edit]) -> bool:
+    """Whether all of them can be applied in one go."""
+    try:
+        apply_edits(" " * (1 + max((e.end for e in (*edits, *more)), default=0)), (*edits, *more))
+    except OverlappingEdits:
+        return False
+    return True
+
+
+def _take_after(new: Path, old: Path, status: os.stat_result) -> None:
+    """Gives a file the owner, group, extended attributes and mode of another, as far as that is permitted."""
+    mode = stat.S_IMODE(status.st_mode)
+    try:
+        os.chown(new, status.st_uid, status.st_gid)
+    except PermissionError:
+        mode &= ~(stat.S_ISUID | stat.S_ISGID)  # those were for somebody else
+        with contextlib.suppress(PermissionError):
+            os.chown(new, -1, status.st_gid)
+    if hasattr(os, "listxattr"):  # Linux: access control lists, too
+        with contextlib.suppress(OSError):
+            for name in os.listxattr(old):
+                with contextlib.suppress(OSError):
+                    os.setxattr(new, name, os.getxattr(old, name))
+    new.chmod(mode)  # last: a new owner takes bits of it away
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replaces a file's content so that it is the old or the new one at any moment.
+
+    Mode, extended attributes and, where permitted, owner are kept; a symbolic link stays one and its target is written.
+    A new file gets the mode that the umask gives. Raises `OSError`.
+    """
+    path = Path(os.path.realpath(path))
+    try:
+        before = path.stat()
+    except FileNotFoundError:
+        before = None
+    if before is not None and not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise PermissionError(13, "the file is read-only", str(path))
+    import tempfile  # 3 ms, for what most runs do not do
+
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if before is None:
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o666 & ~umask)
+        else:
+            _take_after(temporary, path, before)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

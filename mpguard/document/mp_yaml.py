@@ -1,0 +1,154 @@
+"""mpguard's own keys in an accelerate config: the one place that reads and writes them.
+
+    fp8_config:
+      mpguard_recipe: bf16_mixed
+      mpguard_overrides: {grad_reduce_in_fp32: false}
+
+They are kept in `fp8_config`, whose unknown keys accelerate accepts; an unknown top-level key it
+refuses. They are stored there, not transported: workers get the whole policy as text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpguard.core import settings
+from mpguard.core.errors import ConfigError, PolicyError, UnknownRecipe, did_you_mean
+from mpguard.document import Document, Entry, read
+from mpguard.policy.policy import FIELD_NAMES, Policy
+from mpguard.policy.recipes import recipe as named
+from mpguard.targets.inject import Change
+from mpguard.targets.settings import ABSENT, lookup, show
+
+SECTION = "fp8_config"
+RECIPE = f"{SECTION}.mpguard_recipe"
+OVERRIDES = f"{SECTION}.mpguard_overrides"
+_KEYS = ("mpguard_recipe", "mpguard_overrides")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """What a config says to mpguard. recipe: None where it names none."""
+
+    recipe: str | None
+    overrides: Mapping[str, Any]
+
+
+def load_policy(path: Path) -> Policy:
+    """The policy of an mp.yaml: its recipe with its overrides, else `[tool.mpguard] recipe`.
+
+    Raises `UnknownRecipe` for a recipe that is not there; `ConfigError` for a file that cannot be
+    used, an unknown key or field, a combination that cannot be, and where nothing names a recipe.
+    All name file, line and key.
+    """
+    document = read(Path(path))
+    policy = policy_of(document)
+    if policy is not None:
+        return policy
+    fallback = settings.nearest(Path(path))
+    if fallback.recipe is None:
+        raise ConfigError(
+            f"{path}: names no recipe. Run `mpguard apply RECIPE {path}`, add `{SECTION}: {{mpguard_recipe: NAME}}`, "
+            "or set `recipe` in [tool.mpguard]; `mpguard recipes` lists them"
+        )
+    try:
+        return named(fallback.recipe)
+    except PolicyError as error:
+        raise _at(error, f"{fallback.source}: `recipe`") from None
+
+
+def policy_of(document: Document) -> Policy | None:
+    """The policy that a config stores; None where it names no recipe. Raises as `load_policy`."""
+    said = stored(document)
+    if said.recipe is None:
+        return None
+    try:
+        policy = named(said.recipe)
+    except PolicyError as error:
+        raise _at(error, document.where(RECIPE)) from None
+    if not said.overrides:
+        return policy
+    try:
+        return policy.replace(**said.overrides)
+    except PolicyError as error:
+        raise ConfigError(f"{document.where(OVERRIDES)}: {error}") from None
+
+
+def stored(document: Document) -> Stored:
+    """mpguard's keys in a config, checked: known names, the right kinds of value. Raises `ConfigError`."""
+    document.require()
+    section = document.entry(SECTION)
+    if section is None or section.value is None:
+        return Stored(None, {})
+    if not isinstance(section.value, dict):
+        raise ConfigError(f"{document.where(SECTION)}: is {show(section.value)}; a section is needed")
+    for key in section.value:
+        if str(key).startswith("mpguard") and key not in _KEYS:
+            raise ConfigError(
+                f"{document.where(f'{SECTION}.{key}')}: mpguard has no such key{did_you_mean(key, _KEYS)}"
+            )
+    recipe = document.entry(RECIPE)
+    if recipe is not None and (not isinstance(recipe.value, str) or not recipe.value):
+        raise ConfigError(f"{document.where(RECIPE)}: is {show(recipe.value)}; the name of a recipe is needed")
+    overrides = document.entry(OVERRIDES)
+    if overrides is None or overrides.value is None:
+        return Stored(recipe.value if recipe else None, {})
+    _check_overrides(document, overrides, recipe)
+    return Stored(recipe.value if recipe else None, overrides.value)
+
+
+def _check_overrides(document: Document, overrides: Entry, recipe: Entry | None) -> None:
+    where = document.where(OVERRIDES)
+    if not isinstance(overrides.value, dict):
+        raise ConfigError(f"{where}: is {show(overrides.value)}; a section is needed, policy field: value")
+    for field, value in overrides.value.items():
+        if field not in FIELD_NAMES:
+            here = document.where(f"{OVERRIDES}.{field}")
+            raise ConfigError(f"{here}: a policy has no field `{field}`{did_you_mean(str(field), FIELD_NAMES)}")
+        if isinstance(value, dict):
+            raise ConfigError(f"{document.where(f'{OVERRIDES}.{field}')}: is a section; one value is needed")
+    if overrides.value and recipe is None:
+        raise ConfigError(f"{where}: overrides no recipe; `mpguard_recipe` is needed beside it")
+
+
+def resolved(recipe: str) -> tuple[str, Policy]:
+    """The name under which a recipe is stored, and its policy. Raises `UnknownRecipe`.
+
+    `auto` is stored as what it is on this machine: the other keys of the file are, too.
+    """
+    policy = named(recipe)
+    if policy.name.startswith("auto: "):
+        return policy.name.removeprefix("auto: "), policy
+    return recipe.replace("-", "_"), policy
+
+
+def changes(config: Mapping[str, Any], recipe: str, overrides: Mapping[str, Any] | None = None) -> list[Change]:
+    """What must change in an accelerate config for `load_policy` to give that recipe with those overrides.
+
+    Raises `ConfigError` for a SageMaker config, which has no `fp8_config`.
+    """
+    if config.get("compute_environment") == "AMAZON_SAGEMAKER":
+        raise ConfigError("a SageMaker config has no `fp8_config`, and no other place for mpguard's recipe")
+    wanted = {RECIPE: recipe, OVERRIDES: dict(overrides) if overrides else ABSENT}
+    return [
+        Change(key, old, new, "" if key == RECIPE else "they were those of another recipe" if new is ABSENT else "")
+        for key, new in wanted.items()
+        if (old := lookup(config, key)) != new
+    ]
+
+
+def deepspeed_file(config: Mapping[str, Any]) -> str | None:
+    """The DeepSpeed file that an accelerate config names, as it is written; `none` is accelerate's word for none."""
+    name = lookup(config, "deepspeed_config.deepspeed_config_file")
+    return name if isinstance(name, str) and name not in ("", "none") else None
+
+
+def _at(error: PolicyError, where: str) -> PolicyError:
+    """The same error, saying where its cause is written."""
+    if isinstance(error, UnknownRecipe):
+        error.args = (f"{where}: {error}",)
+        return error
+    return PolicyError(f"{where}: {error}")

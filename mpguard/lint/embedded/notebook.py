@@ -1,0 +1,324 @@
+"""Jupyter notebooks: all code cells of one as one program, and the way back into its JSON.
+
+Cells are numbered from 1, those of text included, as ruff counts them; lines and columns are those of
+a cell's own source. Magics are blanked to the same length, so that nothing shifts. What is written
+back are text edits within the `source` of the cells that changed: outputs, metadata, key order and
+indentation stay as they are, byte for byte.
+"""
+
+from __future__ import annotations
+
+import bisect
+import codecs
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from json.decoder import JSONDecodeError
+
+from mpguard.core.text_edits import Edit, EditRefused, apply_edits
+from mpguard.lint.model.finding import Finding, Lines, PlacedEdit, PlacedNote, Position
+
+#: Cell magics whose cell is Python of this notebook all the same; other cells with one are another language's, or
+#: another process's.
+_PYTHON_MAGICS = frozenset({"capture", "prun", "time", "timeit"})
+_CELL_MAGIC = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]*%%(\w+)")
+_STRING = (
+    r'"""(?:[^\\"]|\\.|"(?!""))*"""|\'\'\'(?:[^\\\']|\\.|\'(?!\'\'))*\'\'\''
+    r'|"(?:[^\\"\n]|\\.)*"|\'(?:[^\\\'\n]|\\.)*\''
+)
+_TOKEN = re.compile(rf"({_STRING}|#[^\n]*|\\\r?\n)|([(\[{{])|([)\]}}])|\n", re.DOTALL)
+_LINE = r"(?:[^\\\n]|\\(?!\r?\n)|\\\r?\n)*"
+#: What IPython takes for itself at the beginning of a statement: `%pip`, `!ls`, `?x`, `x?`, and `pip install` alone.
+_MAGIC = re.compile(
+    rf"[ \t]*(?:([%!?]{_LINE})|([\w.]+\?\??[ \t]*)(?=\r?$)|((?:pip|conda)[ \t]+install\b{_LINE}))", re.M
+)
+_ASSIGNED = re.compile(rf"[ \t]*[\w.,* \[\]]+=[ \t]*([%!]{_LINE})")
+#: A cell that begins with an indented line of code.
+_INDENTED = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]+[^\s#]")
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class BrokenNotebook(Exception):
+    """The file is no notebook; offset: where, in its text."""
+
+    def __init__(self, message: str, offset: int = 0) -> None:
+        super().__init__(message)
+        self.message, self.offset = message, offset
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A code cell. number: among all cells, from 1. text: its source. span: its `source` in the notebook's text.
+
+    start: where it begins in the program. blanked: spans of its text that the program does not hold.
+    literals: the JSON strings that its source is a list of; None where it is one string.
+    """
+
+    number: int
+    text: str
+    span: tuple[int, int]
+    literals: tuple[tuple[int, int], ...] | None
+    start: int = 0
+    blanked: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the program, with the line end that it gets there."""
+        return self.start + len(self.text) + (not self.text.endswith("\n"))
+
+    @functools.cached_property
+    def lines(self) -> Lines:
+        return Lines(self.text)
+
+
+class Notebook:
+    """A notebook's text, its Python cells in order, and the program that they are. Raises `BrokenNotebook`."""
+
+    def __init__(self, data: bytes) -> None:
+        self.bom = data.startswith(codecs.BOM_UTF8)
+        try:
+            self.text = data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            self.text = data.decode("utf-8", "replace").removeprefix("\ufeff")
+            place = len(data[: error.start].decode("utf-8-sig"))
+            raise BrokenNotebook(
+                f"not UTF-8: byte 0x{data[error.start]:02x}; save the notebook as UTF-8", place
+            ) from None
+        try:
+            self.python, found = _cells(self.text)
+        except (JSONDecodeError, RecursionError) as error:
+            place = error.pos if isinstance(error, JSONDecodeError) else 0
+            said = error.msg if isinstance(error, JSONDecodeError) else "nested too deeply"
+            raise BrokenNotebook(f"no JSON, which a notebook is: {said}", place) from None
+        cells: list[Cell] = []
+        program: list[str] = []
+        for cell in found if self.python else ():
+            code, blanked = _without_magics(cell.text)
+            if not cell.text.strip() or code is None:
+                continue
+            if _INDENTED.match(code):
+                program.append("if True:\n")  # IPython takes the indentation away; no cell begins with this
+            cells.append(dataclasses.replace(cell, start=sum(map(len, program)), blanked=tuple(blanked)))
+            program.append(code if code.endswith("\n") else code + "\n")
+        self.cells = tuple(cells)
+        self.program = "".join(program)
+        self._starts = [cell.start for cell in cells]
+        self._lines = Lines(self.program)
+
+    def cell_at(self, offset: int) -> Cell:
+        """The cell in which an offset of the program lies."""
+        return self.cells[max(bisect.bisect_right(self._starts, offset) - 1, 0)]
+
+    # -- findings -------------------------------------------------------------------------------
+
+    def place(self, position: Position) -> tuple[Cell, Position]:
+        """The cell of a place in the program, and the line and column in it."""
+        offset = self._lines.offset(*position)
+        cell = self.cell_at(offset)
+        return cell, cell.lines.position(min(offset - cell.start, len(cell.text)))
+
+    def relocated(self, finding: Finding) -> Finding:
+        """A finding in the program, as one in a cell."""
+        if not self.cells:
+            return finding
+        cell, (line, column) = self.place((finding.line, finding.column))
+        last, (end_line, end_column) = self.place((finding.end_line, finding.end_column))
+        if last is not cell:
+            end_line, end_column = line, column
+        fix = finding.fix
+        if fix is not None:
+            fix = dataclasses.replace(fix, edits=tuple(map(self._edit, fix.edits)))
+        return dataclasses.replace(
+            finding, cell=cell.number, line=line, column=column, end_line=end_line, end_column=end_column, fix=fix,
+            notes=tuple(self._note(note, cell, finding.path) for note in finding.notes),
+            source=tuple((number, cell.lines.line(number)) for number in range(max(line - 2, 1), line + 1)),
+        )  # fmt: skip
+
+    def _edit(self, edit: PlacedEdit) -> PlacedEdit:
+        cell, start = self.place(edit.start)
+        last, end = self.place(edit.end)
+        if last is not cell:  # it ends with a line, and so with the cell
+            end = cell.lines.position(len(cell.text))
+        return dataclasses.replace(edit, start=start, end=end, cell=cell.number)
+
+    def _note(self, note: PlacedNote, at: Cell, path: str) -> PlacedNote:
+        if note.start is None or note.end is None or note.path is not None:
+            return note
+        cell, start = self.place(note.start)
+        there = None if cell is at else f"{path}:cell {cell.number}"
+        return dataclasses.replace(note, path=there, start=start, end=max(start, self.place(note.end)[1]))
+
+    # -- back into the notebook -----------------------------------------------------------------
+
+    def edited(self, edits: Iterable[Edit]) -> bytes:
+        """The notebook with edits of its program written into its cells. Raises `Unwritable`."""
+        by_cell: dict[int, list[Edit]] = {}
+        for edit in edits:
+            cell = self.cell_at(edit.start)
+            start, end = edit.start - cell.start, edit.end - cell.start
+            if edit.end > cell.end:
+                raise EditRefused("it reaches from one cell into the next")
+            if any((start < last and first < end) or first < start == end < last for first, last in cell.blanked):
+                raise EditRefused("it would replace a magic")
+            by_cell.setdefault(cell.number, []).append(Edit(start, end, edit.text))
+        changes = [self._cell_edit(cell, by_cell[cell.number]) for cell in self.cells if cell.number in by_cell]
+        return (codecs.BOM_UTF8 if self.bom else b"") + apply_edits(self.text, changes).encode("utf-8", "surrogatepass")
+
+    def _cell_edit(self, cell: Cell, edits: list[Edit]) -> Edit:
+        """The edit of the notebook's text that edits of one cell are."""
+        ended = cell.text.endswith("\n")
+        new = apply_edits(cell.text if ended else cell.text + "\n", edits)
+        new = new if ended or not new.endswith("\n") else new[:-1]
+        before = self.text[slice(*cell.span)]
+        if cell.literals is None:
+            return Edit(*cell.span, _literal(new, before))
+        kept: dict[str, str] = {}
+        for first, last in cell.literals:
+            kept.setdefault(json.loads(self.text[first:last]), self.text[first:last])
+        items = [kept.get(line, _literal(line, before)) for line in re.findall(r"[^\n]*\n|[^\n]+", new)]
+        opening, closing = self.text[cell.span[0] : cell.literals[0][0]], self.text[cell.literals[-1][1] : cell.span[1]]
+        if len(cell.literals) > 1:
+            between = self.text[cell.literals[0][1] : cell.literals[1][0]]
+        else:
+            between = "," + (opening[1:] or " ")
+        return Edit(*cell.span, f"{opening}{between.join(items)}{closing}" if items else "[]")
+
+
+def _literal(text: str, like: str) -> str:
+    """A JSON string, with `\\u` escapes where what stood there had some."""
+    return json.dumps(text, ensure_ascii=like.isascii() and "\\u" in like)
+
+
+# -- reading ----------------------------------------------------------------------------------------
+
+
+def _cells(text: str) -> tuple[bool, list[Cell]]:
+    """Whether the notebook is one of Python, and its code cells with their places."""
+    notebook = dict(_members(text, _skip(text, 0)))
+    if "cells" not in notebook:
+        if "worksheets" in notebook:
+            raise BrokenNotebook(
+                "a notebook of format 3 or older; `jupyter nbconvert --to notebook` makes one of format 4"
+            )
+        raise BrokenNotebook("no notebook: `cells`, a list of them, is needed")
+    metadata = _value(text, notebook["metadata"]) if "metadata" in notebook else {}
+    found = []
+    for number, start in enumerate(_items(text, notebook["cells"]), 1):
+        cell = dict(_members(text, start))
+        if "cell_type" not in cell or _value(text, cell["cell_type"]) != "code":
+            continue
+        if "source" not in cell:
+            raise BrokenNotebook(f"cell {number} has no `source`", start)
+        first = cell["source"]
+        source, last = _DECODER.raw_decode(text, first)
+        if isinstance(source, str):
+            found.append(Cell(number, source, (first, last), None))
+        elif isinstance(source, list) and all(isinstance(line, str) for line in source):
+            literals = tuple((place, _DECODER.raw_decode(text, place)[1]) for place in _items(text, first))
+            found.append(Cell(number, "".join(source), (first, last), literals))
+        else:
+            raise BrokenNotebook(f"the `source` of cell {number} is no text, and no list of lines", first)
+    return _language(metadata) in ("", "python", "ipython"), found
+
+
+def _language(metadata: object) -> str:
+    """What the kernel runs, in lower case without a version; empty where the notebook does not say."""
+    for section, key in (("language_info", "name"), ("kernelspec", "language"), ("kernelspec", "name")):
+        inside = metadata.get(section) if isinstance(metadata, dict) else None
+        said = inside.get(key) if isinstance(inside, dict) else None
+        if isinstance(said, str) and said:
+            if key == "name" and section == "kernelspec":
+                return "" if "py" in said.lower() or "conda" in said.lower() else said.lower()
+            return said.lower().rstrip("0123456789.")
+    return ""
+
+
+def _skip(text: str, place: int) -> int:
+    found = _SPACE.match(text, place)
+    return found.end() if found else place
+
+
+def _value(text: str, place: int) -> object:
+    value: object = _DECODER.raw_decode(text, place)[0]
+    return value
+
+
+def _members(text: str, place: int) -> Iterator[tuple[str, int]]:
+    """The keys of the object at a place, each with where its value begins."""
+    if text[place : place + 1] != "{":
+        raise BrokenNotebook("no notebook: an object in `{}` is needed here", place)
+    place = _skip(text, place + 1)
+    while text[place : place + 1] != "}":
+        if text[place : place + 1] != '"':
+            raise JSONDecodeError("a key in double quotes is needed", text, place)
+        key, place = _DECODER.raw_decode(text, place)
+        place = _skip(text, place)
+        if text[place : place + 1] != ":":
+            raise JSONDecodeError("`:` is needed", text, place)
+        place = _skip(text, place + 1)
+        yield key, place
+        place = _next(text, _DECODER.raw_decode(text, place)[1], "}")
+
+
+def _items(text: str, place: int) -> Iterator[int]:
+    """Where the items of the list at a place begin."""
+    if text[place : place + 1] != "[":
+        raise BrokenNotebook("no notebook: a list is needed here", place)
+    place = _skip(text, place + 1)
+    while text[place : place + 1] != "]":
+        yield place
+        place = _next(text, _DECODER.raw_decode(text, place)[1], "]")
+
+
+def _next(text: str, place: int, closing: str) -> int:
+    """Where the next item begins, or the bracket stands that closes."""
+    place = _skip(text, place)
+    if text[place : place + 1] == closing:
+        return place
+    if text[place : place + 1] != ",":
+        raise JSONDecodeError(f"`,` or `{closing}` is needed", text, place)
+    return _skip(text, place + 1)
+
+
+# -- magics -----------------------------------------------------------------------------------------
+
+
+def _without_magics(text: str) -> tuple[str | None, list[tuple[int, int]]]:
+    """A cell's Python with its magics blanked, and where they stood; None for a cell that is none."""
+    spans: list[tuple[int, int]] = []
+    place = 0
+    cell_magic = _CELL_MAGIC.match(text)
+    if cell_magic is not None:
+        if cell_magic.group(1) not in _PYTHON_MAGICS:
+            return None, []
+        first = text.index("%%")
+        place = text.find("\n", first)
+        place = len(text) if place < 0 else place
+        spans.append((first, place))
+        place += 1
+    if not re.search(r"[%!?]|^[ \t]*(?:pip|conda)[ \t]", text[place:], re.M):
+        return _blank(text, spans), spans
+    depth = 0
+    while place <= len(text):
+        found = (_MAGIC.match(text, place) or _ASSIGNED.match(text, place)) if depth <= 0 else None
+        if found is not None:
+            spans.append(found.span(found.lastindex or 0))
+            place = found.end()
+        for token in _TOKEN.finditer(text, place):
+            depth += (token.lastindex == 2) - (token.lastindex == 3)
+            place = token.end()
+            if token.lastindex is None and depth <= 0:
+                break
+        else:
+            break
+    return _blank(text, spans), spans
+
+
+def _blank(text: str, spans: list[tuple[int, int]]) -> str:
+    """The text with `_` where a magic begins, and spaces for the rest of it: a name that nothing is known of."""
+    for first, last in spans:
+        text = text[:first] + "_" + re.sub(r"[^\r\n]", " ", text[first + 1 : last]) + text[last:]
+    return text

@@ -1,0 +1,76 @@
+"""What a value comes from, within one file: the records that an expression is computed from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts.syntax.nodes import children, dotted
+from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
+from mpguard.lint.facts.syntax.records import Call, Record, Scope
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+#: Expressions that are looked at for one.
+_MOST = 400
+
+
+class Origins:
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.found: list[Record] = []
+        self.seen: set[object] = set()
+
+    def expression(self, node: cst.CSTNode | None, scope: Scope, order: int, guard: PathCondition, depth: int) -> None:
+        if node is None or depth < 0 or node in self.seen or len(self.seen) > _MOST:
+            return
+        self.seen.add(node)
+        if isinstance(node, cst.Call):
+            call = self.facts.walker.call_of.get(node)
+            if call is not None:
+                self.found.append(call)
+                self.call(call, guard, depth)
+        if isinstance(node, (cst.Name, cst.Attribute)) and (path := dotted(node)):
+            self.name(path, scope, order, guard, depth)
+            return
+        for child in children(node):
+            self.expression(child, scope, order, guard, depth)
+
+    def name(self, path: str, scope: Scope, order: int, guard: PathCondition, depth: int) -> None:
+        parts = path.split(".")
+        for length in range(len(parts), 0, -1):
+            if self.facts.flow.spent:
+                return
+            key = ".".join(parts[:length])
+            bindings = [
+                b
+                for b in self.facts.flow.between(scope.bindings.get(key, ()), -1, order)
+                if compatible(b.guard, guard) and b.kind in ("assign", "element", "augmented", "item", "with", "for")
+            ] or self.facts.values.reaching(key, scope, order, guard)
+            for binding in bindings:
+                if binding in self.seen:
+                    continue
+                self.seen.add(binding)
+                if binding.kind in ("assign", "element", "augmented", "item", "for", "with"):
+                    self.found.append(binding)
+                    self.expression(binding.value, binding.scope, binding.order, guard, depth)
+                elif binding.kind == "param":
+                    for call in self.facts.callers(binding.scope):
+                        given = self.facts.values.given(call, binding.scope, binding.key)
+                        if given is not None and given is not binding.value:
+                            self.expression(given, call.scope, call.order, guard, depth - 1)
+            if bindings:
+                return
+
+    def call(self, call: Call, guard: PathCondition, depth: int) -> None:
+        for function in self.facts.functions(call):
+            scope = function.scope
+            if scope in self.seen or function.facts is not self.facts or scope.name == "__init__":
+                continue
+            self.seen.add(scope)
+            self.found += scope.calls
+            for each in scope.returns:
+                if each.value is not None and compatible(each.guard, guard):
+                    self.expression(each.value, scope, each.order, guard, depth - 1)

@@ -1,0 +1,326 @@
+"""The call graph of one file: classes and their ancestors, callers, callees, what conditions they share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition
+from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
+from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values.evaluate import DEPTH
+from mpguard.lint.facts.values.lattice import NOTHING_KNOWN, UNKNOWN, Class, Function, Object, Ref
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+_HARMLESS = (
+    "torch.utils.",
+    "abc.",
+    "typing.",
+    "enum.",
+    "dataclasses.",
+    "collections.",
+    "torch.autograd.",
+    "object",
+    "builtins.",
+)
+#: Method names that many classes have: a receiver that is unknown may be any of them.
+_COMMON = frozenset({
+    "step", "update", "forward", "to", "train", "eval", "run", "get", "add", "append", "items", "load", "save",
+    "backward", "scale",
+    "half", "type", "init", "build", "state_dict", "load_state_dict", "parameters", "prepare", "compile", "__call__",
+    "__init__",
+})  # fmt: skip
+
+
+#: Bindings that make a name none of a class of the file, and of no object of one.
+_NOT_OURS = frozenset({"def", "import", "from"})
+
+
+class CallGraph:
+    """Who calls whom in one file, and what its classes are."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._attributes: dict[Scope, dict[str, list[Binding]]] = {}
+        self._callers: dict[Scope, list[Call]] = {}
+        self._contexts: dict[Scope, PathCondition] = {}
+        self._active: set[object] = set()
+        self._escapes: dict[Scope, bool] = {}
+        self._given: set[str] = set()
+        self._given_of = -1
+        self._near: dict[Scope, list[Scope]] = {}
+        self._deep = 0
+        self._named: dict[str, list[Scope]] = {}
+        self._named_of = 0
+
+    def attributes(self, cls: Scope) -> dict[str, list[Binding]]:
+        """What the methods and the body of a class set: attribute -> bindings; of bases in sight too."""
+        if cls not in self._attributes:
+            found: dict[str, list[Binding]] = {}
+            self._attributes[cls] = found
+            for scope in cls.descendants():
+                for key, bindings in scope.bindings.items():
+                    if key.startswith("self.") and key.count(".") == 1:
+                        found.setdefault(key[5:], []).extend(b for b in bindings if b.kind not in ("item", "del"))
+            for key, bindings in cls.bindings.items():
+                found.setdefault(key, []).extend(bindings)
+            for base in self.bases(cls):
+                if isinstance(base, Class):
+                    for key, bindings in base.facts.graph.attributes(base.scope).items():
+                        if base.facts is self.facts and key not in found:
+                            found[key] = bindings
+        return self._attributes[cls]
+
+    def bases(self, cls: Scope) -> list[Class | str]:
+        """The base classes: those of the tree, and the full names of the others ("" if unknown)."""
+        found: list[Class | str] = []
+        for name in cls.base_names:
+            for each in (
+                self.facts.values.lookup(name, cls.parent or self.facts.module, 1 << 60) if name else NOTHING_KNOWN
+            ):
+                if isinstance(each.atom, Class) and each.atom.scope is not cls:
+                    found.append(each.atom)
+                else:
+                    found.append(each.atom.path if isinstance(each.atom, Ref) else "")
+        return found
+
+    def ancestry(self, cls: Scope) -> Iterator[str]:
+        """The full names of all library classes that a class descends from; "" for what is out of sight."""
+        seen: set[Scope] = set()
+        pending: list[tuple[Facts, Scope]] = [(self.facts, cls)]
+        while pending:
+            facts, scope = pending.pop()
+            if scope in seen:
+                continue
+            seen.add(scope)
+            for base in facts.graph.bases(scope):
+                if isinstance(base, Class):
+                    pending.append((base.facts, base.scope))
+                else:
+                    yield base
+
+    def class_kind(self, cls: Scope) -> str:
+        """What an instance is: `model`, `own_optimizer`, `trainer` ..., `own` for a class of the user's; "" unknown."""
+        if cls in self._active:
+            return ""
+        self._active.add(cls)
+        try:
+            bases = list(self.ancestry(cls))
+        finally:
+            self._active.discard(cls)
+        for base in bases:
+            last = base.rsplit(".", 1)[-1]
+            if base.split(".", 1)[0] in library_names.FRAMEWORK_ROOTS or last in (
+                "LightningModule",
+                "LightningDataModule",
+            ):
+                return "framework"
+            if base.startswith("torch.nn.") or last in ("PreTrainedModel", "ModelMixin", "Module"):
+                return "model"
+            if base.startswith("torch.optim.") or last == "Optimizer":
+                return "own_optimizer"
+            if "Scaler" in last:
+                return "scaler"
+            if last.endswith(("Trainer", "Callback", "Mixin")):
+                return "trainer"
+            if "." in base and base.startswith(("torch.utils", "abc", "typing", "enum", "dataclasses")):
+                continue
+        if "" in bases or any("." in base and not base.startswith(_HARMLESS) for base in bases):
+            return ""
+        return "own"
+
+    def base_unknown(self, cls: Scope | None) -> bool:
+        """Whether a class has ancestors that may bring what the file does not show."""
+        return cls is not None and self.class_kind(cls) in ("", "framework", "trainer")
+
+    def callers(self, scope: Scope) -> list[Call]:
+        """The calls of a function in its file."""
+        if scope in self._callers:
+            return self._callers[scope]
+        self._callers[scope] = []
+        if scope.kind != "function":
+            return []
+        found = []
+        wanted = scope.name
+        candidates = self.facts.calls.get(wanted, [])
+        if scope.is_method and wanted in ("__init__", "forward", "__call__"):
+            candidates = [
+                call
+                for name, calls in self.facts.calls.items()
+                for call in calls
+                if _could_be_instance(call) and (name == wanted or self._may_be_ours(call))
+            ]
+        for call in candidates:
+            if self._resolves(call, scope):
+                found.append(call)
+        self._callers[scope] = found
+        return found
+
+    def _may_be_ours(self, call: Call) -> bool:
+        """Whether what is called may be a class of this file or an object of one: no import and no `def` gives it its
+        name."""
+        if self.facts.imported_module:  # of which not all is known
+            return True
+        if call.receiver is not None:
+            return call.name in self._attribute_names
+        return any(
+            binding.kind not in _NOT_OURS
+            for place in call.scope.chain()
+            for binding in place.bindings.get(call.name, ())
+        )
+
+    @functools.cached_property
+    def _attribute_names(self) -> set[str]:
+        """The names that the file gives to attributes, methods left out."""
+        return {
+            key.rpartition(".")[2]
+            for scope in self.facts.walker.scopes
+            for key, bindings in scope.bindings.items()
+            if "." in key or (scope.kind == "class" and any(each.kind not in _NOT_OURS for each in bindings))
+        }
+
+    def _resolves(self, call: Call, scope: Scope) -> bool:
+        for each in self.facts.values.evaluate(call.func, call.scope, call.order):
+            atom = each.atom
+            if isinstance(atom, Function) and atom.scope is scope:
+                return True
+            if scope.name == "__init__" and isinstance(atom, Class) and atom.scope is scope.parent:
+                return True
+            if (
+                scope.name in ("forward", "__call__")
+                and isinstance(atom, Object)
+                and atom.cls is scope.parent
+                and atom.cls is not None
+            ):
+                return True
+        if (
+            scope.is_method
+            and call.name == scope.name
+            and call.receiver is not None
+            and not scope.name.startswith("__")
+        ):
+            unknown = all(
+                each.atom is UNKNOWN for each in self.facts.values.evaluate(call.receiver, call.scope, call.order)
+            )
+            same = self.named(scope.name)
+            return (
+                unknown
+                and len(same) == 1
+                and scope.name not in _COMMON
+                and dotted(call.receiver).split(".")[0] != "super"
+            )
+        return False
+
+    def functions(self, call: Call) -> list[Function]:
+        """The functions of the tree that a call may run; the `forward` of a module, the `__init__` of a class."""
+        found = []
+        for each in self.facts.evaluate(call.func, call):
+            atom = each.atom
+            if isinstance(atom, Function):
+                found.append(atom)
+            elif isinstance(atom, Class) and (init := atom.scope.method("__init__")):
+                found.append(Function(init, atom.facts))
+            elif isinstance(atom, Object) and atom.cls is not None and atom.facts is not None:
+                method = atom.cls.method("forward") or atom.cls.method("__call__")
+                if method is not None:
+                    found.append(Function(method, atom.facts))
+        if not found and call.receiver is not None and call.name not in _COMMON:
+            found = [Function(s, self.facts) for s in self.named(call.name) if s.is_method and call in self.callers(s)]
+        return found
+
+    def named(self, name: str) -> list[Scope]:
+        """The functions and methods of a name."""
+        scopes = self.facts.walker.scopes
+        if self._named_of != len(scopes):
+            self._named_of, self._named = len(scopes), {}
+            for scope in scopes:
+                if scope.kind == "function":
+                    self._named.setdefault(scope.name, []).append(scope)
+        return self._named.get(name, [])
+
+    def escapes(self, scope: Scope) -> bool:
+        """Whether a function is handed on as a value, so that others may call it."""
+        if scope not in self._escapes:
+            self._escapes[scope] = scope.parent is not None and self._handed_on(scope)
+        return self._escapes[scope]
+
+    def _handed_on(self, scope: Scope) -> bool:
+        if self._given_of != self.facts.parsed_bytes:
+            parents = self.facts.walker.parents
+            self._given_of = self.facts.parsed_bytes
+            self._given = {
+                use.path
+                for place in self.facts.walker.scopes
+                for uses in place.uses.values()
+                for use in uses
+                if isinstance(parents.get(use.node), (cst.Arg, cst.Element))
+            }
+        return (f"self.{scope.name}" if scope.is_method else scope.name) in self._given
+
+    # -- guards ---
+
+    def guard_of(self, record: Record) -> PathCondition:
+        """A record's guard, with the conditions under which its function is always called."""
+        joined = record.guard.joined(self.context(record.scope))
+        return joined if joined.possible else record.guard
+
+    def context(self, scope: Scope) -> PathCondition:
+        """The conditions that all calls of a function have in common."""
+        if scope.kind != "function":
+            return ALWAYS
+        if scope not in self._contexts:
+            self._contexts[scope] = ALWAYS
+            callers = self.callers(scope) if self._deep < DEPTH else []
+            if callers and not self.escapes(scope):
+                self._deep += 1
+                guards = [self.guard_of(call) for call in callers]
+                self._deep -= 1
+                self._contexts[scope] = PathCondition(frozenset.intersection(*map(frozenset, guards)))
+            elif scope.parent is not None and scope.parent.kind == "function":
+                self._contexts[scope] = self.context(scope.parent)
+        return self._contexts[scope]
+
+    def reachable(self, scope: Scope) -> set[Scope]:
+        """The functions of the file that are connected with this one by calls, and its class and module."""
+        seen: set[Scope] = set()
+        pending = [scope]
+        while pending:
+            current = pending.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            if current not in self._near:
+                self._near[current] = self._neighbours(current)
+            pending += self._near[current]
+        return seen
+
+    def _neighbours(self, scope: Scope) -> list[Scope]:
+        found: list[Scope] = []
+        if scope.kind == "class":
+            found += scope.children
+            found += [base.scope for base in self.bases(scope) if isinstance(base, Class) and base.facts is self.facts]
+        elif scope.kind == "function":
+            found += [call.scope for call in self.callers(scope)]
+            found += scope.children
+            if scope.parent is not None:
+                found.append(scope.parent)
+        for call in scope.calls:
+            if not self._elsewhere(call):
+                found += [function.scope for function in self.functions(call) if function.facts is self.facts]
+        return found
+
+    def _elsewhere(self, call: Call) -> bool:
+        """Whether what is called comes by an import: it is none of this file's functions."""
+        root = call.path.split(".", 1)[0]
+        bindings = self.facts.module.bindings.get(root, ()) if root not in call.scope.bindings else ()
+        return bool(bindings) and all(binding.kind in ("import", "from") for binding in bindings)
+
+
+def _could_be_instance(call: Call) -> bool:
+    return not isinstance(call.func, (cst.Call, cst.Subscript, cst.Lambda))

@@ -1,0 +1,479 @@
+"""Where a value goes, within one file.
+
+Through names, attributes, calls, returns and parameters, to the *sinks* that show training: `backward`,
+an optimizer, `prepare`, `initialize`, a trainer, FSDP/DDP.
+
+It stops where gradients and training stop: `no_grad`, `detach`, comparisons, shapes, a frozen
+model, an engine that runs its own precision.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import operator
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
+from mpguard.lint.facts.syntax.records import Call, Record, Scope, Use
+from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values.lattice import Ref
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+#: Nodes that one value is followed through, and functions deep. Beyond, where it goes is unknown.
+_MOST = 400
+_DEEP = 40
+_CASTS = frozenset({"float", "double", "to", "type", "type_as"})
+#: Methods that end what a cast to FP16 began.
+UPCASTS = frozenset({"float", "double"})
+
+#: Methods and functions whose result carries no gradient, or that only look.
+_STOPS = frozenset({
+    "item", "detach", "detach_", "numpy", "tolist", "size", "dim", "numel", "data_ptr", "element_size", "state_dict",
+    "get_device",
+    "is_floating_point", "argmax", "argmin", "print", "len", "isinstance", "type_as", "str", "repr", "int", "bool",
+    "hash",
+    "format", "save", "save_pretrained", "save_model", "save_file", "savez", "dump", "info", "debug", "warning",
+    "log", "log_metrics",
+    "add_scalar", "write", "assert_close", "allclose", "equal", "finfo", "stop_gradient", "hasattr", "getattr", "id",
+    "load_state_dict",
+    "summary", "export", "trace", "script", "update_parameters", "generate", "predict", "evaluate", "named_modules",
+    "modules",
+})  # fmt: skip
+_LOOKS = frozenset(
+    {"shape", "device", "dtype", "ndim", "config", "requires_grad", "is_cuda", "data", "grad", "__class__", "training"}
+)
+_GATHERS = frozenset({"append", "extend", "add", "insert", "setdefault", "appendleft"})
+#: Methods whose result a framework calls `backward` on.
+FRAMEWORK_STEPS = frozenset({"training_step", "compute_loss"})
+_ORDER = operator.attrgetter("order")
+_TRAIN_SINKS = frozenset({"backward", "optimizer", "prepare", "initialize", "trainer", "parallel"})
+
+
+@dataclasses.dataclass(eq=False)
+class Sink:
+    """Where a value ends: `backward`, `optimizer`, `prepare`, `initialize`, `trainer`, `parallel`,
+    `gradient` (a backward whose gradients nothing in sight applies), `saved`, `engine`, `frozen`, `peft`."""
+
+    kind: str
+    call: Call
+
+
+@dataclasses.dataclass(eq=False)
+class Reach:
+    """All that a value reaches; `outside` where it leaves the file's sight (returned to nobody, stored).
+
+    models: the calls of a model or module that it, or what is computed from it, is an input of.
+    """
+
+    sinks: list[Sink] = dataclasses.field(default_factory=list)
+    models: list[Call] = dataclasses.field(default_factory=list)
+    outside: bool = False
+
+    @property
+    def training_sinks(self) -> list[Sink]:
+        """The sinks that show that the value is trained with."""
+        return [sink for sink in self.sinks if sink.kind in _TRAIN_SINKS]
+
+    def meets(self, kind: str) -> bool:
+        return any(sink.kind == kind for sink in self.sinks)
+
+
+class Forward:
+    def __init__(self, facts: Facts, guard: PathCondition) -> None:
+        self.facts, self.guard = facts, guard
+        self.reach = Reach()
+        self.seen: set[object] = set()
+        self.left = _MOST
+        self.deep = 0
+        self.cast: tuple[str, Scope] | None = None
+
+    def start(self, node: cst.CSTNode, at: Record) -> Reach:
+        self.climb(node, at)
+        return self.reach
+
+    def sink(self, kind: str, call: Call) -> None:
+        if self.facts.trained.probes or (kind == "backward" and not self.facts.steps(call.scope)):
+            kind = "gradient" if kind in _TRAIN_SINKS else kind
+        self.reach.sinks.append(Sink(kind, call))
+
+    def climb(self, node: cst.CSTNode, at: Record) -> None:
+        """Follows the value of `node` to the expressions and statements around it."""
+        parents = self.facts.walker.parents
+        while self.left > 0 and ("node", node) not in self.seen:
+            self.seen.add(("node", node))
+            self.left -= 1
+            parent = parents.get(node)
+            if parent is None or isinstance(
+                parent, (cst.Expr, cst.If, cst.While, cst.Comparison, cst.Index, cst.Slice, cst.Assert)
+            ):
+                return
+            if isinstance(parent, cst.Attribute):
+                if parent.attr.value in _LOOKS:
+                    return
+                above = parents.get(parent)
+                if isinstance(above, cst.Call) and above.func is parent:
+                    if not self.method(parent.attr.value, above):
+                        return
+                    node = above
+                    continue
+                node = parent
+            elif isinstance(parent, cst.Call):  # what is called: model(x)
+                node = parent
+            elif isinstance(parent, cst.Arg):
+                call = self.facts.walker.call_of.get(parents[parent])
+                if call is None or not self.argument(call, parent) or self.cast_back(call):
+                    return
+                node, at = call.node, call
+            elif isinstance(parent, cst.Assign):
+                for target in parent.targets:
+                    self.bind(target.target, at)
+                return
+            elif isinstance(parent, (cst.AnnAssign, cst.AugAssign)):
+                self.bind(parent.target, at)
+                return
+            elif isinstance(parent, cst.NamedExpr):
+                self.bind(parent.target, at)
+                node = parent
+            elif isinstance(parent, (cst.Return, cst.Yield)):
+                self.returned(at.scope)
+                return
+            elif isinstance(parent, cst.For):
+                self.bind(parent.target, at)
+                return
+            elif isinstance(parent, (cst.ListComp, cst.GeneratorExp, cst.SetComp, cst.DictComp)):
+                if node not in (
+                    getattr(parent, "elt", None),
+                    getattr(parent, "key", None),
+                    getattr(parent, "value", None),
+                ):
+                    self.bind(parent.for_in.target, at)
+                    return
+                node = parent
+            elif isinstance(parent, cst.With):
+                for item in parent.items:
+                    if item.item is node and item.asname is not None:
+                        self.bind(item.asname.name, at)
+                return
+            elif isinstance(parent, cst.Lambda):
+                self.anonymous(parent, at)
+                return
+            elif (isinstance(parent, cst.IfExp) and node is parent.test) or isinstance(
+                parent, (cst.FunctionDef, cst.ClassDef, cst.Decorator)
+            ):
+                return
+            else:
+                node = parent
+
+    def anonymous(self, node: cst.Lambda, at: Record) -> None:
+        """Follows what a lambda returns: to the calls of its name, or what `map` makes of it."""
+        parents = self.facts.walker.parents
+        parent = parents.get(node)
+        if isinstance(parent, cst.Assign) and isinstance(name := parent.targets[0].target, cst.Name):
+            for call in self.facts.calls.get(name.value, ()):
+                bound = self.facts.values.reaching(name.value, call.scope, call.order)
+                if call.receiver is None and any(binding.value is node for binding in bound) and not self._quiet(call):
+                    self.climb(call.node, call)
+        elif isinstance(parent, cst.Arg) and not self._quiet(at):
+            above = parents[parent]
+            if isinstance(above, cst.Call) and dotted(above.func) == "map":
+                self.climb(above, at)
+
+    def cast_back(self, call: Call) -> bool:
+        """Whether a kernel's result is cast at once: `kernel(x.half()).float()`, `out = kernel(q.half())`, `out.to(t)`.
+
+        A kernel: a function of a library other than torch, or of nobody in sight; no model, no parameter.
+        """
+        atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
+        library = bool(atoms) and all(
+            isinstance(atom, Ref)
+            and not atom.path.startswith("torch.")
+            and not library_names.CAPITAL.match(atom.path.rsplit(".", 1)[-1])
+            for atom in atoms
+        )
+        if not library and (
+            not call.path or self.facts.values.reaching(call.path.split(".", 1)[0], call.scope, call.order)
+        ):
+            return False
+        parents = self.facts.walker.parents
+        above = parents.get(call.node)
+        if isinstance(above, cst.Attribute):
+            return above.attr.value in _CASTS
+        if not isinstance(above, cst.Assign) or not (key := dotted(above.targets[0].target)):
+            return False
+        uses = [u for u in call.scope.uses.get(key.split(".", 1)[0], ()) if u.order > call.order]
+        return any(use.path.startswith(key + ".") and use.path.rsplit(".", 1)[-1] in _CASTS for use in uses)
+
+    def bind(self, target: cst.CSTNode, at: Record) -> None:
+        if isinstance(target, (cst.Tuple, cst.List)):
+            for element in target.elements:
+                self.bind(element.value, at)
+            return
+        if isinstance(target, cst.Subscript):
+            target = target.value
+        key = dotted(target)
+        if key:
+            bindings = at.scope.bindings.get(key, ())
+            made = bisect.bisect_right(bindings, at.order, key=_ORDER)
+            self.taint(key, at.scope, bindings[made].order if made < len(bindings) else at.order)
+
+    def taint(self, key: str, scope: Scope, order: int) -> None:
+        """Follows all uses of a name that may have the value."""
+        if (key, scope, order) in self.seen or self.left <= 0:
+            return
+        if self.deep > _DEEP or self.facts.flow.spent:
+            self.reach.outside = True
+            return
+        self.seen.add((key, scope, order))
+        self.deep += 1
+        self.uses(key, scope, order)
+        self.deep -= 1
+
+    def uses(self, key: str, scope: Scope, order: int) -> None:
+        places: list[Scope] = list(scope.descendants())
+        if key.startswith("self.") and scope.owner is not None:
+            places = list(scope.owner.descendants())
+        elif scope.kind == "module":
+            places = [s for s in self.facts.walker.scopes if key not in s.bindings or s is scope]
+        else:
+            places = [s for s in places if s is scope or key not in s.bindings]
+        root = key.split(".", 1)[0]
+        last = self.ends(key, scope, order)
+        for place in places:
+            for use in place.uses.get(root, ()):
+                self.facts.flow.uses_left -= 1
+                if self.facts.flow.spent:
+                    self.reach.outside = True
+                    return
+                if use.path != key and not use.path.startswith(key + "."):
+                    continue
+                if (place is scope and not order < use.order < last) or (use, key) in self.seen:
+                    continue
+                if not compatible(self.guard, use.guard) or self.rebound(
+                    key, place if key.startswith("self.") else scope, order, use
+                ):
+                    continue
+                self.seen.add((use, key))
+                if self._quiet(use):
+                    continue
+                self.used(use.path[len(key) + 1 :], use)
+
+    def ends(self, key: str, scope: Scope, order: int) -> int:
+        """Where an object that is cast (`model.half()`) is cast up again: `model.float()`."""
+        if self.cast is None or (key, scope) != self.cast:
+            return 1 << 60
+        ups = (
+            use.order
+            for use in scope.uses.get(key.split(".", 1)[0], ())
+            if use.order > order and not (use.guard - self.guard) and self.upcasts(use, key)
+        )
+        return min(ups, default=1 << 60)
+
+    def upcasts(self, use: Use, key: str) -> bool:
+        """Whether a use is `model.float()` or `model.to(torch.float32)`, in place or as the name's new value."""
+        if use.path.rpartition(".")[0] != key or not (use.path.endswith(".to") or use.path[len(key) + 1 :] in UPCASTS):
+            return False
+        parent = self.facts.walker.parents.get(use.node)
+        call = self.facts.walker.call_of.get(parent) if isinstance(parent, cst.Call) else None
+        if call is None or call.func is not use.node:
+            return False
+        if call.name == "to":
+            given = [call.keywords["dtype"]] if "dtype" in call.keywords else call.positional[:2]
+            dtypes = {name for each in given for _, name in self.facts.dtypes(each, call)} - {None}
+            if not dtypes or not dtypes <= {"float32", "float64"}:
+                return False
+        above = self.facts.walker.parents.get(call.node)
+        if isinstance(above, cst.Assign):
+            return any(dotted(each.target) == key for each in above.targets)
+        return isinstance(above, cst.Expr)
+
+    def rebound(self, key: str, scope: Scope, order: int, use: Record) -> bool:
+        """Whether the name has another value by then."""
+        return (
+            order >= 0
+            and use.scope is scope
+            and any(
+                binding.kind not in ("item", "augmented")
+                and not (binding.guard - use.guard)
+                and set(binding.loops) <= set(use.loops)
+                for binding in self.facts.flow.between(scope.bindings.get(key, ()), order, use.order)
+            )
+        )
+
+    def _quiet(self, record: Record) -> bool:
+        """Whether it stands where no gradient is made."""
+        return any(
+            region.kind == "no_grad" and not (region.guard - record.guard) for region in self.facts.regions(record)
+        )
+
+    def used(self, rest: str, use: Record) -> None:
+        parts = rest.split(".") if rest else []
+        if parts and parts[0] in _LOOKS and parts[0] != "data":
+            return
+        parent = self.facts.walker.parents.get(use.node)
+        if isinstance(parent, cst.Call) and parent.func is use.node:
+            if parts:
+                if self.method(parts[-1], parent):
+                    self.climb(parent, use)
+            else:
+                call = self.facts.walker.call_of.get(parent)
+                if call is not None:
+                    self.climb(parent, call)
+            return
+        self.climb(use.node, use)
+
+    def method(self, name: str, node: cst.Call) -> bool:
+        """A method of the value is called: whether its result carries on."""
+        call = self.facts.walker.call_of.get(node)
+        if call is None:
+            return False
+        if name == "backward":
+            if self.facts.is_inference(call):
+                return False
+            self.sink("backward", call)
+            return False
+        if name in _GATHERS or name in _STOPS:
+            if name.startswith("save"):
+                self.sink("saved", call)
+            return False
+        if library_names.ADAPTERS.search(name):
+            self.sink("peft", call)
+        return True
+
+    def argument(self, call: Call, arg: cst.Arg) -> bool:
+        """The value is handed to a call: whether the call's result carries on."""
+        facts, name = self.facts, call.name
+        if name in ("backward", "manual_backward"):
+            self.sink("backward", call)
+            return False
+        if name in _GATHERS and call.receiver is not None:
+            self.bind(call.receiver, call)
+            return False
+        if name in _STOPS:
+            if name.startswith("save"):
+                self.sink("saved", call)
+            return False
+        if self._quiet(call):
+            return False
+        if name == "prepare" and call.receiver is not None:
+            kinds = facts.kinds(call.receiver, call)
+            if "accelerator" in kinds or "accelerator" in dotted(call.receiver).lower():
+                self.sink("prepare", call)
+                return True
+        if facts.frozen.named(dotted(call.receiver)) or facts.frozen.named(call.path):
+            self.sink("frozen", call)
+            return False
+        if library_names.ADAPTERS.search(name) or library_names.LOADS_ADAPTERS.search(call.path):
+            self.sink("peft", call)
+        carries, known = False, False
+        for each in facts.evaluate(call.func, call):
+            atom = each.atom
+            kind = type(atom).__name__
+            if kind == "Ref":
+                known = True
+                carries = self.through_library(atom.path, call, arg) or carries  # type: ignore[union-attr]
+            elif kind in ("Function", "Class"):
+                known = True
+                if atom.facts is not facts and library_names.SAVES.search(name):  # type: ignore[union-attr]
+                    self.sink("saved", call)
+                self.entered(atom.scope, call, arg)  # type: ignore[union-attr]
+                if kind == "Class":
+                    carries = True
+            elif kind == "Object":
+                known = True
+                carries = self.module(atom, call, arg) or carries
+        if not known:
+            if call.path and call.path.rsplit(".", 1)[-1] in facts.trained.modules:
+                self.reach.models.append(call)
+            for function in facts.functions(call):
+                known = True
+                self.entered(function.scope, call, arg)
+            if not known and library_names.SAVES.search(name):
+                self.sink("saved", call)
+                return False
+        return carries or not known
+
+    def through_library(self, path: str, call: Call, arg: cst.Arg) -> bool:
+        last = path.rsplit(".", 1)[-1]
+        kind = library_names.kind_of(path)
+        if library_names.SAVES.search(last):
+            self.sink("saved", call)
+            return False
+        if last in _STOPS or path.startswith(("numpy.", "logging.", "os.", "json.", "wandb.")):
+            if last == "save":
+                self.sink("saved", call)
+            return False
+        if kind == "optimizer":
+            if self.facts.any_training:  # an optimizer that nothing steps trains nothing
+                self.sink("optimizer", call)
+            return False
+        if kind == "trainer":
+            first = bool(call.positional) and arg.value is call.positional[0]  # a second model is the reference
+            if first or (arg.keyword is not None and arg.keyword.value in ("model", "args")):
+                self.sink("trainer", call)
+            return False
+        if kind == "engine":
+            self.sink("initialize", call)
+            return True
+        if last in library_names.PARALLEL:
+            self.sink("parallel", call)
+            return True
+        return not path.startswith("copy.deepcopy")
+
+    def module(self, atom: object, call: Call, arg: cst.Arg) -> bool:
+        """The value is an input of an object that is called."""
+        kind = getattr(atom, "kind", "")
+        if kind == "engine":
+            self.sink("engine", call)
+            return False
+        if kind == "pipeline":
+            return False
+        if kind == "optimizer":
+            return False
+        if kind == "model":
+            self.reach.models.append(call)
+        for function in self.facts.functions(call):
+            if function.facts is self.facts:
+                self.entered(function.scope, call, arg)
+        return True
+
+    def entered(self, scope: Scope, call: Call, arg: cst.Arg) -> None:
+        """The value becomes a parameter of a function of the file."""
+        if scope.kind == "class":
+            init = scope.method("__init__")
+            if init is None:
+                return
+            scope = init
+        if scope.chunk.source is not self.facts.source:
+            return
+        name = None
+        if arg.keyword is not None:
+            name = arg.keyword.value
+        elif arg.value in call.positional:
+            params = [p for p in scope.params if p.kind == "plain"]
+            if scope.is_bound:
+                params = params[1:]
+            place = call.positional.index(arg.value)
+            name = params[place].name if place < len(params) else None
+        if name is not None and not library_names.is_inference(scope.name):
+            self.taint(name, scope, scope.order)
+
+    def returned(self, scope: Scope) -> None:
+        if ("returned", scope) in self.seen:
+            return
+        self.seen.add(("returned", scope))
+        callers = self.facts.callers(scope) if scope.kind == "function" else []
+        if scope.name in FRAMEWORK_STEPS and scope.is_method and self.facts.base_unknown(scope.owner):
+            call = next(iter(scope.calls), None)
+            if call is not None:
+                self.sink("trainer", call)
+        if not callers:
+            self.reach.outside = True
+        for call in callers:
+            if not self._quiet(call):
+                self.climb(call.node, call)

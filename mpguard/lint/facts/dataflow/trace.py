@@ -1,0 +1,381 @@
+"""What happens to scaled gradients, in the order of control flow and across the helpers of a file.
+
+A *trace* is the run of one function that nobody in the file calls: scale, backward, unscale, clip, step, update,
+in order, with those of its helpers where they are called. Each moment knows under which flags it happens, in
+which loops, and through which calls. Rules ask what comes between two moments under flags that go together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import libcst as cst
+
+from mpguard.lint.facts.events.event import Event, is_scaler, last_name
+from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, MOST_CONDITIONS, Flag, PathCondition, compatible
+from mpguard.lint.facts.syntax.records import Call, Record, Scope
+from mpguard.lint.facts.values.lattice import Constant, Function, Object
+from mpguard.lint.facts.values.library_names import SCALER_NAMES
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+Kind = Literal[
+    "scale", "backward", "framework", "unscale", "clip", "scaler_step", "step", "update", "get_scale",
+    "zero_grad", "scheduler", "other_step", "read", "handed", "exit",
+]  # fmt: skip
+_EVENTS: tuple[Kind, ...] = (
+    "scale", "backward", "framework", "unscale", "clip", "scaler_step", "step", "update", "get_scale",
+)  # fmt: skip
+#: Flags that are the rhythm of gradient accumulation: `(i + 1) % n == 0`, `is_accumulating`, `update_now`.
+_RHYTHM = re.compile(r"(?i)%|accum|last_(?:opt_)?step|update_freq|sync_grad|should_(?:step|update)|do_(?:step|update)")
+#: Flags that may choose between scaled and plain gradients; a backend, a device and a framework do too.
+_PRECISION = re.compile(
+    r"(?i)16|amp(?!l)|scal|half|precision|dtype|apex|deepspeed|\bds_|fsdp|accelerat(?!ion_steps|e_grad)|mixed|native"
+    r"|cuda|device|tpu|xla|npu|cpu|gpu|hpu|fabric|backend|engine|#|call"
+)
+#: A condition on overflow, on a bad batch: what is skipped then is skipped by exception.
+CHECKS = re.compile(r"(?i)finite|inf(?![a-z])|nan(?![a-z])|overflow|invalid")
+#: Functions that are handed a scaler and do not use it to step: `save_checkpoint(model, scaler)`.
+_ONLY_STORE = re.compile(
+    r"(?i)save|load|checkpoint|ckpt|restore|resume|print|log|info|state|isinstance|hasattr|getattr|bool"
+)
+#: Moments of one trace, and calls deep.
+_MOST = 3_000
+_DEEP = 6
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TraceStep:
+    """Something that happens in a trace.
+
+    guard: its conditions with those of the calls on the way; loops: those around it, outermost first.
+    via: the calls of helpers on the way. scale: of a backward, the event that surely scales its loss.
+    """
+
+    kind: Kind
+    record: Record
+    event: Event | None = None
+    guard: PathCondition = ALWAYS
+    loops: tuple[cst.CSTNode, ...] = ()
+    via: tuple[Call, ...] = ()
+    scale: Event | None = None
+
+    @property
+    def call(self) -> Call:
+        assert isinstance(self.record, Call)
+        return self.record
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.record.span
+
+    @property
+    def scaler(self) -> cst.BaseExpression | None:
+        """The expression of the scaler, of what one does."""
+        if self.kind == "backward":
+            return self.scale.subject if self.scale is not None else None
+        return self.call.receiver
+
+    @property
+    def optimizer(self) -> cst.BaseExpression | None:
+        """The expression of the optimizer, of an unscale or a step."""
+        return self.event.subject if self.event is not None else None
+
+    def ends(self, kind: type[cst.CSTNode]) -> bool:
+        """Whether it is a `continue` (or `break`, `raise`, `return`)."""
+        return self.kind == "exit" and isinstance(self.record.node, kind)
+
+
+Trace = tuple[TraceStep, ...]
+
+
+class Traces:
+    """The traces of one file."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._relevant: dict[Scope, bool] = {}
+        self._items: dict[Scope, list[TraceStep | Call]] = {}
+        self._left = 0
+
+    @cached_property
+    def all(self) -> tuple[Trace, ...]:
+        """One trace for each function that something happens in and that no other function of the file calls."""
+        scopes = [s for s in self.facts.walker.scopes if s.kind != "class" and self._matters(s, ())]
+        called = {
+            helper.scope
+            for s in scopes
+            for item in self._items_of(s)
+            if isinstance(item, Call)
+            for helper in self._helpers(item)
+        }
+        return tuple(self._trace(scope) for scope in scopes if scope not in called)
+
+    def _trace(self, scope: Scope) -> Trace:
+        self._left = _MOST
+        return tuple(self._expand(scope, ALWAYS, (), (), (scope,)))
+
+    def _expand(
+        self,
+        scope: Scope,
+        guard: PathCondition,
+        loops: tuple[cst.CSTNode, ...],
+        via: tuple[Call, ...],
+        stack: tuple[Scope, ...],
+    ) -> Iterator[TraceStep]:
+        for item in self._items_of(scope):
+            record = item if isinstance(item, Call) else item.record
+            both = guard.joined(record.guard)
+            if len(both) > MOST_CONDITIONS or not both.possible or self._left <= 0:
+                continue
+            self._left -= 1
+            around = (*loops, *record.loops)
+            if isinstance(item, TraceStep):
+                yield dataclasses.replace(item, guard=both, loops=around, via=via)
+                continue
+            helpers = [each for each in self._helpers(item) if each.scope not in stack]
+            for number, helper in enumerate(helpers if len(stack) < _DEEP else ()):
+                arm = both.given(Flag(f"call#{item.order}", number + 1)) if len(helpers) > 1 else both
+                yield from self._expand(helper.scope, arm, around, (*via, item), (*stack, helper.scope))
+
+    # -- what happens in one function ---------------------------------------------------------------
+
+    def _matters(self, scope: Scope, active: tuple[Scope, ...]) -> bool:
+        """Whether something happens in a function or in its helpers."""
+        if scope not in self._relevant and scope not in active and len(active) <= _DEEP:
+            found = scope in self._own or any(
+                self._matters(helper.scope, (*active, scope)) for call in scope.calls for helper in self._helpers(call)
+            )
+            if active and not found:
+                return False  # within a cycle it may be half the answer
+            self._relevant[scope] = found
+        return self._relevant.get(scope, False)
+
+    def _items_of(self, scope: Scope) -> list[TraceStep | Call]:
+        """The moments of a function itself and the calls of helpers in which there are others, in order."""
+        if scope not in self._items:
+            calls = [
+                call for call in scope.calls if any(self._matters(each.scope, (scope,)) for each in self._helpers(call))
+            ]
+            found: list[tuple[int, int, TraceStep | Call]] = [(c.order, 0, c) for c in calls]
+            found += [(m.record.order, 1, m) for m in self._own.get(scope, ())]
+            if found:
+                found += [(e.order, 2, TraceStep("exit", e)) for e in (*scope.exits, *scope.returns)]
+            self._items[scope] = [item for _, _, item in sorted(found, key=lambda each: each[:2])]
+        return self._items[scope]
+
+    @cached_property
+    def _own(self) -> dict[Scope, list[TraceStep]]:
+        facts = self.facts
+        found: dict[Scope, list[TraceStep]] = {}
+        for kind in _EVENTS:
+            for event in facts.events(kind):
+                if kind == "framework" and self._helpers(event.call):
+                    continue  # a method of one's own: what it does is seen
+                scale = self.scaled.get(event.call) if kind == "backward" else None
+                found.setdefault(event.scope, []).append(TraceStep(kind, event.call, event, scale=scale))
+        for call in facts.calls.get("zero_grad", ()):
+            found.setdefault(call.scope, []).append(TraceStep("zero_grad", call))
+        known = {event.call for kind in ("step", "scaler_step") for event in facts.events(kind)}
+        for call in facts.calls.get("step", ()):
+            if call.receiver is None or call in known:
+                continue
+            schedules = "sched" in last_name(call.receiver).lower() or "scheduler" in facts.kinds(call.receiver, call)
+            kind = "scheduler" if schedules else "other_step"
+            found.setdefault(call.scope, []).append(TraceStep(kind, call))
+        for scope in facts.walker.scopes:
+            for uses in scope.uses.values():
+                for use in uses:
+                    if use.path.endswith(".grad") or ".grad." in use.path:
+                        found.setdefault(scope, []).append(TraceStep("read", use))
+            for call in scope.calls:
+                if self._handed(call):
+                    found.setdefault(scope, []).append(TraceStep("handed", call))
+        return found
+
+    @cached_property
+    def scaled(self) -> dict[Call, Event]:
+        """The backward passes that run on a scaled loss for sure, with the call that scales it."""
+        return {
+            backward: scale
+            for backward, scale in self.may_scale.items()
+            # Each way that the loss comes by must be scaled: an arm that is not may be the one of this step.
+            if not (scale.call.guard - backward.guard)
+        }
+
+    @cached_property
+    def may_scale(self) -> dict[Call, Event]:
+        """The backward passes whose loss a scaler may have scaled, with the call that does."""
+        scales = {event.call: event for event in self.facts.events("scale")}
+        found = {}
+        for backward in self.facts.events("backward") if scales else ():
+            if backward.subject is None:
+                continue
+            records = self.facts.flow.backward(backward.subject, backward.call, depth=1)
+            scale = next((scales[r] for r in records if isinstance(r, Call) and r in scales), None)
+            if scale is not None and compatible(scale.guard, backward.guard):
+                found[backward.call] = scale
+        return found
+
+    def _helpers(self, call: Call) -> Sequence[Function]:
+        """The functions of the file that a call runs; a closure that is handed to a step."""
+        facts = self.facts
+        if call.name == "step":
+            closure = call.argument(None, "closure") or next(iter(call.positional), None)
+            atoms = [each.atom for each in facts.evaluate(closure, call)] if closure is not None else []
+            return [atom for atom in atoms if isinstance(atom, Function) and atom.facts is facts]
+        if not facts.graph.named(call.name):
+            return ()
+        return [function for function in facts.functions(call) if function.facts is facts]
+
+    def _handed(self, call: Call) -> bool:
+        """Whether a call out of sight may use a scaler: one that it is given, or that its object has."""
+        if call.name[:1].isupper() or _ONLY_STORE.search(call.name) or self._helpers(call):
+            return False
+        given = [*call.positional, *call.keywords.values()]
+        if any("scaler" in last_name(each).lower() for each in given) and not (
+            call.receiver is not None and is_scaler(self.facts, call.receiver, call)
+        ):
+            return True
+        if isinstance(call.func, cst.Name) and "scaler" in call.func.value.lower():
+            return True  # timm's `loss_scaler(loss, optimizer)`
+        return (
+            call.path.startswith("self.")
+            and call.path.count(".") == 1
+            and not self.facts.paths(call)
+            and call.name not in call.scope.bindings
+            and self.facts.base_unknown(call.scope.owner)
+            and bool(re.search(r"(?i)scal|clip|optim|step|backward|update", call.name))
+        )
+
+    # -- which object --------------------------------------------------------------------------------
+
+    def own(self, node: cst.CSTNode | None, at: Record) -> bool:
+        """Whether a scaler is surely one of torch's that the file makes (or None in another arm)."""
+        atoms = [each.atom for each in self.facts.evaluate(node, at)]
+        made = [atom for atom in atoms if not (isinstance(atom, Constant) and atom.value in (None, False))]
+        return bool(made) and all(
+            isinstance(atom, Object)
+            and atom.kind == "scaler"
+            and atom.path.startswith("torch.")
+            and atom.path.rsplit(".", 1)[-1] in SCALER_NAMES
+            for atom in made
+        )
+
+    def like_torch(self, node: cst.CSTNode | None, at: Record) -> bool:
+        """Whether a scaler is torch's, or may be: no wrapper's, no class of another library or of the tree."""
+        return dotted(node).split(".", 1)[0] not in ("accelerator", "engine", "fabric") and all(
+            not isinstance(each.atom, Object) or each.atom.path.startswith("torch.")
+            for each in self.facts.evaluate(node, at)
+        )
+
+    def enabled(self, node: cst.CSTNode | None, at: Record) -> PathCondition:
+        """The guard under which a scaler is enabled at all."""
+        guard = PathCondition()
+        for each in self.facts.evaluate(node, at):
+            if isinstance(each.atom, Object) and each.atom.call is not None and each.atom.kind == "scaler":
+                guard = guard.joined(self.facts.of(each.atom.call).enabled(each.atom.call, each.atom.path))
+        return guard
+
+    def same(self, one: cst.CSTNode | None, at: Record, other: cst.CSTNode | None, there: Record) -> bool:
+        """Whether two expressions are surely the same object: made by one call, or one name in one function."""
+        if one is None or other is None:
+            return False
+        made, made_there = self._made(one, at), self._made(other, there)
+        if made is not None and made_there is not None:
+            return bool(made & made_there)
+        place, elsewhere = dotted(one), dotted(other)
+        text = self.facts.short(one) == self.facts.short(other)
+        return text and (at.scope is there.scope or (place.startswith("self.") and elsewhere == place))
+
+    def differ(self, one: cst.CSTNode | None, at: Record, other: cst.CSTNode | None, there: Record) -> bool:
+        """Whether two expressions are surely different objects."""
+        made, made_there = self._made(one, at), self._made(other, there)
+        return made is not None and made_there is not None and not made & made_there
+
+    def _made(self, node: cst.CSTNode | None, at: Record) -> set[Call] | None:
+        """The calls that may have made an object; None where one is out of sight."""
+        atoms = [each.atom for each in self.facts.evaluate(node, at)]
+        made = [atom for atom in atoms if not isinstance(atom, Constant)]
+        if not made or any(not isinstance(atom, Object) or atom.call is None for atom in made):
+            return None
+        return {atom.call for atom in made if isinstance(atom, Object) and atom.call is not None}
+
+
+def between(trace: Trace, first: int, last: int, *kinds: Kind, guard: PathCondition) -> Iterator[TraceStep]:
+    """The moments of some kinds on the way from one place of a trace to another, that may happen under a guard."""
+    for place in range(first + 1, last):
+        moment = trace[place]
+        if moment.kind in kinds and compatible(moment.guard, guard) and not _left(trace, place, last):
+            yield moment
+
+
+def _left(trace: Trace, place: int, last: int) -> bool:
+    """Whether whoever comes by one place leaves before the other: `optimizer.zero_grad(); continue`."""
+    moment, target = trace[place], trace[last]
+    for each in trace[place + 1 : last]:
+        if each.kind != "exit" or each.guard - moment.guard:
+            continue
+        loop = each.loops[-1] if each.loops and not each.ends(cst.Return) and not each.ends(cst.Raise) else None
+        if loop in target.loops if loop is not None else target.via[: len(each.via)] == each.via:
+            return True
+    return False
+
+
+def before(trace: Trace, place: int) -> Iterator[tuple[int, TraceStep]]:
+    """The backward passes whose gradients a moment meets: the last before it, and those in arms that exclude it."""
+    moment = trace[place]
+    arms: list[PathCondition] = []
+    for index in range(place - 1, -1, -1):
+        each = trace[index]
+        if each.kind not in ("backward", "framework") or not compatible(each.guard, moment.guard):
+            continue
+        if any(compatible(each.guard, arm) for arm in arms):
+            continue
+        yield index, each
+        arms.append(each.guard)
+        if not (each.guard - moment.guard):
+            return
+
+
+def iteration(trace: Trace, moment: TraceStep) -> list[tuple[int, TraceStep]]:
+    """The moments of one pass of the innermost loop around one; of the whole trace where there is none."""
+    loop = moment.loops[-1] if moment.loops else None
+    return [(place, each) for place, each in enumerate(trace) if loop is None or loop in each.loops]
+
+
+def unrelated(later: PathCondition, earlier: PathCondition) -> bool:
+    """Whether what one guard asks more than another has nothing to do with precision: it cannot be the same flag
+    under another name, and choose between scaled and plain gradients."""
+    return not any(_PRECISION.search(word) for word in PathCondition(later - earlier).words())
+
+
+def rhythm(guard: PathCondition) -> bool:
+    """Whether some condition of a guard is the rhythm of gradient accumulation."""
+    return any(_RHYTHM.search(flag) for flag in guard.flags())
+
+
+def exceptional(guard: PathCondition) -> bool:
+    """Whether some condition of a guard looks for an overflow."""
+    return any(CHECKS.search(flag) for flag in guard.flags())
+
+
+__all__ = [
+    "CHECKS",
+    "Kind",
+    "Trace",
+    "TraceStep",
+    "Traces",
+    "before",
+    "between",
+    "exceptional",
+    "iteration",
+    "rhythm",
+    "unrelated",
+]

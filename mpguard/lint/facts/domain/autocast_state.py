@@ -1,0 +1,131 @@
+"""Which autocast is in force at a place: that of a region, of the callers, or Accelerate's around a prepared model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import TYPE_CHECKING
+
+from mpguard.lint.facts.syntax.nodes import constant
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible
+from mpguard.lint.facts.syntax.records import Call, Record, Scope
+from mpguard.lint.facts.values.lattice import Class, Object
+from mpguard.lint.source.libcst_internals import Frames
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+#: Callers and hosts that an autocast is looked for at: how far, and how many of one.
+_FAR = 6
+_MOST = 12
+#: What runs code under autocast.
+_SPEAKS = re.compile(
+    r"(?i:autocast|\bamp\b|accelerat|deepspeed|lightning|fabric|mixed.?precision)|import [^\n]*Trainer|\(\w*Trainer\)"
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AutocastState:
+    """The autocast that may be in force: `dtype` is "off", or None where it is unknown."""
+
+    guard: PathCondition
+    dtype: str | None
+    device: str | None = None
+    origin: Record | None = None
+
+
+_UNKNOWN = (AutocastState(ALWAYS, None),)
+
+
+class Autocasting:
+    """The autocasts of one file."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._around: dict[Scope, tuple[AutocastState, ...]] = {}
+
+    def at(self, record: Record) -> tuple[AutocastState, ...]:
+        """Those that may be in force where a record stands: its own, else those of its callers."""
+        with Frames():
+            return self._at(record, _FAR)
+
+    def _at(self, record: Record, depth: int) -> tuple[AutocastState, ...]:
+        found: list[AutocastState] = []
+        for region in reversed(self.facts.regions(record)):
+            if region.kind in ("no_grad", "fp8_autocast"):
+                continue
+            if region.kind != "autocast":
+                return (*found, *_UNKNOWN)
+            if not region.guard.possible:
+                return (*found, AutocastState(ALWAYS, "off"))
+            for guard, dtype in region.dtypes:
+                both = region.guard.joined(guard)
+                if compatible(both, record.guard):
+                    found.append(AutocastState(both, dtype, region.device, region.call))
+            if not (region.guard - record.guard):
+                return tuple(found)
+        return (*found, *self._outer(record.scope, depth))
+
+    def _outer(self, scope: Scope, depth: int) -> tuple[AutocastState, ...]:
+        """The autocast around the callers of a function; none around a script's own statements."""
+        if scope.kind != "function":
+            return (AutocastState(ALWAYS, "off"),) if scope.kind == "module" else _UNKNOWN
+        if scope in self._around:
+            return self._around[scope]
+        self._around[scope] = _UNKNOWN
+        callers = self.facts.callers(scope) if depth else []
+        found: list[AutocastState] = []
+        for call in callers[:_MOST]:
+            for state in self._prepared(call) or self._at(call, depth - 1):
+                guard = state.guard.joined(call.guard)
+                if guard.possible:
+                    found.append(dataclasses.replace(state, guard=guard))
+        model = scope.owner is not None and self.facts.graph.class_kind(scope.owner) == "model"
+        hosts = self._hosts(scope) if model and not callers and depth else []
+        for host in hosts:
+            found += self._outer(host, depth - 1)
+        backward = any(call.name == "backward" for call in scope.calls)  # nobody runs that under autocast
+        if not callers and not model and (backward or self._alone):
+            found.append(AutocastState(ALWAYS, "off"))
+        elif not (callers or hosts) or len(callers) > _MOST or self.facts.escapes(scope):
+            found.append(AutocastState(ALWAYS, None))
+        if depth == _FAR:
+            self._around[scope] = tuple(found)
+        else:
+            del self._around[scope]
+        return tuple(found)
+
+    def _hosts(self, scope: Scope) -> list[Scope]:
+        """The `forward`s that run that of a layer, where all of its instances are made by modules of the file for
+        themselves: `self.layers = ModuleList([Block() for _ in range(12)])`. None where one may enter an autocast."""
+        owner, found = scope.owner, []
+        if owner is None or scope.name != "forward" or scope.decorators:
+            return []
+        for call in self.facts.calls.get(owner.name, ()):
+            atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
+            if not any(isinstance(atom, Class) and atom.scope is owner for atom in atoms):
+                continue
+            host = call.scope.owner.method("forward") if call.scope.owner is not None else None
+            if host is None or host is scope or host.withs or host.decorators:
+                return []
+            found.append(host)
+        return list(dict.fromkeys(found))
+
+    @functools.cached_property
+    def _alone(self) -> bool:
+        """Whether nothing in the file speaks of autocast: a script is judged by what it says, a module's `forward` by
+        its callers alone."""
+        return not _SPEAKS.search(self.facts.source.text)
+
+    def _prepared(self, call: Call) -> tuple[AutocastState, ...]:
+        """The autocast that Accelerate puts around the `forward` of a model that it prepared."""
+        if not any(isinstance(e.atom, Object) and e.atom.prepared for e in self.facts.evaluate(call.func, call)):
+            return ()
+        created = self.facts.events("accelerator")
+        said = {constant(event.call.keywords.get("mixed_precision")) for event in created}
+        if said == {None} and not any(event.call.starred or event.call.positional for event in created):
+            said = {(config.mixed_precision,) for config in self.facts.project.configs_for(self.facts.path)}
+        modes: dict[tuple[object] | None, str] = {("fp16",): "float16", ("bf16",): "bfloat16", ("no",): "off"}
+        dtype = modes.get(said.pop()) if len(said) == 1 else None
+        return (AutocastState(ALWAYS, dtype, "cuda", call),)

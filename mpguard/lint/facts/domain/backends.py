@@ -1,0 +1,75 @@
+"""The switches of torch's backends that a file sets: TF32, reductions in reduced precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.records import Record
+from mpguard.lint.facts.values.lattice import Constant, Ref
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+_ATTRIBUTES = frozenset({
+    "allow_tf32", "fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+})  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Switch:
+    """One switch that is set, or `read`. path: its full name (`torch.backends.cudnn.allow_tf32`); for
+    `torch.set_float32_matmul_precision` that. value: what it is set to, None where that is unknown."""
+
+    path: str
+    record: Record
+    value: object = None
+    read: bool = False
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.record.span
+
+
+def switches(facts: Facts) -> list[Switch]:
+    """All switches in a file, in order."""
+    facts.need_all()
+    found: list[Switch] = []
+    for scope in facts.walker.scopes:
+        for key, bindings in scope.bindings.items():
+            if key.rsplit(".", 1)[-1] not in _ATTRIBUTES:
+                continue
+            for binding in bindings:
+                path = _path(binding.node, binding, facts)
+                if binding.kind == "assign" and path:
+                    found.append(Switch(path, binding, _value(binding.value, binding, facts)))
+        for uses in scope.uses.values():
+            for use in uses:
+                if use.path.rsplit(".", 1)[-1] in _ATTRIBUTES and (path := _path(use.node, use, facts)):
+                    found.append(Switch(path, use, read=True))
+    for name in ("set_float32_matmul_precision", "get_float32_matmul_precision"):
+        for call in facts.calls.get(name, ()):
+            if facts.called_path(call) == f"torch.{name}":
+                read = name.startswith("get")
+                given = None if read else call.argument(0, "precision")
+                found.append(Switch(f"torch.{name}", call, _value(given, call, facts), read=read))
+    return sorted(found, key=lambda each: each.record.order)
+
+
+def _path(node: cst.CSTNode, at: Record, facts: Facts) -> str:
+    """The full name of an attribute of `torch.backends`, however the file calls it."""
+    if not isinstance(node, cst.Attribute):
+        return ""
+    for each in facts.evaluate(node.value, at):
+        if isinstance(each.atom, Ref) and each.atom.path.startswith("torch.backends"):
+            return f"{each.atom.path}.{node.attr.value}"
+    return dotted(node) if dotted(node).startswith("torch.backends.") else ""
+
+
+def _value(node: cst.CSTNode | None, at: Record, facts: Facts) -> object:
+    atoms = [each.atom for each in facts.evaluate(node, at)] if node is not None else []
+    return atoms[0].value if len(atoms) == 1 and isinstance(atoms[0], Constant) else None

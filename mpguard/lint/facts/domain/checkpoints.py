@@ -1,0 +1,129 @@
+"""Which states a file writes to checkpoints and reads back: of models, optimizers, scalers.
+
+What goes by an object of unknown kind (`for o in objects: o.state_dict()`) may be any of them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Literal
+
+import libcst as cst
+
+from mpguard.lint.facts.events.event import Event, is_optimizer, is_scaler, last_name
+from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.records import Call, Use
+from mpguard.lint.facts.values.library_names import SAVES
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+Role = Literal["model", "optimizer", "scaler", "other", ""]
+_SCHEDULER = re.compile(r"sched|warmup")
+_MODEL = re.compile(
+    r"model|net(?:work)?(?:_?[gd\d])?$|module|encoder|decoder|generator|discriminator|backbone|ema|critic|actor|policy|head"
+)
+#: Functions that read what was written; not of data, and not a factory (`load_optimizer(args.optimizer)`).
+_LOADS = re.compile(r"(?i)^(?!.*(?:data|batch|optim(?:izer)?s?$)).*(?:load|resume|restore)")
+#: Functions that write, read, or make what is written.
+_KEEPS = re.compile(r"(?i)save|checkpoint|ckpt|snapshot|store|dump|resume|state")
+
+
+class Checkpoints:
+    """The checkpoints of one file."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+
+    def role(self, event: Event) -> Role:
+        """What a `state` or `restore` event concerns; empty where that is not known."""
+        node = event.subject
+        assert node is not None
+        if isinstance(node, cst.Subscript) and not last_name(node):
+            return ""
+        if is_scaler(self.facts, node, event.call):
+            return "scaler"
+        kinds = self.facts.kinds(node, event.call)
+        name = last_name(node).lower()
+        if "scheduler" in kinds or _SCHEDULER.search(name):
+            return "other"
+        if is_optimizer(self.facts, node, event.call):
+            return "optimizer"
+        if "model" in kinds or _MODEL.search(name) or last_name(node) in self.facts.trained.modules:
+            return "model"
+        if isinstance(node, cst.Call) and dotted(node.func).rsplit(".", 1)[-1] in ("unwrap_model", "de_parallel"):
+            return "model"
+        return ""
+
+    def saved(self, role: Role) -> list[Event]:
+        """The states of a role that are written to a file."""
+        return [event for event in self.facts.events("state") if self.role(event) == role and self._written(event)]
+
+    def of(self, kind: Literal["state", "restore"], role: Role) -> list[Event]:
+        return [event for event in self.facts.events(kind) if self.role(event) == role]
+
+    def resumed(self) -> bool:
+        """Whether an optimizer's state is read back: here, or by what loads (`load_checkpoint(path, optimizer)`)."""
+        if self.of("restore", "optimizer"):
+            return True
+        return any(
+            is_optimizer(self.facts, arg.value, call)
+            for name, calls in self.facts.calls.items()
+            if _LOADS.search(name)
+            for call in calls
+            for arg in call.node.args
+        )
+
+    def unclear(self, kind: Literal["state", "restore"]) -> bool:
+        """Whether states are taken from, or given to, objects that may be any: elements of a loop, parameters."""
+        for event in self.of(kind, ""):
+            if kind == "state" and not self._written(event):
+                continue
+            if not event.key:
+                return True
+            found = self.facts.values.reaching(event.key, event.scope, event.order)
+            if any(binding.kind in ("for", "param") for binding in found):
+                return True
+        return False
+
+    def writes(self, event: Event) -> list[Call]:
+        """The calls that write what an event gives: `torch.save(...)`, a function that saves."""
+        return [
+            sink.call for sink in self.facts.flow.forward(event.call.node, event.call).sinks if sink.kind == "saved"
+        ]
+
+    def _written(self, event: Event) -> bool:
+        parents = self.facts.walker.parents
+        node: cst.CSTNode | None = event.call.node
+        while node is not None and node is not event.call.line:
+            node = parents.get(node)
+            call = self.facts.walker.call_of.get(node) if isinstance(node, cst.Call) else None
+            if call is not None and call is not event.call and SAVES.search(call.name):
+                return True
+        return bool(self.writes(event))
+
+    def handed_on(self, uses: str) -> bool:
+        """Whether an object of this (last) name is handed to what may save or restore it: an argument of such a
+        function, an element of a list or dict, what a function returns, an attribute of something else."""
+        for scope in self.facts.walker.scopes:
+            for each in scope.uses.values():
+                for use in each:
+                    if use.path.rsplit(".", 1)[-1] == uses and self._hands_on(use):
+                        return True
+        return False
+
+    def _hands_on(self, use: Use) -> bool:
+        parents = self.facts.walker.parents
+        node: cst.CSTNode = use.node
+        parent = parents.get(node)
+        while isinstance(parent, (cst.Element, cst.StarredElement, cst.DictElement, cst.Tuple, cst.List, cst.Dict)):
+            if isinstance(parent, (cst.List, cst.Dict)):
+                return True
+            node, parent = parent, parents.get(parent)
+        if isinstance(parent, cst.Arg):
+            above = parents.get(parent)
+            call = self.facts.walker.call_of.get(above) if isinstance(above, cst.Call) else None
+            return call is not None and bool(_KEEPS.search(call.name) or call.name in ("register", "append", "setattr"))
+        if isinstance(parent, cst.Assign) and parent.value is node:
+            return any(isinstance(target.target, (cst.Attribute, cst.Subscript)) for target in parent.targets)
+        return isinstance(parent, cst.Return)

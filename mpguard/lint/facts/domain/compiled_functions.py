@@ -1,0 +1,76 @@
+"""Which functions of a file run inside `torch.compile`, and by which call or decorator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.records import Call, Scope
+from mpguard.lint.facts.values.lattice import Function, Object
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+_COMPILES = ("torch.compile", "torch.compiler.compile")
+_DISABLES = ("torch.compiler.disable", "torch._dynamo.disable", "torch.compiler.allow_in_graph")
+
+
+def compiled_scopes(facts: Facts) -> dict[Scope, tuple[int, int]]:
+    """Function of the file -> the place that compiles it: its own, or that of a function that calls it."""
+    found: dict[Scope, tuple[int, int]] = {}
+    pending: list[tuple[Scope, tuple[int, int]]] = []
+    for scope in facts.walker.scopes:
+        for decorator in scope.decorators:
+            if _path(facts, decorator, scope).startswith(_COMPILES):
+                pending.append((_entry(scope), scope.chunk.span(decorator)))
+    for event in facts.events("compile"):
+        subject = event.subject
+        if any(path in _COMPILES for _, path in facts.paths(event.call)):
+            subject = event.call.argument(0, "model")
+        if subject is None or event.call.name not in ("compile", *_aliases(facts)):
+            continue
+        for each in facts.evaluate(subject, event.call):
+            if isinstance(each.atom, Function) and each.atom.facts is facts:
+                pending.append((each.atom.scope, event.span))
+            elif isinstance(each.atom, Object) and each.atom.cls is not None and each.atom.facts is facts:
+                pending.append((_entry(each.atom.cls), event.span))
+    while pending:
+        scope, place = pending.pop()
+        if scope in found or scope.kind != "function":
+            continue
+        if any(_path(facts, decorator, scope) in _DISABLES for decorator in scope.decorators):
+            continue
+        found[scope] = place
+        for call in scope.calls:
+            if not _breaks(facts, call):
+                pending += [(each.scope, place) for each in facts.functions(call) if each.facts is facts]
+    return found
+
+
+def _entry(scope: Scope) -> Scope:
+    return (scope.method("forward") or scope) if scope.kind == "class" else scope
+
+
+def _aliases(facts: Facts) -> list[str]:
+    from mpguard.lint.facts.events.event import aliases
+
+    return aliases(facts, "compile")
+
+
+def _path(facts: Facts, node: cst.BaseExpression, scope: Scope) -> str:
+    """The full name of a decorator, called or not: `torch.compile(fullgraph=True)`, `partial(torch.compile, ...)`."""
+    if isinstance(node, cst.Call):
+        if dotted(node.func).endswith("partial") and node.args:
+            return _path(facts, node.args[0].value, scope)
+        node = node.func
+    outer = scope.parent or facts.module
+    for each in facts.values.evaluate(node, outer, scope.order):
+        return str(getattr(each.atom, "path", ""))
+    return ""
+
+
+def _breaks(facts: Facts, call: Call) -> bool:
+    """Whether a call of a compiled function is one of another compiled, or of what is not to be compiled."""
+    return any(path in _DISABLES for _, path in facts.paths(call))

@@ -1,0 +1,232 @@
+"""DeepSpeed configs that are dicts in Python code, as documents: config rules run over them unchanged.
+
+A dict counts by its content (`zero_optimization`, `train_micro_batch_size_per_gpu`), or by what it is
+given to (`deepspeed.initialize(config=...)`). Places are those of the Python file. What is not written
+out (`args.bf16`, `**base`), or is set later (`config["bf16"]["enabled"] = ...`), is `UNKNOWN`, which is
+no value that a rule looks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.document import Document
+from mpguard.document.nodes import MAX_DEPTH, Node, Pair
+from mpguard.lint.facts.syntax.nodes import constant, dotted
+from mpguard.lint.facts.syntax.path_condition import ALWAYS
+from mpguard.lint.facts.values.lattice import Constant
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.syntax.records import Call, Record
+
+#: What makes a dict a DeepSpeed config, whatever it is for: nothing else has keys of these names.
+_OWN = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "torch_autocast"})
+#: A key that other configs have too, and the sections one of which must stand beside it.
+_SHARED, _BESIDE = "train_batch_size", frozenset({"bf16", "fp16"})
+
+#: What takes a config: the last name of what is called -> the argument by its names, and by position.
+_TAKES: dict[str, tuple[tuple[str, ...], int | None]] = {
+    "initialize": (("config", "config_params"), None),
+    "TrainingArguments": (("deepspeed",), None),
+    "Seq2SeqTrainingArguments": (("deepspeed",), None),
+    "DeepSpeedPlugin": (("hf_ds_config",), 0),
+    "HfDeepSpeedConfig": (("config_file_or_dict",), 0),
+    "HfTrainerDeepSpeedConfig": (("config_file_or_dict",), 0),
+    "DeepSpeedConfig": (("config",), 0),
+    "DeepSpeedStrategy": (("config",), None),
+}
+#: What a dict may be handed to without being changed there.
+_HARMLESS = frozenset({"print", "pprint", "dumps", "dump", "len", "info", "debug", "dict", "str"})
+_CHANGES = frozenset({"update", "pop", "setdefault", "clear", "popitem"})
+
+
+class Unknown:
+    """A value that the code does not say where the dict is written. Equal to nothing but itself."""
+
+    def __repr__(self) -> str:
+        return "(not known here)"
+
+
+UNKNOWN = Unknown()
+
+
+def configs(facts: Facts) -> list[Document]:
+    """The DeepSpeed configs that a file writes as dicts, each once, in the order of the file."""
+    facts.need_all()
+    found: dict[cst.Dict, _Written] = {}
+    for node, at, name in _dicts(facts):
+        written = found.setdefault(node, _Written(facts, node, at))
+        written.names |= {name} - {""}
+    for call in [call for name in _TAKES for call in facts.calls.get(name, ())]:
+        for node in _given(facts, call):
+            if node in found:
+                found[node].takers.add(_taker(facts, call))
+    documents = [document for each in found.values() if (document := each.document()) is not None]
+    return sorted(documents, key=lambda document: document.root.start if document.root is not None else 0)
+
+
+def given_to(facts: Facts, call: Call) -> Document | None:
+    """The config that a call such as `deepspeed.initialize` gets, where it is one dict that the code writes whole:
+    no `**base` in it, and nothing that changes it later."""
+    nodes = list(_given(facts, call))
+    if len(nodes) != 1 or not all(isinstance(each, cst.DictElement) for each in nodes[0].elements):
+        return None
+    written: _Written | None = None
+    for node, at, name in _dicts(facts):
+        if node is nodes[0]:
+            written = written or _Written(facts, node, at)
+            written.names |= {name} - {""}
+            written.takers.add(call.name)
+    if written is None or written.changed():
+        return None
+    document = written.document()
+    return document if document is not None and "" not in document.given_to else None
+
+
+def _dicts(facts: Facts) -> Iterator[tuple[cst.Dict, Record, str]]:
+    """All dicts that are bound to a name, returned, or an argument: with where, and under which name."""
+    for scope in facts.walker.scopes:
+        for key, bindings in scope.bindings.items():
+            for binding in bindings:
+                if binding.kind == "assign" and isinstance(binding.value, cst.Dict):
+                    yield binding.value, binding, key
+        for each in scope.returns:
+            if isinstance(each.value, cst.Dict):
+                yield each.value, each, ""
+        for call in scope.calls:
+            for value in (*call.positional, *call.keywords.values()):
+                if isinstance(value, cst.Dict):
+                    yield value, call, ""
+
+
+def _given(facts: Facts, call: Call) -> Iterator[cst.Dict]:
+    """The dicts that a call which takes a config may get: written there, under a name, or returned by a function."""
+    names, position = _TAKES[call.name]
+    value = call.argument(position, *names)
+    key = dotted(value)
+    bindings = facts.values.reaching(key, call.scope, call.order) if key else []
+    for each in [value, *(binding.value for binding in bindings if binding.kind == "assign")]:
+        if isinstance(each, cst.Dict):
+            yield each
+        inner = facts.walker.call_of.get(each) if isinstance(each, cst.Call) else None
+        for function in facts.functions(inner) if inner is not None else ():
+            yield from (back.value for back in function.scope.returns if isinstance(back.value, cst.Dict))
+
+
+def _taker(facts: Facts, call: Call) -> str:
+    """`deepspeed.initialize`, `TrainingArguments`; empty for an `initialize` of something else."""
+    if call.name != "initialize":
+        return call.name
+    return call.path if facts.called_path(call) == "deepspeed.initialize" else ""
+
+
+class _Written:
+    """A dict in the code: where it stands, the names it has, and what it is given to."""
+
+    def __init__(self, facts: Facts, node: cst.Dict, at: Record) -> None:
+        self.facts, self.node, self.at = facts, node, at
+        self.names: set[str] = set()
+        self.takers: set[str] = set()
+
+    def document(self) -> Document | None:
+        """The config; None where the dict is none."""
+        members = {
+            key[0]: each.value
+            for each in self.node.elements
+            if isinstance(each, cst.DictElement) and (key := constant(each.key)) and isinstance(key[0], str)
+        }
+        sections = {key for key, value in members.items() if isinstance(value, cst.Dict)}
+        own = members.keys() & _OWN or (_SHARED in members and sections & _BESIDE) or self.takers - {""}
+        if not own or any("." in key for key in members):
+            return None
+        root = self._node(self.node, 0)
+        takers = set(self.takers)
+        if not self._forget_changes(root) or not takers:
+            takers.add("")
+        source = self.facts.source
+        document = Document(source.path, source.text, "python", root, [], given_to=tuple(sorted(takers)))
+        document.__dict__["kind"] = "deepspeed"  # it may be one by what it is given to alone
+        return document
+
+    def changed(self) -> bool:
+        """Whether the code sets keys of it after it is written."""
+        return any(
+            binding.kind == "item"
+            for scope in self.facts.walker.scopes
+            for name in self.names & scope.bindings.keys()
+            for binding in scope.bindings[name]
+        ) or any(
+            call.name in _CHANGES and dotted(call.receiver) in self.names
+            for name in _CHANGES
+            for call in self.facts.calls.get(name, ())
+        )
+
+    def _node(self, node: cst.BaseExpression, depth: int) -> Node:
+        start, end = self.facts.span(node, self.at)
+        if isinstance(node, cst.Dict) and depth < MAX_DEPTH:
+            return self._mapping(node, Node("mapping", start, end, flow=True), depth)
+        if isinstance(node, (cst.List, cst.Tuple)) and depth < MAX_DEPTH:
+            items = [self._node(each.value, depth + 1) for each in node.elements]
+            return Node("sequence", start, end, flow=True, items=items)
+        return Node("scalar", start, end, self._value(node))
+
+    def _value(self, node: cst.BaseExpression) -> object:
+        """A literal, or what a name stands for where that is one literal under all flags."""
+        literal = constant(node)
+        if literal is not None:
+            return literal[0]
+        found = self.facts.evaluate(node, self.at) if isinstance(node, cst.Name) else ()
+        atom = found[0].atom if len(found) == 1 and found[0].guard == ALWAYS else None
+        return atom.value if isinstance(atom, Constant) else UNKNOWN
+
+    def _mapping(self, node: cst.Dict, made: Node, depth: int) -> Node:
+        for element in node.elements:
+            if not isinstance(element, cst.DictElement):  # `**base` may hold any key that stands before it
+                _forget(made.pairs)
+                continue
+            key = constant(element.key)
+            if key is None or not isinstance(key[0], str):
+                continue
+            place = self.facts.span(element.key, self.at)
+            pair = Pair(key[0], key[0], place, self._node(element.value, depth + 1))
+            made.pairs.append(pair)
+            made.members[pair.key] = pair
+        return made
+
+    def _forget_changes(self, root: Node) -> bool:
+        """Makes unknown what the code changes elsewhere. False: it is handed on, and others may fill it in."""
+        known = True
+        for scope in self.facts.walker.scopes if self.names else ():
+            for name in self.names & scope.bindings.keys():
+                for binding in scope.bindings[name]:
+                    if binding.kind == "item":
+                        _forget_item(root, binding.node)
+            for call in scope.calls:
+                holder: cst.CSTNode | None = call.receiver
+                while isinstance(holder, cst.Subscript):
+                    holder = holder.value
+                if call.name in _CHANGES and dotted(holder) in self.names:
+                    _forget_item(root, call.receiver)
+                elif call.name not in _TAKES and call.name not in _HARMLESS:
+                    given = (*call.positional, *call.keywords.values())
+                    known &= not any(dotted(each) in self.names for each in given)
+        return known
+
+
+def _forget_item(root: Node, changed: cst.CSTNode | None) -> None:
+    """`config["bf16"]["enabled"] = ...` may make the section anything; `config[key]` or `config.update()`, all."""
+    first: cst.Subscript | None = None
+    while isinstance(changed, cst.Subscript):
+        first, changed = changed, changed.value
+    index = first.slice[0].slice if first is not None and len(first.slice) == 1 else None
+    key = constant(index.value) if isinstance(index, cst.Index) else None
+    _forget(pair for pair in root.pairs if key is None or pair.key == key[0])
+
+
+def _forget(pairs: Iterable[Pair]) -> None:
+    for pair in pairs:
+        pair.value = Node("scalar", *pair.value.span, UNKNOWN)

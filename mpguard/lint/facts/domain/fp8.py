@@ -1,0 +1,292 @@
+"""What a file says about FP8: the recipe of a region, torchao's config of a conversion, the layers that run in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts.syntax.nodes import constant
+from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
+from mpguard.lint.facts.syntax.records import Call, Record, Scope, With
+from mpguard.lint.facts.values.lattice import Class, Constant, Object, Ref
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.domain.regions import Region
+    from mpguard.lint.facts.file import Facts
+
+TE = "transformer_engine.pytorch."
+#: Where the sizes stand among the arguments of a layer's constructor.
+SIZES = {
+    "Linear": {"in_features": 0, "out_features": 1},
+    "LayerNormLinear": {"in_features": 0, "out_features": 1},
+    "GroupedLinear": {"in_features": 1, "out_features": 2},
+    "LayerNormMLP": {"hidden_size": 0, "ffn_hidden_size": 1},
+    "TransformerLayer": {"hidden_size": 0, "ffn_hidden_size": 1},
+    "MultiheadAttention": {"hidden_size": 0},
+}
+_CONTAINERS = frozenset({"Sequential", "ModuleList"})
+_DEPTH = 6
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer of a library that is made by `made`; `call` is where it runs, in `region`, where that is known."""
+
+    made: Call
+    path: str
+    facts: Facts
+    call: Call | None = None
+    region: Region | None = None
+
+    def sizes(self) -> Iterator[tuple[cst.BaseExpression, int]]:
+        """The sizes that are literals, or names of one: the argument, and its value."""
+        for name, place in SIZES.get(self.path.rsplit(".", 1)[-1], {}).items():
+            given = self.made.argument(place, name)
+            value = number(self.facts, given, self.made) if given is not None else None
+            if given is not None and value is not None:
+                yield given, value
+
+
+def number(facts: Facts, node: cst.CSTNode, at: Record) -> int | None:
+    """The whole number that an expression is for certain."""
+    atoms = [each.atom for each in facts.evaluate(node, at)]
+    value = atoms[0].value if len(atoms) == 1 and isinstance(atoms[0], Constant) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def is_true(facts: Facts, node: cst.CSTNode | None, at: Record) -> bool:
+    """Whether an expression is True for certain."""
+    return node is not None and all(each.atom == Constant(True) for each in facts.evaluate(node, at))
+
+
+# -- Transformer Engine -----------------------------------------------------------------------------
+
+
+def recipe_of(region: Region) -> set[str]:
+    """The recipes that an FP8 region may have, by their classes' names; "" where one is unknown or the default."""
+    call = region.call
+    given = call.argument(2, "recipe", "fp8_recipe") if call is not None else None
+    if call is None or given is None:
+        return {""}
+    found = set()
+    for each in region.facts.evaluate(given, call):
+        is_recipe = isinstance(each.atom, Object) and each.atom.kind == "fp8_recipe"
+        found.add(each.atom.path.rsplit(".", 1)[-1] if is_recipe and isinstance(each.atom, Object) else "")
+    return found
+
+
+def fp8_region(facts: Facts, record: Record) -> Region | None:
+    """The FP8 region that a record stands in, in its own function; None where it is switched off, or there is none."""
+    found: Region | None = None
+    for region in facts.regions(record):
+        if region.kind == "fp8_autocast":
+            found = region if region.guard.possible and compatible(region.guard, record.guard) else None
+    return found
+
+
+def entered(facts: Facts) -> Iterator[tuple[With, Region]]:
+    """Each `with` item of the file that enters FP8, and its region."""
+    for scope in facts.walker.scopes:
+        for item in scope.withs:
+            for region in facts.contexts.entered(item):
+                if region.kind == "fp8_autocast" and region.guard.possible:
+                    yield item, region
+
+
+def layers_in_fp8(facts: Facts) -> list[Layer]:
+    """The layers of Transformer Engine that are called in an FP8 region, or in functions that are called there."""
+    pending = [
+        (call, region)
+        for scope in facts.walker.scopes
+        for call in scope.calls
+        if call.withs and (region := fp8_region(facts, call)) is not None
+    ]
+    found: list[Layer] = []
+    seen: set[Scope] = set()
+    while pending:
+        call, region = pending.pop()
+        found += [
+            dataclasses.replace(layer, call=call, region=region)
+            for layer in made_layers(facts, call.func, call, TE)
+            if compatible(layer.made.guard, call.guard)
+        ]
+        for function in facts.functions(call):
+            if function.facts is not facts or function.scope in seen:
+                continue
+            seen.add(function.scope)
+            for inner in function.scope.calls:
+                if not any(own.kind in ("fp8_autocast", "") for own in facts.regions(inner)):
+                    pending.append((inner, region))
+    unique = {(layer.made, layer.path): layer for layer in reversed(found)}
+    return sorted(unique.values(), key=lambda layer: layer.made.order)
+
+
+# -- layers -----------------------------------------------------------------------------------------
+
+
+def made_layers(facts: Facts, node: cst.CSTNode, at: Record, library: str, depth: int = _DEPTH) -> Iterator[Layer]:
+    """The layers of a library that an expression is, or holds in a `Sequential`."""
+    for each in facts.evaluate(node, at):
+        atom = each.atom
+        if not isinstance(atom, Object) or atom.call is None or depth <= 0:
+            continue
+        last = atom.path.rsplit(".", 1)[-1]
+        if atom.path.startswith(library) and last in SIZES:
+            yield Layer(atom.call, atom.path, facts.of(atom.call))
+        elif last in _CONTAINERS:
+            for argument in atom.call.positional:
+                elements = argument.elements if isinstance(argument, (cst.List, cst.Tuple)) else ()
+                for inner in [e.value for e in elements] or [argument]:
+                    yield from made_layers(facts, inner, atom.call, library, depth - 1)
+
+
+def layers_of(facts: Facts, node: cst.CSTNode, at: Record, library: str, depth: int = _DEPTH) -> Iterator[Layer]:
+    """All layers of a library that a model holds, as far as its classes are in sight."""
+    yield from made_layers(facts, node, at, library, depth)
+    pending = [each.atom.cls for each in facts.evaluate(node, at) if isinstance(each.atom, Object)]
+    seen: set[Scope] = set()
+    while pending:
+        cls = pending.pop()
+        if cls is None or cls in seen or cls not in facts.walker.scopes or len(seen) > 40:
+            continue
+        seen.add(cls)
+        for scope in cls.descendants():
+            for call in scope.calls:
+                yield from made_layers(facts, call.node, call, library, 1)
+                pending += [e.atom.scope for e in facts.evaluate(call.func, call) if isinstance(e.atom, Class)]
+
+
+# -- torchao ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Float8Config:
+    """torchao's config of a conversion: the calls that make it, the outermost first; `name` of its recipe, or ""."""
+
+    calls: tuple[Call, ...]
+    name: str
+    facts: Facts
+    guard: PathCondition
+
+    def setting(self, name: str) -> cst.BaseExpression | None:
+        """What a field is set to by the outermost call that sets it."""
+        return next((call.keywords[name] for call in self.calls if name in call.keywords), None)
+
+    def on(self, name: str) -> bool:
+        """Whether a field is True for certain."""
+        for call in self.calls:
+            if name in call.keywords:
+                return is_true(self.facts, call.keywords[name], call)
+        return False
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its fields are in sight."""
+        return not any(call.starred for call in self.calls)
+
+
+def float8_configs(facts: Facts, node: cst.CSTNode, at: Record, depth: int = _DEPTH) -> list[Float8Config | None]:
+    """The configs that an expression may be; None where one is unknown."""
+    found: list[Float8Config | None] = []
+    if isinstance(node, cst.Call) and node in facts.walker.call_of and depth > 0:
+        call = facts.walker.call_of[node]
+        if facts.called_path(call) == "dataclasses.replace" and call.positional:
+            for inner in float8_configs(facts, call.positional[0], call, depth - 1):
+                found.append(dataclasses.replace(inner, calls=(call, *inner.calls)) if inner is not None else None)
+            return found
+    for each in facts.evaluate(node, at):
+        atom = each.atom
+        if isinstance(atom, Object) and atom.kind == "float8_config" and atom.call is not None:
+            home = facts.of(atom.call)
+            found.append(Float8Config((atom.call,), _recipe_name(home, atom), home, each.guard))
+        elif depth > 0 and isinstance(node, cst.Name):
+            bindings = facts.values.reaching(node.value, at.scope, at.order, at.guard)
+            values = [b for b in bindings if b.kind == "assign" and isinstance(b.value, cst.Call)]
+            if not values or len(values) != len(bindings):
+                return [None]
+            return [c for b in values if b.value for c in float8_configs(facts, b.value, b, depth - 1)]
+        else:
+            found.append(None)
+    return found
+
+
+def _recipe_name(facts: Facts, atom: Object) -> str:
+    call = atom.call
+    assert call is not None
+    if not atom.path.endswith("from_recipe_name"):
+        weight = call.keywords.get("cast_config_weight")
+        if weight is None:
+            return "tensorwise"
+        casts = [each.atom for each in facts.evaluate(weight, call)]
+        if len(casts) != 1 or not isinstance(casts[0], Object) or casts[0].call is None:
+            return ""
+        given = casts[0].call.argument(1, "scaling_granularity")
+        if given is None:
+            return "tensorwise"
+        path = {each.atom.path if isinstance(each.atom, Ref) else "" for each in facts.evaluate(given, casts[0].call)}
+        last = path.pop().rsplit(".", 1)[-1] if len(path) == 1 else ""
+        return {"TENSORWISE": "tensorwise", "AXISWISE": "rowwise"}.get(last, "")
+    given = call.argument(0, "recipe_name")
+    atoms = [each.atom for each in facts.evaluate(given, call)] if given is not None else []
+    if len(atoms) != 1:
+        return ""
+    if isinstance(atoms[0], Constant):
+        return atoms[0].value if isinstance(atoms[0].value, str) else ""
+    return atoms[0].path.rsplit(".", 1)[-1].lower() if isinstance(atoms[0], Ref) else ""
+
+
+def emulated(facts: Facts, call: Call) -> bool:
+    """Whether a conversion only emulates FP8, as on a CPU."""
+    given = call.argument(None, "config")
+    configs = float8_configs(facts, given, call) if given is not None else []
+    if any(config is not None and config.on("emulate") for config in configs):
+        return True
+    records = facts.flow.backward(given, call, depth=2) if given is not None else []
+    return any(isinstance(record, Call) and constant(record.argument(None, "emulate")) == (True,) for record in records)
+
+
+# -- sharding ---------------------------------------------------------------------------------------
+
+
+def may_shard(facts: Facts) -> bool:
+    """Whether something in the file may apply FSDP2: its name, a plugin of accelerate, a helper that shards."""
+    for scope in facts.walker.scopes:
+        for key, bindings in scope.bindings.items():
+            if _shards(key) or any(_shards(f"{b.target}.{b.name}") for b in bindings):
+                return True
+        if any(_shards(use.path) for uses in scope.uses.values() for use in uses):
+            return True
+    return any(
+        _shards(name) or any(_shards(k) for k in call.keywords) for name in facts.calls for call in facts.calls[name]
+    )
+
+
+def _shards(name: str) -> bool:
+    name = (
+        name.lower()
+        .replace("enable_fsdp_float8_all_gather", "")
+        .replace("precompute_float8_dynamic_scale_for_fsdp", "")
+    )
+    return any(word in name for word in ("fsdp", "shard", "paralleliz", "distributed_strategy"))
+
+
+__all__ = [
+    "SIZES",
+    "TE",
+    "Float8Config",
+    "Layer",
+    "emulated",
+    "entered",
+    "float8_configs",
+    "fp8_region",
+    "is_true",
+    "layers_in_fp8",
+    "layers_of",
+    "made_layers",
+    "may_shard",
+    "number",
+    "recipe_of",
+]

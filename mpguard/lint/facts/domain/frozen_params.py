@@ -1,0 +1,186 @@
+"""Which models are never trained: frozen, or only evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts.syntax.nodes import constant, dotted
+from mpguard.lint.facts.syntax.records import Binding, Scope, Use
+from mpguard.lint.facts.values import library_names
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+#: What a helper that freezes its argument is called, where its code is out of sight.
+_HELPERS = frozenset({"freeze", "freeze_model", "freeze_params", "freeze_module", "freeze_parameters"})
+
+
+class Frozen:
+    """The frozen models of one file: by the (last) name that they go by, or by what an expression becomes."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._named: dict[str, bool] = {}
+        self._helpers: dict[Scope, set[str]] = {}
+        self._index: tuple[int, dict[str, list[tuple[Use, str, cst.Call]]], dict[str, list[Binding]]] = (-1, {}, {})
+
+    def named(self, key: str) -> bool:
+        """Whether a model of this name is never trained: `requires_grad_(False)`, `eval()` and never `train()`."""
+        name = key.rsplit(".", 1)[-1]
+        if name not in self._named:
+            self._named[name] = bool(name) and name != "self" and self._is_frozen(name)
+        return self._named[name]
+
+    def value(self, node: cst.CSTNode) -> bool:
+        """Whether what an expression gives is frozen: under the name that it gets, or on the way there."""
+        if (key := dotted(node)) and self.named(key):
+            return True
+        parents = self.facts.walker.parents
+        while (parent := parents.get(node)) is not None:
+            above = parents.get(parent)
+            if isinstance(parent, cst.Attribute) and isinstance(above, cst.Call) and above.func is parent:
+                name = parent.attr.value
+                if name not in library_names.SAME:
+                    return False
+                if name == "requires_grad_" and above.args and constant(above.args[0].value) == (False,):
+                    return True
+                node = above
+            elif isinstance(parent, cst.Arg) and isinstance(above, cst.Call):
+                return self._freezing(above, parent.value)
+            elif isinstance(parent, cst.Assign):
+                return any(self.named(dotted(target.target)) for target in parent.targets)
+            elif isinstance(parent, cst.AnnAssign):
+                return self.named(dotted(parent.target))
+            else:
+                return False
+        return False
+
+    def _is_frozen(self, name: str) -> bool:
+        methods, made = self._by_name()
+        frozen = evaluated = trained = False
+        for use, method, call in methods.get(name, ()):
+            given = constant(call.args[0].value) if call.args else None
+            if method == "eval":
+                evaluated = True
+            elif method == "train":
+                trained = trained or given != (False,)
+                evaluated = evaluated or given == (False,)
+            elif method in ("parameters", "named_parameters") and self._optimized(call):
+                trained = True
+            frozen = frozen or self._freezes(use, method, call)
+        for binding in made.get(name, ()):
+            chain = _chained(binding.value)
+            frozen = frozen or chain.get("requires_grad_") == (False,) or self._made_frozen(binding)
+            evaluated = evaluated or "eval" in chain
+        return frozen or self._handed(name) or (evaluated and not trained)
+
+    def _by_name(self) -> tuple[dict[str, list[tuple[Use, str, cst.Call]]], dict[str, list[Binding]]]:
+        """By the last name of an object: the calls of its methods, and what it is bound to."""
+        walker = self.facts.walker
+        if self._index[0] != self.facts.parsed_bytes:
+            methods: dict[str, list[tuple[Use, str, cst.Call]]] = {}
+            made: dict[str, list[Binding]] = {}
+            for scope in walker.scopes:
+                for use in _uses(scope):
+                    parts = use.path.rsplit(".", 2)
+                    parent = walker.parents.get(use.node)
+                    if len(parts) > 1 and isinstance(parent, cst.Call):
+                        methods.setdefault(parts[-2], []).append((use, parts[-1], parent))
+                for key, bindings in scope.bindings.items():
+                    made.setdefault(key.rsplit(".", 1)[-1], []).extend(bindings)
+            self._index = self.facts.parsed_bytes, methods, made
+        return self._index[1:]
+
+    def _freezes(self, use: Use, method: str, call: cst.Call) -> bool:
+        """Whether a use of a name with a method of it freezes it: `m.requires_grad_(False)`, a loop over parameters."""
+        if method == "requires_grad_":
+            return bool(call.args) and constant(call.args[0].value) == (False,)
+        if method not in ("parameters", "named_parameters"):
+            return False
+        above = self.facts.walker.parents.get(call)
+        loop = above if isinstance(above, cst.For) else use.loops[-1] if use.loops else None
+        return isinstance(loop, cst.For) and _clears_grad(use.scope, loop)
+
+    def _optimized(self, call: cst.Call) -> bool:
+        """Whether what a call gives is handed to an optimizer."""
+        parents = self.facts.walker.parents
+        above = parents.get(call)
+        outer = self.facts.walker.call_of.get(parents[above]) if isinstance(above, cst.Arg) else None
+        return outer is not None and any(
+            library_names.kind_of(path) == "optimizer" for _, path in self.facts.paths(outer)
+        )
+
+    # -- helpers ------------------------------------------------------------------------------------
+
+    def _helper(self, scope: Scope) -> set[str]:
+        """The parameters that a function freezes."""
+        if scope not in self._helpers:
+            self._helpers[scope] = found = set()
+            params = {param.name for param in scope.params} - {"self"}
+            for use in _uses(scope):
+                root, _, method = use.path.partition(".")
+                parent = self.facts.walker.parents.get(use.node)
+                always = root in params and not (use.guard - scope.guard)
+                if always and isinstance(parent, cst.Call) and self._freezes(use, method, parent):
+                    found.add(root)
+        return self._helpers[scope]
+
+    def _freezing(self, node: cst.Call, value: cst.BaseExpression) -> bool:
+        """Whether a call freezes what is handed to it."""
+        call = self.facts.walker.call_of.get(node)
+        if call is None:
+            return False
+        if call.name in _HELPERS:
+            return True
+        return any(
+            self.facts.values.given(call, scope, name) is value
+            for scope in self.facts.graph.named(call.name)
+            for name in self._helper(scope)
+        )
+
+    def _handed(self, name: str) -> bool:
+        """Whether something of this name is handed to a helper that freezes it."""
+        helpers = {s.name for s in self.facts.walker.scopes if s.kind == "function" and self._helper(s)} | _HELPERS
+        return any(
+            dotted(value).rsplit(".", 1)[-1] == name and self._freezing(call.node, value)
+            for helper in helpers
+            for call in self.facts.calls.get(helper, ())
+            for value in call.positional
+        )
+
+    def _made_frozen(self, binding: Binding) -> bool:
+        """Whether what is bound comes out of a helper that freezes it."""
+        value = binding.value
+        return isinstance(value, cst.Call) and any(self._freezing(value, arg.value) for arg in value.args)
+
+
+def _uses(scope: Scope) -> Iterator[Use]:
+    for uses in scope.uses.values():
+        yield from uses
+
+
+def _clears_grad(scope: Scope, loop: cst.For) -> bool:
+    target = loop.target
+    keys = [dotted(e.value) for e in target.elements] if isinstance(target, cst.Tuple) else [dotted(target)]
+    for key in keys:
+        for binding in scope.bindings.get(f"{key}.requires_grad", ()):
+            if loop in binding.loops and constant(binding.value) == (False,) and not (binding.guard - scope.guard):
+                return True
+        for use in scope.uses.get(key, ()):
+            if use.path == f"{key}.requires_grad_" and loop in use.loops:
+                return True
+    return False
+
+
+def _chained(node: cst.CSTNode | None) -> dict[str, tuple[object] | None]:
+    """The methods of a chain such as `Net().half().eval()`, with their first literal argument."""
+    found: dict[str, tuple[object] | None] = {}
+    while isinstance(node, cst.Call):
+        if not isinstance(node.func, cst.Attribute):
+            break
+        found[node.func.attr.value] = constant(node.args[0].value) if node.args else None
+        node = node.func.value
+    return found

@@ -1,0 +1,54 @@
+"""Who keeps FP32 weights beside FP16 ones, and scales the loss, without torch.amp."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts.events import is_optimizer
+from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.records import Use
+from mpguard.lint.facts.values import library_names
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+_GRAD = re.compile(r"\.grad\b")
+
+
+def masters(facts: Facts) -> bool:
+    """Whether FP32 masters of FP16 weights may be kept, and the loss scaled, by other means than torch.amp's: apex,
+    a framework's own FP16 optimizer or module, gradients that are copied from one set of parameters to another."""
+    facts.need_all()
+    for call in facts.calls.get("backward", ()):
+        if call.receiver is not None and call.positional and is_optimizer(facts, call.receiver, call):
+            return True
+    for scope in facts.walker.scopes:
+        if any(library_names.MASTERS.search(base) for base in scope.base_names):
+            return True
+        if any(library_names.MASTERS.search(use.path) for uses in scope.uses.values() for use in uses):
+            return True
+        for key, bindings in scope.bindings.items():
+            for binding in bindings:
+                if binding.kind in ("from", "import") and library_names.FP16_MODULE.search(f"{binding.target}."):
+                    return True
+                if key.endswith(".grad") and binding.value is not None:
+                    given = facts.short(binding.value)
+                    if _GRAD.search(given) and key not in given:
+                        return True
+        if any(_GRAD.search(use.path) and _goes_to_grad(facts, use) for uses in scope.uses.values() for use in uses):
+            return True
+    return False
+
+
+def _goes_to_grad(facts: Facts, use: Use) -> bool:
+    """Whether a value is assigned to the gradient of an element: `masters[n].grad = p.grad.float()`."""
+    node: cst.CSTNode | None = use.node
+    while node is not None and not isinstance(node, (cst.BaseSmallStatement, cst.BaseCompoundStatement)):
+        node = facts.walker.parents.get(node)
+    return isinstance(node, cst.Assign) and any(
+        isinstance(each.target, cst.Attribute) and each.target.attr.value == "grad" and not dotted(each.target)
+        for each in node.targets
+    )

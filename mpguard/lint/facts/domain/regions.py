@@ -1,0 +1,234 @@
+"""Regions: the contexts that code stands in (`with` items, decorators), with dtype, device and guard."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible
+from mpguard.lint.facts.syntax.records import Call, Record, Scope, With
+from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values.lattice import UNKNOWN, Alternative, Constant, Method, Object, Ref
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+_REGIONS = frozenset({"autocast", "no_grad", "fp8_autocast", "accelerator_autocast"})
+#: Regions of callers that are looked at.
+_MOST = 32
+#: A context or decorator out of sight that may switch autocast off.
+_MAY_DISABLE = re.compile(r"(?i)autocast|amp(?!le)|precision|float|fp32|custom_fwd|custom_bwd")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Region:
+    """A context that is entered: what kind, under which guard, where.
+
+    kind: `autocast`, `no_grad`, `fp8_autocast`, `accelerator_autocast`, or empty where it is unknown.
+    dtypes: of an autocast; UNKNOWN alternatives are left in. device: "cuda", "cpu" or None if unknown.
+    """
+
+    kind: str
+    guard: PathCondition
+    call: Call | None
+    facts: Facts
+    dtypes: tuple[tuple[PathCondition, str | None], ...] = ()
+    device: str | None = None
+
+    def may_be(self, dtype: str) -> list[PathCondition]:
+        """The guards under which the region has that dtype for certain."""
+        return [both for guard, name in self.dtypes if name == dtype and (both := self.guard.joined(guard)).possible]
+
+
+def enabled_argument(call: Call, path: str) -> cst.BaseExpression | None:
+    """What an autocast or a scaler is given as `enabled`, which stands elsewhere in the deprecated forms."""
+    if path.startswith("transformer_engine."):
+        return call.argument(0, "enabled")
+    legacy = path.startswith(("torch.cuda.amp.", "torch.cpu.amp."))
+    place = (0 if legacy else 2) if path in library_names.AUTOCASTS else (4 if legacy else 5)
+    return call.argument(place, "enabled")
+
+
+class Regions:
+    """The regions of one file."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._regions: dict[With, tuple[Region, ...]] = {}
+        self._around: dict[tuple[Scope, tuple[With, ...]], tuple[Region, ...]] = {}
+        self._active = 0
+        self._outer: dict[tuple[Scope, int], list[tuple[Region, PathCondition]]] = {}
+
+    def around(self, record: Record) -> tuple[Region, ...]:
+        """The contexts around a record, outermost first: `with` items, and decorators of its functions."""
+        place = (record.scope, record.withs)
+        if place in self._around:
+            return self._around[place]
+        found: list[Region] = []
+        for scope in reversed(list(record.scope.within())):
+            for decorator in scope.decorators:
+                found += self._decorated(decorator, scope)
+        for item in record.withs:
+            found += self.entered(item)
+        if not self._active:  # of what is being entered the regions are not known yet
+            self._around[place] = tuple(found)
+        return tuple(found)
+
+    def autocasts(self, record: Record, depth: int = 3) -> list[tuple[Region, PathCondition]]:
+        """The autocast regions in force where a record stands, with the guard under which they are.
+
+        A region inside another replaces it, a disabled one too; what may be one makes it unknown. Where a function
+        has none of its own, those of its callers are in force.
+        """
+        scopes = [scope for scope in record.scope.within() if scope.kind == "function"]
+        around = [region for region in self.around(record) if region.kind == "autocast"]
+        found: list[tuple[Region, PathCondition]] = []
+        for place, region in enumerate(around):
+            guard = region.guard.joined(record.guard)
+            inner = (other.guard for other in around[place + 1 :])
+            if guard.possible and not any(not g.possible or compatible(g, guard) for g in inner):
+                found.append((region, guard))
+        unclear = False
+        for item in record.withs:
+            kinds = {region.kind for region in self.entered(item)}
+            if "autocast" in kinds or "" in kinds:
+                unclear = "autocast" not in kinds and (unclear or bool(_MAY_DISABLE.search(text_of(item.expr))))
+        decorated = any(_MAY_DISABLE.search(text_of(each)) for scope in scopes for each in scope.decorators)
+        if unclear or around or decorated or depth <= 0 or record.scope.kind != "function":
+            return found if not unclear else []
+        return [
+            (region, both)
+            for region, guard in self._of_callers(record.scope, depth)
+            if (both := guard.joined(record.guard)).possible
+        ]
+
+    def _of_callers(self, scope: Scope, depth: int) -> list[tuple[Region, PathCondition]]:
+        """The autocast regions in force at the calls of a function, the first ones of many."""
+        if (scope, depth) not in self._outer:
+            self._outer[scope, depth] = []
+            found: list[tuple[Region, PathCondition]] = []
+            for call in self.facts.callers(scope):
+                found += self.facts.of(call).contexts.autocasts(call, depth - 1)
+                if len(found) > _MOST:
+                    break
+            self._outer[scope, depth] = found
+        return self._outer[scope, depth]
+
+    def _decorated(self, decorator: cst.BaseExpression, scope: Scope) -> Iterable[Region]:
+        outer = scope.parent or self.facts.module
+        for each in self.facts.values.evaluate(decorator, outer, scope.order):
+            if isinstance(each.atom, Object) and each.atom.kind in _REGIONS:
+                yield self._region(each)
+            elif isinstance(each.atom, Ref) and each.atom.path in library_names.NO_GRAD:
+                yield Region("no_grad", each.guard, None, self.facts)
+
+    def entered(self, item: With) -> tuple[Region, ...]:
+        """What a `with` item enters."""
+        if item not in self._regions:
+            self._regions[item] = ()
+            self._active += 1
+            found: list[Region] = []
+            for each in self.facts.values.evaluate(item.expr, item.scope, item.order):
+                atom = each.atom
+                if (
+                    isinstance(atom, Object)
+                    and atom.kind == "context"
+                    and atom.cls is not None
+                    and atom.facts is not None
+                ):
+                    for given in atom.cls.returns:
+                        for region in atom.facts.regions(given):
+                            found.append(dataclasses.replace(region, guard=region.guard.joined(item.guard, each.guard)))
+                elif isinstance(atom, Object) and atom.kind in _REGIONS:
+                    region = self._handed(self._region(each), item, atom.path)
+                    found.append(dataclasses.replace(region, guard=region.guard.joined(item.guard)))
+                elif atom is UNKNOWN or isinstance(atom, (Ref, Method)):
+                    found.append(Region("", each.guard.joined(item.guard), None, self.facts))
+            self._regions[item] = tuple(found)
+            self._active -= 1
+        return self._regions[item]
+
+    def _region(self, each: Alternative) -> Region:
+        assert isinstance(each.atom, Object)
+        atom, guard = each.atom, each.guard
+        call = atom.call
+        if call is None:
+            return Region(atom.kind, guard, None, self.facts)
+        facts = self.facts.of(call)
+        if atom.kind == "fp8_autocast":
+            return Region(atom.kind, guard.joined(facts.enabled(call, atom.path)), call, facts)
+        if atom.kind != "autocast":
+            return Region(atom.kind, guard, call, facts)
+        return dataclasses.replace(facts.autocast(call, atom.path), guard=guard.joined(facts.enabled(call, atom.path)))
+
+    def _handed(self, region: Region, item: With, path: str) -> Region:
+        """The region of a shim, `def autocast(**kwargs): return torch.autocast("cuda", **kwargs)`, with what an item
+        hands through it; the region as it is, where that cannot be told."""
+        inner = region.call
+        outer = self.facts.walker.call_of.get(item.expr) if isinstance(item.expr, cst.Call) else None
+        if region.kind != "autocast" or inner is None or not inner.starred or outer is None or outer is inner:
+            return region
+        params = {param.name: param.kind for param in inner.scope.params}
+        starred = [dotted(arg.value) for arg in inner.node.args if arg.star]
+        if outer.starred or outer.positional or any(params.get(name) not in ("star", "double") for name in starred):
+            return region
+        if any(binding.kind != "param" for name in starred for binding in inner.scope.bindings.get(name, ())):
+            return region
+        handed = {name: value for name, value in outer.keywords.items() if name not in params}
+        found = region.facts.contexts.autocast(inner, path, complete=True)
+        dtypes = self.facts.dtypes(handed["dtype"], outer) if "dtype" in handed else found.dtypes
+        enabled = ALWAYS.given(self.facts.condition(handed["enabled"], item.scope)) if "enabled" in handed else ALWAYS
+        return dataclasses.replace(found, dtypes=dtypes, guard=region.guard.joined(enabled))
+
+    def enabled(self, call: Call, path: str) -> PathCondition:
+        """The guard that an autocast's or a scaler's `enabled=` is; an impossible one for `False`."""
+        given = enabled_argument(call, path)
+        if given is None:
+            return ALWAYS
+        known = {
+            each.atom.value if isinstance(each.atom, Constant) else None for each in self.facts.evaluate(given, call)
+        }
+        if known == {True}:
+            return ALWAYS
+        if known == {False}:
+            return ALWAYS.given(self.facts.condition(cst.Name("False"), call.scope))
+        return ALWAYS.given(self.facts.condition(given, call.scope))
+
+    def off_by_default(self, region: Region) -> bool:
+        """Whether its `enabled` is a parameter that is False if the caller does not say otherwise."""
+        call = region.call
+        given = enabled_argument(call, region.facts.called_path(call)) if call is not None else None
+        params = call.scope.params if call is not None and isinstance(given, cst.Name) else []
+        return any(p.name == dotted(given) and constant(p.default) == (False,) for p in params)
+
+    def autocast(self, call: Call, path: str, complete: bool = False) -> Region:
+        """The region that a call of an autocast makes: its device and dtype, with torch's defaults.
+
+        complete: what `**kwargs` hand to it is known, and no dtype."""
+        legacy = path.startswith(("torch.cuda.amp.", "torch.cpu.amp."))
+        if legacy:
+            device: str | None = path.split(".")[1]
+            devices = [(ALWAYS, device)]
+        else:
+            devices = [
+                (each.guard, str(each.atom.value).split(":", 1)[0] if isinstance(each.atom, Constant) else None)
+                for each in self.facts.evaluate(call.argument(0, "device_type"), call)
+            ]
+            device = devices[0][1] if len({name for _, name in devices}) == 1 else None
+        given = call.argument(1, "dtype")
+        if given is not None and constant(given) != (None,):
+            dtypes = self.facts.dtypes(given, call)
+        elif (
+            (call.starred and not complete)
+            or "set_autocast_gpu_dtype" in self.facts.calls
+            or "set_autocast_dtype" in self.facts.calls
+        ):
+            dtypes = ((ALWAYS, None),)
+        else:
+            dtypes = tuple((guard, {"cuda": "float16", "cpu": "bfloat16"}.get(name or "")) for guard, name in devices)
+        return Region("autocast", ALWAYS, call, self.facts, dtypes, device)

@@ -1,0 +1,38 @@
+"""What a GradScaler scales: the losses of which autocast regions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
+from mpguard.lint.facts.values.lattice import Object
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.domain.regions import Region
+    from mpguard.lint.facts.events.event import Event
+    from mpguard.lint.facts.file import Facts
+
+
+def bfloat16_region(scaler: Event, enabled: PathCondition, facts: Facts) -> Region | None:
+    """The BF16 region of a loss that the scaler scales, if all regions of all its losses are BF16 for certain."""
+    found: Region | None = None
+    for scale in facts.events("scale"):
+        made = [each.atom for each in facts.evaluate(scale.subject, scale.call)]
+        if not any(isinstance(atom, Object) and atom.call is scaler.call for atom in made):
+            continue
+        loss = scale.call.argument(0, "outputs")
+        guard = scaler.guard.joined(scale.guard, enabled)
+        records = [scale.call, *facts.flow.backward(loss, scale.call)] if loss is not None else []
+        for record in records:
+            if facts.is_inference(record):
+                continue
+            if any(region.kind == "accelerator_autocast" for region in facts.regions(record)):
+                return None
+            for region, inside in facts.autocasts(record):
+                for dtype_guard, dtype in region.dtypes:
+                    if not compatible(guard, inside, dtype_guard):
+                        continue
+                    if dtype != "bfloat16":
+                        return None
+                    found = region
+    return found

@@ -1,0 +1,438 @@
+"""Which values a file trains with, and in which dtype the weights are that it trains.
+
+`trained.cast(event, dtype)` judges one cast; `trained.weights(dtype, ...)` gives the models whose weights are
+cast, loaded or made in a low dtype and then trained, with what trains them. Frozen towers, LoRA bases,
+inference, rounding and copies for a checkpoint are none of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts.dataflow.forward_flow import FRAMEWORK_STEPS, UPCASTS, Reach, Sink
+from mpguard.lint.facts.domain.autocast_ops import LOWERED
+from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.syntax.nodes import constant, dotted
+from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
+from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
+from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values.lattice import Function, Object, Ref
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+#: Methods that modules have and tensors have not.
+_OF_MODULES = frozenset({
+    "parameters", "named_parameters", "modules", "named_modules", "children", "named_children", "train", "eval",
+    "gradient_checkpointing_enable", "save_pretrained",
+})  # fmt: skip
+#: What a loop over a model's parts goes over: a cast of each is one of the model.
+_PARTS = frozenset({"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"})
+#: The conditions under which a loop casts what is not trained.
+_FROZEN = negated(Flag("requires_grad"))
+_SPARED = re.compile(r"(?i)lora|adapter|frozen|freeze|trainable")
+#: Arguments of a load that quantize: adapters are trained, the weights stay.
+_QUANTIZES = ("quantization_config", "load_in_8bit", "load_in_4bit")
+#: Frameworks that keep FP32 masters of low weights, or cast them up.
+_SHARDS = re.compile(r"(?i)deepspeed|fsdp|megatron|colossal|zero_?(?:stage|optimizer|redundancy)")
+#: Arguments of a Trainer that put adapters on its model or bring another optimizer; of its settings, that shard.
+_OTHER = ("peft_config", "optimizers", "optimizer_cls_and_kwargs")
+_SHARDING = frozenset({"deepspeed", "fsdp", "fsdp_config"})
+#: Optimizers of a Trainer that update the weights as they are.
+_PLAIN = re.compile(r"(?:paged_)?(?:adamw|lion|sgd|rmsprop|adagrad)(?:_torch|_hf|_fused|_bnb|_8bit|_32bit)*$")
+#: Marks for a profiler, in a script that does nothing else.
+_PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
+#: Where Trainers come from that build their own optimizer.
+_TRAINER_ROOTS = frozenset({"transformers", "trl", "sentence_transformers", "setfit"})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Training:
+    """What trains a value: `sink` is the first place that shows it, `reach` all that the value meets."""
+
+    reach: Reach
+    sinks: tuple[Sink, ...]
+
+    @property
+    def sink(self) -> Sink:
+        return self.sinks[0]
+
+    def of(self, kind: str) -> list[Call]:
+        """The calls where it ends: `optimizer` (that is handed the parameters), `trainer`, `prepare`, `parallel`."""
+        return [sink.call for sink in self.sinks if sink.kind == kind]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weights:
+    """Weights in a low dtype that are trained: `event` (a `cast`, `construct` or `load`) is where they became so."""
+
+    event: Event
+    dtype: str
+    guard: PathCondition
+    training: Training
+
+
+class Trained:
+    """What one file trains."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._weights: dict[str, list[Weights]] = {}
+        self._modules: set[str] | None = None
+        self._adapted: set[str] | None = None
+
+    # -- casts --------------------------------------------------------------------------------------
+
+    def cast(self, cast: Event, dtype: str, guards: list[PathCondition] | None = None) -> Training | None:
+        """What trains with the value that a cast to `dtype` gives, under one of the guards; None where nothing does."""
+        guards = cast.may_be(dtype) if guards is None else guards
+        if not guards or cast.subject is None or self.passing(cast, dtype) or self.facts.is_inference(cast.call):
+            return None
+        if isinstance(cast.subject, (cst.Comparison, cst.BooleanOperation)):  # a mask: 0 and 1
+            return None
+        if self.facts.frozen.value(cast.subject) or self.facts.frozen.value(cast.call.node):
+            return None
+        if self.facts.kinds(cast.subject, cast.call) & {"engine", "pipeline", "criterion"}:
+            return None
+        whole = self._whole(cast)
+        if whole is not None and (self.facts.frozen.named(whole[0]) or self.adapted(whole[0])):
+            return None
+        return self._training(self._reach(cast, guards[0], whole))
+
+    def _training(self, reach: Reach) -> Training | None:
+        if reach.meets("peft") or reach.meets("frozen"):
+            return None
+        sinks = tuple(sink for sink in reach.training_sinks if not self._by_engine(sink))
+        return Training(reach, sinks) if sinks else None
+
+    def _reach(self, cast: Event, guard: PathCondition, whole: tuple[str, Record] | None) -> Reach:
+        if whole is not None:
+            return self.facts.flow.forward_key(*whole, guard)
+        if cast.call.is_statement and cast.key:
+            return self.facts.flow.forward_key(cast.key, cast.call, guard)
+        bound = self._bound(cast.call)
+        if bound is not None and bound.key == cast.key:
+            return self.facts.flow.forward_key(bound.key, bound, guard)
+        return self.facts.flow.forward(cast.call.node, cast.call, guard)
+
+    def _whole(self, cast: Event) -> tuple[str, Record] | None:
+        """The model whose parts are cast, in a loop over them or by what `apply` is given: its name, and where."""
+        parents = self.facts.walker.parents
+        above = parents.get(cast.call.node)
+        if isinstance(above, cst.Lambda):
+            arg = parents.get(above)
+            call = self.facts.walker.call_of.get(parents[arg]) if isinstance(arg, cst.Arg) else None
+            return self._applied(call) if call is not None and call.name == "apply" else None
+        part = cast.key.removesuffix(".data")
+        changed = cast.call.is_statement or (
+            isinstance(above, cst.Assign) and any(dotted(target.target) == f"{part}.data" for target in above.targets)
+        )
+        if not changed or not part or "." in part or _FROZEN in cast.call.guard:
+            return None
+        if any(map(_SPARED.search, cast.call.guard.flags())):
+            return None
+        for binding in self.facts.values.reaching(part, cast.scope, cast.order):
+            if binding.kind == "for":
+                return self._looped(binding)
+            if binding.kind == "param":
+                return self._applied_function(binding.scope)
+        return None
+
+    def _looped(self, binding: Binding) -> tuple[str, Record] | None:
+        over = binding.value
+        if isinstance(over, cst.Call) and isinstance(over.func, cst.Attribute) and over.func.attr.value in _PARTS:
+            over = over.func.value
+        elif isinstance(over, cst.Attribute):  # model.layers
+            over = over.value
+        key = dotted(over)
+        return (key, binding) if key and key != "self" else None
+
+    def _applied(self, call: Call) -> tuple[str, Record] | None:
+        key = dotted(call.receiver)
+        return (key, call) if key and key != "self" else None
+
+    def _applied_function(self, scope: Scope) -> tuple[str, Record] | None:
+        """The model that a function of the file is applied to, if that is one."""
+        for call in self.facts.calls.get("apply", ()):
+            given = self.facts.evaluate(call.argument(0, "fn"), call)
+            if any(isinstance(each.atom, Function) and each.atom.scope is scope for each in given):
+                return self._applied(call)
+        return None
+
+    def lowered_inputs(self, cast: Event) -> list[Call]:
+        """The calls that are handed the very value of a cast, and whose matrix products autocast would lower anyway:
+        a model, or one of torch's operations."""
+        bound = self._bound(cast.call)
+        found = []
+        parents = self.facts.walker.parents
+        given: list[cst.CSTNode] = [cast.call.node]
+        if bound is not None:
+            uses = cast.scope.uses.get(bound.key.split(".", 1)[0], ())
+            given += [use.node for use in uses if use.path == bound.key and use.order > bound.order]
+        calls = {
+            self.facts.walker.call_of.get(parents[arg])
+            for each in given
+            if isinstance(arg := parents.get(each), cst.Arg)
+        }
+        for call in sorted((c for c in calls if c is not None and c.scope is cast.scope), key=lambda c: c.order):
+            handed = (*call.positional, *call.keywords.values())
+            if cast.call.node in handed or (
+                bound is not None
+                and call.order > bound.order
+                and any(
+                    dotted(each) == bound.key
+                    and bound in self.facts.values.reaching(bound.key, call.scope, call.order, call.guard)
+                    for each in handed
+                )
+            ):
+                found.append(call)
+        return [call for call in found if self._lowers(call)]
+
+    def _lowers(self, call: Call) -> bool:
+        for each in self.facts.evaluate(call.func, call):
+            if isinstance(each.atom, Ref) and each.atom.path.startswith("torch.") and call.name in LOWERED:
+                return True
+            if isinstance(each.atom, Object) and each.atom.kind == "model" and not self.facts.frozen.named(call.path):
+                return True
+        last = call.path.rsplit(".", 1)[-1]
+        known = self.facts.kinds(call.func, call) - {""}
+        return not known and last in self.modules and not self.facts.frozen.named(call.path)
+
+    def passing(self, cast: Event, dtype: str) -> bool:
+        """Whether the cast only rounds (`.half().float()`), or makes a copy for a checkpoint."""
+        parents = self.facts.walker.parents
+        above = parents.get(cast.call.node)
+        if isinstance(above, cst.Attribute) and above.attr.value in UPCASTS:
+            return True
+        if isinstance(above, cst.Attribute) and above.attr.value == "to":
+            outer = self.facts.walker.call_of.get(parents[above])
+            if outer is not None and any(e.call is outer and not e.may_be(dtype) for e in self.facts.events("cast")):
+                return True
+        if isinstance(cast.subject, cst.Call) and dotted(cast.subject.func).endswith("deepcopy"):
+            return True
+        records = self.facts.flow.backward(cast.subject, cast.call, depth=1) if cast.subject is not None else []
+        return any(
+            getattr(record, "name", "") in ("state_dict", "load", "load_file", "safe_open") for record in records
+        )
+
+    def _by_engine(self, sink: Sink) -> bool:
+        """Whether an engine of DeepSpeed or the like runs the backward: its parameters may be FP16."""
+        call = sink.call
+        if sink.kind == "trainer" and call.scope.name in FRAMEWORK_STEPS:  # Lightning's, maybe with DeepSpeed
+            return self.masters
+        if sink.kind != "backward" or not call.positional or call.receiver is None:
+            return False
+        kinds = self.facts.kinds(call.receiver, call)
+        return "engine" in kinds or ("accelerator" not in kinds and "accelerator" not in dotted(call.receiver).lower())
+
+    # -- weights ------------------------------------------------------------------------------------
+
+    def weights(self, dtype: str) -> list[Weights]:
+        """The models whose weights are in a low dtype when they are trained: cast by hand, or loaded so."""
+        if dtype not in self._weights:
+            self._weights[dtype] = []
+            events = (event for kind in ("cast", "construct", "load") for event in self.facts.events(kind))
+            for event in events:
+                guards = event.may_be(dtype)
+                if not guards or not self.is_module(event) or self.adapted(event.key):
+                    continue
+                loaded = event.kind == "load"
+                training = self._loaded(event, dtype, guards[0]) if loaded else self.cast(event, dtype)
+                if training is not None:
+                    self._weights[dtype].append(Weights(event, dtype, guards[0], training))
+        return self._weights[dtype]
+
+    def _loaded(self, load: Event, dtype: str, guard: PathCondition) -> Training | None:
+        call = load.call
+        if library_names.LOADS_ADAPTERS.search(call.path):
+            return None
+        if any(constant(call.keywords.get(name)) not in (None, (None,), (False,)) for name in _QUANTIZES):
+            return None
+        if any(name in call.keywords and constant(call.keywords[name]) is None for name in _QUANTIZES):
+            return None
+        if (
+            call.starred
+            or self.passing(load, dtype)
+            or self.facts.is_inference(call)
+            or self.facts.frozen.value(call.node)
+        ):
+            return None
+        if "pipeline" in self.facts.kinds(call.node, call):
+            return None
+        bound = self._bound(call)
+        if bound is not None:
+            return self._training(self.facts.flow.forward_key(bound.key, bound, guard))
+        return self._training(self.facts.flow.forward(call.node, call, guard))
+
+    def _bound(self, call: Call) -> Binding | None:
+        """The binding of a name to what a call gives, at once or through methods that give the object back."""
+        parents = self.facts.walker.parents
+        node: cst.CSTNode = call.node
+        while (
+            isinstance(above := parents.get(node), cst.Attribute) and above.attr.value in library_names.SAME - UPCASTS
+        ):
+            node = parents[above]
+        for key, bindings in call.scope.bindings.items():
+            for binding in bindings:
+                if binding.value is node and binding.kind == "assign" and key != "self":
+                    return binding
+        return None
+
+    def is_module(self, event: Event) -> bool:
+        """Whether what is cast or loaded is a model: by what made it, or by what is done with it."""
+        if event.kind == "load":
+            return "weightless" not in self.facts.kinds(event.call.node, event.call)
+        kinds = self.facts.kinds(event.subject, event.call)
+        if (
+            event.kind == "construct"
+            or kinds & {"model", "parameters"}
+            or event.call.is_statement
+            or self._whole(event) is not None
+        ):
+            return True
+        if "tensor" in kinds:
+            return False
+        bound = self._bound(event.call)
+        keys = {event.key, bound.key if bound is not None else ""} - {""}
+        return bool({key.rsplit(".", 1)[-1] for key in keys} & self.modules)
+
+    def adapted(self, key: str) -> bool:
+        """Whether something of this (last) name gets adapters: as the argument, the receiver or the result."""
+        if self._adapted is None:
+            self._adapted = set()
+            for name, calls in self.facts.calls.items():
+                adapts = library_names.ADAPTERS.search(name)
+                for call in calls if adapts or name == "from_pretrained" else ():
+                    if not adapts and not library_names.LOADS_ADAPTERS.search(call.path):
+                        continue
+                    given = [call.receiver, *call.positional, call.keywords.get("model")]
+                    if isinstance(call.statement, cst.Assign):
+                        given += [target.target for target in call.statement.targets]
+                    self._adapted.update(dotted(each).rsplit(".", 1)[-1] for each in given)
+            self._adapted.discard("")
+        return key.rsplit(".", 1)[-1] in self._adapted
+
+    @property
+    def modules(self) -> set[str]:
+        """The last names of what the file treats as modules: `x.parameters()`, `x.train()`."""
+        if self._modules is None:
+            self._modules = set()
+            for name in _OF_MODULES:
+                for call in self.facts.calls.get(name, ()):
+                    self._modules.add(dotted(call.receiver).rsplit(".", 1)[-1])
+            self._modules -= {"", "self"}
+        return self._modules
+
+    @cached_property
+    def masters(self) -> bool:
+        """Whether something may keep FP32 copies of low weights: an FP16 optimizer of a project, a sharding framework
+        that the file mentions, or one that a config launches it with (accelerate's FSDP casts weights up)."""
+        launched = {config.distributed_type for config in self.facts.project.configs_for(self.facts.path)}
+        if self.facts.masters or launched & {"DEEPSPEED", "FSDP", "MEGATRON_LM"}:
+            return True
+        return any(
+            _SHARDS.search(f"{binding.target}.{binding.name}.{key}")
+            for scope in self.facts.walker.scopes
+            for key, bindings in scope.bindings.items()
+            for binding in bindings
+        ) or any(
+            _SHARDS.search(use.path)
+            for scope in self.facts.walker.scopes
+            for uses in scope.uses.values()
+            for use in uses
+        )
+
+    # -- what trains --------------------------------------------------------------------------------
+
+    @cached_property
+    def probes(self) -> bool:
+        """Whether the file computes gradients only to look at them: all from made-up ones, as the test of a layer does
+        (`out.backward(torch.ones_like(out))`), or a few times with no data, between a profiler's marks."""
+        calls = self.facts.calls.get("backward", ())
+        if not calls or self.facts.calls.get("manual_backward"):
+            return False
+        if all(self._starts(call) for call in calls):
+            return True
+        if not _PROFILES.search(self.facts.source.text):
+            return False
+        return not any(
+            isinstance(loop, cst.While) or (isinstance(loop, cst.For) and not _counts(loop))
+            for call in calls
+            for loop in call.loops
+        )
+
+    def _starts(self, call: Call) -> bool:
+        """Whether a backward pass starts from a gradient that is made up, or detached."""
+        node = call.argument(0, "gradient")
+        if isinstance(node, cst.Subscript):
+            node = node.value
+        if isinstance(node, cst.Name):
+            found = self.facts.values.reaching(node.value, call.scope, call.order, call.guard)
+            node = found[0].value if len(found) == 1 and found[0].kind == "assign" else None
+        return isinstance(node, cst.Call) and (
+            dotted(node.func).rsplit(".", 1)[-1] in library_names.TENSOR_MAKERS
+            or (isinstance(node.func, cst.Attribute) and node.func.attr.value in ("detach", "clone"))
+        )
+
+    def trainer_of(self, call: Call) -> Call | None:
+        """What trains in the program that a call belongs to: a backward pass beside a step, `prepare`, a Trainer."""
+        near = self.facts.reachable(call.scope)
+        for kind in ("backward", "framework", "trainer"):
+            for event in self.facts.events(kind):
+                together = event.scope in near and compatible(event.guard, self.facts.guard_of(call))
+                if together and (kind == "trainer" or self.facts.steps(event.scope)):
+                    return event.call
+        return None
+
+    def plain_optimizers(self, training: Training) -> list[Call]:
+        """The optimizers that are handed the weights and update them as they are: no FP32 masters, no stochastic or
+        Kahan rounding; empty where one of them is out of sight."""
+        found = training.of("optimizer")
+        return found if found and all(self._is_plain(call) for call in found) else []
+
+    def _is_plain(self, call: Call) -> bool:
+        path = self.facts.called_path(call)
+        if path.startswith(("bitsandbytes.optim.", "torchao.optim.")):
+            return constant(call.keywords.get("bf16_stochastic_round")) in (None, (False,)) and not call.starred
+        return path.startswith(("torch.optim.", "transformers.AdamW", "transformers.optimization.AdamW"))
+
+    def trainers(self, training: Training) -> list[Call]:
+        """The Trainers of transformers and its kin that train all of the weights with an optimizer of their own, by
+        what the file says: no adapters, no DeepSpeed, no optimizer handed in, arguments in sight."""
+        found = []
+        for call in training.of("trainer"):
+            root = self.facts.called_path(call).split(".", 1)[0]
+            given = call.argument(1, "args")
+            other = any(key in call.keywords and constant(call.keywords[key]) != (None,) for key in _OTHER)
+            if root not in _TRAINER_ROOTS or call.starred or other or given is None:
+                continue
+            arguments = self.arguments(given, call)
+            if arguments is None or arguments.starred or not _SHARDING.isdisjoint(arguments.keywords):
+                continue
+            if (optim := arguments.keywords.get("optim")) is None or _is_plain_name(constant(optim)):
+                found.append(call)
+        return found
+
+    def arguments(self, node: cst.BaseExpression, at: Call) -> Call | None:
+        """The one call of `TrainingArguments`, or of a class like it, that an expression comes from."""
+        records = [
+            record
+            for record in self.facts.flow.backward(node, at, depth=2)
+            if isinstance(record, Call) and record.name.endswith(("Arguments", "Config", "Args"))
+        ]
+        return records[0] if len(records) == 1 else None
+
+
+def _counts(loop: cst.For) -> bool:
+    """Whether a loop only counts: `for _ in range(10)`."""
+    return isinstance(loop.iter, cst.Call) and dotted(loop.iter.func) in ("range", "trange")
+
+
+def _is_plain_name(literal: tuple[object] | None) -> bool:
+    """Whether the optimizer that a setting names is a plain one; what is no literal may be any."""
+    return literal is not None and isinstance(literal[0], str) and bool(_PLAIN.match(literal[0]))

@@ -1,0 +1,334 @@
+"""What wraps an object for training: an Accelerator, DeepSpeed, FSDP; followed from where it is used to the call.
+
+`Prepared.of` asks of an expression (`model`, `self.model`, `model.parameters()`, what a helper is given) which
+calls of `accelerator.prepare`, `deepspeed.initialize`, `FullyShardedDataParallel` or `fully_shard` it came by,
+each under its guard. What comes from outside came by none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
+from mpguard.lint.facts.syntax.records import Binding, Call, Record, Return
+from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values.lattice import Constant, Object
+
+if TYPE_CHECKING:
+    from mpguard.document import Document
+    from mpguard.lint.facts.file import Facts
+
+_DEPTH = 8
+#: Expressions that one question follows, and bindings of one name.
+_MOST = 200
+_MOST_BINDINGS = 16
+#: Functions whose `return` is not what a call of the object gives.
+_NO_RESULT = frozenset({"__init__", "forward", "__call__"})
+#: Methods that give the object, or its parameters.
+_SAME = library_names.SAME | {"parameters", "named_parameters", "module", "values"}
+#: Functions whose result is their argument, or made of it.
+_HANDS_ON = frozenset({
+    "unwrap_model", "compile", "list", "tuple", "filter", "chain", "get_peft_model", "DistributedDataParallel", "DDP",
+    "extract_model_from_parallel", "iter", "sorted",
+})  # fmt: skip
+#: Under a flag of such a name one of several frameworks may run the loop.
+_OTHER_WAY = re.compile(r"(?i)accelerat|distributed_type|deepspeed|use_ds|backend|strategy")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Wrap:
+    """One way that an object came by: `kind` is `accelerate`, `deepspeed`, `fsdp1` or `fsdp2`.
+
+    index: its place in what the call returns; of `prepare` that of the argument, None where it is alone.
+    """
+
+    kind: str
+    call: Call
+    facts: Facts
+    guard: PathCondition
+    index: int | None = None
+
+
+class WrapperFacts:
+    """The wrapped objects of one file."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._kinds: dict[Call, str] | None = None
+
+    @property
+    def calls(self) -> dict[Call, str]:
+        """The calls that wrap, and what they are."""
+        if self._kinds is None:
+            self._kinds = {}
+            found = {event.call: "accelerate" for event in self.facts.events("prepare")}
+            found |= {event.call: "deepspeed" for event in self.facts.events("initialize")}
+            for event in self.facts.events("shard"):
+                found[event.call] = library_names.kind_of(self.facts.called_path(event.call))
+            self._kinds = found
+        return self._kinds
+
+    def of(self, node: cst.CSTNode | None, at: Record, kind: str = "") -> list[Wrap]:
+        """The wraps that an expression came by, where a record stands; of one kind, or all."""
+        if node is None or not self.calls:
+            return []
+        found = _Search(self.facts, self.calls).start(node, at)
+        return [wrap for wrap in found if wrap.kind.startswith(kind)]
+
+    def forwards(self, kind: str = "") -> Iterator[tuple[Call, Wrap]]:
+        """The calls of wrapped models (`model(x)`), each with a wrap, under flags that go together."""
+        for calls in list(self.facts.calls.values()) if self.calls else ():
+            for call in calls:
+                if not call.path or call in self.calls or not self._may_be_model(call):
+                    continue
+                for wrap in self.of(call.func, call, kind):
+                    if compatible(wrap.guard, self.facts.guard_of(call)):
+                        yield call, wrap
+                        break
+
+    def _may_be_model(self, call: Call) -> bool:
+        """Whether a name that is called is bound by something other than an import or a definition."""
+        key = call.path
+        if key.startswith("self."):
+            owner = call.scope.owner
+            return owner is not None and key[5:].split(".", 1)[0] in self.facts.graph.attributes(owner)
+        bindings = self.facts.values.reaching(key.split(".", 1)[0], call.scope, call.order, call.guard)
+        return any(binding.kind in ("assign", "element", "param", "with") for binding in bindings)
+
+    def differentiated(self, loss: cst.CSTNode | None, at: Call, kind: str) -> Iterator[tuple[Call, Wrap]]:
+        """The calls of wrapped models that a loss is differentiated through: neither detached nor under `no_grad`."""
+        if loss is None or not self.calls:
+            return
+        records = [record for record in self._computed(loss, at) if isinstance(record, Call)]
+        cut: set[Record] = set()
+        for record in records:
+            if record.name in ("detach", "detach_", "item") and record.receiver is not None:
+                cut |= set(self.facts.flow.backward(record.receiver, record, depth=3))
+        for record in records:
+            if not record.path or record in cut or any(r.kind == "no_grad" for r in self.facts.regions(record)):
+                continue
+            for wrap in self.of(record.func, record, kind):
+                if compatible(wrap.guard, self.facts.guard_of(record), self.facts.guard_of(at)):
+                    yield record, wrap
+
+    def _computed(self, loss: cst.CSTNode, at: Call) -> list[Record]:
+        """What a loss is computed from: by the last values of its name, where it is one."""
+        found: list[Record] = []
+        key = dotted(loss)
+        bindings = self.facts.values.reaching(key, at.scope, at.order, at.guard) if key else []
+        for binding in bindings:
+            if binding.kind != "assign" or binding.value is None:
+                return self.facts.flow.backward(loss, at, depth=3)
+            found += self.facts.flow.backward(binding.value, binding, depth=3)
+        return found if bindings else self.facts.flow.backward(loss, at, depth=3)
+
+    def _same(self, key: str, one: Record, other: Record) -> bool:
+        """Whether a name may stand for one object at two places."""
+        first, second = (set(self.facts.values.reaching(key, r.scope, r.order, r.guard)) for r in (one, other))
+        return bool(first & second) or not (first or second)
+
+    def handed(self, node: cst.CSTNode | None, at: Record, kind: str) -> list[Wrap]:
+        """The wraps whose call is given an object under the name by which an expression refers to it.
+
+        `params = model.parameters()` before `model = accelerator.prepare(model)` are the same parameters.
+        """
+        key, found = dotted(node), []
+        if not key:
+            return []
+        scopes = set(at.scope.within())
+        for call, each in self.calls.items():
+            if not each.startswith(kind) or not (call.scope in scopes or key.startswith("self.")):
+                continue
+            if key.startswith("self.") and call.scope.owner is not at.scope.owner:
+                continue
+            given = [*call.positional, *call.keywords.values()]
+            if any(dotted(value) == key for value in given) and self._same(key, at, call):
+                found.append(Wrap(each, call, self.facts, self.facts.guard_of(call)))
+        return found
+
+
+class _Search:
+    """Follows one expression back to the calls that wrap it; `at` is the record that stands where it does."""
+
+    def __init__(self, facts: Facts, calls: dict[Call, str]) -> None:
+        self.facts, self.calls = facts, calls
+        self.found: list[Wrap] = []
+        self.seen: set[object] = set()
+
+    def start(self, node: cst.CSTNode, at: Record) -> list[Wrap]:
+        self.expression(node, at, ALWAYS, _DEPTH)
+        return self.found
+
+    def expression(self, node: cst.CSTNode | None, at: Record, guard: PathCondition, depth: int) -> None:
+        """guard: what holds on the way from the place that was asked about."""
+        if node is None or depth < 0 or node in self.seen or len(self.seen) > _MOST:
+            return
+        self.seen.add(node)
+        if isinstance(node, cst.Call):
+            self.call(node, guard, depth)
+        elif path := dotted(node):
+            self.name(path, at, guard, depth)
+        elif isinstance(node, (cst.Subscript, cst.NamedExpr)) or (
+            isinstance(node, cst.Attribute) and node.attr.value == "module"
+        ):
+            self.expression(node.value, at, guard, depth)
+        elif isinstance(node, cst.IfExp):
+            self.expression(node.body, at, guard, depth)
+            self.expression(node.orelse, at, guard, depth)
+        elif isinstance(node, (cst.ListComp, cst.GeneratorExp)):
+            self.expression(node.for_in.iter, at, guard, depth)
+
+    def call(self, node: cst.Call, guard: PathCondition, depth: int, index: int | None = None) -> None:
+        """index: the place in what the call returns, where that is unpacked."""
+        call = self.facts.walker.call_of.get(node)
+        if call is None:
+            return
+        if call in self.calls:
+            both = guard.joined(self.facts.guard_of(call))
+            if both.possible:
+                self.found.append(Wrap(self.calls[call], call, self.facts, both, index))
+        elif call.receiver is not None and call.name in _SAME:
+            self.expression(call.receiver, call, guard, depth - 1)
+        elif call.name in _HANDS_ON:
+            for value in call.positional:
+                self.expression(value, call, guard, depth - 1)
+        else:
+            for function in self.facts.functions(call):
+                if function.facts is self.facts and function.scope.name not in _NO_RESULT:
+                    for each in function.scope.returns:
+                        self.returned(each, index, guard, depth)
+
+    def returned(self, given: Return, index: int | None, guard: PathCondition, depth: int) -> None:
+        value: cst.CSTNode | None = given.value
+        if isinstance(value, cst.Tuple) and index is not None:
+            value = value.elements[index].value if index < len(value.elements) else None
+        both = guard.joined(given.guard)
+        if both.possible:
+            self.expression(value, given, both, depth - 1)
+
+    def name(self, path: str, at: Record, guard: PathCondition, depth: int) -> None:
+        parts = path.split(".")
+        for length in range(len(parts), 0, -1):
+            key = ".".join(parts[:length])
+            if self.sharded(key, at, guard):
+                return
+            bindings = self.facts.values.reaching(key, at.scope, at.order, at.guard)
+            if bindings:
+                if all(rest == "module" for rest in parts[length:]):
+                    for binding in bindings[:_MOST_BINDINGS]:
+                        self.binding(binding, guard, depth)
+                return
+
+    def sharded(self, key: str, at: Record, guard: PathCondition) -> bool:
+        """Whether something was done to the object in place: `fully_shard(model)`."""
+        found = False
+        for call, kind in self.calls.items():
+            if kind == "fsdp2" and call.positional and dotted(call.positional[0]) == key:
+                same = (call.scope is at.scope and call.order < at.order) or (
+                    key.startswith("self.") and call.scope.owner is at.scope.owner is not None
+                )
+                both = guard.joined(self.facts.guard_of(call))
+                if same and both.possible:
+                    self.found.append(Wrap(kind, call, self.facts, both))
+                    found = True
+        return found
+
+    def binding(self, binding: Binding, guard: PathCondition, depth: int) -> None:
+        guard = guard.joined(binding.guard)
+        if binding in self.seen or not guard.possible:
+            return
+        self.seen.add(binding)
+        value = binding.value
+        if binding.kind == "element":
+            index = binding.index[0]
+            if isinstance(value, (cst.Tuple, cst.List)):
+                value = value.elements[index].value if index < len(value.elements) else None
+            if isinstance(value, cst.Call):
+                self.call(value, guard, depth, index)
+            else:
+                self.expression(value, binding, guard, depth)
+        elif binding.kind in ("assign", "with"):
+            self.expression(value, binding, guard, depth)
+        elif binding.kind == "param":
+            for call in self.facts.callers(binding.scope):
+                given = self.facts.values.given(call, binding.scope, binding.key)
+                both = guard.joined(call.guard)
+                if given is not value and both.possible and call.chunk.source is self.facts.source:
+                    self.expression(given, call, both, depth - 1)
+
+
+def policy_of(wrap: Wrap) -> tuple[Call, str] | None:
+    """The policy object that a sharded model is given: the call that makes it, and its kind."""
+    given = wrap.call.argument(None, "mixed_precision" if wrap.kind == "fsdp1" else "mp_policy")
+    atoms = [each.atom for each in wrap.facts.evaluate(given, wrap.call)] if given is not None else []
+    if len(atoms) == 1 and isinstance(atoms[0], Object) and atoms[0].call is not None:
+        return atoms[0].call, atoms[0].kind
+    return None
+
+
+def receiver_at(wrap: Wrap, at: Record, facts: Facts) -> str | None:
+    """What the Accelerator, or the engine, of a wrap is called where a record stands; None where it has no name."""
+    key = dotted(wrap.call.receiver)
+    if not key or wrap.facts is not facts:
+        return None
+    root = key.split(".", 1)[0]
+    if root == "self":
+        return key if wrap.call.scope.owner is at.scope.owner is not None else None
+    for scope in at.scope.chain():
+        if root in scope.bindings:
+            return key if scope in set(wrap.call.scope.chain()) else None
+    return None
+
+
+def other_way(guard: PathCondition, own: str) -> bool:
+    """Whether what happens under a guard may be the way of a run without `own` (`accelerat`, `deepspeed`), by the
+    names of its flags: `if args.use_accelerate:` is its own way, the `else` of it is not."""
+    for condition in guard:
+        if isinstance(condition, Flag) and condition.equals is None and own in condition.name.lower():
+            continue
+        if any(_OTHER_WAY.search(flag) for flag in PathCondition([condition]).flags()):
+            return True
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class WrapperSettings:
+    """What the DeepSpeed config that the code gives says: None where it is unclear, or no config is in sight."""
+
+    stage: int | None = None
+    fp16: bool | None = None
+    torch_autocast: bool | None = None
+
+
+def settings_of(wrap: Wrap) -> WrapperSettings:
+    """The settings of an engine: those of the dict in the code, or of the JSON file that it names."""
+    document = _config(wrap)
+    if document is None:
+        return WrapperSettings()
+    zero = document.data.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else None
+    switched = []
+    for name in ("fp16", "torch_autocast"):
+        section = document.data.get(name, {})
+        value = section.get("enabled", False) if isinstance(section, dict) else None
+        switched.append(value if isinstance(value, bool) else None)
+    return WrapperSettings(stage if type(stage) is int else None, *switched)
+
+
+def _config(wrap: Wrap) -> Document | None:
+    from mpguard.lint.facts.domain import config_dicts  # and PyYAML, which most runs over Python do not need
+
+    written = config_dicts.given_to(wrap.facts, wrap.call)
+    if written is not None:
+        return written
+    given = wrap.call.argument(None, "config", "config_params")
+    atoms = [each.atom for each in wrap.facts.evaluate(given, wrap.call)] if given is not None else []
+    if len(atoms) == 1 and isinstance(atoms[0], Constant) and isinstance(atoms[0].value, str):
+        return wrap.facts.project.config_named(wrap.facts.path, atoms[0].value)
+    return None

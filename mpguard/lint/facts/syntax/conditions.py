@@ -1,0 +1,124 @@
+"""The formulas over flags that conditions are: `args.fp16 and not cpu`, `dtype == "bf16"`, `p in ("16", "bf16")`."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
+from mpguard.lint.facts.syntax.path_condition import (
+    MOST_FLAGS,
+    All,
+    Any,
+    Condition,
+    Fixed,
+    Flag,
+    PathCondition,
+    negated,
+)
+from mpguard.lint.facts.syntax.records import Scope
+
+
+class Conditions:
+    """The conditions of one file."""
+
+    def __init__(self) -> None:
+        #: Of `a and b or c ...`, which is asked for again at each of its operators; until a flag gets a new meaning.
+        self._formulas: dict[cst.CSTNode, Condition] = {}
+
+    def name(self, key: str, node: cst.CSTNode, holder: Scope, scope: Scope) -> None:
+        """A name gets a condition as its value (`use_amp = args.fp16 and cuda`): it means that from here on."""
+        if not _is_formula(node):
+            return
+        condition = self.of(node, scope)
+        if key.rsplit(".", 1)[-1] not in PathCondition([condition]).flags():
+            holder.conditions[key] = condition
+            self._formulas.clear()
+
+    def of(self, node: cst.CSTNode, scope: Scope) -> Condition:
+        """The formula that an expression's truth is, in a scope."""
+        known = constant(node)
+        if known is not None:
+            return Fixed(bool(known[0]))
+        path = dotted(node)
+        if path:
+            for place in scope.within():
+                if path in place.conditions:
+                    return place.conditions[path]
+            return Flag(path.rsplit(".", 1)[-1])
+        if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Not):
+            return negated(self.of(node.expression, scope))
+        if isinstance(node, cst.BooleanOperation):
+            if node not in self._formulas:
+                self._formulas[node] = self._formula(node, scope)
+            return self._formulas[node]
+        if isinstance(node, cst.Comparison) and len(node.comparisons) == 1:
+            return self._comparison(node, scope)
+        if isinstance(node, cst.Call):
+            name = dotted(node.func).rsplit(".", 1)[-1]
+            args = [arg.value for arg in node.args]
+            if name == "bool" and len(args) == 1:
+                return self.of(args[0], scope)
+            key = constant(args[1 if name == "getattr" else 0]) if len(args) > (name == "getattr") else None
+            if name in ("getattr", "get") and key and isinstance(key[0], str):
+                return Flag(key[0])
+        return Flag(_subject(node))
+
+    def _formula(self, node: cst.BooleanOperation, scope: Scope) -> Condition:
+        parts = (self.of(node.left, scope), self.of(node.right, scope))
+        if sum(part.leaves for part in parts) > MOST_FLAGS:
+            return Flag(text_of(node))
+        return All(parts) if isinstance(node.operator, cst.And) else Any(parts)
+
+    def _comparison(self, node: cst.Comparison, scope: Scope) -> Condition:
+        operator, right = node.comparisons[0].operator, node.comparisons[0].comparator
+        value = constant(right)
+        subject = _subject(node.left)
+        if value is not None and isinstance(operator, (cst.Is, cst.IsNot, cst.Equal, cst.NotEqual)):
+            if value[0] is None or value[0] is False:
+                found = negated(self.of(node.left, scope))
+            elif value[0] is True:
+                found = self.of(node.left, scope)
+            else:
+                found = Flag(subject, value[0])
+            return found if isinstance(operator, (cst.Is, cst.Equal)) else negated(found)
+        if _member(right) and isinstance(operator, (cst.Is, cst.IsNot, cst.Equal, cst.NotEqual)):
+            found = Flag(subject, _member(right)[0])
+            return found if isinstance(operator, (cst.Is, cst.Equal)) else negated(found)
+        if isinstance(operator, (cst.In, cst.NotIn)) and isinstance(right, (cst.Tuple, cst.List, cst.Set)):
+            values = [constant(each.value) or _member(each.value) for each in right.elements]
+            if all(values):
+                found = Any(tuple(Flag(subject, each[0]) for each in values if each))
+                return found if isinstance(operator, cst.In) else negated(found)
+        return Flag(text_of(node))
+
+
+def _subject(node: cst.CSTNode) -> str:
+    """The flag that an expression is compared as: its last name, or its key."""
+    path = dotted(node)
+    if path:
+        return path.rsplit(".", 1)[-1]
+    if isinstance(node, cst.Subscript) and len(node.slice) == 1 and isinstance(node.slice[0].slice, cst.Index):
+        key = constant(node.slice[0].slice.value)
+        if key and isinstance(key[0], str):
+            return key[0]
+    return text_of(node)
+
+
+def _member(node: cst.CSTNode) -> tuple[str, ...]:
+    """The last name of what is compared with: an enum's member, a dtype; empty for an expression."""
+    path = dotted(node)
+    return (path.rsplit(".", 1)[-1],) if path else ()
+
+
+def _is_formula(node: cst.CSTNode) -> bool:
+    """Whether an expression is a condition over flags, worth to be followed through a name."""
+    if isinstance(node, cst.Comparison):
+        return True
+    if isinstance(node, cst.BooleanOperation):
+        return _is_formula(node.left) or _is_formula(node.right) or bool(dotted(node.left))
+    if isinstance(node, cst.UnaryOperation):
+        return isinstance(node.operator, cst.Not)
+    if isinstance(node, cst.Call):
+        return dotted(node.func) in ("bool", "getattr")
+    path = dotted(node)
+    return bool(path) and constant(node) is None

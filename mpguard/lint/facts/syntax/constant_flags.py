@@ -1,0 +1,43 @@
+"""Flags that a file sets once, to a literal: `HALF = False`. What they exclude does not happen in the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpguard.lint.facts.syntax.index import Indexer
+from mpguard.lint.facts.syntax.nodes import constant
+from mpguard.lint.facts.syntax.path_condition import Fixed, Flag, PathCondition, negated
+from mpguard.lint.facts.syntax.records import Record, Scope
+
+
+def settle(walker: Indexer) -> None:
+    """Makes the guards impossible that ask for the contrary of what a flag is."""
+    contrary = {negated(Flag(name)) if truth else Flag(name) for name, truth in _settled(walker.scopes).items()}
+    if not contrary:
+        return
+    never: dict[PathCondition, PathCondition] = {}
+    for scope in walker.scopes:
+        kept: list[Sequence[Record]] = [scope.calls, scope.withs, scope.returns, scope.exits]
+        kept += scope.bindings.values()
+        kept += scope.uses.values()
+        for records in kept:
+            for record in records:
+                if record.guard & contrary:
+                    record.guard = never.setdefault(record.guard, record.guard.given(Fixed(False)))
+
+
+def _settled(scopes: list[Scope]) -> dict[str, bool]:
+    """Plain names that are bound to literals of one truth only, and are no attribute or parameter anywhere."""
+    truths: dict[str, set[bool | None]] = {}
+    for scope in scopes:
+        for key, bindings in scope.bindings.items():
+            found = truths.setdefault(key.rsplit(".", 1)[-1], set())
+            for binding in bindings:
+                literal = constant(binding.value) if binding.kind == "assign" and "." not in key else None
+                plain = literal is not None and isinstance(literal[0], bool) and scope.kind != "class"
+                found.add(bool(literal[0]) if plain and literal is not None else None)
+        for uses in scope.uses.values():
+            for use in uses:
+                if "." in use.path:
+                    truths.setdefault(use.path.rsplit(".", 1)[-1], set()).add(None)
+    return {name: bool(next(iter(found))) for name, found in truths.items() if len(found) == 1 and None not in found}

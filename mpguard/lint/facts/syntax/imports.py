@@ -1,0 +1,88 @@
+"""What a file imports, or sets a name to: where it uses that, and whether it only stands in for another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.core import tracked_fs
+from mpguard.core.tracked_fs import cached_per_run
+from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.path_condition import Flag, Not, PathCondition
+from mpguard.lint.source.files import NEVER
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.syntax.records import Binding, Record, Use
+
+#: A condition that asks for the version of torch, or for what it has.
+_ASKS = re.compile(
+    r"(?i)version|hasattr|torch_?\w*\d|is_torch_\w*than|torch_(?:ge|gt|min)|has_\w*(?:amp|autocast|scaler)"
+)
+#: An arm for torch 1.x and newer is no fallback: it is what runs today.
+_SINCE_1 = re.compile(r">=?\D*1\.\d")
+
+
+def imports(facts: Facts) -> Iterator[Binding]:
+    """Every name that an import binds."""
+    for scope in facts.walker.scopes:
+        for bindings in scope.bindings.values():
+            yield from (binding for binding in bindings if binding.kind in ("from", "import"))
+
+
+def renamed(facts: Facts) -> Iterator[Binding]:
+    """Every plain name that is set to a dotted one: `amp = torch.cuda.amp`."""
+    for scope in facts.walker.scopes:
+        for key, bindings in scope.bindings.items():
+            if "." not in key:
+                yield from (each for each in bindings if each.kind == "assign" and "." in dotted(each.value))
+
+
+def by_statement(bindings: list[Binding]) -> dict[cst.CSTNode, list[Binding]]:
+    """Import statement -> what it binds, of the bindings given."""
+    found: dict[cst.CSTNode, list[Binding]] = {}
+    for binding in bindings:
+        found.setdefault(binding.statement or binding.node, []).append(binding)
+    return found
+
+
+def uses(facts: Facts, binding: Binding) -> list[Use]:
+    """The reads of what an import binds, in the scopes that see it."""
+    scopes = facts.walker.scopes if binding.scope.kind == "module" else list(binding.scope.descendants())
+    return [
+        use
+        for scope in scopes
+        if scope is binding.scope or binding.key not in scope.bindings
+        for use in scope.uses.get(binding.key, ())
+    ]
+
+
+def stands_in(record: Record) -> bool:
+    """Whether it is for an older torch only: in an `except` arm, or under a condition on the version."""
+    for condition in record.guard:
+        if isinstance(condition, Not) and isinstance(condition.inner, Flag) and condition.inner.name.startswith("try#"):
+            return True
+        if isinstance(condition, Flag) and _SINCE_1.search(condition.name):
+            continue
+        if any(_ASKS.search(flag) for flag in PathCondition([condition]).flags() if not flag.startswith("try#")):
+            return True
+    return False
+
+
+def own(facts: Facts, package: str) -> bool:
+    """Whether a file is of the source tree of a package itself, its tests and examples included: a fork of apex."""
+    with tracked_fs.recording_for(facts.path):
+        return _holds(Path(facts.path).absolute().parent, package)
+
+
+@cached_per_run
+def _holds(folder: Path, package: str) -> bool:
+    if folder.name in NEVER or folder.parent == folder:  # an installed package: what lies beside it is not of its tree
+        return False
+    here = tracked_fs.is_file(folder / "__init__.py")  # `theirs.torch`
+    holds = not here and tracked_fs.is_file(folder / package / "__init__.py")
+    return holds or _holds(folder.parent, package)

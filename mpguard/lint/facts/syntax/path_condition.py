@@ -1,0 +1,212 @@
+"""Guards: under which flag conditions an event happens.
+
+A condition is a small formula over *flags*: the last name of a dotted path (`args.amp`,
+`self.args.amp` and `amp` are one flag), or the text of what is compared or called. A guard is the
+set of conditions that hold where an event stands. A flag has one value in the whole run, so two
+events belong together only if one assignment of the flags meets both guards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+
+#: What a flag may be known to be, by its name: None -> whether it is truthy; a constant -> whether it equals that;
+#: `_IS` -> the constant that it equals.
+Known = Mapping[str, Mapping[object, object]]
+_IS = object()
+#: A guard of more conditions than this is not followed further: what it guards is unknown.
+MOST_CONDITIONS = 40
+#: A formula of more flags than this is one flag of its own: names for conditions on conditions double it each time.
+MOST_FLAGS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """`flag` is truthy; with `equals`, it is that constant."""
+
+    name: str
+    equals: object = None
+    leaves = 1
+
+    def value(self, known: Known) -> bool | None:
+        said = known.get(self.name)
+        if said is None:
+            return None
+        if self.equals in said:
+            return bool(said[self.equals])
+        if _IS in said:  # equal to a constant: as truthy as that, and no other
+            return bool(said[_IS]) if self.equals is None else False
+        return False if said.get(None) is False and bool(self.equals) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Not:
+    inner: Condition
+
+    @functools.cached_property
+    def leaves(self) -> int:
+        """How many flags the formula has, each as often as it stands there."""
+        return self.inner.leaves
+
+    def value(self, known: Known) -> bool | None:
+        found = self.inner.value(known)
+        return None if found is None else not found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    parts: tuple[Condition, ...]
+
+    @functools.cached_property
+    def leaves(self) -> int:
+        return sum(part.leaves for part in self.parts)
+
+
+class All(_Parts):
+    """Conjunction."""
+
+    def value(self, known: Known) -> bool | None:
+        values = [part.value(known) for part in self.parts]
+        return False if False in values else None if None in values else True
+
+
+class Any(_Parts):
+    """Disjunction."""
+
+    def value(self, known: Known) -> bool | None:
+        values = [part.value(known) for part in self.parts]
+        return True if True in values else None if None in values else False
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """A condition that is known."""
+
+    truth: bool
+    leaves = 1
+
+    def value(self, known: Known) -> bool | None:  # noqa: ARG002
+        return self.truth
+
+
+Condition = Flag | Not | All | Any | Fixed
+
+
+def negated(condition: Condition) -> Condition:
+    """The condition's contrary, with the negation as far inside as it goes."""
+    if isinstance(condition, Not):
+        return condition.inner
+    if isinstance(condition, Fixed):
+        return Fixed(not condition.truth)
+    if isinstance(condition, All):
+        return Any(tuple(negated(part) for part in condition.parts))
+    if isinstance(condition, Any):
+        return All(tuple(negated(part) for part in condition.parts))
+    return Not(condition)
+
+
+class PathCondition(frozenset[Condition]):
+    """The conditions that all hold; the empty guard is "always"."""
+
+    def given(self, *conditions: Condition) -> PathCondition:
+        """This guard and more conditions."""
+        added: list[Condition] = []
+        for condition in conditions:
+            added += condition.parts if isinstance(condition, All) else (condition,)
+        return PathCondition(self | {c for c in added if c != Fixed(True)})
+
+    def joined(self, *others: PathCondition) -> PathCondition:
+        return _joined(self, others[0]) if len(others) == 1 else PathCondition(self.union(*others))
+
+    @functools.cached_property
+    def possible(self) -> bool:
+        """Whether some assignment of the flags meets all conditions (as far as unit propagation sees)."""
+        return _consistent(self)
+
+    def flags(self) -> set[str]:
+        """The names of all flags in it."""
+        return {flag.name for condition in self for flag in _flags(condition)}
+
+    def words(self) -> set[str]:
+        """The names of all flags in it, and the strings that they are compared with."""
+        found = [flag for condition in self for flag in _flags(condition)]
+        return {flag.name for flag in found} | {flag.equals for flag in found if isinstance(flag.equals, str)}
+
+
+ALWAYS = PathCondition()
+
+
+def compatible(*guards: PathCondition) -> bool:
+    """Whether the guards can hold in one and the same run."""
+    joined = guards[0].joined(*guards[1:])
+    return not joined or joined.possible
+
+
+def implies(guard: PathCondition, other: PathCondition) -> bool:
+    """Whether `other` holds wherever `guard` does."""
+    return all(condition in guard or not guard.given(negated(condition)).possible for condition in other)
+
+
+def _flags(condition: Condition) -> Iterable[Flag]:
+    if isinstance(condition, Flag):
+        yield condition
+    elif isinstance(condition, Not):
+        yield from _flags(condition.inner)
+    elif isinstance(condition, (All, Any)):
+        for part in condition.parts:
+            yield from _flags(part)
+
+
+@functools.lru_cache(1 << 14)
+def _joined(one: PathCondition, other: PathCondition) -> PathCondition:
+    if other <= one:
+        return one
+    return other if one <= other else PathCondition(one.union(other))
+
+
+@functools.lru_cache(1 << 14)
+def _consistent(conditions: PathCondition) -> bool:
+    """Unit propagation: what each condition forces is assumed, until nothing new is or one fails."""
+    known: dict[str, dict[object, object]] = {}
+    pending = list(conditions)
+    while True:
+        forced = False
+        left: list[Condition] = []
+        for condition in pending:
+            value = condition.value(known)
+            if value is False:
+                return False
+            if value is True:
+                continue
+            literal = _literal(condition, known)
+            if literal is None:
+                left.append(condition)
+            elif isinstance(literal, All):
+                left += literal.parts
+                forced = True
+            else:
+                flag, holds = literal
+                known.setdefault(flag.name, {})[flag.equals] = holds
+                if holds and flag.equals is not None:
+                    known[flag.name][_IS] = flag.equals
+                forced = True
+        pending = left
+        if not forced:
+            return True
+
+
+def _literal(condition: Condition, known: Known) -> tuple[Flag, bool] | All | None:
+    """What an undecided condition forces: a flag's value, a conjunction, or nothing yet."""
+    if isinstance(condition, Flag):
+        return condition, True
+    if isinstance(condition, Not) and isinstance(condition.inner, Flag):
+        return condition.inner, False
+    if isinstance(condition, All):
+        return condition
+    if isinstance(condition, Any):
+        undecided = [part for part in condition.parts if part.value(known) is None]
+        if len(undecided) == 1:
+            return _literal(undecided[0], known)
+    return None

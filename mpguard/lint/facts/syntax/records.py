@@ -1,0 +1,245 @@
+"""What the walk over a file records: scopes, and in them bindings, calls, uses of names, `with` items and returns.
+
+A record is raw and in order; nothing is resolved. Each knows its *guard* (the flag conditions under which it
+happens), the `with` items and loops around it, and its scope.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Literal
+
+import libcst as cst
+
+from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, PathCondition
+from mpguard.lint.source.source import Chunk
+
+BindingKind = Literal[
+    "assign",
+    "element",
+    "for",
+    "with",
+    "import",
+    "from",
+    "param",
+    "augmented",
+    "item",
+    "def",
+    "class",
+    "stub",
+    "del",
+    "except",
+]
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Record:
+    """Something in the file: its node, scope, order of evaluation, guard, enclosing `with` items and loops."""
+
+    node: cst.CSTNode
+    scope: Scope
+    order: int
+    guard: PathCondition
+    withs: tuple[With, ...]
+    loops: tuple[cst.CSTNode, ...]
+    chunk: Chunk
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Where it stands in `Source.text`."""
+        return self.chunk.span(self.node)
+
+    def __repr__(self) -> str:
+        line = self.chunk.source.position(self.span[0])[0]
+        return f"<{type(self).__name__.lower()} at {self.chunk.source.path}:{line}>"
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Binding(Record):
+    """A name (`x`, `self.x`, `args.dtype`) gets a value.
+
+    value: the expression; of an `element` it is unpacked, at `index`. For imports `target` is the
+    module and `name` what is taken from it.
+    """
+
+    key: str
+    kind: BindingKind
+    value: cst.BaseExpression | None = None
+    index: tuple[int, ...] = ()
+    target: str = ""
+    name: str = ""
+    defines: Scope | None = None
+    statement: cst.CSTNode | None = None
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Use(Record):
+    """A name or dotted name is read: the longest chain, such as `out.loss.backward`."""
+
+    path: str
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class With(Record):
+    """One item of a `with` statement (or what `enter_context` enters); `last` is the order at its end."""
+
+    expr: cst.BaseExpression
+    last: int = 1 << 60
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Return(Record):
+    """`return value`, or `yield value`."""
+
+    value: cst.BaseExpression | None
+    yields: bool = False
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Exit(Record):
+    """`continue`, `break` or `raise`: the node's type says which."""
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Call(Record):
+    """A call. `name`: the last name of what is called; `path`: all of it where it is a dotted name;
+    `receiver`: what stands before the last dot; `statement`: the small statement it stands in,
+    `line` the whole line or compound header."""
+
+    node: cst.Call
+    name: str
+    path: str
+    receiver: cst.BaseExpression | None
+    statement: cst.CSTNode
+    line: cst.CSTNode
+
+    @property
+    def func(self) -> cst.BaseExpression:
+        return self.node.func
+
+    @functools.cached_property
+    def positional(self) -> list[cst.BaseExpression]:
+        """The positional arguments up to the first `*args`."""
+        found: list[cst.BaseExpression] = []
+        for arg in self.node.args:
+            if arg.star == "*":
+                break
+            if arg.keyword is None and not arg.star:
+                found.append(arg.value)
+        return found
+
+    @functools.cached_property
+    def keywords(self) -> dict[str, cst.BaseExpression]:
+        return {arg.keyword.value: arg.value for arg in self.node.args if arg.keyword is not None}
+
+    @property
+    def is_statement(self) -> bool:
+        """Whether the call is a whole statement: `model.half()`."""
+        return isinstance(self.statement, cst.Expr) and self.statement.value is self.node
+
+    @property
+    def starred(self) -> bool:
+        """Whether arguments come from `*args` or `**kwargs`."""
+        return any(arg.star for arg in self.node.args)
+
+    def argument(self, position: int | None, *names: str) -> cst.BaseExpression | None:
+        """An argument by position or one of its names; None where it is not given."""
+        for name in names:
+            if name in self.keywords:
+                return self.keywords[name]
+        if position is not None and position < len(self.positional):
+            return self.positional[position]
+        return None
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Param:
+    name: str
+    default: cst.BaseExpression | None
+    annotation: cst.BaseExpression | None
+    kind: Literal["plain", "keyword", "star", "double"] = "plain"
+
+
+class Scope:
+    """A module, class or function, with what happens in it."""
+
+    def __init__(
+        self,
+        kind: Literal["module", "class", "function"],
+        name: str,
+        node: cst.CSTNode,
+        parent: Scope | None,
+        chunk: Chunk,
+    ) -> None:
+        self.kind, self.name, self.node, self.parent, self.chunk = kind, name, node, parent, chunk
+        self.params: list[Param] = []
+        self.decorators: list[cst.BaseExpression] = []
+        self.bases: list[cst.BaseExpression] = []
+        #: The dotted names of the bases, as they are written; those of a statement that is not parsed too.
+        self.base_names: list[str] = []
+        self.bindings: dict[str, list[Binding]] = {}
+        self.uses: dict[str, list[Use]] = {}
+        self.calls: list[Call] = []
+        self.withs: list[With] = []
+        self.returns: list[Return] = []
+        #: Matrix products that are written `a @ b`.
+        self.products: list[Record] = []
+        self.exits: list[Exit] = []
+        self.children: list[Scope] = []
+        self.guard: PathCondition = ALWAYS
+        self.order = 0
+        self.parsed = True
+        #: Names that were set to a condition: `use_amp = args.fp16 and cuda`.
+        self.conditions: dict[str, Condition] = {}
+        self.globals: set[str] = set()
+
+    @property
+    def qualname(self) -> str:
+        return f"{self.parent.qualname}.{self.name}".lstrip(".") if self.parent is not None else ""
+
+    @property
+    def owner(self) -> Scope | None:
+        """The class whose method this is, or within whose method it is defined."""
+        scope = self.parent
+        while scope is not None and scope.kind != "class":
+            scope = scope.parent
+        return scope
+
+    @property
+    def is_method(self) -> bool:
+        return self.kind == "function" and self.parent is not None and self.parent.kind == "class"
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether its first parameter is the object, or the class."""
+        return self.is_method and not any(dotted(each) == "staticmethod" for each in self.decorators)
+
+    def chain(self) -> Iterator[Scope]:
+        """This scope and those around it, as names are looked up (classes only as the innermost)."""
+        scope: Scope | None = self
+        while scope is not None:
+            if scope is self or scope.kind != "class":
+                yield scope
+            scope = scope.parent
+
+    def within(self) -> Iterator[Scope]:
+        """This scope and all those around it."""
+        scope: Scope | None = self
+        while scope is not None:
+            yield scope
+            scope = scope.parent
+
+    def descendants(self) -> Iterator[Scope]:
+        """This scope and all inside it."""
+        yield self
+        for child in self.children:
+            yield from child.descendants()
+
+    def method(self, name: str) -> Scope | None:
+        return next((child for child in self.children if child.kind == "function" and child.name == name), None)
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} {self.qualname or 'module'}>"

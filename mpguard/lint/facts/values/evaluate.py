@@ -1,0 +1,536 @@
+"""What an expression of a file is: names, attributes and calls are followed to the `atoms` that they may be."""
+
+from __future__ import annotations
+
+import bisect
+import builtins
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts.syntax.nodes import constant, dotted
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible, negated
+from mpguard.lint.facts.syntax.records import Binding, Call, Param, Scope
+from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values.lattice import (
+    NOTHING_KNOWN,
+    UNKNOWN,
+    Alternative,
+    Alternatives,
+    Atom,
+    Class,
+    Constant,
+    Function,
+    Method,
+    Module,
+    Object,
+    Ref,
+    Several,
+    picked,
+    ref,
+    several,
+    under,
+)
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+#: How far calls, parameters and names are followed.
+DEPTH = 24
+_MOST = 16
+#: Expressions that are looked at for one; in real code it is 4 for nearly all, and 900 at most but for a few.
+_MOST_STEPS = 1_000
+#: Stands for the limits among what something was cut short for. Nothing that is active equals it.
+_TOO_FAR = object()
+
+
+class _Search:
+    """What is being evaluated, outermost first, across the modules of one linted file.
+
+    `cuts`: for what of it something was cut short since it was last set. What lies inside may be more when it is asked
+    for by itself: it is remembered no longer than that is active, and not for what lies less deep (`partly`)."""
+
+    def __init__(self) -> None:
+        self.active: dict[object, None] = {}
+        self.steps = 0
+        self.cuts: set[object] = set()
+        self.partly: dict[cst.CSTNode, tuple[Alternatives, set[object], int]] = {}
+
+
+class Values:
+    """Evaluates expressions of one file. Results are remembered, unless they depend on who asked first."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._known: dict[cst.CSTNode, Alternatives] = {}
+        self._search = _Search()
+        self._bindings: dict[tuple[Scope, str], tuple[int, list[Binding]]] = {}
+
+    def asked_by(self, other: Values) -> None:
+        """Evaluates as a part of what another module evaluates: what goes round through both is seen."""
+        self._search = other._search
+
+    def evaluate(self, node: cst.CSTNode | None, scope: Scope, order: int = 1 << 60) -> Alternatives:
+        """The alternatives that an expression may be, where it stands (`order`)."""
+        if node is None:
+            return NOTHING_KNOWN
+        if node in self._known:
+            return self._known[node]
+        search = self._search
+        if self._cut(node):
+            return NOTHING_KNOWN
+        if node in search.partly:
+            found, cuts, place = search.partly[node]
+            if search.active.keys() >= cuts - {_TOO_FAR} and (_TOO_FAR not in cuts or len(search.active) >= place):
+                search.cuts |= cuts
+                return found
+        search.steps += 1
+        outside, search.cuts = search.cuts, set()
+        search.active[node] = None
+        try:
+            found = self._evaluate(node, scope, order)
+        finally:
+            del search.active[node]
+        found = found[:_MOST] if len(found) <= _MOST else (*found[:_MOST], Alternative(ALWAYS, UNKNOWN))
+        cuts = search.cuts - {node}
+        if not cuts or not search.active:
+            self._known[node] = found
+        else:
+            search.partly[node] = found, cuts, len(search.active)
+            outside |= cuts
+        search.cuts = outside
+        return found
+
+    def _cut(self, what: object) -> bool:
+        """Whether to go no further: it is being evaluated already, or lies too deep."""
+        search = self._search
+        if not search.active:
+            search.steps = 0
+            search.partly = {}
+        elif what in search.active:
+            search.cuts.add(what)
+            return True
+        elif len(search.active) > DEPTH or search.steps > _MOST_STEPS:
+            search.cuts.add(_TOO_FAR)
+            return True
+        return False
+
+    def _left(self, what: object) -> None:
+        """What was cut short for something is whole for whoever asked for that."""
+        del self._search.active[what]
+        self._search.cuts.discard(what)
+
+    def _evaluate(self, node: cst.CSTNode, scope: Scope, order: int) -> Alternatives:
+        literal = constant(node)
+        if literal is not None:
+            return (Alternative(ALWAYS, Constant(literal[0])),)
+        if isinstance(node, (cst.Name, cst.Attribute)):
+            path = dotted(node)
+            if path:
+                return self.lookup(path, scope, order)
+            assert isinstance(node, cst.Attribute)
+            return self._attribute(self.evaluate(node.value, scope, order), node.attr.value)
+        if isinstance(node, cst.IfExp):
+            known = self._truth(node.test, scope, order)
+            if known is not None:
+                return self.evaluate(node.body if known else node.orelse, scope, order)
+            condition = self.facts.condition(node.test, scope)
+            return (
+                *under(self.evaluate(node.body, scope, order), ALWAYS.given(condition)),
+                *under(self.evaluate(node.orelse, scope, order), ALWAYS.given(negated(condition))),
+            )
+        if isinstance(node, cst.BooleanOperation):
+            condition = self.facts.condition(node.left, scope)
+            if isinstance(node.operator, cst.And):
+                return under(self.evaluate(node.right, scope, order), ALWAYS.given(condition))
+            return (
+                *self.evaluate(node.left, scope, order),
+                *under(self.evaluate(node.right, scope, order), ALWAYS.given(negated(condition))),
+            )
+        if isinstance(node, cst.Call):
+            call = self.facts.walker.call_of.get(node)
+            return self.result(call) if call is not None else NOTHING_KNOWN
+        if isinstance(node, (cst.Tuple, cst.List)):
+            parts = tuple(functools.partial(self.evaluate, element.value, scope, order) for element in node.elements)
+            return (Alternative(ALWAYS, Several(parts)),)
+        if isinstance(node, cst.Await):
+            return self.evaluate(node.expression, scope, order)
+        if isinstance(node, cst.NamedExpr):
+            return self.evaluate(node.value, scope, order)
+        if isinstance(node, cst.Subscript) and len(node.slice) == 1 and isinstance(node.slice[0].slice, cst.Index):
+            index = constant(node.slice[0].slice.value)
+            if index is not None and isinstance(index[0], int):
+                return picked(self.evaluate(node.value, scope, order), (index[0],))
+        return NOTHING_KNOWN
+
+    def _truth(self, test: cst.CSTNode, scope: Scope, order: int) -> bool | None:
+        """Whether a name that is tested is true, where all that it may be are constants that agree."""
+        if not dotted(test):
+            return None
+        atoms = [each.atom for each in self.evaluate(test, scope, order)]
+        truths = {bool(atom.value) if isinstance(atom, Constant) else None for atom in atoms}
+        return truths.pop() if len(truths) == 1 else None
+
+    # -- names --------------------------------------------------------------------------------------
+
+    def lookup(self, path: str, scope: Scope, order: int) -> Alternatives:
+        """What a dotted name may be at a place."""
+        found = self._named(path, scope, order)
+        if found is not None:
+            return found
+        self.facts.need("*")
+        if self.facts.module.bindings.get("*"):
+            return self._starred(path)
+        return (Alternative(ALWAYS, Ref(path)),) if path.split(".", 1)[0] in _BUILTINS else NOTHING_KNOWN
+
+    def _named(self, path: str, scope: Scope, order: int) -> Alternatives | None:
+        """The same where the file itself binds the name; None where it does not."""
+        parts = path.split(".")
+        for length in range(len(parts), 0, -1):
+            key = ".".join(parts[:length])
+            bindings = self.reaching(key, scope, order, most=_MOST + 1)
+            if not bindings:
+                if key == "self" and scope.owner is not None:
+                    found: Alternatives = (self._instance(scope.owner),)
+                else:
+                    continue
+            else:
+                found = ()
+                enough = _MOST if length == len(parts) else 1 << 60  # more are cut off
+                for binding in bindings[:_MOST]:
+                    found += self.bound(binding)
+                    if len(found) > enough:
+                        break
+                if len(bindings) > _MOST:
+                    found += NOTHING_KNOWN
+            for name in parts[length:]:
+                found = self._attribute(found, name)
+            return found
+        return None
+
+    def _starred(self, path: str) -> Alternatives:
+        """What one of the modules that are imported with `*` binds, or one of those that they import so."""
+        seen = {self.facts}
+        pending = _starred(self.facts)
+        while pending:
+            other = pending.pop()
+            if other in seen:
+                continue
+            seen.add(other)
+            found = other.values._named(path, other.module, 1 << 60)
+            if found is None:
+                pending += _starred(other)
+            elif all(alternative.atom is not UNKNOWN for alternative in found):
+                return found
+        return (
+            (Alternative(ALWAYS, Ref(path)),) if len(seen) > 1 and path.split(".", 1)[0] in _BUILTINS else NOTHING_KNOWN
+        )
+
+    def reaching(
+        self, key: str, scope: Scope, order: int, guard: PathCondition = ALWAYS, most: int = 1 << 60
+    ) -> list[Binding]:
+        """The bindings whose value `key` may have at a place, the latest first; no more than `most`, where those are
+        enough."""
+        if key.startswith("self."):
+            local = [b for b in scope.bindings.get(key, ()) if b.order < order and b.kind not in ("item", "del")]
+            dominating = [b for b in local if not (b.guard - scope.guard)]
+            if dominating and scope.name != "__init__":
+                return _last(local, order, guard, most)
+            owner = scope.owner
+            return self.facts.graph.attributes(owner).get(key[5:], []) if owner is not None else []
+        for place in scope.chain():
+            if place.kind == "module":
+                self.facts.need(key.split(".", 1)[0])
+            if key.split(".", 1)[0] in place.globals:
+                continue
+            found = self._set(place, key)
+            if found:
+                if place is scope:
+                    return _last(found, order, guard, most)
+                return _last(found, 1 << 60, guard, most)
+        return []
+
+    def _set(self, scope: Scope, key: str) -> list[Binding]:
+        """A scope's bindings of a name that give it a value, in order."""
+        bindings = scope.bindings.get(key)
+        if bindings is None:
+            return []
+        known = self._bindings.get((scope, key))
+        if known is None or known[0] != len(bindings):
+            known = self._bindings[scope, key] = (
+                len(bindings),
+                [b for b in bindings if b.kind not in ("item", "del")],
+            )
+        return known[1]
+
+    def bound(self, binding: Binding) -> Alternatives:
+        """What a binding gives its name."""
+        if self._cut(binding):
+            return NOTHING_KNOWN
+        self._search.active[binding] = None
+        try:
+            found = self._bound(binding)
+        finally:
+            self._left(binding)
+        return under(found, binding.guard)
+
+    def _bound(self, binding: Binding) -> Alternatives:
+        kind = binding.kind
+        if kind in ("assign", "with"):
+            return self.evaluate(binding.value, binding.scope, binding.order)
+        if kind == "element":
+            return picked(self.evaluate(binding.value, binding.scope, binding.order), binding.index)
+        if kind == "import":
+            return self._module(binding.target)
+        if kind == "from":
+            return self._from(binding.target, binding.name)
+        if kind == "param":
+            return self._param(binding)
+        if kind == "def" and binding.defines is not None:
+            return (Alternative(ALWAYS, Function(binding.defines, self.facts)),)
+        if kind in ("class", "stub") and binding.defines is not None:
+            return (Alternative(ALWAYS, Class(binding.defines, self.facts)),)
+        if kind == "for" and isinstance(binding.value, (cst.Tuple, cst.List)) and not binding.index:
+            return tuple(
+                alternative
+                for element in binding.value.elements
+                for alternative in self.evaluate(element.value, binding.scope, binding.order)
+            )
+        return NOTHING_KNOWN
+
+    def _module(self, module: str) -> Alternatives:
+        other = self.facts.imported(module)
+        return (Alternative(ALWAYS, Module(other) if other is not None else Ref(module)),)
+
+    def _from(self, module: str, name: str) -> Alternatives:
+        other = self.facts.imported(module)
+        if other is not None:
+            other.need(name)
+            if name in other.module.bindings:
+                return other.values.lookup(name, other.module, 1 << 60)
+            return NOTHING_KNOWN
+        other = self.facts.imported(f"{module}.{name}" if not module.endswith(".") else module + name)
+        if other is not None:
+            return (Alternative(ALWAYS, Module(other)),)
+        return (Alternative(ALWAYS, ref(f"{module}.{name}")),)
+
+    def _param(self, binding: Binding) -> Alternatives:
+        scope = binding.scope
+        if scope.is_bound and scope.params and scope.params[0].name == binding.key and scope.parent is not None:
+            return (self._instance(scope.parent),)
+        found: list[Alternative] = []
+        callers = self.facts.callers(scope)
+        for call in callers:
+            given = self.given(call, scope, binding.key)
+            if given is None:
+                found.append(Alternative(call.guard, UNKNOWN))
+            elif given is binding.value:
+                found += under(self.evaluate(given, scope.parent or scope), call.guard)
+            else:
+                facts = self.facts.of(call)
+                found += under(facts.values.evaluate(given, call.scope, call.order), call.guard)
+        if not callers or self.facts.imported_module or self.facts.escapes(scope):
+            return (*found, *NOTHING_KNOWN)
+        return tuple(found)
+
+    def given(self, call: Call, scope: Scope, name: str) -> cst.BaseExpression | None:
+        """The expression that a call of a function hands to its parameter; the default; None if out of sight."""
+        if name in call.keywords:
+            return call.keywords[name]
+        params = [p for p in scope.params if p.kind == "plain"]
+        if scope.is_bound:
+            params = params[1:]
+        place = next((i for i, p in enumerate(params) if p.name == name), None)
+        if place is not None and place < len(call.positional):
+            return call.positional[place]
+        if call.starred:
+            return None
+        param: Param | None = next((p for p in scope.params if p.name == name), None)
+        return param.default if param is not None else None
+
+    def _instance(self, scope: Scope) -> Alternative:
+        return Alternative(ALWAYS, Object(self.facts.class_kind(scope), None, scope.name, scope, self.facts))
+
+    # -- attributes and calls -------------------------------------------------------------------------
+
+    def _attribute(self, owners: Alternatives, name: str) -> Alternatives:
+        found: list[Alternative] = []
+        for alternative in owners:
+            for each in self._attribute_of(alternative.atom, name):
+                guard = alternative.guard.joined(each.guard)
+                if guard.possible:
+                    found.append(Alternative(guard, each.atom))
+        return tuple(found) or NOTHING_KNOWN
+
+    def _attribute_of(self, atom: Atom, name: str) -> Alternatives:
+        if isinstance(atom, Ref):
+            return (Alternative(ALWAYS, ref(f"{atom.path}.{name}")),)
+        if isinstance(atom, Constant) and isinstance(atom.value, str) and name == "type":
+            return (Alternative(ALWAYS, Constant(atom.value.split(":", 1)[0])),)  # of a torch.device
+        if isinstance(atom, Module):
+            atom.facts.need(name)
+            if name in atom.facts.module.bindings:
+                return atom.facts.values.lookup(name, atom.facts.module, 1 << 60)
+            return NOTHING_KNOWN
+        if isinstance(atom, (Class, Object)):
+            scope = atom.scope if isinstance(atom, Class) else atom.cls
+            if scope is not None and atom.facts is not None:
+                bindings = atom.facts.graph.attributes(scope).get(name)
+                if bindings:
+                    return tuple(each for binding in bindings for each in atom.facts.values.bound(binding))
+            if isinstance(atom, Object):
+                return (Alternative(ALWAYS, Method(atom, name)),)
+            if name in library_names.LOADERS:
+                kind = atom.facts.class_kind(atom.scope)
+                return (Alternative(ALWAYS, Method(Object(kind, None, atom.scope.name, atom.scope, atom.facts), name)),)
+        return NOTHING_KNOWN
+
+    def result(self, call: Call) -> Alternatives:
+        """What a call returns."""
+        if self._cut(call):
+            return NOTHING_KNOWN
+        self._search.active[call] = None
+        try:
+            found: list[Alternative] = []
+            for alternative in self.evaluate(call.func, call.scope, call.order):
+                found += under(self._called(alternative.atom, call), alternative.guard)
+                if len(found) > _MOST:
+                    break
+            return tuple(found) or NOTHING_KNOWN
+        finally:
+            self._left(call)
+
+    def _called(self, atom: Atom, call: Call) -> Alternatives:
+        if isinstance(atom, Ref):
+            return self._library_call(atom.path, call)
+        if isinstance(atom, Function):
+            return self._returned(atom)
+        if isinstance(atom, Class):
+            kind = atom.facts.class_kind(atom.scope)
+            return (Alternative(ALWAYS, Object(kind, call, atom.scope.name, atom.scope, atom.facts)),)
+        if isinstance(atom, Method):
+            return self._method_call(atom, call)
+        if isinstance(atom, Object) and atom.kind == "partial" and not call.node.args:
+            return (Alternative(ALWAYS, dataclasses.replace(atom, kind=library_names.kind_of(atom.path))),)
+        return NOTHING_KNOWN
+
+    def _library_call(self, path: str, call: Call) -> Alternatives:
+        last = path.rsplit(".", 1)[-1]
+        if path == "getattr":
+            return self._getattr(call)
+        if path in ("torch.compile", "copy.copy") or last in library_names.WRAPPERS:
+            inner = call.argument(0, "model", "module")
+            found = self.evaluate(inner, call.scope, call.order)
+            if last in library_names.PARALLEL:  # its `forward` is that of the model inside
+                inside = [each.atom for each in found if isinstance(each.atom, Object) and each.atom.cls is not None]
+                cls = inside[0] if len(inside) == len(found) == 1 else Object("")
+                return (Alternative(ALWAYS, Object("model", call, path, cls.cls, cls.facts)),)
+            return found
+        if path == "copy.deepcopy":
+            return tuple(
+                Alternative(each.guard, dataclasses.replace(each.atom, call=call))
+                if isinstance(each.atom, Object)
+                else each
+                for each in self.evaluate(call.argument(0), call.scope, call.order)
+            )
+        if path == "torch.device":
+            return self.evaluate(call.argument(0), call.scope, call.order)
+        if path == "torch.set_grad_enabled":
+            given = constant(call.argument(0, "mode"))
+            return (Alternative(ALWAYS, Object("no_grad", call, path)),) if given == (False,) else NOTHING_KNOWN
+        if path == "functools.partial" and len(call.positional) == 1:
+            made = [each.atom for each in self.evaluate(call.positional[0], call.scope, call.order)]
+            paths = [
+                atom.path
+                for atom in made
+                if isinstance(atom, Ref)
+                and (
+                    atom.path in library_names.CLIPS
+                    or (atom.path in library_names.AUTOCASTS and "device_type" in call.keywords)
+                )
+            ]
+            return (Alternative(ALWAYS, Object("partial", call, paths[0])),) if len(paths) == 1 else NOTHING_KNOWN
+        kind = library_names.kind_of(path)
+        if kind in ("engine", "apex"):
+            return (Alternative(ALWAYS, self._engine(call, path, kind)),)
+        return (Alternative(ALWAYS, Object(kind, call, path)),) if kind else NOTHING_KNOWN
+
+    def _getattr(self, call: Call) -> Alternatives:
+        """`getattr(torch.optim, name)` is some optimizer; an attribute whose name is written out is that attribute."""
+        owners, name = self.evaluate(call.argument(0), call.scope, call.order), constant(call.argument(1))
+        if name is not None and isinstance(name[0], str):
+            default = call.argument(2)
+            other = self.evaluate(default, call.scope, call.order) if default is not None else ()
+            return (*self._attribute(owners, name[0]), *other)
+        paths = {each.atom.path for each in owners if isinstance(each.atom, Ref)}
+        return (Alternative(ALWAYS, Ref("torch.optim.Optimizer")),) if paths == {"torch.optim"} else NOTHING_KNOWN
+
+    def _engine(self, call: Call, path: str, kind: str) -> Several:
+        kinds = ("model", "apex_optimizer") if kind == "apex" else ("engine", "engine_optimizer", "", "scheduler")
+        return several(*(Object(kind, call, path) if kind else UNKNOWN for kind in kinds))
+
+    def _returned(self, atom: Function) -> Alternatives:
+        scope, values = atom.scope, atom.facts.values
+        found: list[Alternative] = []
+        for each in scope.returns:
+            if each.yields:
+                return (Alternative(ALWAYS, Object("context", None, scope.name, scope, atom.facts)),)
+            for alternative in values.evaluate(each.value, scope, each.order) if each.value is not None else ():
+                found += under((alternative,), each.guard)
+        return tuple(found) or NOTHING_KNOWN
+
+    def _method_call(self, atom: Method, call: Call) -> Alternatives:
+        owner, name = atom.owner, atom.name
+        if owner.kind == "accelerator" and name in ("prepare", "prepare_model", "prepare_optimizer"):
+            if len(call.positional) == 1 and not call.starred:
+                return self._prepared(call.positional[0], call)
+            parts = tuple(functools.partial(self._prepared, each, call) for each in call.positional)
+            return (Alternative(ALWAYS, Several(parts)),) if not call.starred else NOTHING_KNOWN
+        if owner.kind == "accelerator" and name == "autocast":
+            return (Alternative(ALWAYS, Object("accelerator_autocast", call)),)
+        if owner.kind == "accelerator" and name == "unwrap_model":
+            return self.evaluate(call.argument(0), call.scope, call.order)
+        if owner.kind in ("trainer", "fabric") and name in ("setup", "setup_module", "setup_optimizers"):
+            return (Alternative(ALWAYS, several(owner, owner)),)
+        if owner.kind in ("model", "tensor", "engine", "criterion", "pipeline") and name in library_names.SAME:
+            return (Alternative(ALWAYS, owner),)
+        if owner.kind == "model" and name in ("parameters", "named_parameters"):
+            return (Alternative(ALWAYS, Object("parameters", call, "", owner.cls, owner.facts)),)
+        if name in library_names.LOADERS:
+            return (Alternative(ALWAYS, dataclasses.replace(owner, call=call)),)
+        return NOTHING_KNOWN
+
+    def _prepared(self, node: cst.CSTNode, call: Call) -> Alternatives:
+        return tuple(
+            Alternative(each.guard, dataclasses.replace(each.atom, prepared=True))
+            if isinstance(each.atom, Object)
+            else each
+            for each in self.evaluate(node, call.scope, call.order)
+        )
+
+
+def _starred(facts: Facts) -> list[Facts]:
+    """The modules of the linted tree that a file imports with `*`, the last first."""
+    facts.need("*")
+    found = (facts.imported(binding.target) for binding in facts.module.bindings.get("*", ()))
+    return [other for other in found if other is not None][::-1]
+
+
+def _last(bindings: list[Binding], order: int, guard: PathCondition, most: int) -> list[Binding]:
+    """Of a scope's bindings in order, those that reach a place: back to one that always happens."""
+    found: list[Binding] = []
+    before = bisect.bisect_left(bindings, order, key=lambda binding: binding.order) or len(bindings)
+    for place in range(before - 1, -1, -1):
+        binding = bindings[place]
+        if compatible(binding.guard, guard):
+            found.append(binding)
+            if len(found) >= most or (
+                not (binding.guard - guard - binding.scope.guard) and binding.kind != "augmented"
+            ):
+                break
+    return found
+
+
+_BUILTINS = frozenset(dir(builtins))

@@ -1,0 +1,147 @@
+"""What an expression may be: a small lattice of values, each under the guard that makes it so.
+
+`Facts.evaluate` gives *alternatives*: `torch.float16 if args.fp16 else torch.float32` is float16 under the
+flag `fp16` and float32 under its contrary. `UNKNOWN` is a value of its own: what it stands for may
+be anything, and no rule reports on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, MOST_CONDITIONS, PathCondition
+from mpguard.lint.facts.syntax.records import Call, Scope
+from mpguard.lint.facts.values import library_names
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+
+@dataclasses.dataclass(frozen=True)
+class DtypeValue:
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    value: object
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """Something of a library, by its full dotted name."""
+
+    path: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Function:
+    """A function of the linted tree, also one that is a method."""
+
+    scope: Scope
+    facts: Facts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Class:
+    """A class of the linted tree."""
+
+    scope: Scope
+    facts: Facts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Object:
+    """An object of a known kind; `call` made it, `cls` is its class where that is in the tree."""
+
+    kind: str
+    call: Call | None = None
+    path: str = ""
+    cls: Scope | None = None
+    facts: Facts | None = None
+    prepared: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Method:
+    """A method of an object of a known kind, or an attribute that nobody in sight sets."""
+
+    owner: Object
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Several:
+    """What is unpacked; each part is evaluated when it is asked for."""
+
+    parts: tuple[Callable[[], Alternatives], ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Module:
+    """A module of the linted tree."""
+
+    facts: Facts
+
+
+class _Unknown:
+    def __repr__(self) -> str:
+        return "UNKNOWN"
+
+
+UNKNOWN = _Unknown()
+Atom = DtypeValue | Constant | Ref | Function | Class | Object | Method | Several | Module | _Unknown
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Alternative:
+    guard: PathCondition
+    atom: Atom
+
+
+Alternatives = tuple[Alternative, ...]
+NOTHING_KNOWN: Alternatives = (Alternative(ALWAYS, UNKNOWN),)
+
+
+def several(*atoms: Atom) -> Several:
+    """What is unpacked to these."""
+
+    def part(atom: Atom) -> Callable[[], Alternatives]:
+        return lambda: (Alternative(ALWAYS, atom),)
+
+    return Several(tuple(map(part, atoms)))
+
+
+def ref(path: str) -> Atom:
+    """What the full name of something of a library stands for."""
+    dtype = library_names.DTYPES.get(path)
+    return DtypeValue(dtype) if dtype is not None else Ref(library_names.canonical(path))
+
+
+def under(alternatives: Alternatives, guard: PathCondition) -> Alternatives:
+    """The alternatives that remain under a further guard."""
+    if not guard:
+        return alternatives
+    found: list[Alternative] = []
+    for each in alternatives:
+        both = each.guard.joined(guard)
+        if len(both) > MOST_CONDITIONS:
+            return NOTHING_KNOWN
+        if both.possible:
+            found.append(each if both is each.guard else Alternative(both, each.atom))
+    return tuple(found)
+
+
+def picked(alternatives: Alternatives, index: tuple[int, ...]) -> Alternatives:
+    """The element at an index of what is unpacked."""
+    for place in index:
+        found: list[Alternative] = []
+        for each in alternatives:
+            if isinstance(each.atom, Several) and -len(each.atom.parts) <= place < len(each.atom.parts):
+                found += under(each.atom.parts[place](), each.guard)
+            else:
+                found.append(Alternative(each.guard, UNKNOWN))
+        alternatives = tuple(found)
+    return alternatives

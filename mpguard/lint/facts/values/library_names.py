@@ -1,0 +1,241 @@
+"""What the names of the libraries stand for: dtypes, and the kinds of object that a call makes.
+
+Paths are the full dotted names that imports give (`torch.cuda.amp.autocast`), whatever a file calls them.
+"""
+
+from __future__ import annotations
+
+import re
+
+#: Dotted name -> dtype. Tensor types count as their dtype.
+DTYPES = {
+    "torch.float16": "float16", "torch.half": "float16", "torch.HalfTensor": "float16", "torch.cuda.HalfTensor":
+    "float16",
+    "torch.bfloat16": "bfloat16", "torch.BFloat16Tensor": "bfloat16", "torch.cuda.BFloat16Tensor": "bfloat16",
+    "torch.float32": "float32", "torch.float": "float32", "torch.FloatTensor": "float32", "torch.cuda.FloatTensor":
+    "float32",
+    "torch.float64": "float64", "torch.double": "float64",
+    "torch.float8_e4m3fn": "float8_e4m3fn", "torch.float8_e5m2": "float8_e5m2",
+    "torch.float8_e4m3": "float8_e4m3fn",  # torch has no such name, and people write it
+    "torch.float8_e4m3fnuz": "float8_e4m3fnuz", "torch.float8_e5m2fnuz": "float8_e5m2fnuz",
+    "torch.int64": "int64", "torch.long": "int64", "torch.int32": "int32", "torch.int": "int32", "torch.bool": "bool",
+    "torch.uint8": "uint8", "torch.int8": "int8",
+}  # fmt: skip
+#: Strings that libraries take for a dtype (`dtype="float16"`); "half" alone is too common a word.
+DTYPE_STRINGS = {
+    "float16": "float16", "fp16": "float16", "torch.float16": "float16", "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "torch.bfloat16": "bfloat16", "float32": "float32", "fp32": "float32", "torch.float32": "float32",
+}  # fmt: skip
+HALF_TENSOR_STRINGS = {"torch.HalfTensor": "", "torch.cuda.HalfTensor": "cuda"}
+
+AUTOCASTS = frozenset({
+    "torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast", "torch.autocast_mode.autocast",
+    "torch.cuda.amp.autocast", "torch.cuda.amp.autocast_mode.autocast",
+    "torch.cpu.amp.autocast", "torch.cpu.amp.autocast_mode.autocast",
+})  # fmt: skip
+SCALER_NAMES = frozenset({"GradScaler", "ShardedGradScaler"})
+CLIPS = frozenset(
+    f"torch.nn.utils.{module}{name}"
+    for module in ("", "clip_grad.")
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
+)
+NO_GRAD = frozenset(
+    {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.grad_mode.no_grad"}
+)
+#: Transformer Engine's recipes, and the row of `hardware.NEEDS` that each stands for.
+FP8_RECIPES = {
+    "DelayedScaling": "delayed", "Float8CurrentScaling": "tensorwise", "Float8BlockScaling": "blockwise",
+    "MXFP8BlockScaling": "mxfp8", "NVFP4BlockScaling": "nvfp4",
+}  # fmt: skip
+#: What accelerate takes among its `kwargs_handlers` for FP8.
+FP8_HANDLERS = frozenset({"AORecipeKwargs", "TERecipeKwargs", "FP8RecipeKwargs"})
+CAPITAL = re.compile(r"[A-Z]")
+
+#: The last name of what makes an optimizer, where it is imported from anywhere.
+OPTIMIZERS = frozenset({
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "LBFGS", "Adafactor",
+    "Lion", "LAMB",
+    "Lamb", "LARS", "FusedAdam", "FusedLAMB", "FusedSGD", "DeepSpeedCPUAdam", "AdamW8bit", "Adam8bit",
+    "PagedAdamW8bit",
+    "PagedAdamW", "Muon", "AdaBelief", "Ranger", "SophiaG", "ZeroRedundancyOptimizer", "SparseAdam", "ASGD", "Rprop",
+})  # fmt: skip
+#: Functions of a project that make one by name.
+MAKES_OPTIMIZER = re.compile(r"(?:create|build|get|make|configure|init)\w*_optim(?:izer)?s?$")
+MAKES_MODEL = re.compile(
+    r"(?:create|build|get|make|load|init|initialize)\w*_(?:model|network|net|transformer|unet|gpt|llm)$"
+)
+#: Wrappers that keep a model a model: the last name.
+PARALLEL = frozenset({
+    "DistributedDataParallel", "FullyShardedDataParallel", "ShardedDataParallel", "FSDP", "DDP", "fully_shard",
+})  # fmt: skip
+WRAPPERS = PARALLEL | {
+    "DataParallel",
+    "get_peft_model",
+    "prepare_model_for_kbit_training",
+    "convert_sync_batchnorm",
+    "weight_norm",
+}
+#: Modules whose loss classes are no models to be trained.
+MODEL_ROOTS = ("torch.nn.", "torchvision.models.", "transformer_engine.pytorch.", "segmentation_models_pytorch.")
+MODEL_FACTORIES = frozenset(
+    {"timm.create_model", "torch.hub.load", "open_clip.create_model", "timm.models.create_model"}
+)
+LOADERS = frozenset({"from_pretrained", "from_config", "from_single_file", "load_from_checkpoint", "_from_config"})
+#: Classes of transformers that are models, built from a config.
+TASK_MODELS = re.compile(
+    r"(?:For(?:CausalLM|ConditionalGeneration|MaskedLM|PreTraining|QuestionAnswering|\w+Classification)|HeadsModel|HeadModel)$"
+)
+#: Classes with `from_pretrained` that hold no weights.
+WEIGHTLESS = re.compile(r"Tokenizer|Processor|Extractor|Scheduler|Config|Collator|Dataset")
+#: Frameworks that run the training loop, or the backward and the step of one.
+TRAINERS = re.compile(
+    r"\w*Trainer$|Fabric$|LightningLite$|Composer$|Learner$|Runner$|IterBasedRunner$|EpochBasedRunner$"
+)
+FRAMEWORK_ROOTS = frozenset({
+    "lightning", "pytorch_lightning", "lightning_fabric", "composer", "fastai", "ignite", "mmcv", "mmengine",
+    "detectron2", "fvcore",
+    "catalyst", "speechbrain", "colossalai", "megatron", "fairscale", "ray", "horovod", "determined", "flair",
+    "allennlp", "monai",
+})  # fmt: skip
+#: What the facts know by name: never looked for in the linted tree, even where it has a folder called alike.
+LIBRARIES = frozenset({
+    "torch", "torchvision", "torchao", "transformer_engine", "accelerate", "deepspeed", "transformers", "peft",
+    "apex", "numpy", "jax", "lightning", "pytorch_lightning", "bitsandbytes", "timm", "sklearn", "contextlib",
+    "functools", "copy",
+})  # fmt: skip
+#: What keeps FP32 masters of FP16 weights, in apex and in frameworks of one's own.
+MASTERS = re.compile(
+    r"(?i)fp16_?(?:\w*optim|module)|mixed_?precision_?(?:\w*optim|trainer|plugin)|ampoptim|ampmodel"
+    r"|master_?(?:param|weight|cop)|float16_?optim|bf16_?optim"
+)
+#: What puts adapters on a model and leaves its own weights frozen: functions and methods.
+ADAPTERS = re.compile(
+    r"^(?:get_peft_model|PeftModel|PeftMixedModel|mark_only_\w*trainable|(?:add|inject|train|init|apply|inject_trainable)"
+    r"_(?:adapters?|q?lora\w*)|(?:swap|convert|replace|wrap)(?:_\w+)?_q?lora\w*"
+    r"|prepare_model_for_(?:kbit|int8)_training)"
+)
+#: The same where a class loads: `PeftModel.from_pretrained(base, ...)`, `AutoPeftModel.from_pretrained(...)`.
+LOADS_ADAPTERS = re.compile(r"(?:^|\.)(?:Auto)?Peft\w*\.from_pretrained$")
+#: Functions that write a file: `torch.save`, `save_checkpoint`.
+SAVES = re.compile(r"(?:^|_)save(?:_|d?$)|^save[A-Z]")
+#: A module for FP16 in a path: `apex.fp16_utils`, `fairseq.optim.fp16_optimizer`, `parlai.utils.fp16`.
+FP16_MODULE = re.compile(r"\bfp16(?:_\w+)?\.")
+TENSOR_MAKERS = frozenset({
+    "tensor", "randn", "rand", "zeros", "ones", "full", "empty", "arange", "linspace", "randint", "from_numpy",
+    "as_tensor", "stack",
+    "cat", "zeros_like", "ones_like", "randn_like", "rand_like", "full_like", "empty_like", "eye",
+})  # fmt: skip
+#: Methods that give their own object back.
+SAME = frozenset({
+    "to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "train", "eval", "requires_grad_",
+    "share_memory", "apply",
+    "to_empty", "contiguous", "xpu", "npu", "hpu",
+})  # fmt: skip
+
+#: A method or function of these names does not train, whatever it computes.
+_INFERS = frozenset({
+    "eval", "evaluate", "evaluation", "evaluator", "valid", "validate", "validation", "val", "test", "predict",
+    "prediction",
+    "predictor", "generate", "generation", "generator", "infer", "inference", "sample", "sampling", "export", "onnx",
+    "convert",
+    "conversion", "demo", "benchmark", "bench", "visualize", "pipeline", "score", "embed", "embedding", "encode",
+    "decode", "profile",
+    "profiler",
+})  # fmt: skip
+_TRAINS = frozenset({"train", "training", "trainer", "fit", "finetune", "pretrain", "optimize", "learn"})
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+
+#: FSDP's wrappers and policies.
+_FSDP = {
+    "FullyShardedDataParallel": "fsdp1", "fully_shard": "fsdp2", "MixedPrecision": "fsdp1_policy",
+    "MixedPrecisionPolicy": "fsdp2_policy",
+}  # fmt: skip
+
+
+def is_inference(name: str) -> bool:
+    """Whether a function of this name is for inference: `evaluate`, `validation_step`, `test_*`, `export_onnx`."""
+    if name.startswith("test_"):
+        return True
+    words = {word.lower() for word in _WORDS.findall(name)}
+    return bool(words & _INFERS) and not words & _TRAINS
+
+
+def canonical(path: str) -> str:
+    """One name for what a library exports under several."""
+    for old, new in _MOVED:
+        if path.startswith(old):
+            return new + path[len(old) :]
+    return path
+
+
+_MOVED = (
+    ("torch.cuda.amp.autocast_mode.", "torch.cuda.amp."),
+    ("torch.cuda.amp.grad_scaler.", "torch.cuda.amp."),
+    ("torch.cpu.amp.autocast_mode.", "torch.cpu.amp."),
+    ("torch.cpu.amp.grad_scaler.", "torch.cpu.amp."),
+    ("torch.amp.autocast_mode.", "torch.amp."),
+    ("torch.amp.grad_scaler.", "torch.amp."),
+    ("torchao.float8.float8_linear_utils.", "torchao.float8."),
+    ("torchao.float8.config.", "torchao.float8."),
+    ("accelerate.utils.ao.", "accelerate.utils."),
+    ("accelerate.utils.transformer_engine.", "accelerate.utils."),
+    ("accelerate.accelerator.", "accelerate."),
+    ("accelerate.utils.dataclasses.", "accelerate.utils."),
+)
+
+
+def kind_of(path: str) -> str:
+    """What a call of this name makes: `optimizer`, `scaler`, `autocast`, `model` ...; empty where it is not known."""
+    last = path.rsplit(".", 1)[-1]
+    root = path.split(".", 1)[0]
+    if path in AUTOCASTS:
+        return "autocast"
+    if last in SCALER_NAMES or last.endswith(("GradScaler", "LossScaler", "NativeScaler")):
+        return "scaler"
+    if path in NO_GRAD:
+        return "no_grad"
+    if path in ("contextlib.nullcontext", "contextlib.suppress", "contextlib.ExitStack"):
+        return "nullcontext"
+    if root == "transformer_engine" and last in ("fp8_autocast", "autocast"):
+        return "fp8_autocast"
+    if root == "transformer_engine" and last in FP8_RECIPES:
+        return "fp8_recipe"
+    if root == "torchao" and path.endswith((".Float8LinearConfig", ".Float8LinearConfig.from_recipe_name")):
+        return "float8_config"
+    if root == "torchao" and last == "CastConfig":
+        return "float8_cast_config"
+    if root == "accelerate" and last in FP8_HANDLERS:
+        return "fp8_handler"
+    if path == "accelerate.Accelerator" or last == "Accelerator":
+        return "accelerator"
+    if path == "deepspeed.initialize":
+        return "engine"
+    if path.startswith("torch.distributed.") and last in _FSDP:
+        return _FSDP[last]
+    if "." in path and last in OPTIMIZERS:
+        return "optimizer"
+    if path.startswith("torch.optim.") and ".lr_scheduler." not in path and CAPITAL.match(last):
+        return "optimizer"
+    if ".lr_scheduler." in path or "schedule" in last.lower():
+        return "scheduler"
+    if root == "apex" and last == "initialize":
+        return "apex"
+    if "." in path and TRAINERS.match(last):
+        return "trainer"
+    if last in LOADERS:
+        owner = path.rsplit(".", 2)[-2] if path.count(".") > 1 else ""
+        return "weightless" if WEIGHTLESS.search(owner) else "pipeline" if "Pipeline" in owner else "model"
+    if path.startswith(MODEL_ROOTS) and CAPITAL.match(last) and ".functional." not in path and last != "Parameter":
+        return "criterion" if last.endswith("Loss") else "model"
+    if path in MODEL_FACTORIES or path.startswith("torchvision.models."):
+        return "model"
+    if root == "transformers" and TASK_MODELS.search(last):
+        return "model"
+    if MAKES_OPTIMIZER.match(last):
+        return "optimizer"
+    if MAKES_MODEL.match(last):
+        return "model"
+    if root == "torch" and last in TENSOR_MAKERS:
+        return "tensor"
+    return ""

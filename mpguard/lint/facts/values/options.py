@@ -1,0 +1,108 @@
+"""The options and constants by which a script says its precision: argparse, click, dataclass fields, plain names."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts.syntax.nodes import constant, dotted
+from mpguard.lint.facts.syntax.records import Call, Record
+from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values.lattice import Constant, DtypeValue
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.events import Event
+    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.syntax.path_condition import PathCondition
+
+#: What an option is called that says in which dtype the run computes.
+_DTYPE = re.compile(
+    r"(?i)(?:(?:amp|autocast|compute|mixed|mp|train|training|torch|model)_?)?(?:dtype|precision|mixed_precision)$"
+)
+#: A flag that asks for FP16: what it guards may be the arm of the other dtype.
+_ASKS = re.compile(r"(?i)dtype|fp16|float16|half|precision|bf16|bfloat16")
+_ADDS = ("add_argument", "option", "add_option")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Option:
+    """An option, or a constant, with what it says unless the user says otherwise.
+
+    name: without dashes; `args.dtype` reads it. dtype: of its default, None where that is none or unknown.
+    constant: a name of the file itself, which holds a torch dtype and can be written in its place.
+    """
+
+    name: str
+    record: Record
+    dtype: str | None
+    constant: bool = False
+    span: tuple[int, int] = (0, 0)
+
+    @property
+    def guard(self) -> PathCondition:
+        return self.record.guard
+
+
+def dtype_options(facts: Facts) -> list[Option]:
+    """The options and constants of a file that name its compute dtype."""
+    return [option for option in _options(facts) if _DTYPE.fullmatch(option.name)]
+
+
+def forgotten_dtypes(facts: Facts) -> dict[Call, Option]:
+    """The autocasts for CUDA that have no dtype, so FP16, beside an option or constant that says BF16."""
+    found = [event.call for event in facts.events("autocast") if _default_fp16(event, facts)]
+    options = dtype_options(facts) if found else []
+    if not options or any(option.dtype != "bfloat16" for option in options):
+        return {}
+    return dict.fromkeys(found, options[0])
+
+
+def _default_fp16(event: Event, facts: Facts) -> bool:
+    call = event.call
+    path = next((path for _, path in facts.paths(call) if path in library_names.AUTOCASTS), "")
+    if call.argument(1, "dtype") is not None or call.starred or {name for _, name in event.dtypes} != {"float16"}:
+        return False
+    return facts.enabled(call, path).possible and not any(_ASKS.search(flag) for flag in event.guard.flags())
+
+
+def _options(facts: Facts) -> Iterator[Option]:
+    for name in _ADDS:
+        for call in facts.calls.get(name, ()):
+            flags = [str(c[0]) for each in call.positional if (c := constant(each)) and isinstance(c[0], str)]
+            flags = [flag.lstrip("-").replace("-", "_") for flag in flags]
+            if flags and (default := call.keywords.get("default")) is not None:
+                yield Option(max(flags, key=len), call, _dtype(default, call, facts), False, call.span)
+    for scope in facts.walker.scopes:
+        for key, bindings in scope.bindings.items():
+            binding = bindings[0]
+            if len(bindings) != 1 or binding.kind != "assign" or binding.value is None or binding.guard:
+                continue
+            value = binding.value
+            if isinstance(value, cst.Call) and dotted(value.func).rsplit(".", 1)[-1] in ("field", "Field"):
+                made = facts.walker.call_of.get(value)
+                default = made.argument(0 if made.name == "Field" else None, "default") if made is not None else None
+                if default is None:
+                    continue
+                value = default
+            dtype = _dtype(value, binding, facts)
+            if dtype is not None and (scope.kind in ("class", "module") or not isinstance(value, cst.Name)):
+                held = constant(value) is None and scope.kind != "class"
+                yield Option(key.rsplit(".", 1)[-1], binding, dtype, held, binding.span)
+
+
+def _dtype(node: cst.BaseExpression, at: Record, facts: Facts) -> str | None:
+    """The one dtype that an expression is for certain, as an object of torch's or by its name."""
+    found: set[str | None] = set()
+    for each in facts.evaluate(node, at):
+        atom = each.atom
+        if isinstance(atom, DtypeValue):
+            found.add(atom.name)
+        elif isinstance(atom, Constant) and isinstance(atom.value, str):
+            found.add(library_names.DTYPE_STRINGS.get(atom.value))
+        else:
+            found.add(None)
+    return found.pop() if len(found) == 1 else None

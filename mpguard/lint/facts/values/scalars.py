@@ -1,0 +1,260 @@
+"""Where a plain number meets a tensor: a mask's fill value, an epsilon, a limit.
+
+`scalars.meetings` gives each place with the tensor and the number; `scalars.number` says what number an expression
+is: a literal, arithmetic of such, a name or a default that stands for one, `torch.finfo(torch.float32).min`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import libcst as cst
+
+from mpguard.lint.facts.syntax.nodes import constant, dotted
+from mpguard.lint.facts.syntax.records import Call, Record
+from mpguard.lint.facts.values.lattice import Function, Ref
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+#: `raises` beyond the dtype's range; `inf`: becomes infinite there.
+How = Literal["raises", "inf"]
+_DEEP = 12
+#: Method or function -> place of the number after the tensor, its keyword.
+_FILLS = {
+    "masked_fill": (1, "value"), "masked_fill_": (1, "value"), "full_like": (0, "fill_value"), "fill_": (0, "value"),
+    "new_full": (1, "fill_value"), "index_fill": (2, "value"), "index_fill_": (2, "value"), "pad": (2, "value"),
+}  # fmt: skip
+_CLAMPS = {
+    "clamp": ("min", "max"), "clamp_": ("min", "max"), "clip": ("min", "max"), "clamp_min": ("min",),
+    "clamp_min_": ("min",), "clamp_max": ("max",), "clamp_max_": ("max",),
+}  # fmt: skip
+_FINFO = {
+    "float16": (65504.0, 2.0**-10, 2.0**-14),
+    "bfloat16": (3.3895313892515355e38, 2.0**-7, 2.0**-126),
+    "float32": (3.4028234663852886e38, 2.0**-23, 2.0**-126),
+    "float64": (1.7976931348623157e308, 2.0**-52, 2.0**-1022),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """What an expression is: `limit_of` names the dtype whose `finfo` it is taken from."""
+
+    value: float
+    limit_of: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScalarUse:
+    """A number meets a tensor. kind: `fill`, `clamp`, `where`, `item`, `add` or `scale`; `name`: what is called."""
+
+    kind: Literal["fill", "clamp", "where", "item", "add", "scale"]
+    name: str
+    record: Record
+    tensor: cst.BaseExpression
+    node: cst.BaseExpression
+    number: Number
+    #: Of a `clamp`: whether the number is the lower limit.
+    lower: bool = False
+
+    @property
+    def how(self) -> How:
+        """What becomes of a number that the tensor's dtype cannot hold (run with torch 2.13 on a CPU)."""
+        return "raises" if self.kind in ("fill", "clamp") else "inf"
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.record.chunk.span(self.node)
+
+
+class Scalars:
+    """The plain numbers of one file."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._known: dict[cst.CSTNode, Number | None] = {}
+
+    # -- numbers ------------------------------------------------------------------------------------
+
+    def number(self, node: cst.CSTNode | None, at: Record, depth: int = _DEEP) -> Number | None:
+        """The number that an expression is for certain, if nobody hands in another; None where it is unknown."""
+        if node is None or depth < 0:
+            return None
+        if node not in self._known:
+            self._known[node] = None  # a name that is made of itself is no number
+            self._known[node] = self._number(node, at, depth)
+        return self._known[node]
+
+    def _number(self, node: cst.CSTNode, at: Record, depth: int) -> Number | None:
+        literal = constant(node)
+        if literal is not None:
+            value = literal[0]
+            return Number(float(value)) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Minus):
+            inner = self.number(node.expression, at, depth - 1)
+            return dataclasses.replace(inner, value=-inner.value) if inner is not None else None
+        if isinstance(node, cst.BinaryOperation):
+            return self._arithmetic(node, at, depth)
+        if isinstance(node, cst.Call):
+            return self._called(node, at, depth)
+        if isinstance(node, cst.Attribute):
+            limit = self._limit(node)
+            if limit is not None:
+                return limit
+        path = dotted(node)
+        bindings = self.facts.values.reaching(path, at.scope, at.order, at.guard) if path else []
+        if len(bindings) != 1:
+            return None
+        binding = bindings[0]
+        if binding.kind not in ("assign", "param"):
+            return None
+        if binding.kind == "assign":
+            return self.number(binding.value, binding, depth - 1)
+        default = self.number(binding.value, binding, depth - 1)
+        found = {default}
+        for call in self.facts.callers(binding.scope):
+            given = self.facts.values.given(call, binding.scope, binding.key)
+            found.add(default if given is binding.value else self.number(given, call, depth - 1))
+        found -= {default} if binding.value is None else set()
+        return found.pop() if len(found) == 1 else None
+
+    def _arithmetic(self, node: cst.BinaryOperation, at: Record, depth: int) -> Number | None:
+        left, right = self.number(node.left, at, depth - 1), self.number(node.right, at, depth - 1)
+        if left is None or right is None:
+            return None
+        try:
+            if isinstance(node.operator, cst.Multiply):
+                found = left.value * right.value
+            elif isinstance(node.operator, cst.Divide):
+                found = left.value / right.value
+            elif isinstance(node.operator, cst.Power):
+                found = left.value**right.value
+            elif isinstance(node.operator, (cst.Add, cst.Subtract)):
+                found = left.value + (right.value if isinstance(node.operator, cst.Add) else -right.value)
+            else:
+                return None
+        except (ArithmeticError, ValueError):
+            return None
+        return Number(found, left.limit_of or right.limit_of) if isinstance(found, float) else None
+
+    def _called(self, node: cst.Call, at: Record, depth: int) -> Number | None:
+        call = self.facts.walker.call_of.get(node)
+        if call is None or call.path != "float" or len(call.positional) != 1:
+            return None
+        text = constant(call.positional[0])
+        if text is not None and isinstance(text[0], str):
+            try:
+                return Number(float(text[0]))
+            except ValueError:
+                return None
+        return self.number(call.positional[0], at, depth - 1)
+
+    def _limit(self, node: cst.Attribute) -> Number | None:
+        """`torch.finfo(torch.float32).min`."""
+        name = node.attr.value
+        if name not in ("min", "max", "eps", "tiny", "smallest_normal") or not isinstance(node.value, cst.Call):
+            return None
+        call = self.facts.walker.call_of.get(node.value)
+        if call is None or call.name != "finfo":
+            return None
+        found = {dtype for _, dtype in self.facts.dtypes(call.argument(0, "type", "dtype"), call)}
+        for each in self.facts.evaluate(call.argument(0, "type", "dtype"), call):
+            if isinstance(each.atom, Ref) and each.atom.path.startswith("numpy."):
+                found = {each.atom.path.rsplit(".", 1)[-1]}
+        dtype = found.pop() if len(found) == 1 else None
+        if dtype not in _FINFO:
+            return None
+        most, eps, tiny = _FINFO[dtype]
+        return Number({"min": -most, "max": most, "eps": eps}.get(name, tiny), dtype)
+
+    # -- meetings -----------------------------------------------------------------------------------
+
+    @cached_property
+    def meetings(self) -> tuple[ScalarUse, ...]:
+        """All places where a number that is known meets a tensor, in order."""
+        self.facts.need_all()
+        found = [*self._fills(), *self._wheres(), *self._items(), *self._sums()]
+        return tuple(sorted(found, key=lambda each: each.record.order))
+
+    def _meeting(
+        self,
+        kind: Literal["fill", "clamp", "where", "item", "add", "scale"],
+        name: str,
+        record: Record,
+        tensor: cst.BaseExpression | None,
+        node: cst.BaseExpression | None,
+        *,
+        lower: bool = False,
+    ) -> Iterator[ScalarUse]:
+        number = self.number(node, record)
+        if number is not None and tensor is not None and node is not None:
+            yield ScalarUse(kind, name, record, tensor, node, number, lower)
+
+    def _tensor(self, call: Call) -> tuple[cst.BaseExpression | None, int]:
+        """The tensor of a method or function of torch, and where its other arguments begin."""
+        atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
+        if any(isinstance(atom, Ref) and atom.path.startswith("torch.") for atom in atoms):
+            return call.argument(0, "input", "self"), 1
+        if any(isinstance(atom, (Ref, Function)) for atom in atoms):
+            return None, 0
+        return call.receiver, 0
+
+    def _fills(self) -> Iterator[ScalarUse]:
+        for name, (place, keyword) in _FILLS.items():
+            for call in self.facts.calls.get(name, ()):
+                tensor, first = self._tensor(call)
+                yield from self._meeting("fill", name, call, tensor, call.argument(place + first, keyword))
+        for name, limits in _CLAMPS.items():
+            for call in self.facts.calls.get(name, ()):
+                tensor, first = self._tensor(call)
+                for place, limit in enumerate(limits):
+                    given = call.argument(place + first, limit)
+                    yield from self._meeting("clamp", name, call, tensor, given, lower=limit == "min")
+        for call in self.facts.calls.get("full", ()):
+            if self.facts.called_path(call) == "torch.full" and "dtype" in call.keywords:
+                yield from self._meeting("fill", "full", call, call.node, call.argument(1, "fill_value"))
+
+    def _wheres(self) -> Iterator[ScalarUse]:
+        for call in self.facts.calls.get("where", ()):
+            tensor, first = self._tensor(call)
+            if first == 0:
+                yield from self._meeting("where", "where", call, tensor, call.argument(1, "other"))
+            elif tensor is not None:
+                one, other = call.argument(1, "self"), call.argument(2, "other")
+                yield from self._meeting("where", "where", call, one, other)
+                yield from self._meeting("where", "where", call, other, one)
+        for call in self.facts.calls.get("add", ()):
+            tensor, first = self._tensor(call)
+            yield from self._meeting("add", "add", call, tensor, call.argument(first, "other"))
+
+    def _items(self) -> Iterator[ScalarUse]:
+        """`scores[mask] = -1e9`."""
+        for scope in self.facts.walker.scopes:
+            for bindings in scope.bindings.values():
+                for binding in bindings:
+                    if binding.kind == "item" and isinstance(binding.node, cst.Subscript) and not binding.index:
+                        yield from self._meeting("item", "", binding, binding.node.value, binding.value)
+                    elif binding.kind == "augmented" and isinstance(binding.node, cst.AugAssign):
+                        target = binding.node.target
+                        if isinstance(binding.node.operator, cst.AddAssign) and isinstance(target, cst.BaseExpression):
+                            yield from self._meeting("add", "+=", binding, target, binding.value)
+
+    def _sums(self) -> Iterator[ScalarUse]:
+        for node in self.facts.walker.parents:
+            if not isinstance(node, cst.BinaryOperation):
+                continue
+            if not isinstance(node.operator, (cst.Add, cst.Subtract, cst.Multiply)):
+                continue
+            record = self.facts.precision.record(node)
+            if record is None:
+                continue
+            scale = isinstance(node.operator, cst.Multiply)
+            sign = "*" if scale else "+" if isinstance(node.operator, cst.Add) else "-"
+            for tensor, number in ((node.left, node.right), (node.right, node.left)):
+                if sign == "-" and number is node.left:
+                    continue
+                yield from self._meeting("scale" if scale else "add", sign, record, tensor, number)

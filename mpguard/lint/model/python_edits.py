@@ -1,0 +1,180 @@
+"""Edits of Python code: what the rules' fixes have in common.
+
+All are text edits at spans of libcst nodes. What is removed takes its line with it where nothing
+else stands there; new lines get the indentation of the line that they stand beside.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.core.text_edits import Edit
+from mpguard.lint.facts.syntax.nodes import constant, dotted
+from mpguard.lint.facts.syntax.records import Call, Record, With
+from mpguard.lint.model.rule import Fix
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.events import Event
+    from mpguard.lint.facts.file import Facts
+
+
+def replaced(node: cst.CSTNode, at: Record, text: str) -> Edit:
+    """The node's code becomes `text`."""
+    return Edit(*at.chunk.span(node), text)
+
+
+def without_method(call: Call, instead: str = "") -> Edit:
+    """`receiver.method(...)` becomes `receiver`, or `receiver` and what is given instead."""
+    assert call.receiver is not None
+    return Edit(call.chunk.outer_span(call.receiver)[1], call.span[1], instead)
+
+
+def without_argument(call: Call, value: cst.BaseExpression) -> Edit:
+    """One argument of a call is removed, with its keyword and one comma."""
+    spans = [(arg.value, call.chunk.outer_span(arg)) for arg in call.node.args]
+    place = next(i for i, (each, _) in enumerate(spans) if each is value)
+    first, last = spans[place][1]
+    if place + 1 < len(spans):
+        return Edit(first, spans[place + 1][1][0], "")
+    if place:
+        before = call.node.args[place - 1]
+        keyword = before.keyword if before.keyword is not None else before.value
+        end = max(call.chunk.outer_span(before.value)[1], call.chunk.outer_span(keyword)[1])
+        return Edit(end, call.chunk.outer_span(value)[1], "")  # a comma behind it, and the line of the bracket, stay
+    return Edit(first, last, "")
+
+
+def with_argument(facts: Facts, call: Call, text: str) -> Edit:
+    """One more argument at the end of a call's."""
+    if call.node.args:
+        end = call.chunk.outer_span(call.node.args[-1].value)[1]
+        return Edit(end, end, f", {text}")
+    end = facts.source.text.index("(", call.chunk.outer_span(call.func)[1]) + 1
+    return Edit(end, end, text)
+
+
+def through(facts: Facts, backward: Event, owner: str) -> Edit | None:
+    """`loss.backward(...)` becomes `owner.backward(loss, ...)`; None where a gradient is handed to it."""
+    call, loss = backward.call, backward.subject
+    if call.positional or call.starred or loss is None:
+        return None
+    given = "".join(f", {name}={facts.text(value, call)}" for name, value in call.keywords.items())
+    inner = facts.source.text[slice(*facts.span(loss, call))]  # without its own parentheses
+    if isinstance(loss, (cst.Tuple, cst.GeneratorExp, cst.Yield, cst.NamedExpr)):
+        inner = facts.text(loss, call)
+    return replaced(call.node, call, f"{owner}.backward({inner}{given})")
+
+
+def without_statement(facts: Facts, record: Call) -> Edit:
+    """The statement is removed with its line; `pass` where a block would be left empty."""
+    first, last = record.chunk.span(record.statement)
+    line = record.line
+    if not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
+        return Edit(first, last, "pass")
+    block = facts.walker.parents.get(line)
+    if isinstance(block, cst.IndentedBlock) and len(block.body) == 1:
+        return Edit(first, last, "pass")
+    text = facts.source.text
+    start, end = line_start(facts, first), last
+    while end < len(text) and text[end] not in "\r\n":
+        end += 1
+    end += 2 if text.startswith("\r\n", end) else 1
+    return Edit(start, min(end, len(text)), "")
+
+
+def without_cast(facts: Facts, cast: Event) -> Fix | None:
+    """Removes a cast by hand and keeps a device move; None where an arm or a conditional would be left empty."""
+    call, title = cast.call, "Remove the cast"
+    if call.receiver is not cast.subject:  # torch.Tensor.half(x)
+        return Fix(title, "unsafe", (replaced(call.node, call, facts.text(call.node.args[0].value, call)),))
+    given = [arg for arg in call.node.args if arg.keyword is None or arg.keyword.value in ("device", "dtype")]
+    if call.name == "to" and len(given) > 1:
+        dtype = call.keywords.get("dtype")
+        edit = without_argument(call, call.positional[1] if dtype is None else dtype)
+        return Fix("Remove the cast, keep the move", "unsafe", (edit,))
+    if call.name == "type" and constant(call.argument(0, "dtype")) == ("torch.cuda.HalfTensor",):
+        return Fix("Remove the cast, keep the move", "unsafe", (without_method(call, ".cuda()"),))
+    above = facts.walker.parents.get(call.node)
+    if isinstance(above, (cst.NamedExpr, cst.IfExp, cst.Lambda)):
+        return None  # `(x := x)`, `x if fp16 else x`
+    statement = call.statement
+    useless = isinstance(statement, cst.Assign) and (
+        statement.value is call.node
+        and len(statement.targets) == 1
+        and dotted(statement.targets[0].target) == cast.key != ""
+    )
+    plain = isinstance(cast.subject, (cst.Name, cst.Attribute)) and cast.key
+    if useless or (call.is_statement and plain):
+        edit = without_statement(facts, call)
+        return Fix(title, "unsafe", (edit,)) if edit.text != "pass" else None
+    return Fix(title, "unsafe", (without_method(call),))
+
+
+def line_start(facts: Facts, offset: int) -> int:
+    """Where the line of an offset begins."""
+    text = facts.source.text
+    return max(text.rfind("\n", 0, offset), text.rfind("\r", 0, offset)) + 1
+
+
+def indentation(facts: Facts, offset: int) -> str:
+    """The white space before the code of a line."""
+    text, start = facts.source.text, line_start(facts, offset)
+    end = start
+    while end < len(text) and text[end] in " \t":
+        end += 1
+    return text[start:end]
+
+
+def line_before(facts: Facts, node: cst.CSTNode, at: Record, code: str) -> Edit:
+    """A new line above the statement `node`."""
+    first = at.chunk.span(node)[0]
+    start = line_start(facts, first)
+    return Edit(start, start, f"{indentation(facts, first)}{code}\n")
+
+
+def line_after(facts: Facts, node: cst.CSTNode, at: Record, code: str) -> Edit:
+    """A new line below the simple statement `node`, after the comment on its line."""
+    first, last = at.chunk.span(node)
+    text = facts.source.text
+    while last < len(text) and text[last] not in "\r\n":
+        last += 1
+    return Edit(last, last, f"\n{indentation(facts, first)}{code}")
+
+
+def moved_out(facts: Facts, call: Call, item: With) -> list[Edit] | None:
+    """The statement of a call, and all below it in the block of a `with`, are moved out of the block.
+
+    None where the `with` has other items, or nothing would stay in it. Comments, line endings and tabs stay.
+    """
+    node = item.node
+    if not isinstance(node, cst.With) or len(node.items) != 1 or not isinstance(node.body, cst.IndentedBlock):
+        return None
+    spans = [call.chunk.outer_span(statement) for statement in node.body.body]
+    place = next((i for i, (first, last) in enumerate(spans) if first <= call.span[0] < last), 0)
+    if place == 0:
+        return None
+    start, end = line_start(facts, spans[place][0]), spans[-1][1]
+    text = facts.source.text[start:end]
+    outer = indentation(facts, call.chunk.span(node)[0])
+    inner = indentation(facts, call.chunk.span(node.body.body[place])[0])
+    if any(sign in text for sign in ('"""', "'''", "\\\n", "\\\r")) or not inner.startswith(outer) or inner == outer:
+        return None  # a string over several lines would change
+    lines = [
+        match.start() for match in re.finditer(r"^", text.replace("\r\n", " \n").replace("\r", "\n"), re.MULTILINE)
+    ]
+    return [
+        Edit(start + first + len(outer), start + first + len(inner), "")
+        for first in lines
+        if text.startswith(inner, first)
+    ]
+
+
+def name_of_torch(facts: Facts) -> str | None:
+    """What the file calls torch (`import torch as th`), None where it does not import it as a whole."""
+    for key, bindings in facts.module.bindings.items():
+        if any(binding.kind == "import" and binding.target == "torch" for binding in bindings):
+            return key
+    return None

@@ -1,0 +1,210 @@
+"""What a rule is, and the plain data that it yields.
+
+One rule is one file in `mpguard/lint/rules/` (Python) or `mpguard/lint/rules/config/` (YAML, JSON):
+a class with a docstring (its manual page), a code, a name, a severity, a message, triggers and
+examples. Importing the file registers it; there is no other list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from mpguard.core.errors import ExtensionError
+from mpguard.core.text_edits import Edit, Span
+
+if TYPE_CHECKING:
+    from mpguard.document import Document
+    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.project.launch_lines import Launch
+    from mpguard.lint.project.project import Project
+
+Severity = Literal["error", "warning", "info"]
+Applicability = Literal["safe", "unsafe"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fix:
+    """Edits of one file that mend one finding.
+
+    title: what the fix does, in the imperative ("Step through the scaler").
+    """
+
+    title: str
+    applicability: Applicability
+    edits: tuple[Edit, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """A second place, or a remark without one. `path` is another file's; None is the finding's own."""
+
+    message: str
+    span: Span | None = None
+    path: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnostic:
+    """What a rule yields: offsets in one file's text (code points), no syntax-tree node.
+
+    The engine turns it into a `Finding` with path, lines and columns. severity: where it is not the rule's.
+    """
+
+    code: str
+    span: Span
+    message: str
+    help: str = ""
+    notes: tuple[Note, ...] = ()
+    fix: Fix | None = None
+    severity: Severity | None = None
+
+
+class HasSpan(Protocol):
+    """Anything in a file that has a place: an event, a value, a config node."""
+
+    @property
+    def span(self) -> Span: ...
+
+
+def any_of(*tokens: bytes) -> tuple[bytes, ...]:
+    """One condition of `triggers`: at least one of the tokens stands in the file."""
+    return tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """Code of a rule's page, and its test. `# !` at the end of a line marks a reported one.
+
+    files: other files that the example needs beside it (a config, a module), name -> content.
+    name: the example's file name; config rules name a `.yaml` or `.json`.
+    """
+
+    code: str
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Good(Example):
+    """Code that the rule is silent on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bad(Example):
+    """Code with findings. `fixed`: what all fixes make of it (markers removed); the rule is silent on that."""
+
+    fixed: str | None = None
+
+
+class BaseRule:
+    """What Python rules and config rules have in common."""
+
+    code: ClassVar[str]
+    name: ClassVar[str]
+    severity: ClassVar[Severity]
+    message: ClassVar[str]
+    help: ClassVar[str] = ""
+    #: Off unless selected by its full code, by a prefix with --preview, or by ALL with --preview.
+    preview: ClassVar[bool] = False
+    #: A conjunction of `any_of(...)`: necessary conditions on a file's bytes. Empty: always.
+    triggers: ClassVar[tuple[tuple[bytes, ...], ...]] = ()
+    #: One more necessary condition, on the code without comments: for tokens that are common in harmless forms.
+    pattern: ClassVar[re.Pattern[bytes] | None] = None
+    #: Codes of rules that speak first where both see the same expression.
+    yields_to: ClassVar[tuple[str, ...]] = ()
+    examples: ClassVar[tuple[Example, ...]] = ()
+
+    def __init_subclass__(cls, kind: bool = False, **kwargs: Any) -> None:
+        """kind: it is a kind of rule, and none itself."""
+        super().__init_subclass__(**kwargs)
+        if not kind:
+            _register(cls)
+
+    def at(
+        self,
+        place: HasSpan | Span,
+        *,
+        notes: tuple[Note, ...] = (),
+        fix: Fix | None = None,
+        help: str | None = None,
+        message: str | None = None,
+        severity: Severity | None = None,
+        **values: Any,
+    ) -> Diagnostic:
+        """A diagnostic at a place; `message` with `{values}` filled in."""
+        span = place if isinstance(place, tuple) else place.span
+        text = (message or self.message).format(**values) if values else (message or self.message)
+        return Diagnostic(self.code, span, text, self.help if help is None else help, notes, fix, severity)
+
+    @classmethod
+    def page(cls) -> str:
+        """The manual page as Markdown, without its heading: docstring of the class."""
+        return inspect.getdoc(cls) or ""
+
+    @classmethod
+    def fixable(cls) -> bool:
+        """Whether the rule has a fix: derived from an example that has a result."""
+        return any(isinstance(example, Bad) and example.fixed is not None for example in cls.examples)
+
+
+class Rule(BaseRule, kind=True):
+    """A rule about Python code. needs_config: it has nothing to say of a file without launch configs."""
+
+    needs_config: ClassVar[bool] = False
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        raise NotImplementedError
+
+
+class ConfigRule(BaseRule, kind=True):
+    """A rule about a config: a file, or a DeepSpeed config that is a dict in Python code.
+
+    kinds: which ones it reads (`accelerate`, `deepspeed`, `axolotl`). project: what lies around the file.
+    """
+
+    kinds: ClassVar[tuple[str, ...]]
+
+    def __init__(self, project: Project) -> None:
+        self.project = project
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        raise NotImplementedError
+
+
+class LaunchRule(BaseRule, kind=True):
+    """A rule about the launch lines of a shell script, Makefile, workflow or README. project: what lies around it."""
+
+    def __init__(self, project: Project) -> None:
+        self.project = project
+
+    def check(self, launches: list[Launch]) -> Iterator[Diagnostic]:
+        raise NotImplementedError
+
+
+class EngineRule(BaseRule, kind=True):
+    """What the engine itself reports: files that cannot be read, suppressions. Has a page, no `check`."""
+
+
+_RULES: dict[str, type[BaseRule]] = {}
+
+
+def _register(rule: type[BaseRule]) -> None:
+    missing = [name for name in ("code", "name", "severity", "message") if not hasattr(rule, name)]
+    if missing:
+        raise ExtensionError(f"{rule.__module__}.{rule.__qualname__}: a rule needs `{missing[0]}`")
+    other = _RULES.get(rule.code)
+    if other is not None and (other.__module__, other.__qualname__) != (rule.__module__, rule.__qualname__):
+        raise ExtensionError(f"{rule.__module__}: code {rule.code} is taken by {other.__module__}")
+    _RULES[rule.code] = rule
+
+
+def rules(own_only: bool = False) -> dict[str, type[BaseRule]]:
+    """All rules by code, loaded through the entry point `mpguard.rules`."""
+    from mpguard.core import entry_points
+
+    entry_points.load("mpguard.rules", own_only)
+    return dict(sorted(_RULES.items()))

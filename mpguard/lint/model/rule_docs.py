@@ -1,0 +1,74 @@
+"""The manual under docs/rules/: generated from the rules, and from nothing else.
+
+    python -m mpguard.lint.model.rule_docs [docs]
+
+tests/lint/model/test_rule_docs.py fails where a committed page differs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mpguard.lint.model.rule import BaseRule, rules
+from mpguard.lint.model.rule_page import page
+
+#: The first digits of the codes, and what their rules are about.
+GROUPS = {
+    "MPG0": "The linter itself",
+    "MPG1": "Casts and dtypes",
+    "MPG2": "Loss scaling",
+    "MPG3": "Autocast",
+    "MPG4": "FP8",
+    "MPG5": "Frameworks",
+    "MPG6": "Numerics",
+    "MPG7": "TF32 and backends",
+    "MPG8": "Configs",
+}
+
+
+def pages() -> dict[str, str]:
+    """The files below docs/: name -> text."""
+    own = rules(own_only=True)
+    return {"rules/README.md": _index(own)} | {f"rules/{code}.md": page(rule) for code, rule in own.items()}
+
+
+def write(folder: Path) -> None:
+    """Writes what differs, and removes pages of rules that are gone."""
+    wanted = pages()
+    (folder / "rules").mkdir(parents=True, exist_ok=True)
+    for path in (folder / "rules").glob("*.md"):
+        if f"rules/{path.name}" not in wanted:
+            path.unlink()
+    for name, text in wanted.items():
+        path = folder / name
+        if not path.exists() or path.read_text("utf-8") != text:
+            path.write_text(text, "utf-8")
+
+
+def _index(own: dict[str, type[BaseRule]]) -> str:
+    parts = [
+        "# Rules",
+        f"{len(own)} rules; `mpguard rule CODE` shows a page in the terminal. *preview*: off unless selected by its"
+        " full code, or together with `--preview`.",
+    ]
+    for prefix, title in GROUPS.items():
+        rows = ["| code | name | severity | fix | what it reports |", "| --- | --- | --- | --- | --- |"]
+        for code, rule in own.items():
+            if code.startswith(prefix):
+                severity = f"{rule.severity}{', preview' if rule.preview else ''}"
+                summary = " ".join(rule.page().partition("\n\n")[0].split()).replace("|", "\\|")
+                fix = "yes" if rule.fixable() else ""
+                rows.append(f"| [{code}]({code}.md) | {rule.name} | {severity} | {fix} | {summary} |")
+        parts += [f"## {title}", "\n".join(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    write(Path(given[0] if given else "docs"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

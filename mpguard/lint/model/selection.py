@@ -1,0 +1,111 @@
+"""Which rules run: `select`, `extend-select`, `ignore`, from the settings or the command line.
+
+A selector is a code (`MPG201`), a prefix of codes (`MPG2`) or `ALL`. Where two cover a code, the
+longer one decides, and `ignore` where they are equal. What `--select` says replaces the settings'
+select, extend-select and ignore.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from mpguard.core.errors import SettingsError, near
+from mpguard.core.settings import Settings
+from mpguard.lint.model.rule import BaseRule
+from mpguard.lint.source.files import matches
+
+Rules = Mapping[str, type[BaseRule]]
+#: Characters of a code that name its group.
+_GROUP = len("MPG1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Selectors:
+    """What the command line says. select None: it does not, and the settings hold."""
+
+    select: tuple[str, ...] | None = None
+    extend_select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    preview: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """codes: what runs. asked: those of them that a selector names, and not just the default."""
+
+    codes: frozenset[str]
+    asked: frozenset[str]
+
+    def without(self, codes: Iterable[str]) -> Selection:
+        left = self.codes - set(codes)
+        return Selection(left, self.asked & left)
+
+
+def selection(rules: Rules, settings: Settings, said: Selectors) -> Selection:
+    """The rules for the files of some settings. Raises `SettingsError` for a selector that covers nothing."""
+    if said.select is None:
+        select, extend, ignore = settings.select, settings.extend_select, settings.ignore
+    else:
+        select, extend, ignore = said.select, (), ()
+    per_file = tuple(selector for selectors in settings.per_file_ignores.values() for selector in selectors)
+    for origin, selectors in (
+        (str(settings.source), (*(settings.select or ()), *settings.extend_select, *settings.ignore, *per_file)),
+        ("--select", said.select or ()),
+        ("--extend-select", said.extend_select),
+        ("--ignore", said.ignore),
+    ):
+        for selector in selectors:
+            check(selector, rules, origin)
+    chosen, dropped = (*(select or ()), *extend, *said.extend_select), (*ignore, *said.ignore)
+    codes: set[str] = set()
+    asked: set[str] = set()
+    for code, rule in rules.items():
+        by = max((_length(s) for s in chosen if covers(s, code)), default=-1)
+        if by < 0 and (select is not None or rule.preview):
+            continue
+        if rule.preview and not (said.preview or settings.preview) and by < len(code):
+            continue
+        if max((_length(s) for s in dropped if covers(s, code)), default=-1) >= max(by, 0):
+            continue
+        codes.add(code)
+        if by >= 0:
+            asked.add(code)
+    return Selection(frozenset(codes), frozenset(asked))
+
+
+def ignored_in(path: str, rules: Rules, settings: Settings) -> frozenset[str]:
+    """The codes that `per-file-ignores` takes out for one file. `!pattern` is for all files but those."""
+    codes: set[str] = set()
+    for pattern, selectors in settings.per_file_ignores.items():
+        if matches((pattern.removeprefix("!"),), settings.root, path) != pattern.startswith("!"):
+            codes.update(code for code in rules if any(covers(selector, code) for selector in selectors))
+    return frozenset(codes)
+
+
+def check(selector: str, rules: Rules, origin: str) -> None:
+    """Raises `SettingsError` for a selector that covers no rule, with the near ones."""
+    if any(covers(selector, code) for code in rules):
+        return
+    raise SettingsError(f"{origin}: there is no rule `{selector}`{suggestion(selector, rules)}")
+
+
+def suggestion(given: str, rules: Rules) -> str:
+    """A clause with the near rules: by code, or by the name that was given in its place."""
+    by_name = {rule.name: code for code, rule in rules.items()}
+    codes = [by_name[name] for name in near(given.lower(), by_name)]
+    if given.upper().startswith("MPG") or not codes:
+        group = given.upper()[:_GROUP]  # digits are alike in all groups: only those of its own are near
+        codes = near(given.upper(), [code for code in rules if len(group) == _GROUP and code.startswith(group)])
+    if not codes:
+        return "; `mpguard rule --all` lists them"
+    return f"; did you mean {' or '.join(f'`{code}` ({rules[code].name})' for code in codes)}?"
+
+
+def covers(selector: str, code: str) -> bool:
+    """Whether a code, a prefix or ALL stands for a code."""
+    return selector == "ALL" or (code.startswith(selector) and not code[len(selector) : len(selector) + 1].isalpha())
+
+
+def _length(selector: str) -> int:
+    return 0 if selector == "ALL" else len(selector)

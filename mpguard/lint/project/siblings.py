@@ -1,0 +1,86 @@
+"""What lies beside a config: the Python code that it may launch, and the accelerate configs that name it.
+
+Where nothing says what belongs together, it may be all that is in the folder and in the one above.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpguard.core import tracked_fs
+from mpguard.core.tracked_fs import cached_per_run
+from mpguard.lint.source.strip_comments import stripped
+
+if TYPE_CHECKING:
+    from mpguard.document import Document
+    from mpguard.lint.project.launch_lines import Launch
+
+#: Files of a folder, and bytes of a file, that are looked at: enough for a project, bounded for a heap.
+MOST_FILES, LARGEST = 60, 256 << 10
+#: A launch config is some hundred bytes; files beside the code that are larger are data.
+LARGEST_CONFIG = 64 << 10
+#: Code that says the precision itself, or fills in what a DeepSpeed config leaves open, or may.
+FILLS_IN = r"Trainer\b|TrainingArguments|mixed_precision"
+
+
+def mentions(config: str, pattern: str, launches: Iterable[tuple[str, Launch]] = ()) -> bool:
+    """Whether code that a config may launch matches a pattern outside comments.
+
+    That is the code in its folder, in the one above, and beside the scripts that launch lines start with it.
+    """
+    folder = Path(config).absolute().parent
+    found = re.compile(pattern.encode())
+    folders = {folder, folder.parent, *(Path(script).parent for script, _ in launches)}
+    return any(found.search(code) for each in folders for code in _code(each))
+
+
+def flagged(option: str, launches: Iterable[tuple[str, Launch]]) -> bool:
+    """Whether a launch line gives an option itself, or may."""
+    return any(option in launch.options or launch.hidden for _, launch in launches)
+
+
+@cached_per_run
+def _code(folder: Path) -> tuple[bytes, ...]:
+    return tuple(stripped(data) for _, data in _files(folder, (".py",), LARGEST))
+
+
+def naming(path: str) -> list[Document]:
+    """The accelerate configs that name a DeepSpeed file in `deepspeed_config_file`, in its folder or the one above."""
+    from mpguard.core.errors import ConfigError
+    from mpguard.document import read
+
+    file = Path(path).absolute()
+    found: list[Document] = []
+    for candidate in (each for folder in (file.parent, file.parent.parent) for each in _launch_configs(folder)):
+        try:
+            config = read(candidate)
+            named = config.entry("deepspeed_config.deepspeed_config_file") if config.require() else None
+        except ConfigError:
+            continue
+        if config.kind == "accelerate" and named is not None and Path(str(named.value)).name == file.name:
+            found.append(config)
+    return found
+
+
+@cached_per_run
+def _launch_configs(folder: Path) -> tuple[Path, ...]:
+    """The YAML files of a folder that speak of a DeepSpeed file."""
+    return tuple(
+        path for path, data in _files(folder, (".yaml", ".yml"), LARGEST_CONFIG) if b"deepspeed_config_file" in data
+    )
+
+
+def _files(folder: Path, endings: tuple[str, ...], largest: int) -> Iterator[tuple[Path, bytes]]:
+    """The first files of a folder with one of some endings, and what they hold; not those that are too large."""
+    left = MOST_FILES
+    for path in (folder / name for name in tracked_fs.list_names(folder, endings)):
+        if left and tracked_fs.is_file(path):
+            with contextlib.suppress(OSError):
+                data = tracked_fs.read_up_to(path, largest)
+                if data is not None:
+                    left -= 1
+                    yield path, data

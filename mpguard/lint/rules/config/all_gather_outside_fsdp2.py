@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, any_of, config_edits, siblings
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document
+
+
+class AllGatherOutsideFsdp2(ConfigRule):
+    """Float8 all-gather of torchao, accelerate's default, where FSDP2 is not in use.
+
+    ## Why is this bad
+    The converted weights never train: with the all-gather on, torchao wraps each weight in a tensor of
+    its own, whose updates outside FSDP2 are lost. On an H200, 4 of 4 converted weights were unchanged
+    after training while the loss fell, since the layers that are not converted did train. Such weights
+    cannot be saved as safetensors either. `enable_fsdp_float8_all_gather` is true by default
+    (accelerate 1.15.0, `AORecipeKwargs`).
+
+    ## Fix safety
+    Safe: it is set to `false`, and the weights train.
+
+    ## Known limits
+    Silent where code beside the config builds an `AORecipeKwargs`, and where the file names an mpguard
+    recipe, which hands accelerate a config without it.
+    """
+
+    code, name = "MPG812", "all-gather-outside-fsdp2"
+    severity = "error"
+    message = "float8 all-gather {state} without FSDP2: the converted weights never train"
+    help = "set `fp8_config.enable_fsdp_float8_all_gather: false`"
+    kinds = ("accelerate",)
+    triggers = (any_of(b"fp8_config"), any_of(b"AO", b"ao"))
+    examples = (
+        Bad(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+num_processes: 8
+fp8_config:
+  backend: AO  # !
+""",
+            name="mp.yaml",
+            fixed="""\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+num_processes: 8
+fp8_config:
+  backend: AO
+  enable_fsdp_float8_all_gather: false
+""",
+        ),
+        Bad(
+            """\
+distributed_type: FSDP
+mixed_precision: fp8
+fp8_config:
+  backend: AO
+  enable_fsdp_float8_all_gather: true  # !
+fsdp_config:
+  fsdp_version: 1
+""",
+            name="mp.yaml",
+            fixed="""\
+distributed_type: FSDP
+mixed_precision: fp8
+fp8_config:
+  backend: AO
+  enable_fsdp_float8_all_gather: false
+fsdp_config:
+  fsdp_version: 1
+""",
+        ),
+        Good(
+            """\
+distributed_type: FSDP
+mixed_precision: fp8
+fp8_config:
+  backend: AO
+fsdp_config:
+  fsdp_version: 2
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+distributed_type: 'NO'
+mixed_precision: fp8
+fp8_config:
+  backend: AO
+  fp8_enable_fsdp_float8_all_gather: false
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+fp8_config:
+  backend: AO
+""",
+            name="mp.yaml",
+            files={"train.py": "handler = AORecipeKwargs(enable_fsdp_float8_all_gather=False)\n"},
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        backend = accelerate_config.said(document, "fp8_config", "backend")
+        if backend is None or not accelerate_config.is_fp8(document, "AO") or accelerate_config.kind(document) is None:
+            return
+        if accelerate_config.is_fsdp2(document) or accelerate_config.names_recipe(document):
+            return
+        if siblings.mentions(document.path, r"AORecipeKwargs\b", self.project.launched_with(document.path)):
+            return
+        gather = accelerate_config.said(document, "fp8_config", "enable_fsdp_float8_all_gather")
+        key = ".".join(gather.path) if gather is not None else "fp8_config.enable_fsdp_float8_all_gather"
+        fix = config_edits.put("Switch it off", document, {key: False})
+        if gather is None:
+            yield self.at(backend, fix=fix, state="is on by default")
+        elif accelerate_config.true(gather.value):
+            yield self.at(gather, fix=fix, state="is on")

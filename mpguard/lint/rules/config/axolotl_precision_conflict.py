@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.document.schemas.axolotl import BF16_WORDS, is_on
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, any_of
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document, Entry
+
+
+class AxolotlPrecisionConflict(ConfigRule):
+    """Precision keys of an axolotl config that exclude each other, or a value that its schema refuses.
+
+    ## Why is this bad
+    With axolotl 0.19.0:
+    - `bf16: true` with `fp16: true`: BF16 wins, `fp16` is switched off without a word.
+    - `bfloat16: true` with `fp16` or `float16`: BF16 weights, and both modes go to `TrainingArguments`,
+      which stops (`At most one of fp16 and bf16 can be True`).
+    - `float16: true` with `bf16: true` or `auto`: on a GPU that has BF16 the weights are BF16.
+    - `fp8: true` with `bf16: false`, `fp16` or `float16`: beside FP8 the rest is computed in BF16 all
+      the same, on weights of the other dtype.
+    - `bf16: full`, which its documentation teaches: its schema takes `auto` and booleans only, and
+      axolotl stops.
+
+    ## Known limits
+    `bf16: auto` with `fp16: true` is FP16, plainly, and not reported. Values that a template fills in
+    (`${BF16}`) are unknown.
+    """
+
+    code, name = "MPG841", "axolotl-precision-conflict"
+    severity = "error"
+    message = "`{key}: {value}` {why}"
+    kinds = ("axolotl",)
+    triggers = (any_of(b"bf16", b"fp16", b"bfloat16", b"float16"),)
+    examples = (
+        Bad(
+            """\
+base_model: meta-llama/Llama-3.2-1B
+micro_batch_size: 1
+bf16: true
+fp16: true  # !
+""",
+            name="axolotl.yaml",
+        ),
+        Bad(
+            """\
+base_model: meta-llama/Llama-3.2-1B
+micro_batch_size: 1
+fp8: true
+bf16: false  # !
+""",
+            name="axolotl.yaml",
+        ),
+        Bad(
+            """\
+base_model: meta-llama/Llama-3.2-1B
+micro_batch_size: 1
+bf16: full  # !
+""",
+            name="axolotl.yaml",
+        ),
+        Bad(
+            """\
+base_model: meta-llama/Llama-3.2-1B
+micro_batch_size: 1
+bf16: auto
+float16: true  # !
+""",
+            name="axolotl.yaml",
+        ),
+        Good(
+            """\
+base_model: meta-llama/Llama-3.2-1B
+micro_batch_size: 1
+bf16: auto
+fp16: true
+bfloat16: false
+""",
+            name="axolotl.yaml",
+        ),
+        Good(
+            """\
+base_model: meta-llama/Llama-3.2-1B
+micro_batch_size: 1
+bf16: false
+float16: true
+""",
+            name="axolotl.yaml",
+        ),
+        Good(
+            """\
+base_model: meta-llama/Llama-3.2-1B
+micro_batch_size: 1
+bf16: auto
+bfloat16: true
+fp8: true
+torch_compile: true
+""",
+            name="axolotl.yaml",
+        ),
+        Good(
+            """\
+base_model: meta-llama/Llama-3.2-1B
+micro_batch_size: 1
+bf16: ${BF16}
+fp16: ${FP16}
+""",
+            name="axolotl.yaml",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        bf16 = document.entry("bf16")
+        if bf16 is not None and isinstance(bf16.value, str) and bf16.value.lower() not in BF16_WORDS:
+            if "$" not in bf16.value and "{" not in bf16.value:
+                hint = "write `bf16: true`"
+                yield self._at(bf16, "is refused by axolotl's schema: `auto`, `true` or `false`", None, hint)
+            return
+        fp8, low, weights = is_on(document, "fp8"), is_on(document, "bf16"), is_on(document, "bfloat16")
+        halves = [entry for key in ("fp16", "float16") if (entry := is_on(document, key)) is not None]
+        for half in halves:
+            if weights is not None:
+                yield self._at(half, "and `bfloat16: true` exclude each other: axolotl stops", weights)
+            elif low is not None:
+                yield self._at(half, "is dropped without a word: `bf16` wins", low)
+            elif half.key == "float16" and bf16 is not None and bf16.value == "auto":
+                yield self._at(half, "is dropped on a GPU that has BF16: `bf16: auto` wins", bf16)
+            elif fp8 is not None:
+                yield self._at(half, "beside FP8, where the rest is computed in BF16", fp8)
+        if fp8 is not None and not halves and weights is None and bf16 is not None and bf16.value is False:
+            yield self._at(bf16, "beside FP8, where the rest is computed in BF16", fp8)
+
+    def _at(self, entry: Entry, why: str, against: Entry | None, help: str = "say one of them") -> Diagnostic:
+        notes = (Note("against this", against.key_span),) if against is not None else ()
+        value = str(entry.value).lower() if isinstance(entry.value, bool) else entry.value
+        return self.at(entry, notes=notes, help=help, key=entry.key, value=value, reason=why)

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.document.schemas.accelerate import FP8_BACKENDS
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, any_of, config_edits
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document
+
+
+class BackendSpelling(ConfigRule):
+    """The FP8 backend of an accelerate config is none of `TE`, `AO` and `MSAMP` in capitals.
+
+    ## Why is this bad
+    The launcher takes any text and hands it on; each worker then stops with `ValueError: 'te' is not a
+    valid FP8BackendType` (accelerate 1.15.0). Capitals are needed although `--fp8_backend` of the
+    command line has the lower-case words only, and although accelerate's own template speaks of
+    `MS-AMP`.
+
+    ## Fix safety
+    Safe: the backend that was meant, as accelerate spells it. A word that is none gets no fix.
+    """
+
+    code, name = "MPG803", "backend-spelling"
+    severity = "error"
+    message = "`{written}` is no FP8 backend: the workers stop; accelerate knows `TE`, `AO` and `MSAMP` in capitals"
+    kinds = ("accelerate",)
+    triggers = (any_of(b"fp8_config"), any_of(b"backend"))
+    examples = (
+        Bad(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+num_processes: 8
+fp8_config:
+  backend: te  # !
+  amax_history_len: 16
+""",
+            name="mp.yaml",
+            fixed="""\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+num_processes: 8
+fp8_config:
+  backend: TE
+  amax_history_len: 16
+""",
+        ),
+        Bad(
+            """\
+{
+  "distributed_type": "MULTI_GPU",
+  "mixed_precision": "fp8",
+  "fp8_config": {"fp8_backend": "torchao"}  # !
+}
+""",
+            name="mp.json",
+            fixed="""\
+{
+  "distributed_type": "MULTI_GPU",
+  "mixed_precision": "fp8",
+  "fp8_config": {"fp8_backend": "AO"}
+}
+""",
+        ),
+        Bad(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+fp8_config:
+  backend: cutlass  # !
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+distributed_type: FSDP
+mixed_precision: fp8
+fp8_config:
+  backend: AO
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+distributed_type: 'NO'
+mixed_precision: bf16
+dynamo_config:
+  dynamo_backend: inductor
+""",
+            name="mp.yaml",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        entry = accelerate_config.said(document, "fp8_config", "backend")
+        if entry is None or accelerate_config.on_sagemaker(document) or not isinstance(entry.value, str):
+            return
+        if entry.value in FP8_BACKENDS.values():
+            return
+        meant = FP8_BACKENDS.get(entry.value.lower())
+        fix = config_edits.put(f"Write `{meant}`", document, {".".join(entry.path): meant}) if meant else None
+        yield self.at(entry.value_span, fix=fix, written=entry.value)

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpguard.core import settings
+from mpguard.core.errors import ConfigError, MpguardError, PolicyError, UnknownRecipe
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Fix, Good, Note, Span
+from mpguard.targets.inject import Change
+from mpguard.targets.settings import ABSENT, show
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document
+    from mpguard.policy.policy import Policy
+
+
+class ConfigAgainstRecipe(ConfigRule):
+    """A config whose keys are not those of the recipe that it names, or that `[tool.mpguard] recipe` names.
+
+    ## What it does
+    Compares an accelerate config, a DeepSpeed file or an axolotl config with the recipe: with
+    `fp8_config.mpguard_recipe` and its `mpguard_overrides` where the file has them, else with the `recipe` of
+    the nearest `[tool.mpguard]`. What is reported is what `mpguard apply` would change.
+
+    ## Why is this bad
+    The file says two things. Under `mpguard launch` the recipe decides and the key is there for nobody;
+    under stock `accelerate launch` the key does, and the recipe is there for nobody.
+
+    ## Fix safety
+    Safe: what `mpguard apply` writes, key by key. Comments, order and quotes stay.
+
+    ## Known limits
+    Keys that the recipe leaves open are not compared. An override belongs in `mpguard_overrides`. A recipe that
+    cannot be put into force by what the file configures is reported where the file names it; one of `[tool.mpguard]`
+    is passed over there, as the project may have files of several kinds.
+    """
+
+    code, name = "MPG865", "config-against-recipe"
+    severity = "error"
+    message = "{what}, the recipe `{recipe}` needs {needed}"
+    help = "run `mpguard apply`, or say in `mpguard_overrides` what is to differ"
+    kinds = ("accelerate", "deepspeed", "axolotl")
+    examples = (
+        Bad(
+            """\
+distributed_type: FSDP
+mixed_precision: fp16  # !
+num_processes: 8  # a node
+fp8_config:
+  mpguard_recipe: bf16_mixed
+fsdp_config:
+  fsdp_version: 2
+""",
+            name="mp.yaml",
+            fixed="""\
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 8  # a node
+fp8_config:
+  mpguard_recipe: bf16_mixed
+fsdp_config:
+  fsdp_version: 2
+""",
+        ),
+        Good(
+            """\
+distributed_type: FSDP
+mixed_precision: bf16
+fp8_config:
+  mpguard_recipe: bf16_mixed
+  mpguard_overrides: {grad_reduce_in_fp32: false}
+""",
+            name="mp.yaml",
+        ),
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 4,  # !
+  "bf16": {"enabled": false},  # !
+  "zero_optimization": {"stage": 2},
+  "communication_data_type": "fp16"  # !
+}
+""",
+            name="ds.json",
+            files={"mpguard.toml": "recipe = 'bf16_mixed'\n"},
+        ),
+        Bad(
+            """\
+distributed_type: FSDP
+mixed_precision: bf16
+fp8_config:
+  mpguard_recipe: bf16_mixd  # !
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+distributed_type: FSDP
+mixed_precision: fp16
+""",
+            name="own.yaml",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        if document.format == "python":
+            return
+        from mpguard import targets
+        from mpguard.lint import mp_yaml
+        from mpguard.targets import capabilities
+
+        named = document.entry(mp_yaml.RECIPE)
+        place: Span | None = named.span if named is not None else None
+        found = settings.nearest(Path(document.path))
+        if named is None and (found.recipe is None or found.source is None):
+            return
+        kind = document.kind
+        assert kind is not None  # of `kinds`
+        notes: tuple[Note, ...] = ()
+        try:
+            policy = self._policy(document, found.recipe)
+            if policy is None:
+                return
+            capabilities.require_supported(kind, policy, targets.get(kind).strategy(document.data))
+            changes = targets.differences(document.data, policy, kind)
+        except PolicyError as error:
+            if place is None and not isinstance(error, UnknownRecipe):
+                return  # a recipe for the project, and a file that it cannot be for
+            yield self.at(place or _start(document), message="{error}", error=_without_place(error, document))
+            return
+        except ConfigError:
+            return  # what mpguard's keys hold is MPG801's
+        if place is not None:
+            notes = (Note("the recipe is named here", place),)
+        elif found.source is not None:
+            notes = (Note(f"`recipe` in {found.source.name} names it"),)
+        name = named.value if named is not None else found.recipe
+        together: dict[Span, list[Change]] = {}  # what is missing in one place is one mistake
+        for change in changes:
+            if change.old is ABSENT:
+                together.setdefault(_place(document, change.key), []).append(change)
+            else:
+                yield self._difference(document, [change], str(name), notes)
+        for missing in together.values():
+            yield self._difference(document, missing, str(name), notes)
+
+    def _policy(self, document: Document, recipe: str | None) -> Policy | None:
+        from mpguard.lint import mp_yaml
+        from mpguard.policy.recipes import recipe as of_name
+
+        own = mp_yaml.policy_of(document) if document.kind == "accelerate" else None
+        return own if own is not None or recipe is None else of_name(recipe)
+
+    def _difference(
+        self, document: Document, changes: list[Change], recipe: str, notes: tuple[Note, ...]
+    ) -> Diagnostic:
+        try:
+            fix = Fix(f"Write what `{recipe}` says", "safe", document.edits(changes))
+        except MpguardError:
+            fix = None
+        change = changes[0]
+        if change.old is ABSENT:
+            what = f"{', '.join(f'`{each.key}`' for each in changes)} {'is' if len(changes) == 1 else 'are'} not there"
+            needed = ", ".join(f"`{show(each.new)}`" for each in changes)
+        else:
+            what = f"`{change.key}` is {_shown(change.old)}"
+            needed = "it to be absent" if change.new is ABSENT else f"{_shown(change.new)}"
+        why = f": {change.reason}" if change.reason and len(changes) == 1 else ""
+        place = _place(document, change.key)
+        return self.at(place, what=what, recipe=recipe, needed=needed + why, notes=notes, fix=fix)
+
+
+def _shown(value: object) -> str:
+    """A value for a message; a section is not spelled out."""
+    return "a section" if isinstance(value, dict) else f"`{show(value)}`"
+
+
+def _place(document: Document, key: str) -> Span:
+    """The key, or the section that it would be in, or where the file begins."""
+    parts = key.split(".")
+    for depth in range(len(parts), 0, -1):
+        entry = document.entry(".".join(parts[:depth]))
+        if entry is not None:
+            return entry.span
+    return _start(document)
+
+
+def _start(document: Document) -> Span:
+    """The first key: what a finding about the whole file is put at."""
+    first = next(document.entries(), None)
+    return first.span if first is not None else (0, 0)
+
+
+def _without_place(error: PolicyError, document: Document) -> str:
+    """The error without the place that it begins with: the finding has it."""
+    text = str(error)
+    return text.partition(": ")[2] if text.startswith(document.path) else text

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, any_of
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document
+
+
+class DeepspeedBf16AndFp16(ConfigRule):
+    """A DeepSpeed config with both `bf16` and `fp16` enabled.
+
+    ## Why is this bad
+    DeepSpeed 0.19.8 stops: `AssertionError: bfloat16 and fp16 modes cannot be simultaneously enabled`.
+
+    ## Known limits
+    `"auto"` is not taken for enabled: whoever fills it in decides for one of them.
+    """
+
+    code, name = "MPG821", "deepspeed-bf16-and-fp16"
+    severity = "error"
+    message = "`bf16` and `fp16` are both enabled; DeepSpeed stops with an AssertionError"
+    help = "enable one of them"
+    kinds = ("deepspeed",)
+    triggers = (any_of(b"bf16", b"bfloat16"), any_of(b"fp16"), any_of(b"enabled"))
+    examples = (
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "fp16": {"enabled": true},
+  "bf16": {
+    "enabled": true  # !
+  }
+}
+""",
+            name="ds_config.json",
+        ),
+        Bad(
+            """\
+import deepspeed
+
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": True, "loss_scale": 0},  # !
+}
+engine, *_ = deepspeed.initialize(model=model, config=DS_CONFIG)
+""",
+            name="train.py",
+        ),
+        Good(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "fp16": {"enabled": "auto"},
+  "bf16": {"enabled": "auto"}
+}
+""",
+            name="ds_config.json",
+        ),
+        Good(
+            """\
+def config(args):
+    return {
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": args.bf16},
+        "fp16": {"enabled": True},
+    }
+
+
+ds_config = {"train_batch_size": 8, "fp16": {"enabled": True}, "bf16": {"enabled": True}}
+ds_config["fp16"]["enabled"] = False
+""",
+            name="train.py",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        on = [
+            entry
+            for name in ("bf16" if "bf16" in document.data else "bfloat16", "fp16")
+            if (entry := document.entry(f"{name}.enabled")) is not None and entry.value is True
+        ]
+        if len(on) == 2:
+            first, second = sorted(on, key=lambda entry: entry.key_span)
+            yield self.at(second, notes=(Note(f"`{first.path[0]}` is enabled here", first.key_span),))

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, accelerate_config, any_of
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document
+
+#: Keys that make a recipe, and the value that Transformer Engine's default recipe has in any case.
+_RECIPE = {
+    "amax_history_len": 1024,
+    "amax_compute_algo": "max",
+    "margin": 0,
+    "format": "HYBRID",
+    "use_mxfp8_block_scaling": False,
+}
+
+
+class DeepspeedIgnoresFp8Config(ConfigRule):
+    """DeepSpeed with Transformer Engine in an accelerate config, and settings for the FP8 recipe.
+
+    ## Why is this bad
+    Under DeepSpeed accelerate 1.15.0 builds Transformer Engine's `DelayedScaling()` with its defaults,
+    whatever `fp8_config` says: its call hands on `fp8_recipe_handler`, which only the deprecated
+    `FP8RecipeKwargs` sets (accelerator.py, `_prepare_deepspeed`). MXFP8, E4M3, the history's length are
+    lost without a word.
+
+    ## Known limits
+    Values that are Transformer Engine's defaults are not reported. Silent where the file names an
+    mpguard recipe: its plugin enters FP8 autocast with the policy's recipe. Read in the source of
+    accelerate 1.15.0.
+    """
+
+    code, name = "MPG810", "deepspeed-ignores-fp8-config"
+    severity = "error"
+    message = "under DeepSpeed accelerate ignores `{key}`: Transformer Engine gets its default recipe, {default}"
+    help = "hand `FP8RecipeKwargs` to `Accelerator` in the code, or name an mpguard recipe and use `mpguard launch`"
+    kinds = ("accelerate",)
+    triggers = (any_of(b"fp8_config"), any_of(b"DEEPSPEED"), any_of(b"TE", b"te"))
+    examples = (
+        Bad(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+  fp8_format: E4M3  # !
+  amax_history_len: 16  # !
+  margin: 0
+deepspeed_config:
+  zero_stage: 2
+""",
+            name="ds.yaml",
+        ),
+        Good(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+  fp8_format: HYBRID
+  amax_history_len: 1024
+deepspeed_config:
+  zero_stage: 2
+""",
+            name="ds.yaml",
+        ),
+        Good(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: fp8
+fp8_config:
+  mpguard_recipe: bf16_with_fp8_delayed_scaling_mixed
+  backend: TE
+  amax_history_len: 16
+""",
+            name="ds.yaml",
+        ),
+        Good(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+  amax_history_len: 16
+""",
+            name="mp.yaml",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        if (
+            not accelerate_config.is_fp8(document, "TE")
+            or accelerate_config.kind(document) != "DEEPSPEED"
+            or accelerate_config.names_recipe(document)
+        ):
+            return
+        where = document.entry("distributed_type")
+        notes = (Note("DeepSpeed is asked for here", where.key_span),) if where is not None else ()
+        for key, default in _RECIPE.items():
+            entry = accelerate_config.said(document, "fp8_config", key)
+            if entry is None or entry.value is None or str(entry.value).lower() == str(default).lower():
+                continue
+            shown = str(default).lower() if isinstance(default, bool) else default
+            yield self.at(entry, notes=notes, key=entry.key, default=f"`{key}: {shown}`")

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.document.schemas.accelerate import ARGUMENTS
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, accelerate_config, any_of, config_edits
+from mpguard.targets.settings import ABSENT, show
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document
+
+
+class DeepspeedKeyOverrides(ConfigRule):
+    """A key of `deepspeed_config` that silently beats the same key at the top level.
+
+    ## Why is this bad
+    accelerate copies each key of `deepspeed_config` to the launch argument of that name, with no
+    prefix, whatever the `distributed_type` is. With accelerate 1.15.0 a file that says
+    `mixed_precision: bf16` and, under `deepspeed_config`, `mixed_precision: fp16` is an FP16 run. So
+    are `num_processes` and all other arguments of `accelerate launch`.
+
+    ## Fix safety
+    Safe, and there only where both say the same: the key of `deepspeed_config` is removed.
+
+    ## Known limits
+    Only keys that both places have; one that `deepspeed_config` alone has is in force, and says so.
+    """
+
+    code, name = "MPG804", "deepspeed-key-overrides"
+    severity = "error"
+    message = "`deepspeed_config.{key}: {value}` beats {top} of the top level, without a word"
+    help = "say it once, at the top level"
+    kinds = ("accelerate",)
+    triggers = (any_of(b"deepspeed_config"),)
+    examples = (
+        Bad(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_processes: 8
+deepspeed_config:
+  zero_stage: 2
+  mixed_precision: fp16  # !
+  num_processes: 4  # !
+""",
+            name="ds.yaml",
+        ),
+        Bad(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_processes: 8
+deepspeed_config:
+  mixed_precision: bf16  # !
+  zero_stage: 2
+""",
+            name="ds.yaml",
+            fixed="""\
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_processes: 8
+deepspeed_config:
+  zero_stage: 2
+""",
+        ),
+        Good(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+gradient_clipping: 1.0
+deepspeed_config:
+  gradient_clipping: 1.0
+  zero_stage: 3
+""",
+            name="ds.yaml",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        section = document.data.get("deepspeed_config")
+        if not isinstance(section, dict) or accelerate_config.on_sagemaker(document):
+            return
+        for key in section:
+            inner, top = document.entry(f"deepspeed_config.{key}"), document.entry(str(key))
+            if key not in ARGUMENTS or inner is None or top is None:
+                continue
+            same = inner.value == top.value
+            fix = config_edits.put("Remove it", document, {f"deepspeed_config.{key}": ABSENT}) if same else None
+            notes = (Note("the key that is beaten", top.key_span),)
+            said = "the same value" if same else f"`{show(top.value)}`"
+            yield self.at(inner, notes=notes, fix=fix, key=key, value=show(inner.value), top=said)

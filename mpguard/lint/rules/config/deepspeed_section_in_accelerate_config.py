@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.document.schemas.accelerate import ARGUMENTS, DEEPSPEED
+from mpguard.document.schemas.deepspeed import KEYS, RENAMED
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, any_of
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document
+
+#: What a key says, where accelerate has one of its own for it.
+_INSTEAD = {
+    "bf16": "`mixed_precision: bf16` at the top level",
+    "bfloat16": "`mixed_precision: bf16` at the top level",
+    "fp16": "`mixed_precision: fp16` at the top level",
+    "zero_optimization": "`zero_stage`, `offload_optimizer_device` ... in this section",
+}
+
+
+class DeepspeedSectionInAccelerateConfig(ConfigRule):
+    """DeepSpeed's own sections under `deepspeed_config` of an accelerate config, where nothing reads them.
+
+    ## Why is this bad
+    `deepspeed_config` holds accelerate's own keys (`zero_stage` ...), not a DeepSpeed config. accelerate
+    1.15.0 takes `bf16: {enabled: true}` there without a word, hands it to nobody, and the run is FP32,
+    or whatever `mixed_precision` says. The same holds for `zero_optimization`: the stage is accelerate's
+    default, 2.
+
+    ## Known limits
+    The keys are those of DeepSpeed 0.19.8.
+    """
+
+    code, name = "MPG815", "deepspeed-section-in-accelerate-config"
+    severity = "error"
+    message = "`deepspeed_config.{key}`: a key of DeepSpeed's own config; accelerate does not read it here"
+    help = "move it into a DeepSpeed JSON and name that in `deepspeed_config.deepspeed_config_file`"
+    kinds = ("accelerate",)
+    triggers = (any_of(b"deepspeed_config"),)
+    examples = (
+        Bad(
+            """\
+distributed_type: DEEPSPEED
+deepspeed_config:
+  bf16: {enabled: true}  # !
+  zero_optimization:  # !
+    stage: 3
+  gradient_clipping: 1.0
+""",
+            name="ds.yaml",
+        ),
+        Good(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+deepspeed_config:
+  zero_stage: 3
+  gradient_clipping: 1.0
+  gradient_accumulation_steps: 4
+""",
+            name="ds.yaml",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        if accelerate_config.on_sagemaker(document):
+            return
+        for entry in document.entries():
+            if len(entry.path) != 2 or entry.path[0] != "deepspeed_config":
+                continue
+            if entry.key in (KEYS | set(RENAMED)) - DEEPSPEED.keys - ARGUMENTS:
+                instead = _INSTEAD.get(RENAMED.get(entry.key, entry.key))
+                yield self.at(entry, key=entry.key, help=f"write {instead}" if instead else None)

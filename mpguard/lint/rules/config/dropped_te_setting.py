@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.document.schemas.accelerate import FP8
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, any_of
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document, Entry
+
+_INTERVAL = "Transformer Engine has dropped it (2.0), and ignores it without a word"
+_MOST_RECENT = "accelerate takes it for a default and hands nothing on; Transformer Engine's own is `max`"
+_STOPS = "a list of three is needed; the launch stops with a TypeError"
+_TEXT = "this is text in YAML, and each worker stops with a ValueError; write a list, `[false, false, false]`"
+
+
+class DroppedTeSetting(ConfigRule):
+    """An FP8 setting of an accelerate config that never reaches Transformer Engine.
+
+    ## Why is this bad
+    - `interval` and `override_linear_precision`: Transformer Engine took them out of its recipes in
+      2.0. Its recipes ignore arguments that they do not know (seen with 2.20).
+    - `amax_compute_algo: most_recent`: accelerate 1.15.0 hands on what differs from its own default,
+      which is `most_recent`; Transformer Engine's is `max`, so that is what the run has.
+    - `override_linear_precision: false`: a list of three is needed (`[false, false, false]`). With one
+      value, which older versions of `accelerate config` wrote, the launch stops: `TypeError: 'bool'
+      object is not subscriptable` (accelerate#3489). With `(false, false, false)`, which accelerate's
+      documentation teaches, it is text to YAML: `ValueError: invalid truth value (`.
+
+    ## Known limits
+    Values that are what Transformer Engine does anyway (`interval: 1`, a list of `false`) are not
+    reported. Silent where the file names an mpguard recipe, whose policy builds the recipe itself.
+    `most_recent` is reported only where the backend is `TE`, or there is none; under DeepSpeed no such
+    key arrives (MPG810).
+    """
+
+    code, name = "MPG809", "dropped-te-setting"
+    severity = "error"
+    message = "`{key}: {value}` never reaches Transformer Engine: {why}"
+    kinds = ("accelerate",)
+    triggers = (any_of(b"interval", b"override_", b"most_recent"), any_of(b"fp8_config"))
+    examples = (
+        Bad(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+  amax_history_len: 16
+  amax_compute_algo: most_recent  # !
+  interval: 4  # !
+  override_linear_precision: [false, false, true]  # !
+""",
+            name="mp.yaml",
+        ),
+        Bad(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+  override_linear_precision: false  # !
+""",
+            name="mp.yaml",
+        ),
+        Bad(
+            """\
+mixed_precision: fp8
+fp8_config:
+  amax_compute_algo: max
+  backend: TE
+  interval: 1
+  override_linear_precision: (false, false, false)  # !
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+  amax_compute_algo: max
+  interval: 1
+  override_linear_precision: [false, false, false]
+""",
+            name="mp.yaml",
+        ),
+        Bad(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+  interval: 4  # !
+  amax_compute_algo: most_recent
+""",
+            name="ds.yaml",
+        ),
+        Good(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+fp8_config:
+  mpguard_recipe: bf16_with_fp8_delayed_scaling_mixed
+  backend: TE
+  amax_compute_algo: most_recent
+""",
+            name="mp.yaml",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        if not accelerate_config.is_fp8(document) or accelerate_config.backend(document) not in (None, "TE"):
+            return
+        override = accelerate_config.said(document, "fp8_config", "override_linear_precision")
+        if override is not None and isinstance(override.value, (bool, int, str)):
+            stops = _STOPS if not isinstance(override.value, str) else _TEXT
+            yield self._at(override, stops, "`{key}: {value}`: {why}")
+            override = None
+        if accelerate_config.names_recipe(document):
+            return
+        interval = accelerate_config.said(document, "fp8_config", "interval")
+        if interval is not None and interval.value not in (1, "1", None):
+            yield self._at(interval, _INTERVAL)
+        if override is not None and isinstance(override.value, list) and any(override.value):
+            yield self._at(override, _INTERVAL)
+        for entry in (
+            accelerate_config.said(document, "fp8_config", f"override_{gemm}") for gemm in ("fprop", "dgrad", "wgrad")
+        ):
+            if entry is not None and entry.value is True:
+                yield self._at(entry, _INTERVAL)
+        algorithm = accelerate_config.said(document, "fp8_config", "amax_compute_algo")
+        if (
+            algorithm is not None
+            and algorithm.value == "most_recent"
+            and accelerate_config.kind(document) != "DEEPSPEED"
+        ):
+            yield self._at(algorithm, _MOST_RECENT)
+
+    def _at(self, entry: Entry, why: str, message: str | None = None) -> Diagnostic:
+        shown = str(entry.value).lower() if isinstance(entry.value, (bool, list)) else entry.value
+        return self.at(entry, message=message, key=FP8.bare(entry.key), value=shown, reason=why)

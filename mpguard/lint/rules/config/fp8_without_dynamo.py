@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, accelerate_config, any_of, config_edits, siblings
+from mpguard.targets.settings import ABSENT
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document
+
+#: Code that compiles, or may be told to.
+_COMPILES = r"\bcompile\(|torch_compile|dynamo_backend|dynamo_plugin|TorchDynamoPlugin|HfArgumentParser"
+
+
+class Fp8WithoutDynamo(ConfigRule):
+    """FP8 with torchao in an accelerate config, and no dynamo backend.
+
+    ## Why is this bad
+    torchao's casts and scales are many small kernels, which only a compiler fuses. Without it FP8 is
+    slower than BF16: on an H200 0.55 times the speed of plain BF16 (benchmarks/results).
+
+    ## Fix safety
+    Unsafe: `dynamo_backend: INDUCTOR` compiles the model, which takes time at the start and may not
+    suit its code.
+
+    ## Known limits
+    Silent where Python code beside the config, in the folder above, or beside a script that a launch
+    line of the tree starts with it, compiles or takes transformers' `TrainingArguments` from the command
+    line; and where such a line has `--dynamo_backend`. Backend `TE` does not need it. Silent where the
+    file names an mpguard recipe. Under `DEEPSPEED` the file's dynamo settings count for nothing:
+    accelerate 1.15.0 hands them to no worker there.
+    """
+
+    code, name = "MPG807", "fp8-without-dynamo"
+    severity = "error"
+    message = "FP8 with torchao and nothing compiles: slower than BF16"
+    help = "set `dynamo_config: {dynamo_backend: INDUCTOR}`, or compile the model in the code"
+    kinds = ("accelerate",)
+    triggers = (any_of(b"fp8_config"), any_of(b"AO", b"ao"))
+    examples = (
+        Bad(
+            """\
+distributed_type: FSDP
+mixed_precision: fp8
+fp8_config:
+  backend: AO  # !
+fsdp_config:
+  fsdp_version: 2
+""",
+            name="mp.yaml",
+            fixed="""\
+distributed_type: FSDP
+mixed_precision: fp8
+fp8_config:
+  backend: AO
+fsdp_config:
+  fsdp_version: 2
+dynamo_config:
+  dynamo_backend: INDUCTOR
+""",
+        ),
+        Bad(
+            """\
+distributed_type: MULTI_GPU
+dynamo_config:
+  dynamo_backend: 'NO'
+mixed_precision: fp8
+fp8_config:
+  enable_fsdp_float8_all_gather: false
+  backend: AO  # !
+""",
+            name="mp.yaml",
+            files={"train.py": "import re\npattern = re.match\n# torch.compile(model)\n"},
+            fixed="""\
+distributed_type: MULTI_GPU
+dynamo_config:
+  dynamo_backend: INDUCTOR
+mixed_precision: fp8
+fp8_config:
+  enable_fsdp_float8_all_gather: false
+  backend: AO
+""",
+        ),
+        Bad(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: fp8
+dynamo_config:
+  dynamo_backend: INDUCTOR
+fp8_config:
+  backend: AO  # !
+  enable_fsdp_float8_all_gather: false
+""",
+            name="ds.yaml",
+        ),
+        Good(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+dynamo_config:
+  backend: inductor
+fp8_config:
+  backend: AO
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+distributed_type: FSDP
+mixed_precision: fp8
+fp8_config:
+  backend: AO
+fsdp_config:
+  fsdp_version: 2
+""",
+            name="mp.yaml",
+            files={
+                "pyproject.toml": "",
+                "train.py": "print()\n",
+                "run.sh": "accelerate launch --dynamo_backend inductor --config_file mp.yaml train.py\n",
+            },
+        ),
+        Good(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+fp8_config:
+  backend: AO
+""",
+            name="mp.yaml",
+            files={"train.py": "model = torch.compile(model)\n"},
+        ),
+        Good(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+""",
+            name="mp.yaml",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        backend = accelerate_config.said(document, "fp8_config", "backend")
+        if backend is None or not accelerate_config.is_fp8(document, "AO") or accelerate_config.names_recipe(document):
+            return
+        dynamo = document.entry("dynamo_backend") or accelerate_config.said(document, "dynamo_config", "backend")
+        launches = self.project.launched_with(document.path)
+        if siblings.mentions(document.path, _COMPILES, launches):
+            return
+        if accelerate_config.kind(document) == "DEEPSPEED":  # its workers never get a dynamo setting
+            yield self.at(backend, help="compile the model in the code: under DEEPSPEED `dynamo_config` has no effect")
+            return
+        if dynamo is not None and str(dynamo.value).lower() not in ("no", "false", "none"):
+            return
+        if siblings.flagged("dynamo_backend", launches):
+            return
+        wanted = {"dynamo_config.dynamo_backend": "INDUCTOR"}
+        if dynamo is not None:
+            wanted = {".".join(dynamo.path): "INDUCTOR"}
+        elif document.data.get("dynamo_config", ABSENT) is None:
+            wanted = {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}  # type: ignore[dict-item]
+        notes = (Note("nothing is compiled", dynamo.key_span),) if dynamo is not None else ()
+        yield self.at(backend, notes=notes, fix=config_edits.put("Compile with INDUCTOR", document, wanted, "unsafe"))

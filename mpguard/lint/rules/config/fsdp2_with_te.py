@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, accelerate_config, any_of
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document
+
+
+class Fsdp2WithTe(ConfigRule):
+    """FSDP2 with Transformer Engine in an accelerate config: FP8 is never entered, the run is BF16.
+
+    ## Why is this bad
+    accelerate 1.15.0 replaces the layers by Transformer Engine's, but its path for FSDP2
+    (`_prepare_fsdp2`) never wraps the forward pass in FP8 autocast, as the other paths do. The layers
+    compute in BF16 and nothing says so (seen: FP8 autocast entered 0 times; accelerate#3710).
+
+    ## What to do
+    `backend: AO`; or FSDP1; or `mpguard launch` with a recipe in the file, which enters the autocast.
+
+    ## Known limits
+    Silent where the file names an mpguard recipe. Code that enters `te.autocast` by itself is not
+    looked for.
+    """
+
+    code, name = "MPG806", "fsdp2-with-te"
+    severity = "error"
+    message = "FSDP2 with Transformer Engine: accelerate never enters FP8 autocast, the run is BF16"
+    help = "use `backend: AO`, or `fsdp_version: 1`, or name an mpguard recipe and start it with `mpguard launch`"
+    kinds = ("accelerate",)
+    triggers = (any_of(b"fp8_config"), any_of(b"FSDP"), any_of(b"TE", b"te"))
+    examples = (
+        Bad(
+            """\
+distributed_type: FSDP
+mixed_precision: fp8
+fp8_config:
+  backend: TE  # !
+fsdp_config:
+  fsdp_version: 2
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+distributed_type: FSDP
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+  mpguard_recipe: bf16_with_fp8_delayed_scaling_mixed
+fsdp_config:
+  fsdp_version: 2
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+distributed_type: FSDP
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+fsdp_config:
+  fsdp_version: 1
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+distributed_type: FSDP
+mixed_precision: bf16
+fp8_config:
+  backend: TE
+fsdp_config:
+  fsdp_version: 2
+""",
+            name="mp.yaml",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        backend, version = (
+            accelerate_config.said(document, "fp8_config", "backend"),
+            accelerate_config.said(document, "fsdp_config", "version"),
+        )
+        if (
+            backend is None
+            or version is None
+            or not accelerate_config.is_fp8(document, "TE")
+            or not accelerate_config.is_fsdp2(document)
+        ):
+            return
+        if not accelerate_config.names_recipe(document):
+            yield self.at(backend, notes=(Note("FSDP2 is asked for here", version.key_span),))

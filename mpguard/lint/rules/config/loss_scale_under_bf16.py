@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.document.schemas.deepspeed import BF16, FP16
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, any_of, config_edits
+from mpguard.targets.settings import ABSENT
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document
+
+
+class LossScaleUnderBf16(ConfigRule):
+    """Loss-scale keys, or others of `fp16`, in the `bf16` section of a DeepSpeed config.
+
+    ## Why is this bad
+    BF16 has FP32's range and needs no loss scaling. DeepSpeed 0.19.8 stops, also where the section is
+    not enabled: `ValidationError: loss_scale: Extra inputs are not permitted` (ielab/llm-rankers#2).
+
+    ## Fix safety
+    Safe: the key is removed; nothing ever read it.
+
+    ## Known limits
+    A value of `"auto"` is not reported: DeepSpeed drops such keys before it looks at them.
+    """
+
+    code, name = "MPG822", "loss-scale-under-bf16"
+    severity = "error"
+    message = "`{section}.{key}`: the section has no such key, and DeepSpeed stops"
+    help = "BF16 needs no loss scaling; these keys are those of `fp16`"
+    kinds = ("deepspeed",)
+    triggers = (any_of(b"bf16", b"bfloat16"), any_of(*(key.encode() for key in sorted(FP16 - BF16))))
+    examples = (
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {
+    "enabled": true,
+    "loss_scale": 0,  # !
+    "initial_scale_power": 16  # !
+  }
+}
+""",
+            name="ds_config.json",
+            fixed="""\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {
+    "enabled": true
+  }
+}
+""",
+        ),
+        Bad(
+            """\
+ds_config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {
+        "enabled": True,
+        "loss_scale": 0,  # !
+        "check_grad_overflow": True,
+    },
+}
+""",
+            name="train.py",
+            fixed="""\
+ds_config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {
+        "enabled": True,
+        "check_grad_overflow": True,
+    },
+}
+""",
+        ),
+        Good(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enabled": "auto", "loss_scale": "auto"},
+  "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2}
+}
+""",
+            name="ds_config.json",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        for entry in document.entries():
+            if len(entry.path) != 2 or entry.path[0] not in ("bf16", "bfloat16"):
+                continue
+            if entry.key in FP16 - BF16 and entry.value != "auto":
+                fix = config_edits.put("Remove it", document, {".".join(entry.path): ABSENT})
+                yield self.at(entry, fix=fix, section=entry.path[0], key=entry.key)

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpguard.core import settings
+from mpguard.core.errors import MpguardError
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, any_of, config_edits, siblings
+from mpguard.policy.dtype import Dtype
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document, Entry
+
+
+class LowPrecisionAllreduce(ConfigRule):
+    """DeepSpeed reduces gradients in a lower precision than the mode, or the recipe, has.
+
+    ## Why is this bad
+    BF16 has FP32's range, FP16 ends at 65504 and loses what is under 6e-8: gradients of a BF16 run that
+    are reduced in FP16 overflow and underflow, with no loss scale to hold them. A sum over many ranks
+    loses more the lower its precision; Megatron Bridge's `bf16_mixed` reduces in FP32 for that.
+
+    ## Fix safety
+    Safe: FP32, which no gradient overflows. It sends more bytes.
+
+    ## Known limits
+    The recipe is that of an accelerate config beside the file that names it, else of the nearest
+    `[tool.mpguard] recipe`; its overrides are not looked at. Without one only `fp16` under `bf16` is
+    reported.
+    """
+
+    code, name = "MPG827", "low-precision-allreduce"
+    severity = "warning"
+    message = "`{key}: {value}` {against}"
+    kinds = ("deepspeed",)
+    triggers = (any_of(b"communication_data_type", b"grad_accum_dtype"),)
+    examples = (
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enabled": true},
+  "communication_data_type": "fp16"  # !
+}
+""",
+            name="ds_config.json",
+            fixed="""\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enabled": true},
+  "communication_data_type": "fp32"
+}
+""",
+        ),
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enabled": true},
+  "communication_data_type": "bf16",  # !
+  "data_types": {"grad_accum_dtype": "bf16"}  # !
+}
+""",
+            name="ds_config.json",
+            files={"pyproject.toml": '[tool.mpguard]\nrecipe = "bf16_mixed"\n'},
+            fixed="""\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enabled": true},
+  "communication_data_type": "fp32",
+  "data_types": {"grad_accum_dtype": "fp32"}
+}
+""",
+        ),
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enabled": true},
+  "communication_data_type": "bf16"  # !
+}
+""",
+            name="ds_config.json",
+            files={
+                "mp.yaml": "distributed_type: DEEPSPEED\nfp8_config: {mpguard_recipe: bf16_mixed}\n"
+                "deepspeed_config: {deepspeed_config_file: ds_config.json}\n"
+            },
+        ),
+        Bad(
+            """\
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "communication_data_type": "fp16",  # !
+    "bf16": {"enabled": True},
+}
+""",
+            name="train.py",
+            fixed="""\
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "communication_data_type": "fp32",
+    "bf16": {"enabled": True},
+}
+""",
+        ),
+        Good(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enabled": true},
+  "communication_data_type": "bf16",
+  "data_types": {"grad_accum_dtype": "bf16"}
+}
+""",
+            name="ds_config.json",
+        ),
+        Good(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "fp16": {"enabled": true},
+  "communication_data_type": "fp16"
+}
+""",
+            name="ds_config.json",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        bf16, said = document.entry("bf16.enabled"), document.entry("communication_data_type")
+        if said is not None and _dtype(said) is Dtype.FP16 and bf16 is not None and bf16.value is True:
+            notes = (Note("the run is BF16", bf16.key_span),)
+            yield self._at(document, said, "under `bf16`: gradients overflow above 65504", notes)
+            said = None
+        name = _recipe(document)
+        if name is None or not _reduces_in_fp32(name):
+            return
+        for entry in (said, document.entry("data_types.grad_accum_dtype")):
+            if entry is not None and _dtype(entry) in (Dtype.BF16, Dtype.FP16):
+                yield self._at(document, entry, f"is lower than the recipe `{name}`, which reduces in FP32", ())
+
+    def _at(self, document: Document, entry: Entry, against: str, notes: tuple[Note, ...]) -> Diagnostic:
+        fix = config_edits.put("Reduce in FP32", document, {".".join(entry.path): "fp32"})
+        return self.at(entry, notes=notes, fix=fix, key=".".join(entry.path), value=entry.value, against=against)
+
+
+def _recipe(document: Document) -> str | None:
+    """The recipe of an accelerate config that names this file, else that of the settings."""
+    from mpguard.document.mp_yaml import RECIPE
+
+    for config in siblings.naming(document.path) if document.format == "json" else ():
+        named = config.entry(RECIPE)
+        if named is not None and isinstance(named.value, str):
+            return named.value
+    return settings.nearest(Path(document.path)).recipe
+
+
+def _dtype(entry: Entry) -> Dtype | None:
+    return Dtype.spelled(entry.value) if isinstance(entry.value, str) else None
+
+
+def _reduces_in_fp32(name: str) -> bool:
+    from mpguard.policy.recipes import recipe
+
+    try:
+        return recipe(name).reduce_dtype is Dtype.FP32
+    except MpguardError:
+        return False

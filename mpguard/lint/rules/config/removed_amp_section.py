@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, any_of, config_edits
+from mpguard.targets.settings import ABSENT
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document
+
+
+class RemovedAmpSection(ConfigRule):
+    """A DeepSpeed config with an `amp` section.
+
+    ## Why is this bad
+    DeepSpeed has taken Apex AMP out. Version 0.19.8 stops where the section is there, also where it is
+    not enabled: `DeepSpeedConfigError: NVIDIA Apex AMP integration has been removed`.
+
+    ## Fix safety
+    Safe, and there only where the section is not enabled: it is removed.
+    """
+
+    code, name = "MPG826", "removed-amp-section"
+    severity = "error"
+    message = "`amp`: DeepSpeed has removed Apex AMP, and stops where the section is there"
+    help = "use `bf16`, `fp16` or `torch_autocast`"
+    kinds = ("deepspeed",)
+    triggers = (any_of(b"amp"),)
+    examples = (
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "amp": {"enabled": true, "opt_level": "O1"}  # !
+}
+""",
+            name="ds_config.json",
+        ),
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "amp": {"enabled": false},  # !
+  "bf16": {"enabled": true}
+}
+""",
+            name="ds_config.json",
+            fixed="""\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enabled": true}
+}
+""",
+        ),
+        Bad(
+            """\
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "amp": {"enabled": "auto", "opt_level": "auto"},  # !
+}
+""",
+            name="train.py",
+        ),
+        Good(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enabled": true},
+  "wandb": {"enabled": true, "project": "amp"}
+}
+""",
+            name="ds_config.json",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        amp = document.entry("amp")
+        if amp is None:
+            return
+        off = isinstance(amp.value, dict) and amp.value.get("enabled", False) is False
+        yield self.at(amp, fix=config_edits.put("Remove it", document, {"amp": ABSENT}) if off else None)

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, any_of
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document
+
+#: Our bounds: 2**32 is the largest scale that recipes begin with (Megatron), and DeepSpeed takes more.
+_LOWEST, _HIGHEST = 0, 32
+
+
+class StaticLossScale(ConfigRule):
+    """A fixed loss scale for FP16 in a DeepSpeed config, or a first one out of bounds.
+
+    ## Why is this bad
+    The right loss scale changes as gradients shrink during training: a fixed one underflows late, or
+    overflows early, and then the step is skipped each time. `loss_scale: 0` lets DeepSpeed adapt it.
+    `initial_scale_power` above 32 begins with a scale that overflows for many steps, each of them
+    skipped; a negative one scales gradients down.
+
+    ## Known limits
+    The bound of 32 is ours; DeepSpeed 0.19.8 takes any whole number. Nothing is reported where `fp16` is
+    off.
+    """
+
+    code, name = "MPG828", "static-loss-scale"
+    severity = "warning"
+    message = "`fp16.{key}: {value}` {why}"
+    kinds = ("deepspeed",)
+    triggers = (any_of(b"loss_scale", b"initial_scale_power"),)
+    examples = (
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "fp16": {
+    "enabled": true,
+    "loss_scale": 1024  # !
+  }
+}
+""",
+            name="ds_config.json",
+        ),
+        Bad(
+            """\
+ds_config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 64},  # !
+}
+""",
+            name="train.py",
+        ),
+        Good(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "fp16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 32}
+}
+""",
+            name="ds_config.json",
+        ),
+        Good(
+            """\
+ds_config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "fp16": {"enabled": args.fp16, "loss_scale": 0 if args.dynamic else 128},
+    "bf16": {"enabled": True},
+}
+other = {"train_batch_size": 1, "fp16": {"enabled": False, "loss_scale": 128}}
+""",
+            name="train.py",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        enabled, scale, power = (
+            document.entry(f"fp16.{key}") for key in ("enabled", "loss_scale", "initial_scale_power")
+        )
+        if enabled is None or enabled.value not in (True, "auto"):
+            return
+        if scale is not None and _number(scale.value) and scale.value > 0:
+            why = "is fixed: it underflows or overflows as training goes on"
+            yield self.at(scale, key="loss_scale", value=scale.value, reason=why, help="0 lets DeepSpeed adapt it")
+        elif power is not None and _number(power.value) and not _LOWEST <= power.value <= _HIGHEST:
+            why = "begins with a scale that overflows" if power.value > 0 else "scales gradients down"
+            yield self.at(power, key="initial_scale_power", value=power.value, reason=why, help="16 is DeepSpeed's own")
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.core.errors import did_you_mean
+from mpguard.document.schemas.deepspeed import FP16, KEYS, RENAMED, SECTIONS, STRICT, VERSION
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Fix, Good, config_edits
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document, Entry
+
+#: A key that is about precision.
+_PRECISION = re.compile(r"fp8|fp16|bf16|fp32|float|precision|dtype|data_type|autocast|loss_?scal")
+
+
+class UnknownDeepspeedSection(ConfigRule):
+    """A section, or a key about precision, that DeepSpeed does not know.
+
+    ## Why is this bad
+    DeepSpeed 0.19.8 ignores what it does not know at the top level, in `torch_autocast` and in
+    `data_types`, without a word: `"fp8": {"enabled": true}` and `"bfloat_16": {"enabled": true}` are
+    FP32 runs, `"zero_optimisation"` is no ZeRO. `bfloat16`, the old name of `bf16`, is ignored where
+    `bf16` is there too. In `bf16` and `fp16` an unknown key stops it.
+
+    ## Fix safety
+    Safe: the key gets the name that is read, where it is plain which one was meant and it is not there
+    already.
+
+    ## Known limits
+    The keys are those of DeepSpeed 0.19.8. Unknown keys with a single value are reported only where
+    they are about precision or nearly a known key; names that begin with `_`, `/` or `#` are comments.
+    The keys of other sections are not checked. DeepSpeed has no FP8 of its own: FP8 modules
+    (Transformer Engine, torchao) run inside its BF16 engine.
+    """
+
+    code, name = "MPG823", "unknown-deepspeed-section"
+    severity = "error"
+    message = "`{key}`: DeepSpeed {what}{hint}"
+    help = f"the keys are those of DeepSpeed {VERSION}"
+    kinds = ("deepspeed",)
+    examples = (
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bfloat_16": {"enabled": true},  # !
+  "zero_optimisation": {"stage": 2},  # !
+  "torch_autocast": {"enabled": true, "dtypes": "bfloat16"},  # !
+  "data_types": {"grad_accum_type": "fp32"}  # !
+}
+""",
+            name="ds_config.json",
+            fixed="""\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enabled": true},
+  "zero_optimization": {"stage": 2},
+  "torch_autocast": {"enabled": true, "dtype": "bfloat16"},
+  "data_types": {"grad_accum_dtype": "fp32"}
+}
+""",
+        ),
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enabled": true},
+  "fp8": {"enabled": true, "recipe": "delayed"}  # !
+}
+""",
+            name="ds_config.json",
+        ),
+        Bad(
+            """\
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 2},
+    "bf16": {"enabled": False},
+    "bfloat16": {"enabled": True},  # !
+    "fp16": {"enabled": False, "opt_level": "O2"},  # !
+}
+""",
+            name="train.py",
+        ),
+        Good(
+            """\
+{
+  "_comment": {"who": "me"},
+  "train_micro_batch_size_per_gpu": 1,
+  "bfloat16": {"enabled": true},
+  "zero_optimization": {"stage": 2},
+  "my_run": 3,
+  "communication_data_type": "fp32",
+  "data_types": {"grad_accum_dtype": "fp32"}
+}
+""",
+            name="ds_config.json",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        for entry in document.entries():
+            if len(entry.path) == 1:
+                yield from self._top(document, entry)
+            elif len(entry.path) == 2 and entry.path[0] in SECTIONS:
+                yield from self._inner(document, entry, entry.path[0])
+
+    def _top(self, document: Document, entry: Entry) -> Iterator[Diagnostic]:
+        key = entry.key
+        if key == "bfloat16" and "bf16" in document.data:
+            yield self.at(entry, key=key, what="ignores this old name where `bf16` is there too", hint="")
+        if key in KEYS or not key[:1].isalpha() or "comment" in key.lower():
+            return
+        meant = RENAMED.get(key.lower()) or _typo(key, KEYS)
+        if meant is None and not isinstance(entry.value, dict) and not _PRECISION.search(key.lower()):
+            return
+        hint = " It has no FP8 of its own" if key.lower().startswith("fp8") else ""
+        if meant is not None:
+            hint = f"; the one that is read is `{meant}`"
+        yield self.at(entry, fix=_fix(document, entry, meant), key=key, what="ignores it", hint=hint)
+
+    def _inner(self, document: Document, entry: Entry, section: str) -> Iterator[Diagnostic]:
+        known, key = SECTIONS[section], entry.key
+        if key in known or not key[:1].isalpha() or (key in FP16 and section in ("bf16", "bfloat16")):
+            return
+        if section in STRICT and entry.value == "auto":
+            return
+        meant = _typo(key, known)
+        hint = f"; the one that is read is `{meant}`" if meant else did_you_mean(key, known)
+        what = "stops, the section has no such key" if section in STRICT else "ignores it"
+        yield self.at(entry, fix=_fix(document, entry, meant), key=f"{section}.{key}", what=what, hint=hint)
+
+
+def _typo(key: str, known: frozenset[str]) -> str | None:
+    """The one known key that differs by a slip of the hand; None where two do, or none."""
+    close = difflib.get_close_matches(key.lower(), known, n=2, cutoff=0.88)
+    return close[0] if len(close) == 1 else None
+
+
+def _fix(document: Document, entry: Entry, meant: str | None) -> Fix | None:
+    holder = document.data if len(entry.path) == 1 else document.data[entry.path[0]]
+    if meant is None or meant in holder:
+        return None
+    return config_edits.renamed(f"Rename it to `{meant}`", document, entry, meant)

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.core.errors import did_you_mean
+from mpguard.document.schemas.accelerate import ARGUMENTS, SECTIONS, VERSION, Section
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Edit, Fix, Good, accelerate_config, any_of
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document, Entry
+
+
+class UnknownFp8Key(ConfigRule):
+    """A key of `fp8_config`, `fsdp_config`, `deepspeed_config` or `dynamo_config` that nothing reads.
+
+    ## Why is this bad
+    accelerate checks only top-level keys. A key of a section that it does not know is copied to an
+    argument that nobody looks at: the launch succeeds and the setting has no effect. Its own wizard
+    writes three such keys: with `amax_history_length: 16` Transformer Engine gets a history of 1024
+    (accelerate 1.15.0, commands/config/cluster.py against utils/dataclasses.py; transformers#34027,
+    accelerate#3710).
+
+    Under `DEEPSPEED` nothing reads `dynamo_config`: its launcher sets no variable for it, and nothing is
+    compiled.
+
+    `mpguard_recipe` and `mpguard_overrides` in `fp8_config` are mpguard's. Other names that begin so,
+    and overrides that are no field of a policy, are read by nobody either.
+
+    ## Fix safety
+    Safe: the key that is read takes the place of the one that is not, where it is plain which one
+    was meant and it is not there already. The value stays; it is in force from then on.
+
+    ## Known limits
+    The keys are those of accelerate 1.15.0. A key that a newer accelerate reads is reported until
+    mpguard knows it. Not checked: SageMaker configs, which accelerate reads in another way.
+    """
+
+    code, name = "MPG801", "unknown-fp8-key"
+    severity = "error"
+    message = "`{section}.{key}`: nothing reads this key{hint}"
+    help = f"accelerate ({VERSION}) accepts any key in this section and ignores those that it does not know"
+    kinds = ("accelerate",)
+    triggers = (any_of(*(section.encode() for section in SECTIONS)),)
+    yields_to = ("MPG815",)
+    examples = (
+        Bad(
+            """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+num_processes: 8
+fp8_config:
+  backend: TE
+  amax_history_length: 16  # !
+  amax_compute_algorithm: max  # !
+""",
+            name="mp.yaml",
+            fixed="""\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+num_processes: 8
+fp8_config:
+  backend: TE
+  amax_history_len: 16
+  amax_compute_algo: max
+""",
+        ),
+        Bad(
+            """\
+distributed_type: FSDP
+mixed_precision: bf16
+fp8_config:
+  mpguard_recipe: bf16_mixed
+  mpguard_overides: {tf32: true}  # !
+  mpguard_overrides:
+    grad_reduce_in_fp32: true
+    grad_reduce_in_f32: true  # !
+fsdp_config:
+  fsdp_version: 2
+  mixed_precision_policy: bf16  # !
+""",
+            name="mp.yaml",
+        ),
+        Bad(
+            """\
+{
+  "compute_environment": "LOCAL_MACHINE",
+  "distributed_type": "MULTI_GPU",
+  "mixed_precision": "fp8",
+  "fp8_config": {
+    "backend": "MSAMP",
+    "optimization_level": "O2",  # !
+    "opt_level": "O1"
+  },
+  "dynamo_config": {
+    "dynamo_backend": "INDUCTOR",
+    "dynamo_use_fulgraph": true  # !
+  }
+}
+""",
+            name="default_config.json",
+        ),
+        Bad(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+deepspeed_config:
+  zero_stage: 3
+  offload_optimizer_device: nvme
+  offload_optimizer_nvme_path: /local  # !
+  bf16: {enabled: true}  # !
+""",
+            name="ds.yaml",
+        ),
+        Bad(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+dynamo_config:  # !
+  dynamo_backend: INDUCTOR
+  dynamo_mode: default
+""",
+            name="ds.yaml",
+        ),
+        Good(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+dynamo_config:
+  dynamo_backend: 'NO'
+""",
+            name="ds.yaml",
+        ),
+        Good(
+            """\
+distributed_type: FSDP
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+  fp8_format: HYBRID
+  format: E4M3
+  amax_history_len: 16
+  mpguard_recipe: bf16_with_fp8_delayed_scaling_mixed
+  mpguard_overrides: {fp8_amax_history_len: 16}
+fsdp_config:
+  fsdp_version: 2
+  reshard_after_forward: true
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+model:
+  fp8_config:
+    recipe: rowwise
+""",
+            name="own.yaml",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        if accelerate_config.on_sagemaker(document):
+            return
+        from mpguard.document.mp_yaml import OVERRIDES
+        from mpguard.policy.policy import FIELD_NAMES
+
+        unread = _unread_dynamo(document)
+        if unread is not None:
+            yield self.at(
+                unread,
+                message="`dynamo_config`: nothing reads it under `DEEPSPEED`, and nothing is compiled",
+                help="compile the model in the code, and remove the section",
+            )
+        entries = list(document.entries())
+        there: dict[str, set[str]] = {}
+        for entry in entries:
+            if len(entry.path) == 2 and entry.path[0] in SECTIONS:
+                there.setdefault(entry.path[0], set()).add(SECTIONS[entry.path[0]].bare(entry.key))
+        for entry in entries:
+            if len(entry.path) == 2 and entry.path[0] in SECTIONS:
+                yield from self._key(document, entry, SECTIONS[entry.path[0]], there[entry.path[0]])
+            elif len(entry.path) == 3 and ".".join(entry.path[:2]) == OVERRIDES and entry.key not in FIELD_NAMES:
+                hint = did_you_mean(entry.key, FIELD_NAMES)
+                yield self.at(
+                    entry, section=OVERRIDES, key=entry.key, hint=f", a policy has no such field{hint}", help=""
+                )
+
+    def _key(self, document: Document, entry: Entry, section: Section, there: set[str]) -> Iterator[Diagnostic]:
+        """there: the keys of its section."""
+        name, bare = entry.path[0], section.bare(entry.key)
+        if bare in section.keys or (not section.prefix and entry.key in ARGUMENTS):
+            return
+        if name == "fp8_config" and entry.key.startswith("mpguard_"):
+            own = _own_keys()
+            if entry.key not in own:
+                yield self.at(entry, section=name, key=entry.key, hint=did_you_mean(entry.key, own), help="")
+            return
+        meant = section.renamed.get(bare) or _typo(bare, section.keys)
+        if meant is None:
+            hint = did_you_mean(bare, section.keys) if len(bare) > 3 else ""
+        elif meant in there:
+            hint = f"; `{meant}`, which is read, is there too. Remove one"
+        else:
+            hint = f"; the one that is read is `{meant}`"
+        yield self.at(entry, section=name, key=entry.key, hint=hint, fix=_rename(document, entry, meant, there))
+
+
+def _unread_dynamo(document: Document) -> Entry | None:
+    """`dynamo_config` with a backend in it, where accelerate hands it to no worker."""
+    if accelerate_config.kind(document) != "DEEPSPEED" or accelerate_config.names_recipe(document):
+        return None
+    backend = accelerate_config.said(document, "dynamo_config", "backend")
+    asked = backend is not None and isinstance(backend.value, str) and backend.value.lower() != "no"
+    return document.entry("dynamo_config") if asked else None
+
+
+def _own_keys() -> set[str]:
+    """The keys of `fp8_config` that mpguard itself reads."""
+    from mpguard.document.mp_yaml import OVERRIDES, RECIPE
+
+    return {key.split(".")[1] for key in (RECIPE, OVERRIDES)}
+
+
+def _typo(key: str, known: frozenset[str]) -> str | None:
+    """The one known key that differs by a slip of the hand; None where two do, or none."""
+    close = difflib.get_close_matches(key, known, n=2, cutoff=0.9)
+    return close[0] if len(close) == 1 else None
+
+
+def _rename(document: Document, entry: Entry, meant: str | None, there: set[str]) -> Fix | None:
+    if meant is None or meant in there:
+        return None
+    start, end = entry.key_span
+    written = document.text[start:end]
+    quote = written[0] if written[:1] in ("'", '"') else ""
+    prefix = entry.key[: len(entry.key) - len(SECTIONS[entry.path[0]].bare(entry.key))]
+    return Fix(f"Rename it to `{prefix}{meant}`", "safe", (Edit(start, end, f"{quote}{prefix}{meant}{quote}"),))

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.document.schemas.accelerate import SAGEMAKER, TOP, VERSION, unknown_key
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Fix, Good, accelerate_config, any_of, config_edits
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document, Entry
+
+
+class UnknownKey(ConfigRule):
+    """A top-level key of an accelerate config that accelerate does not know.
+
+    ## Why is this bad
+    accelerate 1.15.0 refuses the whole file: `ValueError: The config file ... had unknown keys`. Nothing
+    is launched, and it does not say which key was meant.
+
+    ## Fix safety
+    Safe: the key gets the name that is known, where one name differs by a slip of the hand and is not
+    there already.
+
+    ## Known limits
+    The keys are those of accelerate 1.15.0; a key that a newer one reads is reported until mpguard
+    knows it. Only files with a `distributed_type`, which accelerate requires, are taken for its configs.
+    A section `..._config` whose name is near no known one is not reported: forks of accelerate have
+    such (KTransformers' `kt_config`).
+    """
+
+    code, name = "MPG813", "unknown-key"
+    severity = "error"
+    message = "`{key}`: accelerate has no such key and refuses the file{hint}"
+    help = f"the keys are those of accelerate {VERSION}; settings of one's own belong into another file"
+    kinds = ("accelerate",)
+    triggers = (any_of(b"distributed_type"),)
+    examples = (
+        Bad(
+            """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+mixed_precission: bf16  # !
+num_processes: 8
+""",
+            name="mp.yaml",
+            fixed="""\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+mixed_precision: bf16
+num_processes: 8
+""",
+        ),
+        Bad(
+            """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: bf16
+mpguard_recipe: bf16_mixed  # !
+fsdp_version: 2  # !
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+compute_environment: LOCAL_MACHINE
+distributed_type: 'NO'
+fp16: true
+dynamo_backend: 'NO'
+num_processes: 1
+tpu_env: []
+tpu_use_cluster: false
+""",
+            name="default_config.yaml",
+        ),
+        Good(
+            """\
+distributed_type: FSDP
+mixed_precision: bf16
+kt_config:
+  kt_backend: AMXBF16
+""",
+            name="fsdp2_kt.yaml",
+        ),
+        Good(
+            """\
+compute_environment: AMAZON_SAGEMAKER
+distributed_type: DATA_PARALLEL
+ec2_instance_type: ml.p4d.24xlarge
+iam_role_name: accelerate_sagemaker
+mixed_precision: bf16
+""",
+            name="sagemaker.yaml",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        if "distributed_type" not in document.data:
+            return
+        sagemaker = accelerate_config.on_sagemaker(document)
+        for entry in document.entries():
+            hint = unknown_key(entry.key, sagemaker) if len(entry.path) == 1 else None
+            if hint is None:
+                continue
+            meant = _typo(entry.key, SAGEMAKER if sagemaker else TOP)
+            if meant is None and entry.key.endswith("_config") and isinstance(entry.value, dict):
+                continue
+            yield self.at(entry, fix=_rename(document, entry, meant), key=entry.key, hint=hint)
+
+
+def _typo(key: str, known: frozenset[str]) -> str | None:
+    """The one known key that differs by a slip of the hand; None where two do, or none."""
+    close = difflib.get_close_matches(key.lower().replace("-", "_"), known, n=2, cutoff=0.85)
+    return close[0] if len(close) == 1 else None
+
+
+def _rename(document: Document, entry: Entry, meant: str | None) -> Fix | None:
+    if meant is None or meant in document.data:
+        return None
+    return config_edits.renamed(f"Rename it to `{meant}`", document, entry, meant)

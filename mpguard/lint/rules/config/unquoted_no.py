@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Edit, Fix, Good, accelerate_config, any_of
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document, Entry
+
+_CRASHES = "`accelerate launch` stops with an AttributeError"
+_KEYS = {
+    "mixed_precision": _CRASHES,
+    "deepspeed_config.mixed_precision": _CRASHES,
+    "dynamo_backend": _CRASHES,
+    "dynamo_config.dynamo_backend": _CRASHES,
+    "dynamo_config.backend": _CRASHES,
+}
+
+
+class UnquotedNo(ConfigRule):
+    """`mixed_precision: no`, `dynamo_backend: no` or `distributed_type: NO` without quotes is a boolean in YAML.
+
+    ## Why is this bad
+    YAML 1.1, which accelerate reads, takes `no`, `off`, `yes` and `on` in any case for booleans. With
+    accelerate 1.15.0 `mixed_precision: no` ends in `AttributeError: 'bool' object has no attribute
+    'lower'` at launch, `dynamo_backend: no` in the same about `upper` (accelerate PR#1386 mended the
+    first for a while). `distributed_type: NO` is let through where the file says `num_processes`;
+    without it the launch stops.
+
+    ## Fix safety
+    Safe: quotes are put around what was written.
+
+    ## Known limits
+    `yes`, `on` and `true` are reported too, and have no fix: what was meant is not clear. Under
+    `DEEPSPEED` dynamo's keys do no harm: accelerate hands them to no worker.
+    """
+
+    code, name = "MPG802", "unquoted-no"
+    severity = "error"
+    message = "`{key}: {written}` is the boolean {value} in YAML; {what}"
+    help = "put it in quotes"
+    kinds = ("accelerate",)
+    triggers = (any_of(b"mixed_precision", b"distributed_type", b"dynamo_backend", b"dynamo_config"),)
+    examples = (
+        Bad(
+            """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+mixed_precision: no  # !
+num_processes: 8
+""",
+            name="mp.yaml",
+            fixed="""\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+mixed_precision: 'no'
+num_processes: 8
+""",
+        ),
+        Bad(
+            """\
+distributed_type: NO  # !
+mixed_precision: bf16
+num_processes: 1
+dynamo_config:
+  dynamo_backend: NO  # !
+deepspeed_config:
+  mixed_precision: Off  # !
+""",
+            name="mp.yaml",
+            fixed="""\
+distributed_type: 'NO'
+mixed_precision: bf16
+num_processes: 1
+dynamo_config:
+  dynamo_backend: 'NO'
+deepspeed_config:
+  mixed_precision: 'no'
+""",
+        ),
+        Bad(
+            """\
+{
+  "distributed_type": "NO",
+  "num_processes": 1,
+  "mixed_precision": false  # !
+}
+""",
+            name="default_config.json",
+        ),
+        Good(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: fp16
+dynamo_backend: false
+num_processes: 1
+""",
+            name="ds.yaml",
+        ),
+        Good(
+            """\
+distributed_type: "NO"
+mixed_precision: 'no'
+num_processes: 1
+dynamo_config: {dynamo_backend: 'NO'}
+use_cpu: no
+""",
+            name="mp.yaml",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        deepspeed = accelerate_config.kind(document) == "DEEPSPEED"  # its workers never get a dynamo setting
+        for key, what in _KEYS.items():
+            entry = document.entry(key)
+            if entry is not None and isinstance(entry.value, bool) and not (deepspeed and "dynamo" in key):
+                yield self._at(document, entry, what)
+        asked = document.entry("distributed_type")
+        if asked is not None and isinstance(asked.value, bool):
+            if "num_processes" in document.data:
+                what = "accelerate lets it through, as long as the file says `num_processes`"
+                yield self._at(document, asked, what, "warning")
+            else:
+                yield self._at(document, asked, "without `num_processes` the launch stops")
+
+    def _at(
+        self, document: Document, entry: Entry, what: str, severity: Literal["error", "warning"] = "error"
+    ) -> Diagnostic:
+        start, end = entry.value_span
+        written = document.text[start:end]
+        fix = None
+        if entry.value is False and document.format == "yaml" and written.lower() in ("no", "off", "false"):
+            word = "NO" if written.isupper() or entry.key == "distributed_type" else "no"
+            fix = Fix(f"Write `'{word}'`", "safe", (Edit(start, end, f"'{word}'"),))
+        value = str(entry.value).lower()
+        return self.at(
+            entry, fix=fix, severity=severity, key=".".join(entry.path), written=written, value=value, what=what
+        )

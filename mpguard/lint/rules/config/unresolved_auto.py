@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, any_of, siblings
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document, Entry
+
+_FP32 = "DeepSpeed drops the key, and the run is FP32"
+
+
+class UnresolvedAuto(ConfigRule):
+    """`"enabled": "auto"` for the precision in a DeepSpeed config, where nothing fills it in.
+
+    ## Why is this bad
+    Only the HF Trainer fills in `"auto"` from its arguments, and accelerate from its `mixed_precision`.
+    DeepSpeed 0.19.8 itself drops such keys: both sections are off, and the run is FP32. accelerate
+    1.15.0 with no `mixed_precision` fills in `false`, with the same end.
+
+    ## Known limits
+    Reported are a dict that the code hands to `deepspeed.initialize`, and a file that an accelerate
+    config beside it names in `deepspeed_config_file` while it says no `mixed_precision`, if the code
+    beside them builds an `Accelerator` with none and has no Trainer, and no launch line of the tree has
+    `--mixed_precision`. A file that `deepspeed --deepspeed_config` takes is not reported: the script may
+    fill it in.
+    """
+
+    code, name = "MPG824", "unresolved-auto"
+    severity = "error"
+    message = '`{key}: "auto"` and nothing fills it in: {what}'
+    help = "write `true` or `false`"
+    kinds = ("deepspeed",)
+    triggers = (any_of(b"auto"), any_of(b"bf16", b"fp16", b"bfloat16"))
+    examples = (
+        Bad(
+            """\
+import deepspeed
+
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": "auto"},  # !
+    "fp16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 2},
+}
+engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+""",
+            name="train.py",
+        ),
+        Bad(
+            """\
+import deepspeed
+
+
+class Trainer:
+    def build_engine(self, model, args):
+        ds_config = {
+            "bfloat16": {"enabled": "auto"},  # !
+            "train_micro_batch_size_per_gpu": 1,
+        }
+        if args.zero:
+            ds_config["zero_optimization"] = {"stage": args.stage}
+            if args.offload:
+                ds_config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        return deepspeed.initialize(model=model, config=ds_config)
+""",
+            name="train.py",
+        ),
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": "auto",
+  "zero_optimization": {"stage": 2},
+  "bf16": {"enabled": "auto"}  # !
+}
+""",
+            name="ds_config.json",
+            files={
+                "ds.yaml": "distributed_type: DEEPSPEED\nnum_processes: 8\n"
+                "deepspeed_config:\n  deepspeed_config_file: ds_config.json\n",
+                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator()\n",
+            },
+        ),
+        Good(
+            """\
+import deepspeed
+from transformers import TrainingArguments
+
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+}
+arguments = TrainingArguments(deepspeed=config, bf16=True)
+
+FP16_ON = {
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": True},
+}
+engine = deepspeed.initialize(model=model, config=FP16_ON)
+
+filled = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": "auto"}}
+fill_in(filled)
+engine = deepspeed.initialize(model=model, config=filled)
+""",
+            name="train.py",
+        ),
+        Good(
+            """\
+{
+  "train_micro_batch_size_per_gpu": "auto",
+  "zero_optimization": {"stage": 2},
+  "bf16": {"enabled": "auto"}
+}
+""",
+            name="ds_config.json",
+            files={
+                "ds.yaml": "distributed_type: DEEPSPEED\nnum_processes: 8\n"
+                "deepspeed_config:\n  deepspeed_config_file: ds_config.json\n",
+                "train.py": "from trl import SFTTrainer\naccelerator = Accelerator()\n",
+            },
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        switches = [document.entry(f"{name}.enabled") for name in ("bf16", "bfloat16", "fp16")]
+        autocast = document.entry("torch_autocast.enabled")
+        if any(each is not None and each.value != "auto" and each.value is not False for each in switches):
+            return
+        unresolved = [each for each in switches if each is not None and each.value == "auto"]
+        if not unresolved or (autocast is not None and autocast.value is not False):
+            return
+        first = min(unresolved, key=lambda entry: entry.key_span)
+        if document.format == "python":
+            if document.given_to == ("deepspeed.initialize",):
+                yield self._at(first, _FP32)
+            return
+        configs = siblings.naming(document.path)
+        if not configs or any(accelerate_config.mode(config) not in (None, "no") for config in configs):
+            return
+        launched = [(config.path, self.project.launched_with(config.path)) for config in configs]
+        if any(siblings.flagged("mixed_precision", launches) for _, launches in launched):
+            return
+        if not any(siblings.mentions(path, r"\bAccelerator\(", launches) for path, launches in launched):
+            return
+        if not any(siblings.mentions(path, siblings.FILLS_IN, launches) for path, launches in launched):
+            named = Path(configs[0].path).name
+            yield self._at(
+                first, f"accelerate fills in `false`, as `{named}` says no `mixed_precision`; the run is FP32"
+            )
+
+    def _at(self, entry: Entry, what: str) -> Diagnostic:
+        return self.at(entry, key=".".join(entry.path), what=what)

@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, accelerate_config, any_of, siblings
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document, Entry
+
+_NAMES = "deepspeed_config.deepspeed_config_file"
+#: What accelerate 1.15 refuses beside it -> where the DeepSpeed file says it.
+_REFUSED = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "mixed_precision": "",
+}
+
+
+#: How the examples launch with a DeepSpeed file.
+_LAUNCH = "accelerate launch --use_deepspeed --deepspeed_config_file "
+
+
+class YamlAgainstDeepspeedJson(ConfigRule):
+    """accelerate is told what only its DeepSpeed file may say, or something else than that file.
+
+    ## Why is this bad
+    With `deepspeed_config_file`, accelerate 1.15.0 stops every process as soon as the script makes its
+    Accelerator: `ValueError: When using deepspeed_config_file, the following accelerate config variables will be
+    ignored`. It does so for `mixed_precision`, even `'no'` and even where both say the same, and for `zero_stage`,
+    `gradient_clipping`, `gradient_accumulation_steps`, `offload_*` and `zero3_save_16bit_model`.
+
+    Where `distributed_type` is not DEEPSPEED, nothing reads the DeepSpeed file: of two precisions the one of the
+    YAML is in force, whatever the file says.
+
+    `--mixed_precision bf16` on the launch line is no key, and is accepted. Beside `"bf16": {"enabled": false}` the file
+    wins without a word: only the other dtype is compared, and the run is FP32.
+
+    ## Known limits
+    The file is looked for from the present folder and from that of the config. Of the launch line is reported what
+    turns a precision on that the file turns off, if the code beside it builds an `Accelerator`, says no
+    `mixed_precision` itself and has no Trainer.
+    """
+
+    code, name = "MPG861", "yaml-against-deepspeed-json"
+    severity = "error"
+    message = "`{key}` beside `deepspeed_config_file`: {why}"
+    help = "say it once: in the DeepSpeed file, or here and without that file"
+    kinds = ("accelerate", "deepspeed")
+    triggers = (any_of(b"deepspeed_config_file", b"bf16", b"fp16"),)
+    yields_to = ("MPG804",)
+    examples = (
+        Bad(
+            """\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+mixed_precision: bf16  # !
+deepspeed_config:
+  deepspeed_config_file: ds.json
+  zero_stage: 3  # !
+  zero3_init_flag: true
+""",
+            name="mp.yaml",
+            files={"ds.json": '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}'},
+        ),
+        Bad(
+            """\
+distributed_type: FSDP
+mixed_precision: bf16  # !
+deepspeed_config:
+  deepspeed_config_file: conf/ds.json
+""",
+            name="mp.yaml",
+            files={"conf/ds.json": '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}'},
+        ),
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 4,
+  "zero_optimization": {"stage": 2},
+  "bf16": {"enabled": false}  # !
+}
+""",
+            name="ds.json",
+            files={
+                "run.sh": _LAUNCH + "ds.json --mixed_precision bf16 train.py\n",
+                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator()\n",
+            },
+        ),
+        Bad(
+            """\
+{
+  "zero_optimization": {"stage": 2},
+  "bf16": {"enabled": "auto"},
+  "fp16": {"enabled": false}  # !
+}
+""",
+            name="ds.json",
+            files={
+                "mp.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n",
+                "run.sh": "accelerate launch --config_file mp.yaml --mixed_precision=fp16 train.py\n",
+                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator()\n",
+            },
+        ),
+        Good(
+            """\
+{
+  "zero_optimization": {"stage": 2},
+  "bf16": {"enabled": "auto"},
+  "fp16": {"enabled": false}
+}
+""",
+            name="ds.json",
+            files={
+                "run.sh": _LAUNCH + "ds.json --mixed_precision bf16 train.py\n",
+                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator()\n",
+            },
+        ),
+        Good(
+            """\
+{
+  "zero_optimization": {"stage": 2},
+  "bf16": {"enabled": false}
+}
+""",
+            name="ds.json",
+            files={
+                "run.sh": f"{_LAUNCH}ds.json --mixed_precision no train.py\n{_LAUNCH}ds.json train.py\n"
+                "accelerate launch --deepspeed_config_file ds.json --mixed_precision bf16 train.py\n"
+                f"{_LAUNCH}other.json --mixed_precision bf16 train.py\n",
+                "other.json": '{"bf16": {"enabled": true}}',
+                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator()\n",
+            },
+        ),
+        Good(
+            """\
+{
+  "zero_optimization": {"stage": 2},
+  "bf16": {"enabled": false}
+}
+""",
+            name="ds.json",
+            files={
+                "run.sh": _LAUNCH + "ds.json --mixed_precision bf16 train.py\n",
+                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision='no')\n",
+            },
+        ),
+        Good(
+            """\
+distributed_type: DEEPSPEED
+deepspeed_config:
+  deepspeed_config_file: ds.json
+  zero3_init_flag: false
+  deepspeed_multinode_launcher: standard
+""",
+            name="mp.yaml",
+            files={"ds.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}'},
+        ),
+        Good(
+            """\
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+deepspeed_config:
+  zero_stage: 2
+  gradient_clipping: 1.0
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: bf16
+deepspeed_config:
+  deepspeed_config_file: ds.json
+""",
+            name="mp.yaml",
+            files={"ds.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}'},
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        if document.kind == "deepspeed":
+            yield from self._turned_off(document)
+            return
+        names = document.entry(_NAMES)
+        if names is None or not isinstance(names.value, str) or accelerate_config.on_sagemaker(document):
+            return
+        other = self.project.config_named(document.path, names.value)
+        kind = accelerate_config.kind(document)
+        if kind == "DEEPSPEED":
+            if document.data.get("use_cpu") is not True:
+                yield from self._refused(document, other)
+        elif kind is not None and other is not None:
+            yield from self._unread(document, other, kind)
+
+    def _turned_off(self, document: Document) -> Iterator[Diagnostic]:
+        """What the file turns off, and a launch line on."""
+        said = {name: document.entry(f"{name}.enabled") for name in ("bf16", "fp16", "torch_autocast")}
+        off = {name: entry for name, entry in said.items() if entry is not None and entry.value is False}
+        if document.format == "python" or not off or any(each and each.value is True for each in said.values()):
+            return
+        launched = [
+            each
+            for each in self.project.launched_with(document.path, "deepspeed_config_file")
+            if "use_deepspeed" in each[1].options
+        ]
+        for config in siblings.naming(document.path):
+            if accelerate_config.kind(config) == "DEEPSPEED":
+                launched += self.project.launched_with(config.path)
+        for name in ("bf16", "fp16"):
+            for script, launch in launched if name in off else ():
+                word = launch.options.get("mixed_precision")
+                if launch.launcher != "accelerate" or word is None or word.text != name:
+                    continue
+                here = [(script, launch)]
+                if siblings.mentions(document.path, r"\bAccelerator\(", here) and not siblings.mentions(
+                    document.path, siblings.FILLS_IN, here
+                ):
+                    message = (
+                        f"`{name}.enabled: false` beside `--mixed_precision {name}`: this file wins without a word, and"
+                        " the run is FP32"
+                    )
+                    note = Note("the launch line says it here", word.span, os.path.relpath(launch.path))
+                    yield self.at(off[name], message=message, help='write `"auto"`, or `true`', notes=(note,))
+                    break
+
+    def _refused(self, document: Document, other: Document | None) -> Iterator[Diagnostic]:
+        for entry in document.entries():
+            key = ".".join(entry.path)
+            bare = key.removeprefix("deepspeed_config.")
+            legacy = key == "fp16" and entry.value is True
+            if not legacy and (bare not in _REFUSED or (len(entry.path) == 1 and key != "mixed_precision")):
+                continue
+            if entry.value is None:
+                continue
+            there = None if other is None else _said(other, "mixed_precision" if legacy else bare)
+            notes = () if there is None or other is None else (_note(there, other),)
+            yield self.at(entry, key=key, reason="accelerate 1.15 refuses it, and every process stops", notes=notes)
+
+    def _unread(self, document: Document, other: Document, kind: str) -> Iterator[Diagnostic]:
+        entry, there = accelerate_config.mixed_precision(document), _said(other, "mixed_precision")
+        mode = accelerate_config.mode(document)
+        if entry is None or there is None or mode is None or there.path[0] == mode:
+            return
+        why = f"under {kind} nothing reads that file, which says {there.path[0]}"
+        yield self.at(entry, key=".".join(entry.path), reason=why, notes=(_note(there, other),))
+
+
+def _said(other: Document, key: str) -> Entry | None:
+    """Where the DeepSpeed file says what a key of the YAML does."""
+    if key != "mixed_precision":
+        return other.entry(_REFUSED[key])
+    enabled = [entry for name in ("bf16", "fp16") if (entry := other.entry(f"{name}.enabled")) and entry.value is True]
+    return enabled[0] if len(enabled) == 1 else None
+
+
+def _note(entry: Entry, other: Document) -> Note:
+    return Note("the DeepSpeed file says it here", entry.span, other.path)

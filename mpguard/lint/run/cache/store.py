@@ -1,0 +1,206 @@
+"""The file that findings are kept in: one for all files of a run, written at its end.
+
+A run reads it whole, and replaces it whole: runs side by side, and one that is killed, leave an old one or a new one.
+What is no cache of this version, or is damaged, counts for nothing. It is JSON, so that a cache that came with
+somebody's repository can run no code.
+"""
+
+# Thousands of paths are looked at here, which strings do several times faster than Path.
+# ruff: noqa: PTH110
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mpguard.core import tracked_fs
+from mpguard.lint.model.finding import Finding, PlacedEdit, PlacedFix, PlacedNote
+from mpguard.lint.model.result import FileReport
+from mpguard.lint.run.cache.dependencies import Again
+from mpguard.lint.source.files import Target
+
+#: Each selection of rules, each set of options and each working directory has a file of its own; the oldest go.
+MOST_FILES = 16
+_PREFIX = "lint-"
+_KEPT = {"files": dict, "looks": list, "contents": dict}
+#: What reading of plain data raises that is not as this version writes it.
+_DAMAGE = (AttributeError, LookupError, TypeError, ValueError)
+_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of mpguard's; https://bford.info/cachedir/\n"
+
+
+class Cache:
+    """The findings that are known. folder: where they are kept; run: what they all rest on."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self.folder = folder
+        self.file = folder / f"{_PREFIX}{run}.json"
+        kept = _loaded(self.file)
+        self._files: dict[str, list[Any]] = kept["files"]
+        self._looks: list[list[Any]] = kept["looks"]
+        self._again = Again(kept["contents"])
+        self._verdicts: list[bool | None] = [None] * len(self._looks)
+        self._changed = False
+
+    def _is_damaged(self) -> None:
+        self._files, self._looks, self._again, self._verdicts = {}, [], Again({}), []
+        self._changed = True
+
+    def known(self, target: Target) -> FileReport | None:
+        """What became of a file before, where all is as it was then."""
+        entry = None if target.data is not None or target.problem else self._files.get(_name(target))
+        try:
+            if entry is None or not all(map(self._is_so, entry[1])):
+                return None
+            return FileReport(target, tuple(_finding(each, target.path) for each in entry[2]), recognized=entry[0])
+        except _DAMAGE:
+            self._is_damaged()
+            return None
+
+    def _is_so(self, index: int) -> bool:
+        verdict = self._verdicts[index]
+        if verdict is None:
+            verdict = self._verdicts[index] = self._again.unchanged(*self._looks[index])
+        return verdict
+
+    def keep(self, reports: Iterable[FileReport]) -> None:
+        """Takes in what became of files."""
+        numbers = {(what, where, json.dumps(seen)): index for index, (what, where, seen) in enumerate(self._looks)}
+        for report in reports:
+            self._changed = self._files.pop(_name(report.target), None) is not None or self._changed
+            if report.trace is None:
+                continue
+            rests_on = []
+            for (what, where), seen in report.trace.looks.items():
+                index = numbers.setdefault((what, where, json.dumps(seen)), len(self._looks))
+                if index == len(self._looks):
+                    self._looks.append([what, where, seen])
+                rests_on.append(index)
+            self._files[_name(report.target)] = [report.recognized, rests_on, list(map(_plain, report.findings))]
+            for path, (status, digest) in report.trace.contents.items():
+                self._again.contents[path] = (*status, digest)
+            self._changed = True
+
+    def write(self) -> None:
+        """Replaces the file if there is something new. Raises `OSError` where it cannot be written."""
+        if not (self._changed or self._again.changed):
+            return
+        try:
+            text = self._text()
+        except _DAMAGE:
+            self.file.unlink(missing_ok=True)
+            return
+        self._prepare()
+        temporary = self.folder / f".{self.file.name}.{os.getpid()}"
+        try:
+            temporary.write_bytes(tracked_fs.digest(text).encode() + b"\n" + text)
+            temporary.replace(self.file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        self._clean()
+
+    def _text(self) -> bytes:
+        files = {name: entry for name, entry in self._files.items() if os.path.exists(name.partition("\0")[2])}
+        used = sorted({index for entry in files.values() for index in entry[1]})
+        moved = {index: place for place, index in enumerate(used)}
+        rests = [self._looks[index] for index in used]
+        read = {where for what, where, _ in rests if what == "file"}
+        kept = {
+            "files": {name: [ours, [moved[i] for i in on], found] for name, (ours, on, found) in files.items()},
+            "looks": rests,
+            "contents": {path: content for path, content in self._again.contents.items() if path in read},
+        }
+        return json.dumps(kept, separators=(",", ":")).encode()
+
+    def _prepare(self) -> None:
+        if self.folder.is_dir():
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / ".gitignore").write_text("*\n")
+        (self.folder / "CACHEDIR.TAG").write_text(_TAG)
+
+    def _clean(self) -> None:
+        """Removes the oldest files, and what runs that were killed have left."""
+        kept: list[tuple[float, Path]] = []
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                if path.name.startswith(f".{_PREFIX}") and path.stat().st_mtime < time.time() - 3600:
+                    path.unlink(missing_ok=True)
+                elif path.name.startswith(_PREFIX) and path.suffix == ".json":
+                    kept.append((path.stat().st_mtime, path))
+            for _, path in sorted(kept)[:-MOST_FILES]:
+                path.unlink(missing_ok=True)
+
+
+def _loaded(file: Path) -> dict[str, Any]:
+    try:
+        digest, _, text = file.read_bytes().partition(b"\n")
+        if digest.decode() == tracked_fs.digest(text):
+            kept: dict[str, Any] = json.loads(text)
+            if all(isinstance(kept[name], kind) for name, kind in _KEPT.items()):
+                return kept
+    except (OSError, *_DAMAGE):
+        pass
+    return {"files": {}, "looks": [], "contents": {}}
+
+
+def _name(target: Target) -> str:
+    """Under which a file's findings are kept: they depend on how it is read, and on whether it was named."""
+    return f"{target.kind}{'!' if target.named else ''}\0{target.path}"
+
+
+# -- findings as plain data ---------------------------------------------------------------------------
+
+
+def _plain(finding: Finding) -> list[Any]:
+    fix = finding.fix
+    return [
+        finding.code,
+        finding.name,
+        finding.severity,
+        finding.line,
+        finding.column,
+        finding.end_line,
+        finding.end_column,
+        finding.message,
+        finding.help,
+        None if fix is None else [fix.title, fix.applicability, [[e.start, e.end, e.text, e.cell] for e in fix.edits]],
+        [[note.message, note.path, note.start, note.end, note.source] for note in finding.notes],
+        finding.source,
+        finding.cell,
+    ]
+
+
+def _finding(plain: list[Any], path: str) -> Finding:
+    code, name, severity, line, column, end_line, end_column, message, help, fix, notes, source, cell = plain
+    return Finding(
+        code,
+        name,
+        severity,
+        path,
+        line,
+        column,
+        end_line,
+        end_column,
+        message,
+        help,
+        None if fix is None else PlacedFix(fix[0], fix[1], tuple(map(_edit, fix[2]))),
+        tuple(PlacedNote(said, at, _pair(start), _pair(end), text) for said, at, start, end, text in notes),
+        tuple((number, text) for number, text in source),
+        cell,
+    )
+
+
+def _edit(plain: list[Any]) -> PlacedEdit:
+    start, end, text, cell = plain
+    return PlacedEdit(tuple(start), tuple(end), text, cell)
+
+
+def _pair(plain: list[int] | None) -> tuple[int, int] | None:
+    return None if plain is None else (plain[0], plain[1])

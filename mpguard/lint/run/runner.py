@@ -1,0 +1,82 @@
+"""What rules say of a file, and what is held against a rule: one that fails, or says what cannot be reported."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import traceback
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from mpguard.lint.model.result import Defect
+from mpguard.lint.model.rule import BaseRule, ConfigRule, Diagnostic, LaunchRule
+from mpguard.lint.model.selection import Rules
+
+if TYPE_CHECKING:
+    from mpguard.lint.project.project import Project
+
+
+def run_rules(
+    rules: Iterable[type[BaseRule]],
+    about: object,
+    project: Project,
+    path: str,
+    fatal: tuple[type[Exception], ...] = (),
+) -> tuple[list[Diagnostic], list[Defect]]:
+    """What the rules say. One that fails is a defect, and the others are asked all the same.
+
+    fatal: what is no rule's fault; raised.
+    """
+    found: list[Diagnostic] = []
+    defects: list[Defect] = []
+    for rule in rules:
+        try:
+            made = rule(project) if issubclass(rule, (ConfigRule, LaunchRule)) else rule()
+            said = dict.fromkeys(made.check(about))  # type: ignore[attr-defined]
+            _judge(said, rule)
+        except fatal:
+            raise
+        except (Exception, SystemExit) as error:
+            defects.append(make_defect(path, rule.code, error, rule))
+            continue
+        found += said
+    return found, defects
+
+
+def _judge(said: Iterable[object], rule: type[BaseRule]) -> None:
+    """Raises `TypeError` where a rule yields what the engine cannot report."""
+    for each in said:
+        if not isinstance(each, Diagnostic) or each.code != rule.code:
+            raise TypeError(f"`check` yields {each!r}; a `Diagnostic` with the code {rule.code} is needed")
+
+
+def most_specific(diagnostics: list[Diagnostic], rules: Rules) -> list[Diagnostic]:
+    """One mistake, one finding: a rule is silent where one that it yields to reports the same expression."""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for each in diagnostics:
+        spans.setdefault(each.code, []).append(each.span)
+    starts, ends = {}, {}
+    for code, found in spans.items():
+        found.sort()
+        starts[code] = [start for start, _ in found]
+        ends[code] = list(itertools.accumulate((end for _, end in found), max))
+
+    def overlapped(code: str, span: tuple[int, int]) -> bool:
+        before = bisect.bisect_left(starts[code], span[1]) if code in starts else 0  # of those, the furthest end
+        return before > 0 and ends[code][before - 1] > span[0]
+
+    return [each for each in diagnostics if not any(overlapped(code, each.span) for code in rules[each.code].yields_to)]
+
+
+def within(diagnostic: Diagnostic, length: int) -> bool:
+    """Whether all places that it names are in a text of that length."""
+    spans = [diagnostic.span, *(note.span for note in diagnostic.notes if note.span and note.path is None)]
+    if diagnostic.fix is not None:
+        spans += [(edit.start, edit.end) for edit in diagnostic.fix.edits]
+    return all(0 <= start <= end <= length for start, end in spans)
+
+
+def make_defect(path: str, code: str, error: BaseException, rule: type[BaseRule] | None = None) -> Defect:
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    module = "" if rule is None or rule.__module__.startswith("mpguard.") else rule.__module__
+    return Defect(path, code, said, "".join(traceback.format_exception(error)), module)

@@ -1,0 +1,176 @@
+"""A Python file: its top-level statements, each parsed by libcst when it is needed.
+
+libcst takes 1.2 s for a megabyte, so only statements that matter are parsed, and positions are
+made per statement and on demand.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple
+
+import libcst as cst
+
+from mpguard.lint.source import incremental, parser_limits
+from mpguard.lint.source.incremental import Tree
+from mpguard.lint.source.libcst_internals import parsed
+from mpguard.lint.source.suites import logical_lines
+from mpguard.lint.source.text import STRING, Text, Unparsable
+
+_SPLIT = re.compile(rf"(?:{STRING}|#[^\n]*|\\\n)|([()\[\]{{}}])|(\n)(?=[^\s#])", re.DOTALL)
+_METHOD = re.compile(r"(?:async[ \t]+)?def[ \t]+(\w+)")
+_CONTINUES = re.compile(r"(?:else|elif|except|finally)\b|[)\]}]")
+_DEFINES = re.compile(r"(?:@|(?:async[ \t]+)?def\b|class\b)")
+_NAMED = re.compile(r"^(?:async[ \t]+)?(def|class)[ \t]+(\w+)", re.MULTILINE)
+
+
+class MethodText(NamedTuple):
+    """A method of a class that is a chunk; its body is the lines below `def`, offsets are the chunk's."""
+
+    name: str
+    start: int
+    body: int
+    end: int
+    indent: str
+
+
+class Chunk:
+    """One top-level statement, or the whole file; offsets are those of the normalised text.
+
+    `text` as it stands; `code`, which is parsed, is as long, but the bodies of methods in `skipped` are `...`.
+    """
+
+    def __init__(self, source: Source, start: int, end: int) -> None:
+        self.source, self.start, self.end = source, start, end
+        self.skipped: tuple[MethodText, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.source.normal[self.start : self.end]
+
+    @property
+    def code(self) -> str:
+        text, parts, last = self.text, [], 0
+        for method in self.skipped:
+            body = text[method.body : method.end]
+            filled = f"{method.indent}..."
+            ending = "\n" if body.endswith("\n") else ""
+            parts += [text[last : method.body], filled.ljust(len(body) - len(ending)), ending]
+            last = method.end
+        return "".join((*parts, text[last:]))
+
+    @cached_property
+    def methods(self) -> tuple[MethodText, ...]:
+        """The methods of a class in their order, those on one line left out; empty for what is no class."""
+        text = self.text
+        if self.defines is None or not re.search(r"^class\b", text, re.MULTILINE):
+            return ()
+        lines = logical_lines(text)
+        members = next((line.indent for line in lines if line.indent), "")
+        found: list[MethodText] = []
+        for index, (start, _, indent) in enumerate(lines):
+            header = _METHOD.match(text, start + len(indent)) if indent and indent == members else None
+            below = lines[index + 1 :]
+            if header is None or not below or len(below[0].indent) <= len(indent):
+                continue
+            end = next((line.start for line in below if len(line.indent) <= len(indent)), len(text))
+            found.append(MethodText(header.group(1), start, below[0].start, end, below[0].indent))
+        return tuple(method for method in found if method.end - method.body > len(method.indent) + len("...\n"))
+
+    @cached_property
+    def defines(self) -> str | None:
+        """The name of the function or class that it is."""
+        if not _DEFINES.match(self.text):
+            return None
+        found = _NAMED.search(self.text)
+        return found.group(2) if found else None
+
+    @cached_property
+    def _tree(self) -> Tree:
+        try:
+            return self.source.tree_of(self.code)
+        except cst.ParserSyntaxError as error:
+            line = self.source.position(self.source.offset(self.start))[0] + error.editor_line - 1
+            message = "parse limit: Python accepts this, the linter's parser (libcst) does not"
+            raise Unparsable(message, line, error.editor_column, self.source.path) from None
+
+    @property
+    def module(self) -> cst.Module:
+        """Its tree; raises `Unparsable`."""
+        return self._tree.module
+
+    def span(self, node: cst.CSTNode) -> tuple[int, int]:
+        """Where a node of this chunk stands in `Source.text`, without parentheses around it."""
+        first, last, _, _ = self._tree.spans(node)
+        return self.source.offset(self.start + first), self.source.offset(self.start + last)
+
+    def outer_span(self, node: cst.CSTNode) -> tuple[int, int]:
+        """The same with its parentheses; for a statement, with the comments above and the line's end."""
+        _, _, first, last = self._tree.spans(node)
+        return self.source.offset(self.start + first), self.source.offset(self.start + last)
+
+
+class Source(Text):
+    """A file's text and its statements. tree_of: parses one."""
+
+    def __init__(self, data: bytes, path: str) -> None:
+        super().__init__(data, path)
+        self.tree_of: Callable[[str], Tree] = incremental.parse
+
+    @classmethod
+    def parse(cls, data: bytes, path: str, check_syntax: bool = True) -> Source:
+        """The source of a file that is Python; raises `Unparsable` with the place.
+
+        check_syntax: False leaves syntax errors to `check_syntax`, or to when a statement is parsed.
+        """
+        source = cls(data, path)
+        parser_limits.check(source)
+        if check_syntax:
+            source.check_syntax()
+        return source
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The top-level statements in order; each decorated definition is one, with its comments above."""
+        text, depth, starts = self.normal, 0, [0]
+        for match in _SPLIT.finditer(text):
+            if match.lastindex == 1:
+                depth += 1 if match.group(1) in "([{" else -1
+            elif match.lastindex == 2 and depth == 0:
+                place = match.end()
+                if not _CONTINUES.match(text, place):
+                    starts.append(place)
+        if depth:
+            return (Chunk(self, 0, len(text)),)
+        joined: list[int] = []
+        for start in starts:
+            if not (joined and text[joined[-1]] == "@"):
+                joined.append(start)
+            elif _DEFINES.match(text, start) and text[start] != "@":
+                joined.append(-joined.pop() - 1)  # marked: its definition was met
+        bounds = [start if start >= 0 else -start - 1 for start in joined]
+        return tuple(Chunk(self, *pair) for pair in zip(bounds, [*bounds[1:], len(text)], strict=True))
+
+    @cached_property
+    def whole(self) -> Chunk:
+        """The file as one chunk."""
+        return Chunk(self, 0, len(self.normal))
+
+    def check_syntax(self) -> None:
+        """Raises `Unparsable` where Python refuses the file, and the parser does too."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ast.parse(self.text)
+        except SyntaxError as error:
+            try:
+                parsed(self.normal)  # syntax newer than the Python that runs us
+            except (cst.ParserSyntaxError, cst.CSTValidationError):
+                line = error.lineno or 1
+                raise Unparsable(f"syntax error: {error.msg}", line, max(error.offset or 1, 1)) from None
+        except (RecursionError, MemoryError, ValueError) as error:
+            raise Unparsable(f"parse limit: {error or type(error).__name__}") from None

@@ -1,0 +1,224 @@
+"""Which Linear layers a policy has in FP8, and why the others stay: one decision, for converter and proof alike."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING
+
+from mpguard.core.errors import PolicyError
+from mpguard.policy.hardware import NEEDS
+from mpguard.policy.policy import DEFAULT_FP8_EXCLUDE, Policy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Named = Sequence[tuple[str, "nn.Module"]]
+
+#: What wrappers (FSDP1, torch.compile, activation checkpointing) call what they wrap.
+_WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+
+#: Classes whose Linear layers choose experts: their few logits decide where every token goes.
+ROUTERS = re.compile(r"(Router|Gate|Gating)$")
+
+EXCLUDED, HEAD, ROUTER, END = "fp8_exclude", "output head", "MoE router", "first_last_layers_bf16"
+
+
+def multiple(policy: Policy) -> int:
+    """What sizes and rows of FP8 products are multiples of under a policy's recipe."""
+    return NEEDS[policy.low_bit_recipe or "tensorwise"].multiple
+
+
+def reasons(modules: Named, policy: Policy) -> dict[int, str]:
+    """Why each Linear layer is not to be FP8, by the id of the module; "" where nothing speaks against it.
+
+    modules: all named ones, a shared one under each of its names.
+    """
+    from torch import nn
+
+    names: dict[int, list[str]] = {}
+    for name, module in modules:
+        names.setdefault(id(module), []).append(name)
+    by_name = dict(modules)
+    heads = set() if policy.fp8_head else _heads(modules)
+    ends = in_end_blocks(modules, policy)
+    found: dict[int, str] = {}
+    for _, module in modules:
+        if not isinstance(module, nn.Linear) or id(module) in found:
+            continue
+        spelled = names[id(module)]
+        if any(matches(name, policy.kept_out_of_fp8) for name in spelled):
+            found[id(module)] = EXCLUDED
+        elif id(module) in heads:
+            found[id(module)] = HEAD
+        elif any(_in_router(name, by_name) for name in spelled):
+            found[id(module)] = ROUTER
+        elif id(module) in ends:
+            found[id(module)] = END
+        else:
+            found[id(module)] = _adapter(spelled) or _unfit(module, multiple(policy))
+    if policy.fp8_param:
+        _keep_shared_exact(modules, found)
+    return found
+
+
+def _keep_shared_exact(modules: Named, found: dict[int, str]) -> None:
+    """A weight is kept in FP8 for all modules that have it: where one of them is not FP8, none of them is."""
+    holders: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, module in modules:
+        holders.setdefault(id(module._parameters.get("weight")), []).append((name, module))
+    for _, module in modules:
+        if found.get(id(module)) == "":
+            others = holders[id(module.weight)]
+            plain = next(
+                (name for name, other in others if found.get(id(other), "other") and not _is_ours(other)), None
+            )
+            if plain is not None:
+                found[id(module)] = f"shares its weight with {plain}, which is not FP8"
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return hasattr(module, "_mpguard_fp8")
+
+
+def others(modules: Named) -> tuple[tuple[str, float], ...]:
+    """Classes of modules with matrices of their own that are no Linear layer, such as a mixture's experts; the shares.
+
+    Embeddings multiply nothing; what holds less than a hundredth is left out.
+    """
+    from torch import nn
+
+    sizes: dict[str, int] = {}
+    for module in {id(module): module for _, module in modules}.values():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        kind = "" if isinstance(module, nn.Linear) or is_of(module, "transformer_engine") else type(module).__name__
+        own = [each for each in module._parameters.values() if each is not None and not nn.parameter.is_lazy(each)]
+        shapes = [getattr(each, "ds_shape", each.shape) for each in own]
+        sizes[kind] = sizes.get(kind, 0) + sum(math.prod(shape) for shape in shapes if len(shape) > 1)
+    whole = max(1, sum(sizes.values()))
+    return tuple((kind, size / whole) for kind, size in sizes.items() if kind and size * 100 >= whole)
+
+
+def plain_name(name: str) -> str:
+    """A qualified name without what wrappers put in it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS).removeprefix("module.")
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def check_patterns(modules: Named, policy: Policy) -> None:
+    """Raises `PolicyError` for a pattern of the user's that keeps no Linear layer out."""
+    from torch import nn
+
+    linear = [name for name, module in modules if isinstance(module, nn.Linear)]
+    for pattern in policy.fp8_exclude:
+        if pattern in DEFAULT_FP8_EXCLUDE or any(fnmatch(name, pattern) for name in linear):
+            continue  # the default patterns may match nothing: not every model has a router
+        others = [(name, type(module).__name__) for name, module in modules if fnmatch(name, pattern)]
+        if others:
+            name, kind = others[0]
+            hint = f"it matches {name}, a {kind}; write `{pattern}.*` for the layers in it"
+        else:
+            hint = f"the first layers are {', '.join(linear[:3])}" if linear else "the model has none"
+        raise PolicyError(f"fp8_exclude: `{pattern}` matches no Linear layer; {hint}")
+
+
+def in_end_blocks(modules: Named, policy: Policy) -> set[int]:
+    """The modules (by id) of the blocks at both ends of each outermost stack that stay in the compute dtype."""
+    if not policy.first_last_layers_bf16:
+        return set()
+    start, end = policy.num_layers_at_start_in_bf16, policy.num_layers_at_end_in_bf16
+    ends = (block for blocks in stacks(modules) for block in blocks[:start] + blocks[max(0, len(blocks) - end) :])
+    return {id(inner) for block in ends for inner in block.modules()}
+
+
+def stacks(modules: Named) -> list[list[nn.Module]]:
+    """The outermost stacks of blocks: a ModuleList, or a Sequential of one class, of modules with layers inside."""
+    from torch import nn
+
+    found: list[list[nn.Module]] = []
+    inside: set[int] = set()
+    for _, module in modules:
+        if id(module) in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        blocks = list(module.children())
+        alike = isinstance(module, nn.ModuleList) or len({type(block) for block in blocks}) == 1
+        if len(blocks) > 1 and alike and all(map(_has_layers, blocks)):
+            found.append(blocks)
+            inside.update(id(each) for each in module.modules())
+    return found
+
+
+def _has_layers(block: nn.Module) -> bool:
+    from torch import nn
+
+    return any(isinstance(each, nn.Linear) or is_of(each, "transformer_engine") for each in block.modules()) and any(
+        True for _ in block.children()
+    )
+
+
+def is_of(module: nn.Module, library: str) -> bool:
+    """Whether a module is of a library's class, or of one that mpguard derives from it."""
+    return any(kind.__module__.startswith(library) for kind in type(module).__mro__)
+
+
+def _heads(modules: Named) -> set[int]:
+    """Output heads: what a Hugging Face model says is one, and layers that share an embedding's weight."""
+    from torch import nn
+
+    embeddings = {id(module.weight) for _, module in modules if isinstance(module, nn.Embedding)}
+    heads = {
+        id(module)
+        for _, module in modules
+        if isinstance(module, nn.Linear) and id(module._parameters.get("weight")) in embeddings
+    }
+    for _, module in modules:
+        said = getattr(type(module), "get_output_embeddings", None)
+        with contextlib.suppress(NotImplementedError, AttributeError, TypeError):
+            heads.add(id(said(module)) if said is not None else 0)
+    return heads
+
+
+def _in_router(name: str, by_name: dict[str, nn.Module]) -> bool:
+    parent = by_name.get(name.rpartition(".")[0])
+    return parent is not None and bool(name) and bool(ROUTERS.search(type(parent).__name__))
+
+
+def _adapter(names: list[str]) -> str:
+    return "LoRA adapter" if any(part.startswith("lora_") for name in names for part in name.split(".")) else ""
+
+
+def _unfit(module: nn.Linear, multiple: int) -> str:
+    """Why a layer cannot be FP8."""
+    import torch
+
+    kind = type(module)
+    if kind is not torch.nn.Linear and not hasattr(module, "_mpguard_fp8"):
+        if kind.__module__.startswith(("torchao.float8", "transformer_engine")):
+            return f"is FP8 already, a {kind.__name__} of {kind.__module__.partition('.')[0]}"
+        if hasattr(module, "_get_fsdp_state"):
+            return "is sharded by itself already; convert before fully_shard"
+        if issubclass(kind, torch.nn.modules.lazy.LazyModuleMixin):
+            return "has no sizes yet; run the model once before"
+        return f"is a {kind.__name__}, whose own behaviour would be lost"
+    if "forward" in vars(module):
+        return "has a forward of its own, put in by hand"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "has no weight of its own (it is computed, or flattened by FSDP with use_orig_params=False)"
+    if weight.is_complex():
+        return "has a complex weight"
+    if not weight.is_floating_point() or weight.dtype.itemsize < 2:
+        return f"is quantized, its weight is {str(weight.dtype).removeprefix('torch.')}"
+    if type(weight) is not torch.nn.Parameter and type(weight).__name__ != "DTensor":
+        return f"is quantized, its weight is a {type(weight).__name__}"
+    sizes = [size for size in (module.out_features, module.in_features) if size % multiple]
+    if sizes:
+        return f"{' and '.join(map(str, sizes))} {'is' if len(sizes) == 1 else 'are'} no multiple of {multiple}"
+    return ""

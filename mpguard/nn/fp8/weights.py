@@ -1,0 +1,263 @@
+"""Weights that are kept in FP8, and what they are exactly.
+
+The products read an FP8 weight as it is; training needs what it was rounded from. Until an optimizer takes its first
+step that is a copy in CPU memory, as Transformer Engine preserves it. At that step the optimizer's FP32 master weight
+is made equal to it, bit for bit, and the copy is freed: masters made from the FP8 values, as an optimizer makes them
+by itself, have lost what rounding took. A `state_dict` and `revert` give the exact values; DDP hands them round.
+
+Knows no library: an FP8 weight is a tensor with `quantize_`, an optimizer with masters has `set_scaled_state`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mpguard.core.errors import MpguardWarning, NotInForce
+from mpguard.nn.fp8 import amax_history
+from mpguard.nn.fp8.padding import PaddingState
+from mpguard.targets.capabilities import FUSED_ADAM
+
+#: An attribute of FP8 weights: it stays with them when they are tied, copied, or moved.
+EXACT = "_mpguard_exact"
+
+#: The state of an optimizer that holds master weights.
+MASTER = "master_param"
+
+
+@dataclasses.dataclass(eq=False)
+class MasterCopy:
+    """What an FP8 weight is exactly.
+
+    value: a copy in CPU memory; from an optimizer's first step on its master weight (`mastered`).
+    stale: whether the optimizer updates the FP8 values and not their transposed copy, which backward passes read (S31).
+    inner: attributes that are the FP8 weight's, and none that somebody gave the parameter.
+    """
+
+    value: torch.Tensor
+    stale: bool = False
+    mastered: bool = False
+    inner: frozenset[str] = frozenset()
+
+    def put(self, weight: torch.Tensor, value: torch.Tensor) -> None:
+        """Takes values from outside (a checkpoint, another rank): exactly, and rounded into the FP8 weight."""
+        with torch.no_grad():
+            if not torch.equal(self.value.to(value.device, value.dtype), value):  # not the same in fewer digits
+                self.value.copy_(value)
+            requantize(weight)
+
+
+def exact_of(weight: Any) -> MasterCopy | None:
+    """What is held of a weight in FP8; None for other tensors."""
+    return getattr(weight, "__dict__", {}).get(EXACT)
+
+
+def is_kept_in_fp8(tensor: Any) -> bool:
+    return hasattr(type(tensor), "quantize_")
+
+
+def master_of(weight: Any) -> Any:
+    """What an optimizer updates: the master of an FP8 weight, any other parameter itself."""
+    exact = exact_of(weight)
+    return exact.value if exact is not None and exact.mastered else weight
+
+
+def requantize(weight: Any) -> None:
+    """Rounds the exact values into an FP8 weight: after they have changed, or its scale has."""
+    exact = exact_of(weight)
+    if exact is not None:
+        weight.quantize_(exact.value.to(weight.device, torch.float32))
+
+
+def check(name: str, layer: nn.Linear) -> None:
+    """Raises `NotInForce` for a layer whose weight cannot be kept in FP8."""
+    weight, where = layer.weight, f"convert: {name or 'the model'}: its weight "
+    if type(weight).__name__ == "DTensor" or weight.numel() != layer.in_features * layer.out_features:
+        raise NotInForce(f"{where}is sharded, by FSDP or DeepSpeed, which cannot keep it in FP8. Set fp8_param=False")
+    if weight.is_meta:
+        raise NotInForce(f"{where}is on the meta device, there is nothing to keep in FP8 yet. Load the model before")
+
+
+def to_fp8_weights(layer: nn.Linear, made: Any) -> None:
+    """Turns the weight of a layer into an FP8 one. Raises `RuntimeError` where autograd, or DDP, holds on to it."""
+    exact = exact_of(made)
+    if exact is None or exact_of(layer.weight) is not None:
+        return  # high precision, or tied to a weight that has been turned
+    exact.inner = frozenset(vars(made))
+    _swap(layer.weight, made, frozenset())
+    _listen()
+    patch_ddp()
+
+
+def to_plain_weights(layer: nn.Linear) -> None:
+    """Takes it back: a parameter with the exact values."""
+    weight, exact = layer.weight, exact_of(layer.weight)
+    if exact is not None:
+        _swap(weight, nn.Parameter(exact.value.to(weight.device, weight.dtype, copy=True)), exact.inner)
+
+
+def _swap(weight: Any, made: Any, inner: frozenset[str]) -> None:
+    """Makes an object the other tensor, whatever refers to it; gradient, hooks and attributes but `inner` ones stay."""
+    own = {name: value for name, value in vars(weight).items() if name not in inner}
+    hooks = {name: getattr(weight, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+    gradient = weight.grad
+    made.requires_grad_(weight.requires_grad)
+    torch.utils.swap_tensors(weight, made)  # type: ignore[no-untyped-call]
+    weight.grad = gradient
+    for name, value in {**own, **{name: found for name, found in hooks.items() if found is not None}}.items():
+        setattr(weight, name, value)
+
+
+class Fp8WeightMixin(nn.Module):
+    """Goes before the FP8 layer of a library whose weight may be kept in FP8: checkpoints have the exact one."""
+
+    weight: torch.Tensor
+    _mpguard_fp8: PaddingState
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if keep_vars or not is_kept_in_fp8(self.weight):
+            return
+        exact = exact_of(self.weight)
+        if exact is None:
+            name = self._mpguard_fp8.name
+            text = f"{name}: what is saved is rounded to FP8; exact values do not come through pickle. Save state_dicts"
+            warnings.warn(MpguardWarning(text), stacklevel=2)
+        value: Any = self.weight if exact is None else exact.value
+        destination[f"{prefix}weight"] = (value.dequantize() if exact is None else value).detach().to(self.weight.dtype)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *more: Any) -> None:
+        exact, value = exact_of(self.weight), state_dict.get(f"{prefix}weight")
+        if exact is not None:  # a tensor that is assigned would take the place of the FP8 weight
+            local_metadata = {**local_metadata, "assign_to_params_buffers": False}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *more)
+        if exact is not None and value is not None and value.shape == self.weight.shape:
+            exact.put(self.weight, value)
+
+    def check_kept(self) -> None:
+        """Raises `NotInForce` where something that trains it has put another weight in its place."""
+        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and self._mpguard_fp8.policy.fp8_param):
+            return
+        if exact_of(self.weight) is None:
+            raise NotInForce(
+                f"{self._mpguard_fp8.name or 'the model'}: its weight was kept in FP8 and is another one now: FSDP, "
+                "DeepSpeed or pickle have replaced it, and its exact values are lost. Keep parameters in FP8 in one "
+                "process or under DDP only, elsewhere fp8_param=False; and save a state_dict, not the model"
+            )
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def without_masters(optimizer: Any) -> str | None:
+    """Why an optimizer cannot train FP8 weights; None where it can, or that is not known yet: it is being made."""
+    kind = type(optimizer)
+    if not hasattr(kind, "set_scaled_state"):
+        return f"{kind.__name__} holds no FP32 master weights: steps smaller than FP8's would be lost. Use {FUSED_ADAM}"
+    if not hasattr(optimizer, "master_weights"):
+        return None
+    if not optimizer.master_weights or optimizer.master_weight_dtype is not torch.float32:
+        return f"{kind.__name__} was made without FP32 master weights. Use {FUSED_ADAM}"
+    if optimizer.store_param_remainders:
+        return f"{kind.__name__} keeps only what BF16 weights lack of its masters. Set store_param_remainders=False"
+    return None
+
+
+@functools.cache
+def _listen() -> None:
+    """Two hooks for good. That of `history`, which asks whether an optimizer is new, comes before."""
+    amax_history.listen()
+    register_optimizer_step_pre_hook(_stepping)
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _weights(optimizer: Any) -> Iterator[tuple[Any, MasterCopy]]:
+    for weight in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        exact = exact_of(weight)
+        if exact is not None:
+            yield weight, exact
+
+
+def _stepping(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    """Before each step: the masters are the model's exact values, whatever the optimizer has had or been given."""
+    kept = list(_weights(optimizer))
+    if kept and (reason := without_masters(optimizer)) is not None:
+        raise NotInForce(f"fp8_param: {reason}")
+    for weight, exact in kept:
+        if optimizer.state[weight].get(MASTER) is not exact.value:
+            _set_master(optimizer, weight, exact.value.to(weight.device))
+            exact.value, exact.mastered = optimizer.state[weight][MASTER], True
+
+
+def _set_master(optimizer: Any, weight: Any, value: torch.Tensor) -> None:
+    """Has an optimizer hold a weight's exact value. A master that says the same in more digits stays."""
+    state = optimizer.state[weight]
+    if MASTER in state and torch.equal(state[MASTER].to(value.dtype), value):
+        return
+    if not state:
+        optimizer.initialize_state(weight, False)
+    optimizer.set_scaled_state(weight, MASTER, value.float())
+    if not torch.equal(state[MASTER], value.float()):
+        raise NotInForce(f"fp8_param: a master of {type(optimizer).__name__} is not what it was given")
+
+
+def _stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    for weight, exact in _weights(optimizer):
+        if exact.stale:
+            weight._reset_caches()
+
+
+# -- DDP ---------------------------------------------------------------------------------------------------------------
+
+
+def broadcast_masters(original: Callable[..., None]) -> Callable[..., None]:
+    """`DistributedDataParallel.__init__`, whose ranks begin with the exact values of the first.
+
+    By itself it copies FP8 weights, block-wise ones not at all, and each rank's masters would be those that it had.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        given = bound.arguments
+        module = given.get("module")
+        if isinstance(module, nn.Module) and given.get("init_sync", True) and any(map(exact_of, module.parameters())):
+            mesh = given.get("device_mesh")
+            share(module, mesh.get_group(mesh_dim=0) if mesh is not None else given.get("process_group"))
+            given["init_sync"] = False
+        original(*bound.args, **bound.kwargs)
+
+    return __init__
+
+
+def share(module: nn.Module, group: Any = None) -> None:
+    """Gives the weights and buffers of the first rank of a group to all others, FP8 weights exactly."""
+    first = dist.get_global_rank(group, 0) if group is not None else 0
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    with torch.no_grad():
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+            if name in ignored:
+                continue
+            exact = exact_of(tensor)
+            value = tensor.detach() if exact is None else exact.value.to(tensor.device, copy=True)
+            dist.broadcast(value, first, group=group)
+            if exact is not None:
+                exact.put(tensor, value)
+
+
+@functools.cache
+def patch_ddp() -> None:
+    """Has DDP begin with exact values, from here on."""
+    kind: Any = nn.parallel.DistributedDataParallel
+    kind.__init__ = broadcast_masters(kind.__init__)

@@ -1,0 +1,73 @@
+"""The number formats. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from mpguard.core.errors import PolicyError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import dtype as TorchDtype
+
+
+class Dtype(Enum):
+    """A number format. The only dtype table of mpguard.
+
+    torch_name: the attribute of `torch`, such as `bfloat16`.
+    short: the name in tables and configs, such as `bf16`.
+    bits: width of one element.
+    aliases: other spellings. `Dtype.parse` reads all of them, with or without `torch.`.
+    """
+
+    FP64 = ("float64", "fp64", 64, ("double",))
+    FP32 = ("float32", "fp32", 32, ("float", "no", "32"))
+    FP16 = ("float16", "fp16", 16, ("half", "16"))
+    BF16 = ("bfloat16", "bf16", 16, ("bfloat_16",))
+    FP8_E4M3 = ("float8_e4m3fn", "e4m3", 8, ("float8_e4m3", "float8_e4m3fnuz"))
+    FP8_E5M2 = ("float8_e5m2", "e5m2", 8, ("float8_e5m2fnuz",))
+    FP4_E2M1 = ("float4_e2m1fn_x2", "e2m1", 4, ("float4_e2m1",))
+
+    def __init__(self, torch_name: str, short: str, bits: int, aliases: tuple[str, ...]) -> None:
+        self.torch_name = torch_name
+        self.short = short
+        self.bits = bits
+        self.aliases = aliases
+
+    @property
+    def torch(self) -> TorchDtype:
+        """The real dtype; imports torch."""
+        import torch
+
+        dtype: TorchDtype = getattr(torch, self.torch_name)
+        return dtype
+
+    @classmethod
+    def parse(cls, text: str) -> Dtype:
+        """The dtype of any spelling: `bf16`, `bfloat16`, `torch.bfloat16`, `half`.
+
+        Raises `PolicyError` for an unknown one, with the near ones.
+        """
+        found = cls.spelled(text)
+        if found is None:
+            raise PolicyError(f"`{text}` is no dtype{did_you_mean(text, _SPELLINGS)}")
+        return found
+
+    @classmethod
+    def spelled(cls, text: str) -> Dtype | None:
+        """Like `parse`, but None for what is no floating-point dtype."""
+        return _SPELLINGS.get(text.removeprefix("torch.").lower())
+
+    @classmethod
+    def of(cls, dtype: TorchDtype) -> Dtype | None:
+        """The member of a real torch dtype; None for integers and formats not listed."""
+        return cls.spelled(str(dtype))
+
+    def __str__(self) -> str:
+        return self.short
+
+    def __repr__(self) -> str:
+        return f"Dtype.{self.name}"
+
+
+_SPELLINGS = {spelling: dtype for dtype in Dtype for spelling in (dtype.torch_name, dtype.short, *dtype.aliases)}

@@ -1,0 +1,282 @@
+"""What a GPU generation, CUDA and the installed libraries can do. Never guesses.
+
+The GPU is asked through NVML and the libraries through their metadata; torch is not imported.
+What could not be found out is None, and a question that depends on it is answered with that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpguard.core.errors import PolicyError, did_you_mean
+from mpguard.policy.policy import BACKENDS, Policy
+
+Version = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """A GPU generation: its name and the compute capabilities from `low` to below `high`."""
+
+    name: str
+    low: Version
+    high: Version
+
+
+GENERATIONS = (
+    Generation("Pascal", (6, 0), (7, 0)),
+    Generation("Volta", (7, 0), (7, 5)),
+    Generation("Turing", (7, 5), (8, 0)),
+    Generation("Ampere", (8, 0), (8, 9)),
+    Generation("Ada", (8, 9), (9, 0)),
+    Generation("Hopper", (9, 0), (10, 0)),
+    Generation("Blackwell", (10, 0), (12, 0)),
+    Generation("consumer Blackwell", (12, 0), (13, 0)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What a kind of arithmetic needs. Capabilities from `low` to below `high`; CUDA as torch was built.
+
+    multiple: what the sizes of a matrix product must be multiples of (its rows too, where it is trained).
+    """
+
+    what: str
+    low: Version
+    high: Version | None = None
+    cuda: Version | None = None
+    source: str = ""
+    multiple: int = 1
+
+
+#: The one table. Sources: Transformer Engine 2.20 `pytorch/quantization.py`, `is_*_available`;
+#: torchao 0.18 (torch._scaled_mm); CUDA C++ Programming Guide, table of arithmetic by capability.
+NEEDS: Mapping[str, Needs] = {
+    "fp16": Needs("FP16 tensor cores", (7, 0), source="CUDA programming guide"),
+    "bf16": Needs("BF16 tensor cores", (8, 0), source="CUDA programming guide"),
+    "tf32": Needs("TF32 tensor cores", (8, 0), source="CUDA programming guide"),
+    "delayed": Needs("FP8", (8, 9), cuda=(12, 1), source="TE is_fp8_available", multiple=16),
+    "tensorwise": Needs("FP8", (8, 9), cuda=(12, 1), source="TE is_fp8_available, torch._scaled_mm", multiple=16),
+    "rowwise": Needs("FP8 with a scale per row", (8, 9), cuda=(12, 1), source="torch._scaled_mm", multiple=16),
+    "rowwise_with_gw_hp": Needs(
+        "FP8 with a scale per row", (8, 9), cuda=(12, 1), source="torch._scaled_mm", multiple=16
+    ),
+    "blockwise": Needs(
+        "FP8 block scaling", (9, 0), cuda=(12, 9), source="TE is_fp8_block_scaling_available", multiple=16
+    ),
+    "mxfp8": Needs("MXFP8", (10, 0), (12, 0), source="TE is_mxfp8_available", multiple=32),
+    "nvfp4": Needs("NVFP4", (10, 0), source="TE is_nvfp4_available", multiple=16),
+}
+
+#: Names people give a GPU by (`--gpu h100`), and its compute capability (developer.nvidia.com/cuda-gpus).
+GPUS: Mapping[str, Version] = {
+    "p100": (6, 0), "v100": (7, 0), "t4": (7, 5), "rtx2080": (7, 5), "a100": (8, 0), "a10": (8, 6), "a40": (8, 6),
+    "a6000": (8, 6), "rtx3090": (8, 6), "l4": (8, 9), "l40": (8, 9), "l40s": (8, 9), "rtx4090": (8, 9), "h100": (9, 0),
+    "h200": (9, 0), "h800": (9, 0), "h20": (9, 0), "gh200": (9, 0), "b100": (10, 0), "b200": (10, 0), "gb200": (10, 0),
+    "b300": (10, 3), "gb300": (10, 3), "rtx5090": (12, 0),
+}  # fmt: skip
+
+_LIBRARIES = {
+    "te": "transformer_engine",
+    "torchao": "torchao",
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+    "torch": "torch",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """One machine. `capability` None: no GPU, or (with `gpu` set) one that could not be asked.
+
+    gpus: how many; cuda: the CUDA version that torch was built with; libraries: backend -> version.
+    """
+
+    gpu: str | None = None
+    capability: Version | None = None
+    gpus: int = 0
+    cuda: Version | None = None
+    libraries: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def generation(self) -> str:
+        if self.capability is None:
+            return "no GPU" if self.gpu is None else "unknown GPU"
+        for generation in GENERATIONS:
+            if generation.low <= self.capability < generation.high:
+                return generation.name
+        return f"compute capability {_dotted(self.capability)}"
+
+    def __str__(self) -> str:
+        if self.gpu is None:
+            return "no GPU"
+        return f"{self.gpus} x {self.gpu}" if self.gpus > 1 else self.gpu
+
+    def lacks(self, kind: str) -> str | None:
+        """Why a row of `NEEDS` does not work here, or None where it does."""
+        needs = NEEDS[kind]
+        here = "this machine has no GPU" if self.gpu is None else f"{self.gpu} has {_dotted(self.capability)}"
+        if self.capability is None:
+            unasked = here if self.gpu is None else f"{self.gpu} could not be asked for its own"
+            return f"needs compute capability {_dotted(needs.low)} ({unasked})"
+        if self.capability < needs.low:
+            return f"needs compute capability {_dotted(needs.low)} or higher for {needs.what} ({here})"
+        if needs.high is not None and self.capability >= needs.high:
+            return f"{needs.what} is not there from compute capability {_dotted(needs.high)} on ({here})"
+        if needs.cuda is not None:
+            if self.cuda is None:
+                return f"needs CUDA {_dotted(needs.cuda)} for {needs.what} (the CUDA version of torch is unknown here)"
+            if self.cuda < needs.cuda:
+                return (
+                    f"needs CUDA {_dotted(needs.cuda)} for {needs.what} (torch here is built with {_dotted(self.cuda)})"
+                )
+        return None
+
+    def refuses(self, policy: Policy) -> str | None:
+        """Why a policy cannot run here, or None where it can.
+
+        Without a GPU, BF16 and FP32 run in software, FP16 autocast too, and TF32 is FP32.
+        """
+        recipe = policy.low_bit_recipe
+        if recipe is None:
+            kind = "bf16" if policy.bf16 else "tf32" if policy.tf32 else None
+            return self.lacks(kind) if kind is not None and self.gpu is not None else None
+        if not policy.fp8_emulate and (lacking := self.lacks(recipe)):
+            return lacking
+        if not any(backend in self.libraries for backend in policy.backends):
+            return f"needs {' or '.join(_NAMES[b] for b in policy.backends)}, which is not installed here"
+        return None
+
+
+_NAMES = {"te": "Transformer Engine", "torchao": "torchao"}
+
+
+def named(name: str) -> Hardware:
+    """The hardware that `--gpu NAME` means: a name (`h100`) or a capability (`sm_90`, `9.0`).
+
+    CUDA and libraries are taken to be there; raises `PolicyError` for an unknown name.
+    """
+    text = re.sub(r"^nvidia|[\s_-]", "", name.lower())
+    match = re.fullmatch(r"(?:sm)?(\d{1,2})\.?(\d)a?", text)
+    capability = (int(match[1]), int(match[2])) if match else GPUS.get(text)
+    if capability is None or capability < GENERATIONS[0].low:
+        raise PolicyError(f"there is no GPU `{name}`{did_you_mean(name, GPUS)} (or a capability such as sm_90)")
+    return Hardware(name, capability, 1, (99,), dict.fromkeys(_NAMES, "any"))
+
+
+@functools.cache
+def detect() -> Hardware:
+    """This machine. Asks NVML; where that fails though there is a driver, the capability is None."""
+    libraries = {name: version for name, module in _LIBRARIES.items() if (version := _version(module))}
+    gpu, capability, count = _gpu()
+    return Hardware(gpu, capability, count, _torch_cuda(), libraries)
+
+
+def best(hardware: Hardware | None = None) -> tuple[str, str]:
+    """The recipe that `auto` stands for on some hardware (default: this machine's), and why."""
+    here = detect() if hardware is None else hardware
+    if here.gpu is None:
+        return "fp32", "no GPU"
+    if here.capability is None:
+        return "fp32", f"{here.gpu}: its compute capability could not be found out"
+    backends = [b for b in BACKENDS["tensorwise"] if b in here.libraries]
+    if here.capability >= (9, 0):
+        lacking = here.lacks("tensorwise")
+        if not backends:
+            lacking = "neither Transformer Engine nor torchao is installed"
+        if lacking is None:
+            return "bf16_with_fp8_current_scaling_mixed", f"{here.generation}: FP8, with {_NAMES[backends[0]]}"
+        return "bf16_mixed", f"{here.generation} has FP8, but: {lacking}"
+    if here.lacks("bf16") is None:
+        return "bf16_mixed", f"{here.generation}: BF16"
+    if here.lacks("fp16") is None:
+        return "fp16_mixed", f"{here.generation} has no BF16: FP16 with loss scaling"
+    return "fp32", f"{here.generation} has no tensor cores: FP32"
+
+
+def _gpu() -> tuple[str | None, Version | None, int]:
+    """Name and capability of the weakest visible GPU, and how many there are."""
+    import pynvml
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return None, None, 0
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return (None, None, 0) if not Path("/proc/driver/nvidia/version").exists() else ("unknown GPU", None, 1)
+    try:
+        handles = _visible_devices(visible)
+        found = sorted(
+            (tuple(pynvml.nvmlDeviceGetCudaComputeCapability(each)), str(pynvml.nvmlDeviceGetName(each)))
+            for each in handles
+        )
+    except (pynvml.NVMLError, ValueError) as error:
+        return f"a GPU that NVML cannot describe ({error})", None, 1
+    finally:
+        pynvml.nvmlShutdown()
+    if not found:
+        return None, None, 0
+    capability, name = found[0]
+    return name, capability, len(found)
+
+
+def _visible_devices(visible: str | None) -> list[Any]:
+    """NVML's handles of the GPUs in `CUDA_VISIBLE_DEVICES` (indices or UUIDs); all without it.
+
+    Like CUDA, the list ends at the first entry that names no GPU.
+    """
+    import pynvml
+
+    count = pynvml.nvmlDeviceGetCount()
+    handles: list[Any] = []
+    entries = map(str, range(count)) if visible is None else map(str.strip, visible.split(","))
+    for entry in entries:
+        if entry.startswith(("GPU-", "MIG-")):
+            handles.append(pynvml.nvmlDeviceGetHandleByUUID(entry))
+        elif entry.isdigit() and int(entry) < count:
+            handles.append(pynvml.nvmlDeviceGetHandleByIndex(int(entry)))
+        else:
+            break
+    return handles
+
+
+def _torch_cuda() -> Version | None:
+    """The CUDA version that torch was built with, read from `torch/version.py`; torch is not imported."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    match = re.search(r"^cuda[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.M)
+    return tuple(int(part) for part in match[1].split(".")) if match else None
+
+
+def _version(module: str) -> str | None:
+    """The installed version of a module's distribution; None where the module is not there."""
+    import importlib.metadata  # 20 ms
+    import importlib.util
+
+    if importlib.util.find_spec(module) is None:
+        return None
+    for name in (module, module.replace("_", "-")):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def _dotted(version: Version | None) -> str:
+    return "unknown" if version is None else ".".join(map(str, version))

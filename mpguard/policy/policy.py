@@ -1,0 +1,431 @@
+"""The authority: what precision a run has, as one frozen value.
+
+Field names are those of Megatron Bridge's `MixedPrecisionConfig`
+(`src/megatron/bridge/training/mixed_precision.py`) where it has them, with its defaults.
+`params_dtype` is the dtype of the compute copy (FSDP's `param_dtype`, the engine's dtype);
+the parameters that the optimizer sees have `master_dtype`.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from mpguard.core.errors import PolicyError, did_you_mean
+from mpguard.policy.coerce import coerce
+from mpguard.policy.dtype import Dtype
+
+Fp8Format = Literal["hybrid", "e4m3"]
+Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp"]
+Backend = Literal["auto", "te", "torchao"]
+
+#: Which library can run an FP8 or FP4 recipe, the preferred one first.
+BACKENDS: Mapping[str, tuple[Backend, ...]] = {
+    "delayed": ("te",),
+    "tensorwise": ("te", "torchao"),
+    "blockwise": ("te",),
+    "mxfp8": ("te",),
+    "nvfp4": ("te",),
+    "rowwise": ("torchao",),
+    "rowwise_with_gw_hp": ("torchao",),
+}
+
+#: Modules that stay out of FP8 unless asked for: output heads and MoE routers lose accuracy
+#: (accelerate's Transformer Engine path converts `lm_head`; axolotl patches routers out).
+DEFAULT_FP8_EXCLUDE = ("*lm_head", "*router*", "*.gate")
+
+
+#: One setting under two names, both ways.
+_TWINS = {
+    "fp8_param": "fp8_param_gather",
+    "fp8_param_gather": "fp8_param",
+    "fp4_param": "fp4_param_gather",
+    "fp4_param_gather": "fp4_param",
+}
+
+
+class _NoEffect(PolicyError):
+    """A field says something that nothing in the policy would heed."""
+
+    def __init__(self, field: str, message: str) -> None:
+        self.field = field
+        super().__init__(message)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What precision a run has. Frozen; raises `PolicyError` for what cannot be.
+
+    Dtypes may be given as `Dtype` or by any spelling (`"bf16"`, `"torch.bfloat16"`).
+
+    Compute:
+        bf16, fp16: low-precision compute; neither means FP32.
+        params_dtype: dtype of the compute copy of the parameters. Default: the compute dtype.
+            FP32 beside bf16/fp16 means that autocast lowers each product by itself.
+        pipeline_dtype: dtype between pipeline stages (Megatron). Default: `params_dtype`.
+        autocast_enabled, autocast_dtype: Megatron's own switch; elsewhere the compute dtype decides.
+        master_dtype: dtype of the parameters that the optimizer updates. Default FP32.
+        grad_reduce_in_fp32: gradients are reduced across ranks in FP32, not in `params_dtype`.
+        buffer_dtype, output_dtype: dtype of buffers, of the root module's output. Default: left alone.
+        tf32: TF32 for FP32 products on CUDA: True, False, or None (left alone).
+
+    FP8 and FP4 (all need bf16 or fp16, in which every other product runs):
+        fp8: "hybrid" (E4M3 forward, E5M2 backward) or "e4m3"; None is off.
+        fp8_recipe: how scales are found: "delayed" (history of maxima), "tensorwise" (current
+            maximum), "blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp".
+        backend: "te", "torchao", or "auto", the first that can run the recipe (`BACKENDS`).
+        fp8_margin, fp8_amax_history_len (steps), fp8_amax_compute_algo ("max", "most_recent"),
+            reduce_amax: delayed scaling only.
+        fp8_wgrad: weight gradients in FP8 too (Megatron only: TE >= 2.0 has no such switch).
+        fp8_dot_product_attention, fp8_multi_head_attention: FP8 inside attention (TE).
+        fp8_param, fp8_param_gather: parameters kept, all-gathered in FP8; the two are one setting.
+        fp8_exclude: name patterns (`fnmatch`, on the qualified module name) kept out of FP8.
+        fp8_head: the output head in FP8 too.
+        fp8_fast_accum: fast accumulation in the gradient products as well.
+        fp8_emulate: torchao computes FP8 in software; the only form that runs without an FP8 GPU.
+        first_last_layers_bf16, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: blocks
+            at the ends that stay in the compute dtype.
+        fp4, fp4_recipe, fp4_param, fp4_param_gather: the same for NVFP4.
+        reuse_grad_buf_for_mxfp8_param_ag: Megatron's memory saving for MXFP8 parameters.
+
+    Loss scaling (fp16 only):
+        loss_scale: a fixed scale; None is dynamic.
+        initial_loss_scale: first scale of the dynamic one. Default 2**32 (Megatron Bridge).
+        min_loss_scale: never below. Default 1.
+        loss_scale_window: steps without overflow before the scale doubles. Default 1000.
+        hysteresis: overflows before the scale is halved. Default 2.
+
+    Running:
+        compile: torch.compile: True, False, or "auto" (where it pays).
+        fuse: fused Transformer Engine modules where the model allows it.
+
+    `name` says where the policy comes from and is no part of its equality.
+    """
+
+    name: str = dataclasses.field(default="custom", compare=False)
+
+    bf16: bool = False
+    fp16: bool = False
+    params_dtype: Dtype | None = None
+    pipeline_dtype: Dtype | None = None
+    autocast_enabled: bool = False
+    autocast_dtype: Dtype | None = None
+    master_dtype: Dtype = Dtype.FP32
+    grad_reduce_in_fp32: bool = True
+    buffer_dtype: Dtype | None = None
+    output_dtype: Dtype | None = None
+    tf32: bool | None = None
+
+    fp8: Fp8Format | None = None
+    fp8_recipe: Fp8Recipe = "tensorwise"
+    backend: Backend = "auto"
+    fp8_margin: int = 0
+    fp8_amax_history_len: int = 1
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    reduce_amax: bool = True
+    fp8_wgrad: bool = True
+    fp8_dot_product_attention: bool = False
+    fp8_multi_head_attention: bool = False
+    fp8_param: bool | None = None
+    fp8_param_gather: bool | None = None
+    fp8_exclude: tuple[str, ...] = DEFAULT_FP8_EXCLUDE
+    fp8_head: bool = False
+    fp8_fast_accum: bool = False
+    fp8_emulate: bool = False
+    first_last_layers_bf16: bool = False
+    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_end_in_bf16: int = 0
+    fp4: Literal["e2m1"] | None = None
+    fp4_recipe: Literal["nvfp4"] = "nvfp4"
+    fp4_param: bool | None = None
+    fp4_param_gather: bool | None = None
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+
+    loss_scale: float | None = None
+    initial_loss_scale: float = 2.0**32
+    min_loss_scale: float = 1.0
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+
+    compile: bool | Literal["auto"] = "auto"
+    fuse: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            self._fill(field.name, coerce(field.name, getattr(self, field.name), _TYPES[field.name]))
+        if self.bf16 and self.fp16:
+            raise PolicyError("bf16 and fp16 are both True; a run computes in one of them. Set one to False")
+        self._fill_defaults()
+        self._check_compute()
+        self._check_low_bits()
+        self._check_loss_scale()
+
+    def _fill(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _fill_defaults(self) -> None:
+        """Fields whose default is another field's value; Megatron Bridge does this in `finalize()`."""
+        if self.params_dtype is None:
+            self._fill("params_dtype", self.compute_dtype)
+        for one, other in _TWINS.items():
+            values = {getattr(self, one), getattr(self, other)} - {None}
+            if len(values) > 1:
+                raise PolicyError(f"{one} and {other} are one setting, and differ; give one of them")
+            value = values.pop() if values else False
+            self._fill(one, value)
+            self._fill(other, value)
+
+    def _check_compute(self) -> None:
+        if self.params_dtype not in (self.compute_dtype, Dtype.FP32):
+            hint = "" if self.low_precision else "; FP32 compute has FP32 parameters"
+            if self.params_dtype in (Dtype.FP8_E4M3, Dtype.FP8_E5M2):
+                hint = "; no arithmetic exists for float8 tensors, FP8 comes from `fp8` and `fp8_recipe`"
+            raise PolicyError(
+                f"params_dtype is {self.params_dtype}, the compute dtype is {self.compute_dtype}; "
+                f"params_dtype must be {self.compute_dtype} or fp32{hint}"
+            )
+        if self.master_dtype not in (Dtype.FP32, self.params_dtype):
+            raise PolicyError(
+                f"master_dtype is {self.master_dtype}; the optimizer's parameters are fp32, "
+                f"or {self.params_dtype} (params_dtype) for a run without master weights"
+            )
+        if self.fp16 and self.master_dtype is Dtype.FP16:
+            raise PolicyError(
+                "master_dtype is fp16 under fp16; GradScaler cannot unscale FP16 gradients "
+                '("Attempting to unscale FP16 gradients"). Set master_dtype to fp32'
+            )
+
+    def _check_low_bits(self) -> None:
+        """FP8 and FP4: what goes together, and no setting that would have no effect."""
+        if self.fp8 and self.fp4:
+            raise PolicyError("fp8 and fp4 are both set; a product runs in one of them. Set one to None")
+        low = "fp8" if self.fp8 else "fp4" if self.fp4 else None
+        if low and not self.low_precision:
+            raise PolicyError(
+                f"{low} without bf16 or fp16: the products that stay out of it run in one of them. Set bf16=True"
+            )
+        recipe = self.low_bit_recipe
+        only: list[tuple[str, bool, str]] = [
+            ("fp8_recipe", bool(self.fp8), "fp8"),
+            ("fp8_margin", recipe in ("delayed", "mxfp8"), "fp8 with fp8_recipe delayed or mxfp8"),
+            ("fp8_amax_history_len", recipe == "delayed", "fp8 with fp8_recipe delayed"),
+            ("fp8_amax_compute_algo", recipe == "delayed", "fp8 with fp8_recipe delayed"),
+            ("reduce_amax", recipe == "delayed", "fp8 with fp8_recipe delayed"),
+            ("fp8_wgrad", bool(self.fp8), "fp8"),
+            ("fp8_dot_product_attention", bool(self.fp8), "fp8"),
+            ("fp8_multi_head_attention", bool(self.fp8), "fp8"),
+            ("fp8_param", bool(self.fp8), "fp8"),
+            ("fp8_exclude", low is not None, "fp8 or fp4"),
+            ("fp8_head", low is not None, "fp8 or fp4"),
+            ("fp8_fast_accum", bool(self.fp8), "fp8"),
+            ("fp8_emulate", bool(self.fp8), "fp8"),
+            ("first_last_layers_bf16", low is not None, "fp8 or fp4"),
+            ("num_layers_at_start_in_bf16", self.first_last_layers_bf16, "first_last_layers_bf16=True"),
+            ("num_layers_at_end_in_bf16", self.first_last_layers_bf16, "first_last_layers_bf16=True"),
+            ("fp4_param", bool(self.fp4), "fp4"),
+            ("reuse_grad_buf_for_mxfp8_param_ag", recipe == "mxfp8", "fp8 with fp8_recipe mxfp8"),
+            ("backend", low is not None, "fp8 or fp4"),
+            ("fuse", low is not None, "fp8 or fp4"),
+        ]
+        for name, has_effect, needs in only:
+            if not has_effect and self.explicit(name):
+                raise _NoEffect(
+                    name,
+                    f"{name}={self.format_field(name)} has no effect here; it needs {needs}. Remove it, or set that",
+                )
+        if self.first_last_layers_bf16 and not (self.num_layers_at_start_in_bf16 or self.num_layers_at_end_in_bf16):
+            raise PolicyError(
+                "first_last_layers_bf16 is True and num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16 "
+                "are 0; say how many blocks stay out of FP8"
+            )
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_margin"):
+            if getattr(self, name) < 0:
+                raise PolicyError(f"{name} is {getattr(self, name)}; it counts from 0")
+        if self.fp8_amax_history_len < 1:
+            raise PolicyError(f"fp8_amax_history_len is {self.fp8_amax_history_len}; it counts steps, from 1")
+        if recipe and self.backend not in ("auto", *BACKENDS[recipe]):
+            raise PolicyError(
+                f"backend is {self.backend}, which has no {recipe} recipe; {' or '.join(BACKENDS[recipe])} has"
+            )
+        if self.fp8_emulate and "torchao" not in self.backends:
+            raise PolicyError(
+                f"fp8_emulate is True with the recipe {recipe} on backend {self.backend}; "
+                "only torchao emulates FP8, and it has "
+                + ", ".join(name for name, backends in BACKENDS.items() if "torchao" in backends)
+            )
+        if (self.fp8_dot_product_attention or self.fp8_multi_head_attention) and recipe == "blockwise":
+            raise PolicyError(
+                "FP8 attention with fp8_recipe blockwise: Transformer Engine's Float8BlockScaling has none"
+            )
+
+    def _check_loss_scale(self) -> None:
+        names = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        if not self.fp16:
+            for name in names:
+                if self.explicit(name):
+                    raise _NoEffect(
+                        name,
+                        f"{name}={self.format_field(name)} without fp16; only FP16's range needs loss scaling. "
+                        "Remove it, or set fp16=True",
+                    )
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise PolicyError(f"{name} is {value}; it is a finite number above 0")
+        if self.min_loss_scale > self.initial_loss_scale and self.explicit("min_loss_scale"):
+            raise PolicyError(
+                f"min_loss_scale is {self.min_loss_scale:g}, above initial_loss_scale={self.initial_loss_scale:g}, "
+                "from which the scale comes down. Lower it, or raise the other"
+            )
+        if self.loss_scale is not None:
+            for name in names[1:]:
+                if self.explicit(name):
+                    raise PolicyError(
+                        f"{name}={self.format_field(name)} has no effect with a fixed loss_scale={self.loss_scale:g}. "
+                        "Remove one of them"
+                    )
+
+    @property
+    def compute_dtype(self) -> Dtype:
+        """What products run in where FP8 does not: BF16, FP16 or FP32."""
+        return Dtype.BF16 if self.bf16 else Dtype.FP16 if self.fp16 else Dtype.FP32
+
+    @property
+    def low_precision(self) -> bool:
+        return self.bf16 or self.fp16
+
+    @property
+    def reduce_dtype(self) -> Dtype:
+        """What gradients are reduced in across ranks."""
+        return Dtype.FP32 if self.grad_reduce_in_fp32 else typing.cast(Dtype, self.params_dtype)
+
+    @property
+    def low_bit_recipe(self) -> str | None:
+        """The scaling recipe of FP8 or FP4; None when neither is on."""
+        return self.fp8_recipe if self.fp8 else self.fp4_recipe if self.fp4 else None
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """The libraries that may run the FP8 or FP4 recipe, the preferred one first; empty without one."""
+        recipe = self.low_bit_recipe
+        if recipe is None:
+            return ()
+        if self.fp8_emulate:
+            return ("torchao",) if "torchao" in BACKENDS[recipe] and self.backend != "te" else ()
+        return BACKENDS[recipe] if self.backend == "auto" else (self.backend,)
+
+    @property
+    def kept_out_of_fp8(self) -> tuple[str, ...]:
+        """The name patterns of modules that stay out of FP8; `fp8_head` takes the output head's back."""
+        return tuple(each for each in self.fp8_exclude if not (self.fp8_head and each.endswith("lm_head")))
+
+    @property
+    def script_requirements(self) -> str | None:
+        """What no config can do for a run without FP32 master weights; None where the script need do nothing."""
+        if self.master_dtype is Dtype.FP32:
+            return None
+        dtype = self.master_dtype.torch_name
+        return (
+            f"without FP32 master weights the script itself must have the model in {self.master_dtype}: load it with "
+            f"`dtype=torch.{dtype}`, or call `model.to(torch.{dtype})` before the optimizer is made"
+        )
+
+    def explicit(self, name: str) -> bool:
+        """Whether a field differs from its default. A field that only follows another one does not."""
+        value = getattr(self, name)
+        if name == "params_dtype":
+            return value is not self.compute_dtype
+        if name in _TWINS:
+            return bool(value)
+        return bool(value != _FIELDS[name].default)
+
+    def settings(self) -> dict[str, Any]:
+        """The fields that are not at their default, as plain JSON values. `Policy.of` reads them back."""
+        return {name: _plain(getattr(self, name)) for name in _FIELDS if name != "name" and self.explicit(name)}
+
+    def format_field(self, name: str) -> str:
+        return str(_plain(getattr(self, name)))
+
+    def replace(self, **changes: Any) -> Policy:
+        """A policy with some fields changed, named after both; `PolicyError` for unknown fields.
+
+        Fields that only followed another one (`params_dtype` after bf16, ...) follow again; fields of
+        this policy that the change takes the effect from (`num_layers_at_end_in_bf16` after
+        `first_last_layers_bf16=False`) go back to their defaults.
+        """
+        merged = {**self.settings(), **changes}
+        _known(merged)
+        if "name" not in changes:
+            said = ", ".join(f"{key}={_plain(value)}" for key, value in changes.items())
+            merged["name"] = f"{self.name} with {said}" if said else self.name
+        for name, twin in _TWINS.items():
+            if name in changes and twin not in changes:
+                merged[twin] = changes[name]
+        while True:
+            try:
+                return Policy(**merged)
+            except _NoEffect as error:
+                if error.field in changes:
+                    raise
+                for lost in {error.field, _TWINS.get(error.field, error.field)}:
+                    merged.pop(lost, None)
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Policy:
+        """A policy from plain values; `PolicyError` names unknown fields with the near ones."""
+        _known(settings)
+        return cls(**settings)
+
+    def __str__(self) -> str:
+        """The text form: JSON of the name and of every field that is not at its default."""
+        return json.dumps({"name": self.name, **self.settings()})
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """Reads what `str(policy)` wrote. Raises `PolicyError`."""
+        try:
+            settings = json.loads(text)
+        except ValueError as error:
+            raise PolicyError(f"no policy in text form: {error}: {text[:80]!r}") from None
+        if not isinstance(settings, dict):
+            raise PolicyError(f"no policy in text form: a JSON object is needed, not {text[:80]!r}")
+        return cls.of(settings)
+
+    def to(self, target: str, strategy: str | None = None) -> Any:
+        """The real object of a target: keyword arguments where it takes keywords.
+
+        target: `torch`, `accelerate`, `deepspeed`, `fsdp1`, `fsdp2`, `te`, `torchao`,
+            `transformers`, ... (`mpguard recipes NAME --for TARGET` shows them).
+        strategy: `single`, `ddp`, `fsdp1`, `fsdp2`, `deepspeed-zero1` to `-zero3`; what depends on
+            it (float8 all-gather only under fsdp2) is left out without one.
+
+        Warns `NotCarried` for each field that matters and has no place in the target. Raises
+        `PolicyError` where the target makes no sense for this policy, `MissingExtra` where its
+        library is not installed.
+        """
+        from mpguard.targets.inject import build
+
+        return build(self, target, strategy)
+
+
+_FIELDS = {field.name: field for field in dataclasses.fields(Policy)}
+_TYPES = typing.get_type_hints(Policy)
+
+FIELD_NAMES = tuple(name for name in _FIELDS if name != "name")
+
+
+def _known(settings: Mapping[str, Any]) -> None:
+    for key in settings:
+        if key not in _FIELDS:
+            raise PolicyError(f"a policy has no field `{key}`{did_you_mean(str(key), FIELD_NAMES)}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Dtype):
+        return value.short
+    return list(value) if isinstance(value, tuple) else value

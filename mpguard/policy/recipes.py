@@ -1,0 +1,225 @@
+"""Named policies. One line or one small function each; `@register` adds one.
+
+The first fourteen are Megatron Bridge's (`MIXED_PRECISION_RECIPES` at 067f987), with its values.
+Names are accepted with `-` or `_`; `_` is the listed spelling. Other packages bring theirs through
+the entry point `mpguard.recipes`, a module or package that is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mpguard.core import entry_points
+from mpguard.core.errors import ExtensionError, PolicyError, UnknownRecipe
+from mpguard.policy import hardware
+from mpguard.policy.policy import Policy
+
+Recipe = Callable[[], Policy]
+
+_RECIPES: dict[str, Recipe] = {}
+
+
+def register(function: Recipe) -> Recipe:
+    """Adds a recipe under the function's name. The function takes nothing and returns a `Policy`.
+
+    Raises `ExtensionError` where another module's recipe has the name.
+    """
+    name = function.__name__.replace("-", "_")
+    if not name.isidentifier():
+        raise ExtensionError(f"{function.__module__}: a recipe has its function's name; `{name}` is none. Use `def`")
+    other = _RECIPES.get(name)
+    if other is not None and other.__module__ != function.__module__:
+        raise ExtensionError(f"{function.__module__}: recipe `{name}` is taken by {other.__module__}")
+    _RECIPES[name] = function
+    return function
+
+
+def recipe(name: str) -> Policy:
+    """The policy of a recipe, in either spelling. Raises `UnknownRecipe`, which lists the near names."""
+    if not isinstance(name, str):
+        raise PolicyError(f"recipe: {name!r:.60} is no name of a recipe")
+    known = recipes()
+    found = known.get(name.replace("-", "_"))
+    if found is None:
+        raise UnknownRecipe(name, known)
+    policy = entry_points.asked(f"recipe {name}", found)
+    if not isinstance(policy, Policy):
+        raise PolicyError(f"recipe `{name}` returned {type(policy).__name__}; a Policy is needed")
+    return policy if policy.name.startswith("auto:") else policy.replace(name=name.replace("-", "_"))
+
+
+def given(policy: Policy | str, to: str) -> Policy:
+    """What somebody has handed to a function: a policy, or a recipe's name. Raises `PolicyError`, `UnknownRecipe`."""
+    if isinstance(policy, str):
+        return recipe(policy)
+    if not isinstance(policy, Policy):
+        raise PolicyError(f"{to}: {policy!r:.60} is no mpguard.Policy, and no name of a recipe")
+    return policy
+
+
+def recipes() -> dict[str, Recipe]:
+    """All recipes by name, in the order in which they are registered: ours, then others'."""
+    entry_points.load("mpguard.recipes")
+    return dict(_RECIPES)
+
+
+def _bf16(**fields: Any) -> Policy:
+    return Policy(bf16=True, **fields)
+
+
+def _fp16(**fields: Any) -> Policy:
+    return Policy(fp16=True, **{"grad_reduce_in_fp32": False, **fields})
+
+
+_DELAYED = {
+    "fp8": "hybrid",
+    "fp8_recipe": "delayed",
+    "fp8_amax_history_len": 1024,
+    "fp8_amax_compute_algo": "max",
+    "fp8_param_gather": True,
+}
+_CURRENT = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": True}
+_SUBCHANNEL = {"fp8": "hybrid", "fp8_recipe": "blockwise"}
+_MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
+_NVFP4 = {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True}
+
+
+def _ends(start: int, end: int) -> dict[str, Any]:
+    """So many blocks at the start and at the end stay in the compute dtype."""
+    return {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": start, "num_layers_at_end_in_bf16": end}
+
+
+@register
+def bf16_mixed() -> Policy:
+    """BF16 compute, FP32 master weights, gradients reduced in FP32."""
+    return _bf16()
+
+
+@register
+def fp16_mixed() -> Policy:
+    """FP16 compute with dynamic loss scaling, FP32 master weights, gradients reduced in FP16."""
+    return _fp16()
+
+
+@register
+def bf16_with_fp8_delayed_scaling_mixed() -> Policy:
+    """FP8 with scales from a history of 1024 maxima; the rest as bf16_mixed."""
+    return _bf16(**_DELAYED)
+
+
+@register
+def fp16_with_fp8_delayed_scaling_mixed() -> Policy:
+    """FP8 with scales from a history of 1024 maxima; the rest as fp16_mixed."""
+    return _fp16(**_DELAYED)
+
+
+@register
+def bf16_with_fp8_current_scaling_mixed() -> Policy:
+    """FP8 with scales from the current maxima, first and last block in BF16; the rest as bf16_mixed."""
+    return _bf16(**_CURRENT, **_ends(1, 1))
+
+
+@register
+def fp16_with_fp8_current_scaling_mixed() -> Policy:
+    """FP8 with scales from the current maxima, first and last block in FP16; the rest as fp16_mixed."""
+    return _fp16(**_CURRENT, **_ends(1, 1))
+
+
+@register
+def nemotron_h_bf16_with_fp8_current_scaling_mixed() -> Policy:
+    """bf16_with_fp8_current_scaling_mixed with two blocks at each end in BF16."""
+    return _bf16(**_CURRENT, **_ends(2, 2))
+
+
+@register
+def nanov2_bf16_with_fp8_current_scaling_mixed() -> Policy:
+    """Block scaling in spite of its name (so in Megatron Bridge), two blocks at each end in BF16."""
+    return _bf16(fp8="hybrid", fp8_recipe="blockwise", fp8_param_gather=True, **_ends(2, 2))
+
+
+@register
+def bf16_with_fp8_subchannel_scaling_mixed() -> Policy:
+    """FP8 with a scale per block of 128 values; the rest as bf16_mixed."""
+    return _bf16(**_SUBCHANNEL)
+
+
+@register
+def fp16_with_fp8_subchannel_scaling_mixed() -> Policy:
+    """FP8 with a scale per block of 128 values; the rest as fp16_mixed."""
+    return _fp16(**_SUBCHANNEL)
+
+
+@register
+def bf16_with_mxfp8_mixed() -> Policy:
+    """MXFP8 (Blackwell): a power-of-two scale per 32 values; the rest as bf16_mixed."""
+    return _bf16(**_MXFP8)
+
+
+@register
+def fp16_with_mxfp8_mixed() -> Policy:
+    """MXFP8 (Blackwell): a power-of-two scale per 32 values; the rest as fp16_mixed."""
+    return _fp16(**_MXFP8)
+
+
+@register
+def bf16_with_nvfp4_mixed() -> Policy:
+    """NVFP4 (Blackwell); the rest as bf16_mixed."""
+    return _bf16(**_NVFP4)
+
+
+@register
+def nemotron_3_super_bf16_with_nvfp4_mixed() -> Policy:
+    """NVFP4 (Blackwell) with the last 14 blocks in BF16."""
+    return _bf16(**_NVFP4, **_ends(0, 14))
+
+
+@register
+def fp32() -> Policy:
+    """FP32 throughout; TF32 off."""
+    return Policy(tf32=False)
+
+
+@register
+def tf32() -> Policy:
+    """FP32 with TF32 products on CUDA."""
+    return Policy(tf32=True)
+
+
+@register
+def bf16_full() -> Policy:
+    """BF16 throughout, without master weights: for optimizers that round stochastically or compensate."""
+    return _bf16(master_dtype="bf16")
+
+
+@register
+def bf16_with_fp8_rowwise_mixed() -> Policy:
+    """torchao's `rowwise`: FP8 (E4M3) with a scale per row; the rest as bf16_mixed."""
+    return _bf16(fp8="e4m3", fp8_recipe="rowwise")
+
+
+@register
+def bf16_with_fp8_rowwise_with_gw_hp_mixed() -> Policy:
+    """torchao's `rowwise_with_gw_hp`: as rowwise, weight gradients in BF16."""
+    return _bf16(fp8="e4m3", fp8_recipe="rowwise_with_gw_hp")
+
+
+@register
+def hopper_bf16_with_fp8_mixed() -> Policy:
+    """FP8 for H100 and H200: current scaling in every block, compiled where it pays."""
+    return _bf16(fp8="hybrid", fp8_recipe="tensorwise")
+
+
+@register
+def blackwell_bf16_with_mxfp8_mixed() -> Policy:
+    """FP8 for B200 and GB200: MXFP8 in every block, parameters in BF16."""
+    return _bf16(fp8="e4m3", fp8_recipe="mxfp8")
+
+
+@register
+def auto() -> Policy:
+    """What this machine's GPU does best: FP8 (Hopper and newer, with a backend), BF16, FP16 or FP32."""
+    name, _why = hardware.best()
+    found = recipe(name)
+    # Megatron alone keeps parameters in FP8 under every strategy; it has a recipe of its own for that.
+    return found.replace(name=f"auto: {name}", **({"fp8_param": False} if found.fp8_param else {}))

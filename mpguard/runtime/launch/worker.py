@@ -1,0 +1,183 @@
+"""Run a training script in this process under its policy: the implementation of `python -m mpguard.run`."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpguard.core.console import print_line
+from mpguard.core.errors import ConfigError, MpguardError, NotInForce
+from mpguard.document import read
+from mpguard.runtime import activation, exit_hooks
+from mpguard.runtime.messages import failure_message
+from mpguard.runtime.plan import CONFIG, Plan, refuse_config_after_script
+from mpguard.runtime.proof.consensus import is_reporting_rank, rank
+
+#: What `python -m mpguard.run --help` shows.
+USAGE = """Run a script with the policy in force and proven.
+
+    accelerate launch --config_file mp.yaml -m mpguard.run --config mp.yaml train.py --lr 3
+    torchrun --nproc_per_node 2 -m mpguard.run --config mp.yaml train.py --lr 3
+
+The policy is that of --config, else the one in MPGUARD_POLICY, else `[tool.mpguard] recipe`.
+Exit status: the script's; 1 not in force, 2 could not start (both with a `mpguard:` line on stderr).
+"""
+
+#: The module that `python -m` runs as `__main__`.
+ENTRY = "mpguard.run"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a script under its policy; returns the status that the process should end with."""
+    options = _parsed(list(sys.argv[1:] if argv is None else argv))
+    if isinstance(options, int):
+        return options
+    try:
+        if options.config is None and not os.environ.get(CONFIG):
+            refuse_config_after_script(options.script, options.arguments)
+        plan = Plan.found(options.config, enforce=options.enforce, proof_json=options.proof_json)
+        if options.config is not None:
+            use_cpu_as_asked(Path(options.config))
+        guard = activation.start(plan)
+    except NotInForce as error:
+        return _refused(failure_message(str(error)), 1)
+    except MpguardError as error:
+        return _refused(str(error), 2)
+    return exit_hooks.finish(guard, _run(options))
+
+
+def _parsed(argv: list[str]) -> argparse.Namespace | int:
+    parser = argparse.ArgumentParser(prog="python -m mpguard.run", description=USAGE, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--config", metavar="FILE", help="the mp.yaml")
+    parser.add_argument("--enforce", choices=("error", "warn", "off"), help="what a mismatch does")
+    parser.add_argument("--proof-json", metavar="FILE", help="where the proof is written")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module")
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the deepspeed launcher's, for SCRIPT
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    try:
+        options = parser.parse_args(argv)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 2
+    if options.local_rank is not None:
+        options.arguments.insert(0, f"--local_rank={options.local_rank}")
+    return options
+
+
+def use_cpu_as_asked(path: Path) -> None:
+    """`use_cpu: true` for accelerate in this process: its own launcher says it by this variable, torchrun does not."""
+    config = read(path).require()
+    if config.get("use_cpu") is True and str(config.get("distributed_type", "NO")) in ("NO", "MULTI_CPU"):
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
+def _run(options: argparse.Namespace) -> int:
+    """The script's own status; its exceptions are printed without mpguard's frames."""
+    sys.argv = [options.script, *options.arguments]
+    try:
+        if options.module:
+            sys.path.insert(0, str(Path.cwd()))
+            _require_module(options.script)
+            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        else:
+            _run_file(Path(options.script))
+    except NotInForce as error:
+        _record(error)
+        if is_reporting_rank():
+            print_line(f"mpguard: {failure_message(str(error))}")
+        return 1
+    except MpguardError as error:
+        _record(error)
+        return _refused(str(error), 2)
+    except SystemExit as error:
+        if error.code in (None, 0):
+            return 0
+        _record(error)
+        if isinstance(error.code, int):
+            return error.code
+        print(error.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:
+        _record(error)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace)
+        return 1
+    return 0
+
+
+def _require_module(name: str) -> None:
+    """Raises `ConfigError` for a module that is not there, as `python -m` does."""
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ConfigError(f"-m {name}: there is no such module here")
+
+
+def _run_file(path: Path) -> None:
+    """Runs a file as `python FILE` does: as `__main__`, its folder first on the path.
+
+    Under `python -m mpguard.run` in the interpreter's own `__main__`, so that what the script leaves
+    behind is torn down when Python tears down a script: torch's gloo threads mind the difference.
+    """
+    try:
+        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be run: {error.strerror}") from None
+    main = sys.modules["__main__"]
+    if getattr(getattr(main, "__spec__", None), "name", None) != ENTRY:
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__.clear()
+    main.__dict__.update(
+        __name__="__main__", __file__=str(path), __builtins__=builtins, __spec__=None, __loader__=None,
+        __package__=None, __doc__=None, __cached__=None,
+    )  # fmt: skip
+    sys.path[0] = str(path.resolve().parent)
+    exec(code, main.__dict__)
+
+
+def _refused(message: str, status: int) -> int:
+    if rank() == 0:
+        print_line(f"mpguard: {message}")
+    return status
+
+
+def _record(error: BaseException) -> None:
+    """Writes torchelastic's error file, by whose time it tells the first rank that failed.
+
+    In the form of its `ErrorHandler`, which would add a traceback to what is the user's to mend.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    text = f"mpguard: {error}" if isinstance(error, MpguardError) else "".join(traceback.format_exception(error))
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(
+            json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}})
+        )
+
+
+def run_and_exit() -> None:
+    """Run `main` and exit with its status."""
+    status = main()
+    sys.stdout.flush()
+    sys.exit(status)

@@ -1,0 +1,44 @@
+"""The messages that a run prints, and the warnings that it suppresses."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Iterator
+
+from mpguard.core.errors import NotCarried, NotProven
+from mpguard.policy import hardware
+from mpguard.runtime.plan import Plan
+
+
+def header(plan: Plan) -> str:
+    """Return the header line, such as `mpguard 0.1.0 · recipe bf16_mixed · ddp · 2 processes · no GPU`."""
+    from mpguard.core.version import __version__
+
+    parts = [f"mpguard {__version__}", f"recipe {plan.policy.name}"]
+    if plan.strategy:
+        parts.append(plan.strategy)
+    if plan.processes:
+        parts.append(f"{plan.processes} process{'es' if plan.processes > 1 else ''}")
+    return " · ".join([*parts, str(hardware.detect())])
+
+
+def failure_message(message: str) -> str:
+    """Prefix a failure with `not in force: `, unless it already says that the run is not proven."""
+    return message if re.match(r"(rank [\d, ]+: )?not proven", message) else f"not in force: {message}"
+
+
+def warn_not_proven(message: str) -> None:
+    """Warn `NotProven`, never as an exception: a script's `warnings.simplefilter("error")` does not apply to it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", NotProven)
+        warnings.warn(NotProven(message), stacklevel=3)
+
+
+@contextlib.contextmanager
+def suppress_not_carried() -> Iterator[None]:
+    """Suppress `NotCarried`: another target may carry the field, and `require_supported` raises where none does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotCarried)
+        yield

@@ -1,0 +1,157 @@
+"""FP8 modules as they are: which library's, which layers, which were left out and why, and the recipe in force."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import Counter
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
+
+from mpguard.nn.fp8 import filters
+from mpguard.nn.fp8.filters import is_of, matches
+from mpguard.policy.policy import DEFAULT_FP8_EXCLUDE, Policy
+from mpguard.runtime.proof.matmuls import short
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclasses.dataclass
+class Fp8Found:
+    """The FP8 layers of a model. Plain data.
+
+    backend: "te" or "torchao". converted: names of the FP8 layers with a weight matrix.
+    left: every other Linear, and why it is not FP8; "" where nothing explains it.
+    against: FP8 layers that the policy keeps out.
+    recipe: what scales them: for torchao its recipe's name under `recipe`; for Transformer Engine the
+    class and fields of the recipe that was in force during forward, empty where none was.
+    emulated: computed in software. mixed: whether layers differ in that, or in TE's recipe.
+    entered: whether they ran inside FP8 autocast (None for torchao, which has none).
+    unmatched: the user's patterns that match no module.
+    kept: what rounds the weights that are kept in FP8, by class, and how many. masters: dtypes of their exact values,
+    and how many; inexact: layers that are trained, and whose exact values no optimizer has.
+    beside: FP8 layers whose weights something else has multiplied, and the layers not. share: of the multiply-adds
+    with weights, what FP8 layers did; None where that was not seen.
+    """
+
+    backend: str
+    converted: list[str]
+    left: dict[str, str] = dataclasses.field(default_factory=dict)
+    against: list[str] = dataclasses.field(default_factory=list)
+    recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
+    emulated: bool = False
+    mixed: bool = False
+    entered: bool | None = None
+    unmatched: list[str] = dataclasses.field(default_factory=list)
+    kept: dict[str, int] = dataclasses.field(default_factory=dict)
+    masters: dict[str, int] = dataclasses.field(default_factory=dict)
+    inexact: list[str] = dataclasses.field(default_factory=list)
+    beside: list[str] = dataclasses.field(default_factory=list)
+    share: float | None = None
+
+
+def find(modules: list[tuple[str, nn.Module]], policy: Policy, te_recipes: list[dict[str, Any]]) -> Fp8Found | None:
+    """The FP8 layers among named modules; None where there is none.
+
+    te_recipes: what Transformer Engine's layers were called under, one entry per call; empty
+    entries are calls outside FP8 autocast.
+    """
+    import torch
+
+    layers: dict[str, list[tuple[str, Any]]] = {"torchao": [], "te": []}
+    plain: list[tuple[str, torch.nn.Linear]] = []
+    for name, module in modules:
+        if is_of(module, "torchao.float8"):
+            layers["torchao"].append((name, module))
+        elif is_te(module):
+            if any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
+                layers["te"].append((name, module))
+        elif isinstance(module, torch.nn.Linear):
+            plain.append((name, module))
+    backend = "torchao" if layers["torchao"] else "te"
+    if not layers[backend]:
+        return None
+    found = Fp8Found(backend, [name for name, _ in layers[backend]])
+    reasons = filters.reasons(modules, policy)
+    frozen = {id(module) for _, module in plain if not module.weight.requires_grad}
+    found.left = {name: reasons[id(module)] or ("frozen" if id(module) in frozen else "") for name, module in plain}
+    ends = filters.in_end_blocks(modules, policy)
+    found.against = [
+        name for name, module in layers[backend] if id(module) in ends or matches(name, policy.kept_out_of_fp8)
+    ]
+    if backend == "torchao":
+        configs = [module.config for _, module in layers["torchao"]]
+        found.emulated = all(config.emulate for config in configs)
+        found.recipe = {"recipe": " and ".join(dict.fromkeys(map(_torchao_recipe, configs)))}
+        found.mixed = any(config.emulate != found.emulated for config in configs)
+    else:
+        inside = [recipe for recipe in te_recipes if recipe]
+        found.entered = bool(te_recipes) and len(inside) == len(te_recipes)
+        found.recipe = inside[0] if inside else {}
+        found.mixed = any(recipe != found.recipe for recipe in inside)
+    names = [name for name, _ in modules]
+    # The default patterns may match nothing: not every model has a router.
+    users = [pattern for pattern in policy.fp8_exclude if pattern not in DEFAULT_FP8_EXCLUDE]
+    found.unmatched = [pattern for pattern in users if not any(fnmatch(name, pattern) for name in names)]
+    return found
+
+
+def look_at_weights(found: Fp8Found, modules: list[tuple[str, nn.Module]], updated: set[int]) -> None:
+    """Adds what of the weights is kept in FP8. updated: ids of what the optimizer has updated by now."""
+    from mpguard.nn.fp8 import weights
+
+    kept, masters = Counter[str](), Counter[str]()
+    for name, module in modules:
+        weight: Any = module._parameters.get("weight") if is_te(module) else None
+        if not weights.is_kept_in_fp8(weight):
+            continue
+        kept[type(weight._quantizer).__name__] += 1
+        exact = weights.exact_of(weight)
+        if exact is not None and exact.mastered:
+            masters[short(exact.value.dtype)] += 1
+        elif id(weight) in updated:
+            found.inexact.append(name)
+    found.kept, found.masters = dict(kept), dict(masters)
+
+
+def is_fp8(module: nn.Module) -> bool:
+    return is_te(module) or is_of(module, "torchao.float8")
+
+
+def is_te(module: nn.Module) -> bool:
+    return is_of(module, "transformer_engine")
+
+
+def te_recipe_in_force(module: Any) -> dict[str, Any]:
+    """Class and fields of Transformer Engine's recipe for a module that has just run; empty outside FP8 autocast."""
+    if hasattr(module, "_mpguard_fp8"):  # enters FP8 autocast itself, and has left it
+        return _fields(module.fp8_meta["recipe"]) if module.fp8 else {}
+    for name in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):
+        manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
+        if manager is None:
+            continue
+        if not manager.is_fp8_enabled():
+            return {}
+        return _fields(manager.get_fp8_recipe())
+    return {}
+
+
+def _fields(recipe: Any) -> dict[str, Any]:
+    fields = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+    return {"recipe": type(recipe).__name__, **{name: _plain(value) for name, value in fields.items()}}
+
+
+def _plain(value: Any) -> Any:
+    """Plain data: enums by their name, arguments of products as their fields."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "use_split_accumulator"):
+        return {"use_split_accumulator": value.use_split_accumulator}
+    return getattr(value, "name", None) or repr(value)
+
+
+def _torchao_recipe(config: Any) -> str:
+    axiswise = "axis" in str(config.cast_config_input.scaling_granularity).lower()
+    high = str(config.cast_config_grad_output_for_grad_weight.scaling_type).lower().endswith("disabled")
+    return "rowwise_with_gw_hp" if axiswise and high else "rowwise" if axiswise else "tensorwise"

@@ -1,0 +1,116 @@
+"""What a run can put into force: the fields that its targets carry together, and those that mpguard itself does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mpguard.core.errors import PolicyError
+from mpguard.policy.policy import Policy
+from mpguard.targets.plugin import carriers, get, required_fields
+from mpguard.targets.settings import show
+
+#: Targets whose runs mpguard guards, with the objects of other targets and its own converter.
+GUARDED_TARGETS = ("accelerate", "deepspeed")
+
+#: What `mpguard.convert` has in force in those: which layers become FP8.
+CONVERTER_FIELDS = frozenset({
+    "fp8_exclude", "fp8_head", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+})  # fmt: skip
+
+
+def targets_of_run(target: str, policy: Policy, strategy: str | None = None) -> tuple[str, ...]:
+    """The targets that take part in a run whose config is one of `target`'s.
+
+    mpguard builds the objects of all of them at run time; foreign trainers (axolotl, megatron, ...)
+    are on their own.
+    """
+    if target not in GUARDED_TARGETS:
+        return (target,)
+    engine = {"fsdp1": "fsdp1", "fsdp2": "fsdp2"}.get(strategy or "")
+    if strategy is not None and strategy.startswith("deepspeed"):
+        engine = "deepspeed"
+    return tuple(dict.fromkeys((target, *([engine] if engine else []), *policy.backends, "torch")))
+
+
+#: The optimizer that holds FP32 masters of parameters in FP8.
+FUSED_ADAM = "transformer_engine.pytorch.optimizers.FusedAdam(model.parameters(), ..., master_weights=True)"
+
+#: What a run without parameters in FP8 loses.
+SAME_PRODUCTS = "The products are the same: layers quantize exact weights at each forward pass"
+
+#: What keeps parameters in FP8, library by library: see `fp8_weights`.
+FP8_WEIGHTS = {
+    "te": "Transformer Engine's FP8 weights, in one process or under DDP, with fp8_recipe delayed, tensorwise or "
+    "blockwise and its FusedAdam(master_weights=True)",
+    "torchao": "torchao's float8 all-gather, under FSDP2, with fp8_recipe tensorwise in every block",
+}
+
+
+def fp8_weights(policy: Policy, strategy: str | None) -> str | None:
+    """The library that keeps the parameters of a guarded run in FP8, as the policy asks; None where none does.
+
+    te: an optimizer with FP32 masters has the exact values. FSDP2 would shard block-wise weights in high precision,
+    FSDP1 and DeepSpeed make buffers of all. torchao: accelerate puts the all-gather in, weights stay exact.
+    Without a strategy: whether any would.
+    """
+    if not policy.fp8_param:
+        return None
+    if strategy == "fsdp2":
+        gathered = policy.fp8_recipe == "tensorwise" and not policy.first_last_layers_bf16
+        return "torchao" if gathered and "torchao" in policy.backends else None
+    quantized = policy.fp8_recipe in ("delayed", "tensorwise", "blockwise") and "te" in policy.backends
+    if strategy in (None, "single", "ddp") and quantized:
+        return "te"
+    return fp8_weights(policy, "fsdp2") if strategy is None else None
+
+
+def unsupported_fields(policy: Policy, targets: Iterable[str], strategy: str | None = None) -> list[str]:
+    """The fields that matter and that none of the targets of a run carries: they cannot be in force."""
+    targets = tuple(targets)
+    guarded = bool(set(targets) & set(GUARDED_TARGETS))
+    kept = fp8_weights(policy, strategy)
+    never = {"fp8_param"} if guarded and policy.fp8_param and kept is None else set()
+    converted = CONVERTER_FIELDS | ({"fp8_param"} if kept == "te" else set())
+    lacking = [
+        (set(get(target).not_carried(policy, strategy)) | never) - (converted if target in GUARDED_TARGETS else set())
+        for target in targets
+    ]
+    return [field for field in required_fields(policy, strategy) if all(field in each for each in lacking)]
+
+
+def require_supported(target: str, policy: Policy, strategy: str | None = None) -> None:
+    """Raises `PolicyError` where fields matter that nothing in a run of this target carries."""
+    targets = targets_of_run(target, policy, strategy)
+    if said := unsupported_message(policy, unsupported_fields(policy, targets, strategy), targets):
+        raise PolicyError(said)
+
+
+def unsupported_message(policy: Policy, fields: Sequence[str], targets: Sequence[str]) -> str | None:
+    """Which fields a run cannot put into force, who could, and how to go without; None where it can all."""
+    if not fields:
+        return None
+    able = sorted({name for field in fields for name in carriers(field)} - set(targets))
+    what = ", ".join(f"{field}={policy.format_field(field)}" for field in fields)
+    by = f"only {', '.join(able)} can" if able else "no target can"
+    without = _without(policy, fields)
+    instead = f"To go without: mpguard_overrides: {{{without}}}" if without else "Take another recipe"
+    if "fp8_param" in fields and set(targets) & set(GUARDED_TARGETS):
+        by += f" (here: {'; '.join(FP8_WEIGHTS.values())})"
+        instead += f". {SAME_PRODUCTS}"
+    return f"`{policy.name}` has {what}, which a run of {', '.join(targets)} cannot put into force; {by}. {instead}"
+
+
+def _without(policy: Policy, fields: Sequence[str]) -> str | None:
+    """The fewest overrides that take the fields back to their defaults, as YAML."""
+    overrides: dict[str, str] = {}
+    left = policy
+    for field in fields:
+        if not left.explicit(field):
+            continue  # it went with another one
+        default = Policy.__dataclass_fields__[field].default
+        try:
+            left = left.replace(**{field: default})
+        except PolicyError:
+            return None
+        overrides[field] = show(default)
+    return ", ".join(f"{field}: {value}" for field, value in overrides.items())

@@ -1,0 +1,115 @@
+"""Settings: what a target's config must hold, as plain data, and how they are merged into a config."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpguard.core.errors import PolicyError
+
+
+class _Absent:
+    """The value of a key that is not there, or must not be."""
+
+    def __repr__(self) -> str:
+        return "(absent)"
+
+    def __copy__(self) -> _Absent:
+        return self
+
+    def __deepcopy__(self, memo: object) -> _Absent:
+        return self
+
+
+ABSENT = _Absent()
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A value that a config must hold, why, and which other spellings mean the same.
+
+    value: plain data, or `ABSENT` for a key that must not be there.
+    why: a clause for the change line, such as "accelerate would reduce in bf16".
+    same: says whether a found value already means `value`; default is equality of value and type.
+    """
+
+    value: Any
+    reason: str = ""
+    equivalent: Callable[[Any], bool] | None = None
+
+    def met_by(self, found: Any) -> bool:
+        if self.equivalent is not None and found is not ABSENT:
+            return self.equivalent(found)
+        return _equal(found, self.value)
+
+
+def _equal(found: Any, wanted: Any) -> bool:
+    """Equality that tells True from 1, but not 1 from 1.0."""
+    if found is ABSENT or wanted is ABSENT:
+        return found is wanted
+    if isinstance(found, bool) or isinstance(wanted, bool):
+        return found is wanted
+    if isinstance(found, list) and isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(_equal, found, wanted))
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(_equal(found[key], wanted[key]) for key in wanted)
+    return bool(found == wanted)
+
+
+#: Dotted path -> the value that the target's config must hold there (`Setting` to say why).
+Settings = Mapping[str, Any]
+
+
+def show(value: Any) -> str:
+    """A plain value as configs write it: `true`, `null`, `bf16`."""
+    if value is ABSENT:
+        return "(absent)"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "null" if value is None else str(value)
+
+
+def lookup(config: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted path, or `ABSENT`."""
+    node: Any = config
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return ABSENT
+        node = node[part]
+    return node
+
+
+def merged(config: Mapping[str, Any], settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """A deep copy of `config` with the settings in it; sections are made, and removed when they end empty."""
+    result = copy.deepcopy(dict(config))
+    for key, setting in settings.items():
+        *parents, last = key.split(".")
+        if setting.value is ABSENT:
+            _remove(result, parents, last)
+            continue
+        node = result
+        for depth, part in enumerate(parents):
+            inner = node.setdefault(part, {})
+            if inner is None:
+                inner = node[part] = {}
+            if not isinstance(inner, dict):
+                where = ".".join(parents[: depth + 1])
+                raise PolicyError(f"`{where}` is {show(inner)}; a section is needed there, to hold `{last}`. Remove it")
+            node = inner
+        node[last] = copy.deepcopy(setting.value)
+    return result
+
+
+def _remove(config: dict[str, Any], parents: list[str], last: str) -> None:
+    chain = [config]
+    for part in parents:
+        inner = chain[-1].get(part)
+        if not isinstance(inner, dict):
+            return
+        chain.append(inner)
+    chain[-1].pop(last, None)
+    for part, outer, inner in zip(reversed(parents), reversed(chain[:-1]), reversed(chain[1:]), strict=True):
+        if not inner:
+            del outer[part]

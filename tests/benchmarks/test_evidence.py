@@ -1,0 +1,52 @@
+"""benchmarks/evidence.json: verdicts on findings in published packages, and the page made of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+from paths import REPOSITORY
+
+from mpguard.lint.model.rule import rules
+
+ROOT = REPOSITORY
+
+_spec = importlib.util.spec_from_file_location("evidence", ROOT / "benchmarks" / "evidence.py")
+assert _spec is not None and _spec.loader is not None
+evidence = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(evidence)
+
+VERDICTS = json.loads((ROOT / "benchmarks" / "evidence.json").read_text("utf-8"))
+
+
+def test_the_page_is_what_the_verdicts_say() -> None:
+    written = (ROOT / "docs" / "evidence.md").read_text("utf-8")
+    assert written == evidence.page(), "run `python benchmarks/evidence.py page > docs/evidence.md`"
+
+
+def test_verdicts_are_whole_and_about_what_there_is() -> None:
+    keys = [evidence.key(each) for each in VERDICTS]
+    assert len(set(keys)) == len(keys)
+    assert {package for package, *_ in keys} <= {package.name for package in evidence.packages()}
+    assert {code for *_, code in keys} <= {code for code, rule in rules(own_only=True).items() if not rule.preview}
+    assert all(set(each) == {"package", "file", "line", "code", "verdict", "why"} for each in VERDICTS)
+    assert all(isinstance(each["verdict"], bool) and len(each["why"]) > 10 for each in VERDICTS)
+
+
+def test_there_is_enough_evidence_and_it_speaks_for_the_rules() -> None:
+    judged = [each["verdict"] for each in VERDICTS if each["code"] != evidence.FREQUENT]
+    assert len(judged) >= 300
+    assert sum(judged) / len(judged) >= 0.95
+
+
+def test_the_unseen_packages_are_others_and_all_are_judged_by_rules_that_there_are() -> None:
+    seen = {package.name for package in evidence.packages()}
+    for data in json.loads(evidence.UNSEEN.read_text("utf-8"))["batches"]:
+        names = {package["name"] for package in data["packages"]}
+        assert not names & seen, "a package of an earlier batch has mended rules"
+        seen |= names
+        assert {verdict["package"] for verdict in data["verdicts"]} <= names
+        assert all(len(package["sha256"]) == 64 for package in data["packages"])
+        assert {verdict["code"] for verdict in data["verdicts"] if not verdict["verdict"]} == set(data["mended since"])
+        assert {verdict["code"] for verdict in data["verdicts"]} <= set(rules(own_only=True))
+        assert all(len(verdict["why"]) > 10 for verdict in data["verdicts"])

@@ -1,0 +1,117 @@
+"""docs/gpu.md and the result it rests on: every cell proven or refused, and refused by code that is still there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from paths import REPOSITORY
+from torch import nn
+
+from mpguard.core.errors import NotInForce, PolicyError
+from mpguard.nn import compile as compilation
+from mpguard.policy import hardware
+from mpguard.policy.policy import Policy
+from mpguard.policy.recipes import recipe
+from mpguard.runtime.guard import Guard
+from mpguard.runtime.patches import fp8_conversion
+from mpguard.runtime.plan import Plan
+from mpguard.targets.capabilities import require_supported
+
+ROOT = REPOSITORY
+H200 = hardware.Hardware("NVIDIA H200", (9, 0), 1, (13, 0), {"te": "2.20.2", "torchao": "0.18.0"})
+
+
+def module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"benchmarks/{name}.py")
+    assert spec is not None and spec.loader is not None
+    made = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+matrix = module("gpu_matrix")
+RESULT: dict[str, Any] = json.loads(matrix.RESULT.read_text(encoding="utf-8"))
+CELLS: list[dict[str, Any]] = RESULT["cells"]
+
+
+def policy_of(cell: dict[str, Any]) -> Policy:
+    named = matrix.Cell(cell["framework"], cell["strategy"], cell["recipe"], cell["gpus"])
+    return recipe("fp16_mixed" if cell["recipe"] == "fp16" else "bf16_mixed").replace(**named.overrides())
+
+
+def test_the_page_is_the_results() -> None:
+    compiled = json.loads(matrix.COMPILED.read_text(encoding="utf-8"))
+    made = module("gpu_page").page(RESULT, compiled)
+    assert matrix.PAGE.read_text(encoding="utf-8") == made, "python benchmarks/gpu_matrix.py --page"
+
+
+def test_every_cell_is_there_and_proven_or_refused() -> None:
+    asked = [(cell.framework, cell.strategy, cell.recipe, cell.gpus) for cell in [*matrix.cells(1), *matrix.cells(2)]]
+    found = [(cell["framework"], cell["strategy"], cell["recipe"], cell["gpus"]) for cell in CELLS]
+    assert sorted(found) == sorted(asked)
+    assert {cell["state"] for cell in CELLS} == {"proven", "refused"}
+    assert "H200" in RESULT["hardware"] or "H100" in RESULT["hardware"]
+    assert set(matrix.LIBRARIES) <= set(RESULT["versions"]) and RESULT["date"]
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell["state"] == "proven"], ids=str)
+def test_a_proven_cell_holds_what_proven_means(cell: dict[str, Any]) -> None:
+    assert cell["unchanged_parameters"] == 0 and cell["parameters"] == 39
+    assert cell["gap"] <= matrix.GAPS.get(cell["recipe"], matrix.GAP)
+    assert (cell["fp8_share"] > 0.5) if cell["backend"] else (cell["fp8_share"] == 0)
+    mean = sum(cell["losses"]) / len(cell["losses"])
+    assert len(cell["losses"]) == 20 and cell["loss"] == pytest.approx(mean, abs=1e-4) and cell["loss"] < 1
+    bf16 = next(
+        other
+        for other in CELLS
+        if other["recipe"] == "bf16" and all(other[key] == cell[key] for key in ("framework", "strategy", "gpus"))
+    )
+    assert cell["loss_bf16"] == bf16["loss"]
+
+
+def test_what_is_refused_is_refused_by_the_code() -> None:
+    """The reason that stands in the result is the one that is given now."""
+    refused = {(cell["recipe"], cell["framework"], cell["reason"]) for cell in CELLS if cell["state"] == "refused"}
+    assert {(name, framework) for name, framework, _ in refused} == {
+        *((name, framework) for name in ("MXFP8", "NVFP4") for framework in matrix.FRAMEWORKS),
+        *((name, framework) for name in matrix.RECIPES if "FP8 parameters" in name for framework in matrix.FRAMEWORKS),
+        ("tensorwise, float8 all-gather", "own loop"),
+    }
+    for cell in CELLS:
+        if cell["recipe"] in ("MXFP8", "NVFP4"):
+            assert str(H200.refuses(policy_of(cell))) in cell["reason"]
+        elif cell["state"] == "refused" and "FP8 parameters" in cell["recipe"]:
+            assert cell["strategy"] not in ("plain", "DDP")
+            with pytest.raises(PolicyError) as said:
+                require_supported("accelerate", policy_of(cell), matrix.STRATEGIES[cell["strategy"]])
+            assert str(said.value) == cell["reason"]
+        elif cell["state"] == "refused":
+            guard = Guard(Plan(policy_of(cell), strategy=matrix.STRATEGIES[cell["strategy"]]))
+            with pytest.raises(NotInForce) as error:
+                fp8_conversion.convert(guard, torch.optim.SGD(nn.Linear(16, 16).parameters(), lr=0.1))
+            assert f"not in force: {error.value}".removesuffix("  (--enforce warn to go on anyway)") == cell["reason"]
+        else:
+            assert H200.refuses(policy_of(cell)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "on"),
+    [
+        ({}, None),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, False),
+        ({"fp8": "hybrid", "backend": "te"}, None),
+        ({"fp8": "hybrid", "backend": "torchao"}, True),
+        ({"fp8": "e4m3", "fp8_recipe": "rowwise"}, True),
+        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, None),
+        ({"fp8": "hybrid", "backend": "torchao", "fp8_emulate": True}, None),
+    ],
+)
+def test_what_compile_auto_means(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], on: bool | None) -> None:
+    monkeypatch.setattr(hardware, "detect", lambda: H200)
+    assert compilation.choice(Policy(bf16=True, **fields)).on is on

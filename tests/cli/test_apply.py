@@ -1,0 +1,261 @@
+"""`mpguard apply`: the policy in files that people wrote."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+
+import mpguard
+from mpguard import targets
+from mpguard.cli import main
+from mpguard.core import text_edits
+from mpguard.document import mp_yaml, read
+
+YAML = """\
+# our cluster
+compute_environment: LOCAL_MACHINE   # keep
+distributed_type: DEEPSPEED
+mixed_precision: fp16  # old
+num_processes: 2
+deepspeed_config:
+  zero_stage: 2 # two
+  mixed_precision: fp16
+"""
+JSON = """\
+{
+  "zero_optimization": {"stage": 2},
+  "fp16": {"enabled": true, "loss_scale": 0},
+  "train_micro_batch_size_per_gpu": 1
+}
+"""
+AXOLOTL = """\
+base_model: NousResearch/Meta-Llama-3-8B
+datasets:
+  - path: mhenrichsen/alpaca_2k_test   # ours
+    type: alpaca
+bf16: false
+fp16: true
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("mp.yaml").write_text(YAML)
+    Path("ds.json").write_text(JSON)
+    return tmp_path
+
+
+def contents() -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path().iterdir() if path.is_file()}
+
+
+def test_the_policy_is_in_the_files_and_the_rest_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json"]) == 0
+    assert Path("mp.yaml").read_text() == YAML.replace("fp16  # old", "bf16  # old").replace(
+        "  mixed_precision: fp16\n", "fp8_config:\n  mpguard_recipe: bf16_mixed\n"
+    )
+    policy = mpguard.recipe("bf16_mixed")
+    assert mp_yaml.load_policy(Path("mp.yaml")) == policy
+    assert targets.differences(json.loads(Path("ds.json").read_text()), policy, "deepspeed") == []
+    assert load_config_from_file("mp.yaml").mixed_precision == "bf16"
+    out = capsys.readouterr().out
+    assert "mp.yaml  fp8_config.mpguard_recipe: (absent) -> bf16_mixed" in out
+    assert "mixed_precision: fp16 -> bf16" in out
+    assert "deepspeed_config.mixed_precision: fp16 -> (removed)" in out
+    assert "ds.json  bf16.enabled: (absent) -> true" in out and "fp16.enabled: true -> false" in out
+    assert "2 files changed, " in out
+
+
+def test_deepspeed_accepts_the_result() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    assert main(["apply", "bf16_mixed", "ds.json"]) == 0
+    config = DeepSpeedConfig(json.loads(Path("ds.json").read_text()))
+    assert config.bfloat16_config.enabled and not config.float16_config.enabled
+
+
+def test_twice_is_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json"]) == 0
+    before = contents()
+    stamps = [path.stat().st_mtime_ns for path in Path().iterdir()]
+    capsys.readouterr()
+    assert main(["apply", "bf16-mixed", "mp.yaml", "ds.json"]) == 0
+    assert contents() == before and [path.stat().st_mtime_ns for path in Path().iterdir()] == stamps
+    assert capsys.readouterr().out == "mp.yaml  in line with bf16_mixed\nds.json  in line with bf16_mixed\n"
+
+
+def test_check_writes_nothing_and_says_by_its_status(capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents()
+    assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json", "--check"]) == 1
+    assert contents() == before
+    assert "2 files out of line" in capsys.readouterr().out
+    assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json"]) == 0
+    assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json", "--check"]) == 0
+    assert main(["apply", "fp32", "ds.json", "mp.yaml", "--check"]) == 1
+
+
+@pytest.mark.parametrize(
+    "text", [YAML, YAML.replace("\n", "\r\n"), YAML.rstrip("\n")], ids=["LF", "CRLF", "no last line break"]
+)
+def test_diff_writes_nothing_and_prints_what_git_takes(text: str, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    Path("mp.yaml").write_bytes(text.encode())
+    before = contents()
+    assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json", "--diff"]) == 0
+    assert contents() == before
+    diff = capfdbinary.readouterr().out
+    assert diff.startswith(b"--- mp.yaml\n+++ mp.yaml\n@@")
+    assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json"]) == 0
+    after = contents()
+    for name, data in before.items():
+        Path(name).write_bytes(data)
+    subprocess.run(["git", "apply", "-p0", "-"], input=diff, check=True, timeout=60)
+    assert contents() == after
+
+
+def test_diff_beside_check_says_by_its_status() -> None:
+    assert main(["apply", "bf16_mixed", "mp.yaml", "--diff", "--check"]) == 1
+
+
+def test_mode_links_and_line_endings_are_kept() -> None:
+    Path("mp.yaml").write_bytes(b"\xef\xbb\xbf" + YAML.replace("\n", "\r\n").encode())
+    Path("mp.yaml").chmod(0o640)
+    Path("link.yaml").symlink_to("mp.yaml")
+    assert main(["apply", "bf16_mixed", "link.yaml", "mp.yaml"]) == 0
+    assert Path("link.yaml").is_symlink()
+    assert Path("mp.yaml").stat().st_mode & 0o777 == 0o640
+    data = Path("mp.yaml").read_bytes()
+    assert data.startswith(b"\xef\xbb\xbf# our") and data.count(b"\n") == data.count(b"\r\n")
+
+
+def test_axolotl_is_recognised_by_its_content() -> None:
+    Path("config.txt").write_text(AXOLOTL)
+    assert main(["apply", "bf16_mixed", "config.txt"]) == 0
+    text = Path("config.txt").read_text()
+    assert "# ours" in text and "fp16: true" not in text
+    assert targets.differences(yaml.safe_load(text), mpguard.recipe("bf16_mixed"), "axolotl") == []
+
+
+def test_precision_is_said_once_where_the_yaml_names_a_deepspeed_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """accelerate refuses `mixed_precision` beside `deepspeed_config_file` (S25)."""
+    text = YAML.replace("  zero_stage: 2 # two\n  mixed_precision: fp16\n", "  deepspeed_config_file: ds.json\n")
+    Path("mp.yaml").write_text(text)
+    assert main(["apply", "bf16_mixed", "mp.yaml"]) == 0
+    assert "the precision is said in ds.json; give that file to `mpguard apply` too" in capsys.readouterr().out
+    Path("mp.yaml").write_text(text)
+    assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json"]) == 0
+    assert "give that file" not in capsys.readouterr().out
+    assert "mixed_precision" not in read(Path("mp.yaml")).require()
+    assert json.loads(Path("ds.json").read_text())["bf16"] == {"enabled": True}
+
+
+@pytest.mark.parametrize("name", ["none", "''", "3"])
+def test_a_yaml_that_names_no_deepspeed_file_says_nothing_of_one(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """`none` is accelerate's word for none."""
+    Path("mp.yaml").write_text(
+        f"distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {{deepspeed_config_file: {name}}}\n"
+    )
+    assert main(["apply", "bf16_mixed", "mp.yaml"]) == 0
+    assert "give that file" not in capsys.readouterr().out
+
+
+def test_overrides_of_the_same_recipe_are_part_of_the_policy_of_both_files() -> None:
+    Path("mp.yaml").write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
+        "fp8_config:\n  mpguard_recipe: bf16_mixed\n  mpguard_overrides: {grad_reduce_in_fp32: false}\n"
+    )
+    assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json"]) == 0
+    assert mp_yaml.load_policy(Path("mp.yaml")).grad_reduce_in_fp32 is False
+    assert "communication_data_type" not in json.loads(Path("ds.json").read_text())
+    assert main(["apply", "fp16_mixed", "mp.yaml", "ds.json"]) == 0
+    assert mp_yaml.load_policy(Path("mp.yaml")) == mpguard.recipe("fp16_mixed")
+
+
+@pytest.mark.parametrize("recipe", ["bf16_mixed", "fp16_mixed", "fp32", "tf32", "hopper_bf16_with_fp8_mixed"])
+@pytest.mark.parametrize("kind", ["'NO'", "MULTI_GPU", "FSDP", "DEEPSPEED"])
+def test_accelerate_accepts_the_result(recipe: str, kind: str) -> None:
+    Path("mp.yaml").write_text(f"distributed_type: {kind}\nmixed_precision: 'no'\nnum_processes: 1\n")
+    assert main(["apply", recipe, "mp.yaml"]) == 0
+    assert load_config_from_file("mp.yaml").fp8_config["mpguard_recipe"] == recipe
+    assert mp_yaml.load_policy(Path("mp.yaml")) == mpguard.recipe(recipe)
+
+
+def test_a_policy_that_no_part_of_the_run_carries_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents()
+    assert main(["apply", "bf16_with_nvfp4_mixed", "mp.yaml"]) == 2
+    assert "fp4_param=True" in capsys.readouterr().err and contents() == before
+
+
+BAD = {
+    "tag.yaml": (b"distributed_type: !!python/object/apply:os.system ['touch executed']\n", "tag.yaml:1: the tag"),
+    "twice.yaml": (YAML.encode() + b"mixed_precision: bf16\n", "twice.yaml:9: `mixed_precision` is there twice"),
+    "latin.yaml": (YAML.replace("our", "für").encode("latin-1"), "latin.yaml:1: is not UTF-8"),
+    "nul.yaml": (YAML.encode() + b"\0", "nul.yaml:9: a NUL byte"),
+    "empty.yaml": (b"", "empty.yaml: is empty"),
+    "broken.json": (b'{"fp16": {"enabled": true},}', "broken.json:1: no valid JSON: a comma before `}`"),
+    "package.json": (b'{"name": "x"}', "package.json: is no accelerate, DeepSpeed or axolotl config"),
+    "key.yaml": (YAML.encode() + b"fp8_config: {mpguard_recpe: fp32}\n", "key.yaml:9: `fp8_config.mpguard_recpe`: "),
+    "section.yaml": (YAML.encode() + b"fp8_config: TE\n", "section.yaml:9: `fp8_config`: is TE; a section is needed"),
+    "anchor.yaml": (YAML.replace("fp16  #", "&p fp16  #").encode() + b"x: *p\n", "anchor.yaml:9: "),
+    "deep.yaml": (b"a: " + b"[" * 10_000, "deep.yaml:1: nested more than 100 deep"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named_and_nothing_is_changed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither is the good file beside it, whatever their order."""
+    Path(name).write_bytes(BAD[name][0])
+    before = contents()
+    assert main(["apply", "bf16_mixed", "ds.json", name]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("mpguard: ") and BAD[name][1] in err
+    assert contents() == before and not Path("executed").exists()
+
+
+def test_all_bad_files_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("twice.yaml", "empty.yaml"):
+        Path(name).write_bytes(BAD[name][0])
+    assert main(["apply", "bf16_mixed", "twice.yaml", "empty.yaml", "nothing.yaml"]) == 2
+    assert "nothing.yaml: cannot be read" in capsys.readouterr().err
+    assert main(["apply", "bf16_mixed", "twice.yaml", "empty.yaml"]) == 2
+    err = capsys.readouterr().err
+    assert "twice.yaml:9" in err and "empty.yaml: is empty" in err
+
+
+def test_an_unknown_recipe_names_the_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["apply", "bf16_mixd", "mp.yaml"]) == 2
+    assert "did you mean `bf16_mixed`" in capsys.readouterr().err
+
+
+def test_what_was_written_is_put_back_when_a_later_file_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents()
+    real = text_edits.write_atomically
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "ds.json":
+            raise OSError(28, "No space left on device")
+        real(path, data)
+
+    monkeypatch.setattr("mpguard.cli.apply.write_atomically", full)
+    assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json"]) == 2
+    assert "ds.json: cannot be written: No space left on device. Nothing was changed" in capsys.readouterr().err
+    assert contents() == before
+
+
+def test_json_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["apply", "bf16_mixed", "mp.yaml", "--check", "--format", "json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["version"], facts["recipe"], facts["written"]) == (1, "bf16_mixed", False)
+    (file,) = facts["files"]
+    assert (file["path"], file["kind"], file["strategy"]) == ("mp.yaml", "accelerate", "deepspeed-zero2")
+    changes = {change.pop("key"): change for change in file["changes"]}
+    assert changes["mixed_precision"] == {"old": "fp16", "new": "bf16", "why": ""}
+    assert "old" not in changes["fp8_config.mpguard_recipe"]
+    assert "new" not in changes["deepspeed_config.mixed_precision"]

@@ -1,0 +1,277 @@
+"""`mpguard init`: what it writes is accepted by the real accelerate and the real DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+import mpguard
+from mpguard.cli import main
+from mpguard.document import mp_yaml, read
+from mpguard.policy import hardware
+from mpguard.targets import capabilities, plugin
+from mpguard.targets.plugin import STRATEGIES
+
+NO_GPU = hardware.Hardware(libraries={"accelerate": "1.15.0"})
+A100S = hardware.Hardware("NVIDIA A100", (8, 0), 4, (13, 0), {"te": "2.20.2", "torchao": "0.18.0"})
+V100 = hardware.Hardware("NVIDIA V100", (7, 0), 1, (13, 0), {})
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    on(monkeypatch, NO_GPU)
+    return tmp_path
+
+
+def on(monkeypatch: pytest.MonkeyPatch, machine: hardware.Hardware) -> None:
+    monkeypatch.setattr(hardware, "detect", lambda: machine)
+
+
+def init(*arguments: str) -> dict[str, Any]:
+    """Runs it, and returns the YAML's data."""
+    assert main(["init", *arguments]) == 0
+    return read(Path("mp.yaml")).require()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "recipe", ["bf16_mixed", "fp16_mixed", "fp32", "bf16_with_fp8_delayed_scaling_mixed", "hopper_bf16_with_fp8_mixed"]
+)
+def test_accelerate_accepts_it_and_the_policy_is_in_it(recipe: str, strategy: str, folder: Path) -> None:
+    config = init(recipe, "--strategy", strategy)
+    policy = mpguard.recipe(recipe)
+    if policy.fp8_param and not capabilities.fp8_weights(policy, strategy):
+        policy = policy.replace(fp8_param=None)
+    assert mp_yaml.load_policy(Path("mp.yaml")) == policy
+    assert plugin.differences(config, policy, "accelerate", strategy) == []
+    assert load_config_from_file("mp.yaml").fp8_config["mpguard_recipe"] == recipe
+    arguments, _, _ = _validate_launch_command(
+        launch_command_parser().parse_args(["--config_file", "mp.yaml", "train.py"])
+    )
+    assert (arguments.use_fsdp, arguments.use_deepspeed) == (
+        strategy.startswith("fsdp"),
+        strategy.startswith("deepspeed"),
+    )
+    named = plugin.lookup(config, "deepspeed_config.deepspeed_config_file")
+    if named is plugin.ABSENT:
+        mode = "fp8" if policy.fp8 else policy.compute_dtype.short if policy.low_precision else "no"
+        assert arguments.mixed_precision == mode
+    else:  # said once, in the JSON
+        assert "mixed_precision" not in config
+        assert plugin.differences(json.loads(Path(named).read_text()), policy, "deepspeed", strategy) == []
+
+
+@pytest.mark.parametrize("recipe", ["bf16_mixed", "fp16_mixed", "bf16_full"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_accepts_its_file(recipe: str, stage: int) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    init(recipe, "--strategy", f"deepspeed-zero{stage}")
+    config = DeepSpeedConfig(json.loads(Path("ds_config.json").read_text()))
+    assert config.zero_config.stage == stage
+    assert (config.bfloat16_config.enabled, config.float16_config.enabled) == (
+        recipe != "fp16_mixed",
+        recipe == "fp16_mixed",
+    )
+    if recipe == "bf16_mixed":
+        assert str(config.communication_data_type) == "torch.float32"
+
+
+def test_what_the_yaml_can_say_needs_no_deepspeed_file() -> None:
+    config = init("fp32", "--strategy", "deepspeed-zero2")
+    assert not Path("ds_config.json").exists()
+    assert config["deepspeed_config"]["zero_stage"] == 2 and config["mixed_precision"] == "no"
+
+
+def test_without_a_gpu_it_is_for_the_cpu_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    config = init("bf16_mixed", "--strategy", "ddp")
+    assert (config["distributed_type"], config["use_cpu"], config["num_processes"]) == ("MULTI_CPU", True, 2)
+    out = capsys.readouterr().out
+    assert "no GPU here" in out and out.endswith("Next: mpguard launch --config mp.yaml train.py\n")
+    config = init("bf16_mixed", "--force")
+    assert (config["distributed_type"], config["use_cpu"], config["num_processes"]) == ("NO", True, 1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("bf16_mixed", "--device", "gpu"),
+        ("fp16_mixed",),
+        ("hopper_bf16_with_fp8_mixed",),
+        ("bf16_mixed", "--strategy", "fsdp2"),
+    ],
+)
+def test_what_needs_a_gpu_is_written_for_one_and_that_is_said(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init(*arguments)["use_cpu"] is False
+    assert "For GPUs. There is none here: nothing was checked" in capsys.readouterr().out
+
+
+def test_the_default_strategy_is_ddp_where_there_are_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, A100S)
+    config = init("bf16_mixed")
+    assert (config["distributed_type"], config["num_processes"], config["use_cpu"]) == ("MULTI_GPU", 4, False)
+
+
+@pytest.mark.parametrize(
+    ("machine", "recipe", "said"),
+    [
+        (A100S, "hopper_bf16_with_fp8_mixed", "needs compute capability 8.9 or higher for FP8"),
+        (V100, "bf16_mixed", "needs compute capability 8.0 or higher for BF16"),
+    ],
+)
+def test_a_recipe_that_the_gpu_cannot_run_is_refused_with_the_reason(
+    machine: hardware.Hardware,
+    recipe: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    on(monkeypatch, machine)
+    assert main(["init", recipe]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("mp.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bf16_mixd"], "did you mean `bf16_mixed`"),
+        (["bf16_mixed", "-o", "nowhere/mp.yaml"], "there is no folder nowhere"),
+        (["bf16_mixed", "-o", "mp.json"], "init writes YAML"),
+        (["bf16_mixed", "-o", "."], "is a folder"),
+        (["bf16_mixed", "--num-processes", "4"], "Add --strategy ddp"),
+        (["bf16_mixed", "--num-processes", "0"], "counts from 1"),
+        (["bf16_mixed", "--strategy", "fsdp2", "--device", "cpu"], "applies it on a GPU only"),
+        (["fp16_mixed", "--device", "cpu"], "cannot be in force on a CPU"),
+        (["bf16_mixed", "--strategy", "dpp"], "invalid choice"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_written(
+    arguments: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("there", ["mp.yaml", "ds_config.json"])
+def test_a_file_that_is_there_is_kept_without_force(there: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["init", "bf16_mixed", "--strategy", "deepspeed-zero1"]
+    Path(there).write_text("mine")
+    assert main(arguments) == 2
+    assert f"{there}: is there already, and was kept" in capsys.readouterr().err
+    assert Path(there).read_text() == "mine" and len(list(Path().iterdir())) == 1
+    assert main([*arguments, "--force"]) == 0
+    assert Path(there).read_text() != "mine"
+
+
+def test_auto_is_stored_as_what_it_is_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert mp_yaml.stored(read(_written("auto"))).recipe == "fp32"
+    assert "auto: no GPU" in capsys.readouterr().out
+
+
+def _written(recipe: str) -> Path:
+    init(recipe)
+    return Path("mp.yaml")
+
+
+def test_what_no_part_of_the_run_can_do_is_said_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    init("bf16_with_nvfp4_mixed")
+    out = capsys.readouterr().out
+    assert "`mpguard launch` will refuse it" in out and "only megatron can" in out
+    assert "mpguard_overrides: {fp4_param: null}" in out
+    text = Path("mp.yaml").read_text().replace(
+        "  mpguard_recipe: bf16_with_nvfp4_mixed\n",
+        "  mpguard_recipe: bf16_with_nvfp4_mixed\n"
+        "  mpguard_overrides: {fp4_param: null}\n",
+    )  # fmt: skip
+    Path("mp.yaml").write_text(text)
+    capabilities.require_supported("accelerate", mp_yaml.load_policy(Path("mp.yaml")), "single")
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp1", "fsdp2", "deepspeed-zero3"])
+def test_parameters_in_fp8_are_overridden_where_nothing_holds_them(
+    strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the file, and aloud; where they are held, the optimizer that does it is named."""
+    init("bf16_with_fp8_current_scaling_mixed", "--strategy", strategy)
+    out = capsys.readouterr().out
+    policy = mp_yaml.load_policy(Path("mp.yaml"))
+    capabilities.require_supported("accelerate", policy, strategy)
+    held = strategy in ("single", "ddp")
+    assert bool(policy.fp8_param) is held and ("FusedAdam(model.parameters(), ..., master_weights=True)" in out) is held
+    assert (f"fp8_param is overridden, under {strategy} nothing does it" in out) is not held
+    assert "will refuse it" not in out
+
+
+def test_a_run_without_master_weights_is_told_to_load_its_model_so(capsys: pytest.CaptureFixture[str]) -> None:
+    init("bf16_full")
+    assert "model.to(torch.bfloat16)" in capsys.readouterr().out
+
+
+def test_standard_output_is_no_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "bf16_mixed", "-o", "-"]) == 2
+    assert "a file name is needed" in capsys.readouterr().err and not Path("-").exists()
+
+
+def test_json_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["init", "bf16_mixed", "--strategy", "deepspeed-zero3", "--num-processes", "8", "--format", "json"]) == 0
+    )
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["version"], facts["recipe"], facts["strategy"], facts["num_processes"]) == (
+        1,
+        "bf16_mixed",
+        "deepspeed-zero3",
+        8,
+    )
+    assert [each["path"] for each in facts["files"]] == ["mp.yaml", "ds_config.json"]
+    assert facts["files"][1]["content"] == json.loads(Path("ds_config.json").read_text())
+
+
+ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", "mp.yaml")
+
+SCRIPT = """
+from accelerate import Accelerator
+state = Accelerator().state
+plugin = state.deepspeed_plugin
+print("RESULT", state.mixed_precision, state.device.type, plugin and plugin.deepspeed_config["bf16"]["enabled"])
+"""
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--strategy", "single"], "RESULT bf16 cpu None"),
+        (["--strategy", "deepspeed-zero2", "--num-processes", "1"], "RESULT bf16 cpu True"),
+    ],
+)
+def test_accelerate_launches_it(arguments: list[str], expected: str) -> None:
+    init("bf16_mixed", *arguments)
+    Path("show.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [*ACCELERATE, "--main_process_port", str(_free_port()), "show.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert expected in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,38 @@
+"""What the linter keeps of the disk, a long-lived process can make it forget: all of it, and that is held here."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import mpguard
+from mpguard.core import settings
+from mpguard.core.tracked_fs import clear_run_caches
+
+PACKAGE = Path(mpguard.__file__).parent
+#: Functions of their arguments alone.
+PURE = {"_fields", "_joined", "_consistent", "_spec", "_plan"}
+
+
+def test_every_cached_function_of_the_lint_path_is_pure_or_remembered() -> None:
+    met = set()
+    for file in (PACKAGE / "settings.py", *PACKAGE.glob("lint/**/*.py"), *PACKAGE.glob("document/**/*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            for decorator in map(ast.unparse, node.decorator_list):
+                if re.match(r"(functools\.)?(lru_)?cache\b", decorator):
+                    met.add(node.name)
+                    assert node.name in PURE, f"{file}: {node.name} keeps what may change on the disk: use @remembered"
+    assert met == PURE, "all of these are looked at"
+
+
+def test_forgetting_reads_the_settings_again(tmp_path: Path) -> None:
+    file = tmp_path / "mpguard.toml"
+    file.write_text('ignore = ["MPG101"]\n')
+    assert settings.nearest(tmp_path).ignore == ("MPG101",)
+    file.write_text('ignore = ["MPG102"]\n')
+    assert settings.nearest(tmp_path).ignore == ("MPG101",), "one run sees one state"
+    clear_run_caches()
+    assert settings.nearest(tmp_path).ignore == ("MPG102",)

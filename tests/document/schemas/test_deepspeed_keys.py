@@ -1,0 +1,152 @@
+"""The table of keys that DeepSpeed reads, against the DeepSpeed that is installed, and what the rules say of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from mpguard.document.schemas.deepspeed import CONFIG, ELSEWHERE, RENAMED, SECTIONS, STRICT, VERSION
+
+#: Builds the real config from each line of stdin; prints the keys it looked up, or what it raised.
+DRIVER = """
+import json, sys
+
+class Recorded(dict):
+    read = set()
+    def get(self, key, default=None):
+        self.read.add(key)
+        return dict.get(self, key, default)
+    def __getitem__(self, key):
+        self.read.add(key)
+        return dict.__getitem__(self, key)
+    def __contains__(self, key):
+        self.read.add(key)
+        return dict.__contains__(self, key)
+    def keys(self):
+        outer = self
+        class Keys:
+            def __contains__(self, key):
+                return key in outer
+            def __iter__(self):
+                return iter(dict.keys(outer))
+        return Keys()
+    def __deepcopy__(self, memo):
+        return self
+
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+
+result = {"bf16": sorted(DeepSpeedBF16Config.model_fields), "fp16": sorted(DeepSpeedFP16Config.model_fields), "ran": []}
+for line in sys.stdin:
+    config = Recorded(json.loads(line))
+    for name in ("torch_autocast", "data_types"):
+        if name in config:
+            config[name] = Recorded(config[name])
+            config[name].read = set()
+    Recorded.read = set()
+    try:
+        made = DeepSpeedConfig(config)
+    except Exception as error:
+        result["ran"].append({"raised": f"{type(error).__name__}: {error}"})
+        continue
+    result["ran"].append({
+        "read": sorted(config.read),
+        **{name: sorted(config[name].read) for name in ("torch_autocast", "data_types") if name in config},
+        "bf16": made.bfloat16_config.enabled,
+        "fp16": made.float16_config.enabled,
+        "torch_autocast_on": bool(made.torch_autocast_enabled),
+        "stage": made.zero_optimization_stage,
+    })
+print("RESULT" + json.dumps(result))
+"""
+
+#: name -> what is in the config beside the batch size, and what DeepSpeed makes of it.
+CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any] | str]] = {
+    "fp16 and bf16": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "cannot be simultaneously enabled"),
+    "auto is off": ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, {"fp16": False, "bf16": False}),
+    "loss scale in bf16": ({"bf16": {"enabled": True, "loss_scale": 0}}, "Extra inputs are not permitted"),
+    "loss scale in bf16 that is off": ({"bf16": {"enabled": False, "hysteresis": 2}}, "Extra inputs are not permitted"),
+    "an auto in bf16": ({"bf16": {"enabled": True, "loss_scale": "auto"}}, {"bf16": True}),
+    "unknown key of fp16": ({"fp16": {"enabled": True, "opt_level": "O2"}}, "Extra inputs are not permitted"),
+    "fp8": ({"fp8": {"enabled": True}}, {"bf16": False, "fp16": False}),
+    "bfloat_16": ({"bfloat_16": {"enabled": True}}, {"bf16": False}),
+    "bfloat16": ({"bfloat16": {"enabled": True}}, {"bf16": True}),
+    "bfloat16 beside bf16": ({"bfloat16": {"enabled": True}, "bf16": {"enabled": False}}, {"bf16": False}),
+    "typo of ZeRO": ({"zero_optimisation": {"stage": 3}}, {"stage": 0}),
+    "amp": ({"amp": {"enabled": True}}, "Apex AMP integration has been removed"),
+    "amp that is off": ({"amp": {"enabled": False}}, "Apex AMP integration has been removed"),
+    "bf16 and torch_autocast": (
+        {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        {"bf16": True, "torch_autocast_on": True},
+    ),
+    "typo in torch_autocast": ({"torch_autocast": {"enable": True, "dtype": "bfloat16"}}, {"torch_autocast_on": False}),
+    "auto in torch_autocast is on": (
+        {"torch_autocast": {"enabled": "auto", "dtype": "bfloat16"}},
+        {"torch_autocast_on": True},
+    ),
+    "typo in data_types": ({"data_types": {"grad_accum_type": "fp32"}}, {"bf16": False}),
+    "fp8 reduction": ({"bf16": {"enabled": True}, "communication_data_type": "fp8"}, "Invalid communication_data_type"),
+    "power of 64": ({"fp16": {"enabled": True, "initial_scale_power": 64}}, {"fp16": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def real() -> dict[str, Any]:
+    base = {"train_micro_batch_size_per_gpu": 1}
+    whole = {
+        **base, "fp16": {"enabled": False}, "optimizer": {"type": "Adam", "params": {}},
+        "scheduler": {"type": "x", "params": {}}, "torch_autocast": {"enabled": False, "dtype": "bfloat16",
+        "lower_precision_safe_modules": []}, "data_types": {}, "zero_optimization": {"stage": 1},
+    }  # fmt: skip
+    lines = [whole, *({**base, **config} for config, _ in CASES.values())]
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER],
+        input="\n".join(map(json.dumps, lines)), capture_output=True, text=True, timeout=300,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+    )  # fmt: skip
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")] or [done.stderr]
+    result: dict[str, Any] = json.loads(line.removeprefix("RESULT"))
+    return result
+
+
+def test_the_table_is_of_the_installed_version() -> None:
+    assert importlib.metadata.version("deepspeed") == VERSION
+
+
+def test_keys_are_what_the_config_looks_up(real: dict[str, Any]) -> None:
+    assert set(real["ran"][0]["read"]) == CONFIG
+    assert not CONFIG & ELSEWHERE
+
+
+@pytest.mark.parametrize("section", ["torch_autocast", "data_types"])
+def test_keys_of_loose_sections_are_what_is_looked_up(real: dict[str, Any], section: str) -> None:
+    assert set(real["ran"][0][section]) == SECTIONS[section]
+
+
+@pytest.mark.parametrize("section", ["bf16", "fp16"])
+def test_keys_of_strict_sections_are_their_fields(real: dict[str, Any], section: str) -> None:
+    assert set(real[section]) == SECTIONS[section]
+    assert section in STRICT
+
+
+def test_the_tables_agree() -> None:
+    assert set(SECTIONS) <= CONFIG
+    assert set(RENAMED.values()) <= set(SECTIONS) and not set(RENAMED) & CONFIG
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_behaviour(real: dict[str, Any], name: str) -> None:
+    """What the pages of MPG821 to MPG828 say, seen."""
+    seen = real["ran"][1 + list(CASES).index(name)]
+    expected = CASES[name][1]
+    if isinstance(expected, str):
+        assert expected in seen["raised"]
+    else:
+        assert {key: seen.get(key) for key in expected} == expected

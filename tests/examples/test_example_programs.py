@@ -1,0 +1,88 @@
+"""Every program in examples/ runs as its docstring says, with its mp.yaml, and is proven in force."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import REPOSITORY
+
+from mpguard.cli import main
+
+EXAMPLES = REPOSITORY / "examples"
+BIN = Path(sys.executable).parent
+
+#: Program -> the processes that its mp.yaml or its command asks for.
+PROGRAMS = {"torch": 1, "accelerate": 2, "trainer": 2, "deepspeed": 2, "fsdp2": 2}
+
+
+def command_of(program: Path) -> list[str]:
+    """The command in a program's docstring."""
+    found = re.search(r"^ *((?:mpguard launch|torchrun) .*)$", program.read_text(encoding="utf-8"), re.M)
+    assert found is not None, f"{program} says no command"
+    return found[1].split()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_trains_and_is_proven(name: str) -> None:
+    launcher, *arguments = command_of(EXAMPLES / f"train_{name}.py")
+    done = subprocess.run(
+        [BIN / launcher, *arguments],
+        cwd=EXAMPLES.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    ranks = "1 process" if PROGRAMS[name] == 1 else f"all {PROGRAMS[name]} ranks"
+    assert f"step 1 proven in force on {ranks} · recipe bf16_mixed" in said
+    losses = [float(loss) for loss in re.findall(r"loss'?:? *'?(\d+\.\d+)", said)]
+    assert losses[-1] < min(5.0, losses[0]), f"a uniform guess is 5.55, the loss went {losses}"
+
+
+def test_deepspeed_at_another_stage(tmp_path: Path) -> None:
+    """With the two files that `mpguard init` writes; with mp.yaml alone, what the script asks for is another engine."""
+    config = tmp_path / "mp.yaml"
+    assert main(["init", "bf16_mixed", "--strategy", "deepspeed-zero3", "--num-processes", "2", "-o", str(config)]) == 0
+    words = [BIN / "torchrun", "--nproc_per_node", "2", "-m", "mpguard.run", "--config", config]
+    program = [EXAMPLES / "train_deepspeed.py", "--steps", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    told = []
+    for more in ([], ["--deepspeed_config", tmp_path / "ds_config.json"]):
+        done = subprocess.run(
+            [*words, *program, *more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        told.append((done.returncode, done.stdout + done.stderr))
+    assert told[0][0] == 1 and "engine: deepspeed-zero2; asked: deepspeed-zero3" in told[0][1], told[0][1]
+    assert told[1][0] == 0 and "proven in force on all 2 ranks" in told[1][1], told[1][1]
+
+
+def test_the_mistakes_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lint", "--format", "json", str(EXAMPLES / "mistakes")]) == 1
+    found = {(Path(each["path"]).name, each["code"]) for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert {
+        ("train.py", "MPG101"), ("train.py", "MPG201"), ("train.py", "MPG302"), ("train.py", "MPG401"),
+        ("finetune.py", "MPG203"), ("mp.yaml", "MPG801"), ("mp.yaml", "MPG811"),
+    } <= found  # fmt: skip
+
+
+def test_the_readme_shows_what_the_demo_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lint", str(EXAMPLES / "mistakes")]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    assert last in readme
+    total = int(last.split()[1])
+    assert f"... {total - 2} more ..." in readme, "two of them are shown"
+
+
+def test_the_other_examples_are_clean(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(path) for pattern in ("*.py", "*.yaml", "*.json") for path in sorted(EXAMPLES.glob(pattern))]
+    assert len(files) > 10
+    assert main(["lint", *files]) == 0, capsys.readouterr().out

@@ -1,0 +1,92 @@
+"""What the project requires, which alignment FP8 needs, and what the rules about FP8 make of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpguard.lint.facts.values import library_names
+from mpguard.lint.model.result import FileReport
+from mpguard.lint.model.rule import rules
+from mpguard.lint.model.selection import Selectors
+from mpguard.lint.project.requirements import Required, required
+from mpguard.lint.run.engine import Engine, Options
+from mpguard.lint.source.files import Target
+from mpguard.policy.hardware import NEEDS
+from mpguard.policy.policy import BACKENDS
+
+OLD = "import transformer_engine.pytorch as te\n\nwith te.fp8_autocast(fp8_recipe=recipe):\n    model(x)\n"
+NEW = "import transformer_engine.pytorch as te\n\nwith te.autocast(recipe=recipe):\n    model(x)\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("requirements.txt", "transformer-engine[pytorch]==1.13.0", Required((1, 13, 0), (1, 13, 1))),
+        ("pyproject.toml", 'dependencies = ["transformer_engine[pytorch]>=2.10,<3"]', Required((2, 10), (3,))),
+        ("pyproject.toml", 'transformer-engine = "^2.11"', Required((2, 11), (3,))),
+        ("setup.py", "install_requires=['transformer-engine']", Required()),
+        ("requirements.txt", "transformer_engine>=2.10\ntransformer_engine<2.12", Required()),
+        ("requirements-gpu.txt", "transformer_engine_cu12 ~= 2.9  # FP8", Required((2, 9), (3,))),
+        ("setup.py", "install_requires=['transformer-engine~=1.4.5']", Required((1, 4, 5), (1, 5))),
+        ("requirements.txt", "my-transformer-engine==9.9", Required()),
+        ("requirements.txt", "--index-url https://download.pytorch.org/whl/cu124\ntorch", Required(cuda=(12, 4))),
+        ("Dockerfile", "FROM nvidia/cuda:12.9.1-devel\n", Required(cuda=(12, 9))),
+    ],
+)
+def test_requirements(file: str, text: str, expected: Required, tmp_path: Path) -> None:
+    (tmp_path / file).write_text(text)
+    assert required(str(tmp_path), str(tmp_path), "transformer_engine") == expected
+
+
+def test_the_nearest_file_that_names_it_decides(tmp_path: Path) -> None:
+    inner = tmp_path / "app"
+    inner.mkdir()
+    (tmp_path / "requirements.txt").write_text("transformer-engine==2.11")
+    (inner / "requirements.txt").write_text("torch")
+    assert required(str(inner), str(tmp_path), "transformer_engine").since((2, 10))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "requirements.txt").write_text("transformer-engine==1.9")
+    assert required(str(tmp_path / "other"), str(tmp_path), "transformer_engine").before((2, 0))
+
+
+def test_setup_py_lies_beside_the_package(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (tmp_path / "setup.py").write_text("install_requires=['transformer-engine<=1.9']")
+    assert required(str(package), str(package), "transformer_engine").before((2, 0))
+
+
+@pytest.mark.parametrize(
+    ("wheels", "expected"),
+    [(("ours",), Required((1, 13, 0), (1, 13, 1))), (("ours", "other"), Required())],  # several are an environment
+)
+def test_an_unpacked_wheel_says_what_it_requires(wheels: tuple[str, ...], expected: Required, tmp_path: Path) -> None:
+    said = "Name: it\nRequires-Dist: transformer-engine (==1.13.0) ; extra == 'te'\n\nNeeds transformer-engine>=2.10\n"
+    for wheel in wheels:
+        (tmp_path / f"{wheel}-1.0.dist-info").mkdir()
+        (tmp_path / f"{wheel}-1.0.dist-info" / "METADATA").write_text(said)
+    assert required(str(tmp_path), str(tmp_path), "transformer_engine") == expected
+
+
+@pytest.mark.parametrize(("version", "level"), [("2.20", "safe"), ("2.3", "unsafe")])
+def test_the_new_names_are_safe_where_the_project_asks_for_them(version: str, level: str, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text(f"transformer-engine>={version}\n")
+    path = tmp_path / "train.py"
+    path.write_text(OLD)
+
+    def run(fix: str | None) -> FileReport:
+        engine = Engine(rules(own_only=True), Options(Selectors(select=("MPG406",)), fix=fix))
+        return engine.run([Target(str(path), "python", named=True)])[0]
+
+    assert [finding.fix.applicability for finding in run(None).findings if finding.fix is not None] == [level]
+    mended = run("safe").fix_result
+    assert (mended.after.decode() if mended is not None else OLD) == (NEW if level == "safe" else OLD)
+
+
+def test_every_recipe_of_te_has_its_needs() -> None:
+    assert set(library_names.FP8_RECIPES.values()) <= set(NEEDS)
+    assert all(NEEDS[row].multiple > 1 for row in library_names.FP8_RECIPES.values())
+    assert {row for row in BACKENDS if NEEDS[row].multiple == 1} == set()

@@ -1,0 +1,110 @@
+"""Which weights a file trains, in which dtype and by what; what its checkpoints hold."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.source.source import Source
+
+LOOP = """
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+def facts_of(code: str) -> Facts:
+    return Facts(Source.parse(("import torch\n" + textwrap.dedent(code)).encode(), "example.py"))
+
+
+@pytest.mark.parametrize(
+    ("code", "dtype"),
+    [
+        ("model = torch.nn.Linear(8, 8).bfloat16()", "bfloat16"),
+        ("model.to(torch.bfloat16)", "bfloat16"),
+        ("model = AutoModel.from_pretrained('x', dtype='bfloat16')", "bfloat16"),
+        ("model = AutoModel.from_pretrained('x', torch_dtype=torch.half).cuda()", "float16"),
+        ("model = torch.nn.Linear(8, 8, dtype=torch.float16)", "float16"),
+        ("for m in model.modules():\n    m.half()", "float16"),
+        ("for p in model.parameters():\n    p.data = p.data.half()", "float16"),
+        ("def low(m):\n    m.half()\nmodel.apply(low)", "float16"),
+        ("model.apply(lambda m: m.half())", "float16"),
+    ],
+)
+def test_low_weights_are_found_with_their_optimizer(code: str, dtype: str) -> None:
+    facts = facts_of("from transformers import AutoModel\n" + code + LOOP)
+    (weights,) = facts.trained.weights(dtype)
+    assert weights.dtype == dtype
+    (optimizer,) = facts.trained.plain_optimizers(weights.training)
+    assert facts.called_path(optimizer) == "torch.optim.AdamW"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "model = torch.nn.Linear(8, 8).half().float()",
+        "model = torch.nn.Linear(8, 8)\nmodel.half()\nmodel.float()",
+        "model.half()\nmodel.requires_grad_(False)",
+        "model = get_peft_model(model.half(), config)",
+        "model = get_peft_model(model, config)\nmodel.half()",
+        "model = AutoModel.from_pretrained('x', dtype=torch.float16, load_in_4bit=True)",
+        "model = AutoModel.from_pretrained('x', dtype=torch.float16, **arguments)",
+        "for p in model.parameters():\n    if not p.requires_grad:\n        p.data = p.data.half()",
+        "x = torch.randn(8).half()",
+        "other = torch.nn.Linear(8, 8).half()",
+    ],
+)
+def test_what_is_not_trained_in_a_low_dtype(code: str) -> None:
+    facts = facts_of("from peft import get_peft_model\nfrom transformers import AutoModel\n" + code + LOOP)
+    assert facts.trained.weights("float16") == []
+
+
+@pytest.mark.parametrize(
+    "mention", ["import deepspeed", "from torch.distributed.fsdp import FSDP", "o = FP16_Optimizer(o)"]
+)
+def test_masters_may_be_kept_elsewhere(mention: str) -> None:
+    assert facts_of(mention).trained.masters
+
+
+def test_masters_are_not_kept_by_a_plain_loop() -> None:
+    assert not facts_of("model = torch.nn.Linear(8, 8)" + LOOP).trained.masters
+
+
+def test_an_optimizer_that_rounds_stochastically_is_not_plain() -> None:
+    code = "from torchao.optim import AdamW8bit\nmodel.bfloat16()" + LOOP.replace(
+        "torch.optim.AdamW(model.parameters())", "AdamW8bit(model.parameters(), bf16_stochastic_round=True)"
+    )
+    facts = facts_of(code)
+    (weights,) = facts.trained.weights("bfloat16")
+    assert len(weights.training.of("optimizer")) == 1
+    assert facts.trained.plain_optimizers(weights.training) == []
+
+
+def test_the_roles_of_states() -> None:
+    facts = facts_of(
+        """
+        from torch.amp import GradScaler
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, f)
+        scaler = GradScaler()
+        state = {"m": model.state_dict(), "o": optimizer.state_dict(), "g": scaler.state_dict()}
+        state["s"] = schedule.state_dict()
+        torch.save(state, "last.pt")
+        before = optimizer.state_dict()
+        for each in objects:
+            torch.save(each.state_dict(), "x.pt")
+        """
+    )
+    checkpoints = facts.checkpoints
+    assert [checkpoints.role(event) for event in facts.events("state")] == [
+        "model", "optimizer", "scaler", "other", "optimizer", "",
+    ]  # fmt: skip
+    (saved,) = checkpoints.saved("optimizer")
+    assert [call.name for call in checkpoints.writes(saved)] == ["save"]
+    assert checkpoints.unclear("state")
+    assert not checkpoints.unclear("restore")

@@ -1,0 +1,88 @@
+"""The gate: a rule is asked wherever it could speak, and little is parsed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import accelerate
+import deepspeed
+import pytest
+import torchao
+import transformers
+
+from mpguard.lint.facts.file import Facts
+from mpguard.lint.model.rule import Rule, any_of, rules
+from mpguard.lint.run import prefilter
+from mpguard.lint.source.source import Source
+from mpguard.lint.source.strip_comments import stripped
+
+PYTHON = [rule for rule in rules(own_only=True).values() if issubclass(rule, Rule)]
+
+
+def sources() -> Iterator[Path]:
+    """Files of the libraries that this project is about; of transformers every thirtieth."""
+    yield from sorted(Path(accelerate.__file__).parent.rglob("*.py"))
+    yield from sorted(Path(torchao.__file__).parent.joinpath("float8").rglob("*.py"))
+    yield from sorted(Path(deepspeed.__file__).parent.joinpath("runtime").rglob("*.py"))[::4]
+    yield from sorted(Path(transformers.__file__).parent.rglob("*.py"))[::60]
+
+
+def test_a_conjunction_of_alternatives() -> None:
+    triggers = (any_of(b"half", b"float16"), any_of(b"backward"))
+    assert prefilter.matches(triggers, b"x.half(); loss.backward()")
+    assert not prefilter.matches(triggers, b"x.half()")
+    assert prefilter.matches((), b"")
+
+
+@pytest.mark.parametrize(
+    ("code", "left"),
+    [
+        (b"# x.half()\nx = 1", b"\nx = 1"),
+        (b'"""x.half()"""\ny', b"\ny"),
+        (b"'''a\n\"\"\" # '''z", b"z"),
+        (b"x = '# half' # b", b"x = '# half' "),
+        (b"x = \"'''\"; y.half() # '''", b"x = \"'''\"; y.half() "),
+        (b'f"""{x.half()}"""', b'f"""{x.half()}"""'),
+        (rb"x = '\'' # half", rb"x = '\'' "),
+    ],
+)
+def test_comments_and_docstrings_do_not_count(code: bytes, left: bytes) -> None:
+    assert stripped(code) == left
+
+
+def test_a_rule_that_is_not_asked_has_nothing_to_say() -> None:
+    """Triggers are necessary conditions: what all rules find without a gate, they find with it."""
+    silent = 0
+    for path in sources():
+        data = path.read_bytes()
+        asked = set(prefilter.relevant(data, PYTHON))
+        others = [rule for rule in PYTHON if rule not in asked]
+        if len(data) > 60_000 or not any(
+            word in data for word in (b"half", b"float16", b"amp", b"Accelerator", b"step(")
+        ):
+            continue
+        facts = Facts(Source.parse(data, str(path)))
+        for rule in others:
+            assert list(rule().check(facts)) == [], f"{path}: {rule.code}"
+            silent += 1
+    assert silent > 100
+
+
+@pytest.mark.parametrize("rule", PYTHON, ids=lambda rule: rule.code)
+def test_examples_pass_their_own_gate(rule: type[Rule]) -> None:
+    for example in rule.examples:
+        if "# !" in example.code:
+            assert prefilter.relevant(example.code.encode(), [rule]) == [rule]
+
+
+def test_little_is_parsed() -> None:
+    """The regression to fear is a loose trigger: of transformers, under 5 % may reach the parser."""
+    read = parsed = 0
+    for path in sorted(Path(transformers.__file__).parent.rglob("*.py")):
+        data = path.read_bytes()
+        read += len(data)
+        if prefilter.relevant(data, PYTHON):
+            parsed += Facts(Source.parse(data, str(path))).parsed_bytes
+    assert read > 20_000_000
+    assert parsed < 0.05 * read

@@ -1,0 +1,277 @@
+"""`compile` in loops of one's own: models compiled where they stand, in each engine, and once.
+
+With torchao's layers in software, and a backend of dynamo's that needs no compiler. `compile: true` stands for what
+`auto` chooses on a GPU alone: tests/gpu/test_compile_auto.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from processes import in_fork, mp_yaml, proof, ranks_in_fork, told
+from torch import nn
+
+import mpguard
+from mpguard.nn import compile as compilation
+from mpguard.policy.policy import Policy
+
+FP8 = "fp8: hybrid, backend: torchao, fp8_emulate: true"
+
+HEAD = """
+import json, os, sys, torch
+from torch import nn
+from mpguard import compiling
+compilation.BACKEND = "aot_eager"
+torch.manual_seed(0)
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+    def forward(self, x): return x + self.down(self.up(x).relu())
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(32, 16)
+    def forward(self, x):
+        for block in self.blocks: x = block(x)
+        return self.head(x)
+def adam(m): return torch.optim.AdamW(m.parameters(), lr=1e-2)
+def amp(): return torch.autocast("cpu", torch.bfloat16)
+def train(m, o, steps=3):
+    for step in range(steps):
+        with amp(): loss = m(torch.ones(16, 32)).float().pow(2).mean()
+        loss.backward(); o.step(); o.zero_grad()
+        if step == 0: first = loss.item()
+    assert loss.item() < first, (loss, first)
+def graphs(): return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+m = Net()
+"""
+
+SPREAD = """
+import torch.distributed as dist
+rank = int(os.environ["RANK"]); dist.init_process_group("gloo")
+"""
+DDP = "from torch.nn.parallel import DistributedDataParallel as DDP\nw = DDP(m); train(w, adam(w))"
+DDP_LATER = "from torch.nn.parallel import DistributedDataParallel as DDP\no = adam(m); train(DDP(m), o)"
+FSDP1 = """
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+w = FSDP(m, device_id=torch.device("cpu"), use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({Block}))
+train(w, adam(w))
+"""
+FSDP2 = """
+from torch.distributed.fsdp import fully_shard
+mesh = dist.init_device_mesh("cpu", (2,))
+for block in m.blocks: fully_shard(block, mesh=mesh)
+fully_shard(m, mesh=mesh); train(m, adam(m))
+"""
+ZERO = """
+import deepspeed
+o = adam(m)
+config = {"train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": %d}}
+engine, *_ = deepspeed.initialize(model=m, optimizer=o, config=config)
+for _ in range(3):
+    loss = engine(torch.ones(16, 32).bfloat16()).float().pow(2).mean(); engine.backward(loss); engine.step()
+"""
+END = "\nassert list(m.state_dict())[0].endswith('blocks.0.up.weight')\ndist.destroy_process_group()"
+
+
+def config(folder: Path, fields: str, **keys: object) -> Path:
+    overrides = f"{{mpguard_recipe: bf16_mixed, mpguard_overrides: {{{fields}}}}}"
+    return mp_yaml(folder, fp8_config=overrides, **keys)
+
+
+def run(folder: Path, script: str, fields: str, *words: object) -> subprocess.CompletedProcess[str]:
+    (folder / "t.py").write_text(HEAD + script)
+    return in_fork(
+        ["--config", config(folder, fields), "--proof-json", folder / "proof.json", *words, "t.py"], cwd=folder
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "keys"),
+    [
+        (DDP, "MULTI_CPU", {}),
+        (DDP_LATER, "MULTI_CPU", {}),
+        (FSDP1, "FSDP", {"fsdp_config": "{fsdp_version: 1}"}),
+        (FSDP2, "FSDP", {"fsdp_config": "{fsdp_version: 2}"}),
+        *((ZERO % stage, "DEEPSPEED", {"deepspeed_config": f"{{zero_stage: {stage}}}"}) for stage in (1, 2, 3)),
+    ],
+    ids=["ddp", "ddp later", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"],
+)
+def test_engines_train_what_mpguard_compiles(tmp_path: Path, script: str, kind: str, keys: dict[str, str]) -> None:
+    (tmp_path / "t.py").write_text(HEAD + SPREAD + script + END)
+    path = config(tmp_path, f"{FP8}, compile: true", distributed_type=kind, num_processes=2, **keys)
+    ended = ranks_in_fork(["--config", path, "--proof-json", tmp_path / "proof.json", "t.py"], cwd=tmp_path)
+    assert [each.returncode for each in ended] == [0, 0], "\n".join(map(told, ended))
+    made = proof(tmp_path / "proof.json")
+    assert made["verdict"] == "in force" and made["rows"]["compile"]["found"] == "compiled", told(ended[0])
+    assert "5 of 5 Linear" in made["rows"]["fp8"]["found"], told(ended[0])
+    assert "mpguard: the model is compiled in place" in ended[0].stderr, told(ended[0])
+
+
+ONCE = "\nassert graphs() == %d, graphs()\nassert list(m.state_dict()) == names"
+
+
+@pytest.mark.parametrize(
+    ("script", "graphs", "ours"),
+    [
+        ("o = adam(m); train(m, o)", 1, True),
+        ("train(m, adam(m)); train(m, adam(m))", 1, True),
+        ("o = adam(m); w = torch.compile(m, backend='aot_eager'); train(w, o)", 1, True),
+        ("o = adam(m)\n@torch.compile(backend='aot_eager')\ndef f(x): return m(x)\ntrain(f, o)", 1, True),
+        ("o = adam(m); m.compile(backend='aot_eager'); train(m, o)", 1, True),
+        ("o = adam(m)\nfor block in m.blocks: block.compile(backend='aot_eager')\ntrain(m, o)", 1, True),
+        ("w = torch.compile(m, backend='aot_eager'); train(w, adam(w))", 1, False),
+        ("m.compile(backend='aot_eager'); train(m, adam(m))", 1, False),
+        ("for block in m.blocks: block.compile(backend='aot_eager')\ntrain(m, adam(m))", 2, False),
+        # what dynamo begins in no frame of
+        ("m = nn.Sequential(*m.blocks, m.head); train(m, adam(m))", 1, True),
+        ("d = nn.ModuleDict({'m': m}); train(d['m'], adam(d))", 1, True),
+        ("m.blocks.requires_grad_(False); train(m, torch.optim.AdamW(m.head.parameters(), lr=1e-2))", 1, True),
+    ],
+)
+def test_a_loop_of_ones_own_is_compiled_once(tmp_path: Path, script: str, graphs: int, ours: bool) -> None:
+    """However the script itself has it compiled, before the optimizer is built or after."""
+    names = "names = list(m.state_dict())\n"
+    same = "" if "Sequential" in script else ONCE % graphs
+    ended = run(tmp_path, names + script + same, f"{FP8}, compile: true")
+    assert ended.returncode == 0, told(ended)
+    assert proof(tmp_path / "proof.json")["rows"]["compile"]["found"] == "compiled", told(ended)
+    assert ("mpguard: the model is compiled in place" in ended.stderr) == ours, told(ended)
+
+
+def test_bf16_is_compiled_where_the_policy_says_so_and_only_there(tmp_path: Path) -> None:
+    for fields, graphs in (("compile: true", 1), ("compile: false", 0), ("", 0), (FP8, 0)):
+        ended = run(tmp_path, f"train(m, adam(m)); assert graphs() == {graphs}, graphs()", fields)
+        assert ended.returncode == 0 and proof(tmp_path / "proof.json")["verdict"] == "in force", told(ended)
+
+
+def test_a_model_that_is_not_called_itself_is_not_compiled_and_that_is_an_error(tmp_path: Path) -> None:
+    """A model that would be compiled when called does not count as compiled."""
+    ended = run(tmp_path, "train(m.forward, adam(m))", f"{FP8}, compile: true")
+    assert ended.returncode == 1, told(ended)
+    assert "compile: not compiled; asked: compiled. Call the model itself, or add `step = torch.compile" in ended.stderr
+
+
+AUTO = "compilation.choice = lambda policy: compilation.Choice(True, compilation.PAYS)\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("train(m, adam(m))", "mpguard: compile: auto is on here: torchao's casts cost more than its products gain"),
+        ("train(m.forward, adam(m))", "  compile        not compiled: torchao's casts cost more"),
+        ("compilation.lacking = lambda m: 'Triton is not installed'; train(m, adam(m))",
+         "mpguard: compile: auto is off here: Triton is not installed, though torchao's casts cost more"),
+    ],
+)  # fmt: skip
+def test_what_auto_chose_is_said_and_what_is_lost(tmp_path: Path, script: str, says: str) -> None:
+    """As on a GPU, where torchao's layers are there."""
+    ended = run(tmp_path, AUTO + script, FP8)
+    assert ended.returncode == 0 and says in ended.stderr, told(ended)
+    found = proof(tmp_path / "proof.json")["rows"]["compile"]["found"]
+    assert (found == "compiled") == ("is on here" in says), told(ended)
+
+
+def test_what_cannot_be_compiled_and_must_be_is_refused(tmp_path: Path) -> None:
+    script = "compilation.lacking = lambda m: 'Triton is not installed'; train(m, adam(m))"
+    ended = run(tmp_path, script, f"{FP8}, compile: true")
+    assert ended.returncode == 1 and "compile: Triton is not installed, and the policy has compile=True" in ended.stderr
+
+
+def test_accelerate_compiles_itself(tmp_path: Path) -> None:
+    script = (
+        "import accelerate; a = accelerate.Accelerator(); o = adam(m)\n"
+        "assert not any(compilation.is_compiled(each) for each in m.modules())"
+    )
+    ended = run(tmp_path, script, f"{FP8}, compile: true")
+    assert ended.returncode == 0 and "in place" not in ended.stderr, told(ended)
+
+
+def test_compiled_code_is_known_after_a_checkpoint_was_loaded(tmp_path: Path) -> None:
+    script = "o = adam(m); train(m, o); o.load_state_dict(o.state_dict()); train(m, o)"
+    ended = run(tmp_path, script, f"{FP8}, compile: true")
+    assert ended.returncode == 0 and "proven in force again" in ended.stderr, told(ended)
+
+
+def test_a_dynamic_shape_stays_dynamic(tmp_path: Path) -> None:
+    """What is observed of a graph must not have it made for one shape."""
+    script = """
+m.compile(backend="aot_eager"); o = adam(m)
+for rows in (32, 48, 64, 96):
+    inputs = torch.randn(rows, 32); torch._dynamo.mark_dynamic(inputs, 0)
+    with amp(): m(inputs).float().pow(2).mean().backward()
+o.step(); assert graphs() == 1, graphs()
+"""
+    ended = run(tmp_path, script, "")
+    assert ended.returncode == 0 and "compute        bf16" in ended.stderr, told(ended)
+
+
+# -- mpguard.convert -----------------------------------------------------------------------------
+
+POLICY = Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True, compile=True)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+    """How many graphs have been compiled."""
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+
+
+def test_convert_compiles_in_place_and_says_so(graphs: Callable[[], int]) -> None:
+    net, inputs = Net(), torch.randn(16, 32)
+    names = list(net.state_dict())
+    done = mpguard.convert(net, POLICY)
+    assert str(done).splitlines()[-1] == "  compile: on, in place: the policy has compile=True"
+    net(inputs).sum().backward()
+    assert graphs() == 1 and list(net.state_dict()) == names and type(net) is Net
+    compiled = torch.compile(net, backend="aot_eager")
+    assert torch.allclose(compiled(inputs), net(inputs), rtol=1e-2) and graphs() == 1, "on top of it: once"
+    net.extra = nn.Linear(32, 32)
+    assert mpguard.convert(net, POLICY).converted == ("extra",), "what mpguard has compiled is no obstacle"
+    assert not compilation.is_compiled(copy.deepcopy(net)), "as torch has it"
+    assert not any(map(compilation.is_compiled, mpguard.revert(net).modules()))
+
+
+def test_convert_under_auto(graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = POLICY.replace(compile="auto")
+    net = Net()
+    assert mpguard.convert(net, auto).compiled == "" and not compilation.is_compiled(net), (
+        "no GPU here: nothing is gained"
+    )
+    monkeypatch.setattr(compilation, "choice", lambda _policy: compilation.Choice(True, compilation.PAYS))
+    assert mpguard.convert(Net(), auto).compiled == f"on, in place: {compilation.PAYS}"
+    assert mpguard.convert(Net(), auto.replace(compile=False)).compiled == "off, the policy has compile=False"
+    monkeypatch.setattr(compilation, "missing_requirement", lambda _model: "Triton is not installed")
+    assert mpguard.convert(net := Net(), auto).compiled == f"off, Triton is not installed, though {compilation.PAYS}"
+    assert not compilation.is_compiled(net)
+    with pytest.raises(mpguard.NotInForce, match="has compile=True, and Triton is not installed"):
+        mpguard.convert(net := Net(), POLICY)
+    assert type(net.layers[0]) is nn.Linear
+
+
+def test_convert_refuses_to_compile_delayed_scaling() -> None:
+    policy = Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", backend="te", compile=True)
+    with pytest.raises(mpguard.PolicyError, match=r"convert: .* refuses delayed scaling under torch.compile"):
+        mpguard.convert(Net(), policy)

@@ -1,0 +1,372 @@
+"""`mpguard launch`, `mpguard.run` and what is refused, with accelerate's real launcher on the CPU."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from paths import PROGRAMS
+from processes import command, free_port, in_fork, mp_yaml, proof, results, started, told, torchrun
+
+from mpguard.cli import main
+from mpguard.core.errors import NotInForce
+from mpguard.runtime.launch import launcher
+from mpguard.runtime.plan import Plan, refuse_config_after_script
+
+SCRIPT = PROGRAMS / "accelerated.py"
+
+
+def test_one_process(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path)
+    words = ("--config", config, "--proof-json", "proof.json", SCRIPT, "a b", "--lr", "0.01")
+    run = command("mpguard", "launch", *words, cwd=tmp_path)
+    assert run.returncode == 0, told(run)
+    (found,) = results(run)
+    assert found["arguments"] == ["a b", "--lr", "0.01"] and found["name"] == "__main__"
+    assert (found["compute"], found["master"], found["mode"]) == ("torch.bfloat16", "torch.float32", "bf16")
+    assert json.loads(found["policy"]) == {"name": "bf16_mixed", "bf16": True}
+    assert run.stdout.count("\n") == 1, "stdout is the script's"
+    assert "recipe bf16_mixed" in run.stderr and "proven in force" in run.stderr
+    assert proof(tmp_path / "proof.json")["verdict"] == "in force"
+
+
+def test_two_processes_that_stock_accelerate_would_not_start(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
+    run = command("mpguard", "launch", "--config", config, "--proof-json", "proof.json", SCRIPT, cwd=tmp_path)
+    assert run.returncode == 0, told(run)
+    assert [(found["rank"], found["world"], found["compute"]) for found in results(run)] == [
+        (0, 2, "torch.bfloat16"),
+        (1, 2, "torch.bfloat16"),
+    ]
+    made = proof(tmp_path / "proof.json")
+    assert made["rows"]["engine"]["found"] == "ddp" and made["rows"]["processes"]["found"] == "2"
+    assert made["observed"]["reductions"].keys() == {"fp32"}
+
+
+def test_the_status_is_the_scripts(tmp_path: Path) -> None:
+    (tmp_path / "seven.py").write_text("import sys; sys.exit(7)\n")
+    (tmp_path / "boom.py").write_text("raise RuntimeError('boom')\n")
+    config = mp_yaml(tmp_path)
+    assert in_fork(["--config", config, "seven.py"], cwd=tmp_path).returncode == 7
+    run = in_fork(["--config", config, "boom.py"], cwd=tmp_path)
+    assert run.returncode == 1 and "mpguard:" not in run.stderr
+    assert "boom.py" in run.stderr and "mpguard/run.py" not in run.stderr, "a traceback without our frames"
+
+
+def test_the_status_is_that_of_the_first_rank_that_failed(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
+    run = command("mpguard", "launch", "--config", config, SCRIPT, "--exit", 1, 7, cwd=tmp_path)
+    assert run.returncode == 7 and "mpguard:" not in run.stderr, told(run)
+
+
+def test_the_rank_that_was_killed_counts_not_those_that_were_ended_for_it() -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    def launch_command(_options: object) -> None:
+        ended, killed = (
+            ProcessFailure(local_rank=rank, pid=1, exitcode=-number, error_file="")
+            for rank, number in ((0, signal.SIGTERM), (1, signal.SIGKILL))
+        )
+        raise ChildFailedError("t.py", {0: ended, 1: killed})
+
+    assert launcher._status(launch_command, argparse.Namespace()) == 128 + signal.SIGKILL
+
+
+def gone(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    return (Path("/proc") / str(process) / "stat").read_text().split(") ")[1].startswith("Z")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_ends_all_workers(tmp_path: Path, processes: int, number: signal.Signals) -> None:
+    kind = "MULTI_CPU" if processes > 1 else "'NO'"
+    config = mp_yaml(tmp_path, distributed_type=kind, num_processes=processes)
+    with started("mpguard", "launch", "--config", config, SCRIPT, "--sleep", 60, cwd=tmp_path) as launcher:
+        assert launcher.stdout is not None
+        workers = [int(launcher.stdout.readline().split()[1]) for _ in range(processes)]
+        launcher.send_signal(number)
+        assert launcher.wait(40) == 128 + number
+        deadline = time.monotonic() + 10
+        while not all(map(gone, workers)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert all(map(gone, workers))
+
+
+def test_code_that_says_another_precision_is_overridden_aloud(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path)
+    run = in_fork(["--config", config, SCRIPT, "--mixed-precision", "no"], cwd=tmp_path)
+    assert run.returncode == 0 and results(run)[0]["compute"] == "torch.bfloat16", told(run)
+    assert "Accelerator: mixed_precision: no -> bf16" in run.stderr
+
+
+def test_a_file_that_says_another_precision_is_mended_aloud(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path, mixed_precision="'no'  # old")
+    before = config.read_text()
+    run = command("mpguard", "launch", "--config", config, SCRIPT, cwd=tmp_path)
+    assert run.returncode == 0 and results(run)[0]["mode"] == "bf16", told(run)
+    assert "mixed_precision  no -> bf16" in run.stderr
+    assert config.read_text() == before, "the file is the user's"
+
+
+def test_accelerate_fp16_on_the_cpu_has_no_scaler_and_is_refused(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path, recipe="fp16_mixed", mixed_precision="fp16")
+    run = in_fork(["--config", config, SCRIPT, "--scaler"], cwd=tmp_path)
+    assert run.returncode == 1 and "mpguard: not in force: " in run.stderr and "scaler: none" in run.stderr, told(run)
+    assert "GradScalerKwargs.init_scale: 8.0 -> 4294967296.0" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("words", [("--one-layer",), ()])
+def test_compute_is_seen_behind_what_accelerate_casts_back_and_in_what_it_compiles(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    config = mp_yaml(tmp_path)
+    variables = {} if words else {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}
+    run = in_fork(["--config", config, "--proof-json", "proof.json", SCRIPT, *words], cwd=tmp_path, **variables)
+    assert run.returncode == 0, told(run)
+    compute = proof(tmp_path / "proof.json")["rows"]["compute"]
+    assert (compute["found"], compute["ok"]) == ("bf16", True)
+
+
+# -- mpguard.run and mpguard.auto ----------------------------------------------------------------
+
+
+def test_run_under_the_stock_launcher(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path)
+    words = ("launch", "--config_file", config, "-m", "mpguard.run", "--config", config, SCRIPT, "x")
+    run = command("accelerate", *words, cwd=tmp_path)
+    assert run.returncode == 0 and results(run)[0]["arguments"] == ["x"], told(run)
+    assert run.stderr.count("recipe bf16_mixed") == 2, "header and proof name it"
+
+
+def test_run_refuses_one_process_where_two_were_asked_for(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
+    words = ("launch", "--config_file", config, "-m", "mpguard.run", "--config", config, SCRIPT)
+    run = command("accelerate", *words, cwd=tmp_path)
+    assert run.returncode == 1 and results(run) == [], told(run)
+    assert "mpguard: not in force: " in run.stderr and "asks for 2 processes, 1 was started" in run.stderr
+
+
+def test_run_without_a_policy_does_not_start(tmp_path: Path) -> None:
+    run = in_fork([SCRIPT], cwd=tmp_path)
+    assert run.returncode == 2 and "mpguard: no policy is in force" in run.stderr, told(run)
+
+
+def test_run_takes_the_policy_from_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.mpguard]\nrecipe = "bf16_mixed"\n')
+    run = in_fork([SCRIPT], cwd=tmp_path)
+    assert run.returncode == 0 and results(run)[0]["compute"] == "torch.bfloat16", told(run)
+
+
+def test_run_refuses_a_config_that_went_to_the_script(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path)
+    run = in_fork([SCRIPT, "--config", config], cwd=tmp_path, MPGUARD_POLICY='{"bf16": true}')
+    assert run.returncode == 1 and "comes after" in run.stderr and "Put it before" in run.stderr, told(run)
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("distributed_type: FSDP\n", True),
+        ("compute_environment: LOCAL_MACHINE\n", True),
+        ("mixed_precision: bf16\nnum_processes: 2\ndebug: true\n", False),  # many a script's own config
+        ("model: {layers: 2}\ndeepspeed_config: {stage: 2}\n", False),
+        ("distributed_type: [\n", False),
+    ],
+)
+def test_what_is_a_config_that_went_to_the_script(tmp_path: Path, text: str, refused: bool) -> None:
+    """Only what is accelerate's for certain: no run is refused for the config of its own script."""
+    (tmp_path / "config.yaml").write_text(text)
+    for words in (["--config", str(tmp_path / "config.yaml")], [f"--config={tmp_path / 'config.yaml'}"]):
+        with pytest.raises(NotInForce, match="Put it before") if refused else contextlib.nullcontext():
+            refuse_config_after_script("t.py", words)
+
+
+def test_run_of_a_module(tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text("import sys; print(__name__, sys.argv[1:])\n")
+    config = mp_yaml(tmp_path)
+    run = command("python", "-m", "mpguard.run", "--config", config, "-m", "trainer", "--x", cwd=tmp_path)
+    assert run.returncode == 0 and run.stdout == "__main__ ['--x']\n", told(run)
+
+
+def test_auto_under_torchrun_names_every_rank(tmp_path: Path) -> None:
+    """The processes do not know of each other: the script makes no process group."""
+    script = PROGRAMS / "loop.py"
+    variables = {"MPGUARD_POLICY": '{"name": "mine", "bf16": true}'}
+    run = torchrun(script, "plain", "--auto", cwd=tmp_path, **variables)
+    assert run.returncode == 1 and results(run) == [], told(run)
+    assert "2 processes were started that do not know of each other" in run.stderr
+    assert ["NotInForce" in (tmp_path / f"told.{rank}").read_text() for rank in (0, 1)] == [True, True]
+
+
+def test_auto_without_a_policy_says_so(tmp_path: Path) -> None:
+    run = command("python", "-c", "import mpguard.auto", cwd=tmp_path)
+    assert run.returncode == 1 and "no policy is in force" in run.stderr, told(run)
+
+
+# -- refused before anything starts --------------------------------------------------------------
+
+
+def refused(folder: Path, *words: object, capsys: pytest.CaptureFixture[str], script: Path = SCRIPT) -> tuple[int, str]:
+    """Status and stderr of `mpguard launch`, in this process: nothing is started."""
+    status = main(["launch", *map(str, words), str(script)])
+    said = capsys.readouterr()
+    assert said.out == "" and "Traceback" not in said.err
+    return status, said.err
+
+
+DEEPSPEED = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"distributed_type": "FSDP", "num_processes": 2}, "FSDP (line 2), but accelerate never applies it here"),
+        ({"distributed_type": "FSDP", "fsdp_config": "{fsdp_version: 2}"}, "`use_cpu: true` (line 6) is ignored"),
+        ({"distributed_type": "MULTI_GPU", "num_processes": 2}, "processes would start that do not know of each other"),
+        ({"distributed_type": "DEEPSPEED", "num_processes": 2}, "which accelerate starts on a GPU only"),
+        ({"num_processes": 2}, "`distributed_type: NO` (line 2), which starts one"),
+        ({"deepspeed_config": "{mixed_precision: fp16}"}, "silently beats the top-level mixed_precision"),
+        ({"fsdp_config": "{mixed_precision_policy: fp16}"}, "accelerate reads no such key"),
+        ({"recipe": "bf16_with_fp8_current_scaling_mixed", "mixed_precision": "fp8"}, "needs compute capability"),
+    ],
+)  # fmt: skip
+def test_a_run_that_would_degrade_in_silence_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, object], says: str
+) -> None:
+    config = mp_yaml(tmp_path, **keys)  # type: ignore[arg-type]
+    status, said = refused(tmp_path, "--config", config, "--proof-json", tmp_path / "proof.json", capsys=capsys)
+    assert status == 1 and said.startswith("mpguard: not in force: ") and says in said, said
+    assert proof(tmp_path / "proof.json")["verdict"] == "not in force"
+
+
+@pytest.mark.parametrize("enabled", ['"auto"', "false"])
+def test_a_deepspeed_file_that_means_fp32_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], enabled: str
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED)[:-1] + f',\n "bf16": {{"enabled": {enabled}}}}}\n')
+    section = "{deepspeed_config_file: " + str(tmp_path / "ds.json") + "}"
+    config = mp_yaml(tmp_path, distributed_type="DEEPSPEED", mixed_precision=None, deepspeed_config=section)
+    status, said = refused(tmp_path, "--config", config, capsys=capsys)
+    assert status == 1 and "ds.json:2: `bf16.enabled` is" in said and "mpguard apply bf16_mixed" in said, said
+
+
+def overriding(fields: str) -> dict[str, object]:
+    return {"fp8_config": f"{{mpguard_recipe: bf16_mixed, mpguard_overrides: {{{fields}}}}}"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "text", "says"),
+    [
+        ({"recipe": "bf16_mxied"}, "", "did you mean `bf16_mixed`"),
+        (overriding("grad_reduce_fp32: true"), "", "grad_reduce_in_fp32"),
+        (overriding("hysteresis: 3"), "", "only FP16's range"),
+        ({"recipe": None}, "", "names no recipe"),
+        ({}, "a: [", "mp.yaml:"),
+        ({}, "a: !!python/object/apply:os.system ['touch hacked']\n", "mp.yaml:"),
+        ({}, "colour: red\n", "`colour`: accelerate has no such key. Remove it"),
+        ({}, "mixed_precission: bf16\n", "accelerate has no such key; did you mean `mixed_precision`"),
+        (overriding("pipeline_dtype: fp32"), "", "cannot put into force"),
+        ({"distributed_type": "FDSP"}, "", "mp.yaml:2: `distributed_type`: accelerate has no `FDSP`; did you mean"),
+        ({"num_processes": "two"}, "", "mp.yaml:5: `num_processes`: is two; a number from 1 is needed"),
+        ({"num_processes": -1, "distributed_type": "MULTI_CPU"}, "", "a number from 1 is needed"),
+        ({"compute_environment": "AMAZON_SAGEMAKER"}, "", 'mpguard.activate("RECIPE") in the script'),
+    ],
+)  # fmt: skip
+def test_what_cannot_start_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, object], text: str, says: str
+) -> None:
+    status, said = refused(tmp_path, "--config", mp_yaml(tmp_path, text=text, **keys), capsys=capsys)  # type: ignore[arg-type]
+    assert status == 2 and "mpguard: " in said and says in said, said
+    assert not Path("hacked").exists()
+
+
+def test_another_file_than_a_config_cannot_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "axolotl.yaml").write_text("base_model: x\nbf16: auto\n")
+    status, said = refused(tmp_path, "--config", tmp_path / "axolotl.yaml", capsys=capsys)
+    assert status == 2 and "is no accelerate config; its keys are `base_model`, `bf16`" in said, said
+    assert main(["launch", "--config", str(mp_yaml(tmp_path))]) == 2
+    assert "no script is given: mpguard launch --config mp.yaml SCRIPT" in capsys.readouterr().err
+
+
+def test_the_command_line_is_named_where_it_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, said = refused(tmp_path, "--config", mp_yaml(tmp_path), "--num_processes", 2, capsys=capsys)
+    assert status == 1 and "the command line asks for 2 processes with `distributed_type: NO` (line 2)" in said, said
+
+
+def test_no_without_quotation_marks_is_no(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path, distributed_type="NO")
+    prepared = launcher.prepare(["--config", str(config), str(SCRIPT)], launch_command_parser)
+    assert prepared is not None and prepared.plan.strategy == "single" == Plan.of(config).strategy
+
+
+def test_a_missing_file_and_no_config_cannot_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(tmp_path, "--config", tmp_path / "none.yaml", capsys=capsys)[0] == 2
+    assert refused(tmp_path, capsys=capsys)[0] == 2
+    assert refused(tmp_path, "--config", mp_yaml(tmp_path), "--num_processs", "2", capsys=capsys)[0] == 2
+
+
+def test_a_config_after_the_script_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = mp_yaml(tmp_path)
+    for words in ([f"--config={config}"], ["--config", str(config)]):
+        assert main(["launch", str(SCRIPT), *words]) == 1
+        assert f"Put it before: --config {config} {SCRIPT}" in capsys.readouterr().err
+
+
+def test_flags_come_before_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, said = refused(tmp_path, "--config", mp_yaml(tmp_path), "--use_fsdp", capsys=capsys)
+    assert status == 1 and "asks for FSDP" in said
+
+
+def test_enforce_warn_starts_what_would_be_refused(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path, deepspeed_config="{mixed_precision: fp16}")
+    run = command("mpguard", "launch", "--enforce", "warn", "--config", config, SCRIPT, cwd=tmp_path)
+    assert run.returncode == 0 and "going on: enforce warn" in run.stderr, told(run)
+    assert results(run)[0]["mode"] == "bf16", "and the policy is put in all the same"
+
+
+# -- engines that accelerate asks for and never applies ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "variables", "says"),
+    [
+        (
+            {"distributed_type": "FSDP"},
+            {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true"},
+            "engine: ddp; asked: fsdp1",
+        ),
+        ({"distributed_type": "MULTI_GPU"}, {}, "2 processes each train a model of their own"),
+    ],
+)
+def test_torchrun_that_becomes_something_else_is_not_in_force(
+    tmp_path: Path, keys: dict[str, str], variables: dict[str, str], says: str
+) -> None:
+    config = mp_yaml(tmp_path, num_processes=2, main_process_port=free_port(), **keys)
+    run = torchrun("-m", "mpguard.run", "--config", config, SCRIPT, cwd=tmp_path, **variables)
+    assert run.returncode == 1 and says in run.stderr and results(run) == [], told(run)
+    assert "mpguard: not in force: " in run.stderr
+
+
+def test_a_script_that_is_not_there_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, said = refused(tmp_path, "--config", mp_yaml(tmp_path), script=tmp_path / "nope.py", capsys=capsys)
+    assert status == 2 and "nope.py: there is no such file" in said and "recipe" not in said, said
+
+
+def test_torchrun_uses_the_cpu_where_the_config_says_so(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
+    run = torchrun("-m", "mpguard.run", "--config", config, PROGRAMS / "accelerated.py", cwd=tmp_path)
+    assert run.returncode == 0 and "proven in force on all 2 ranks" in run.stderr, told(run)

@@ -1,0 +1,446 @@
+"""What is observed of runs that are not what they look like, and of right ones that look odd. Each really trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from processes import in_fork, mp_yaml, proof, ranks_in_fork, told
+from torch import nn
+
+import mpguard
+from mpguard.runtime.proof import consensus, matmuls, observe
+
+#: What each script begins with: a small model, autocast, a loop.
+HEAD = """
+import os, sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+F = torch.nn.functional
+def net(size=32, layers=2):
+    return nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(size, size), nn.ReLU())])
+def amp(dtype=torch.bfloat16, enabled=True): return torch.autocast("cpu", dtype=dtype, enabled=enabled)
+def adam(m, **more): return torch.optim.AdamW(m.parameters(), **more)
+x = torch.randn(16, 32)
+def train(m, o, steps=3, **autocast):
+    for _ in range(steps):
+        with amp(**autocast): loss = m(x).float().pow(2).mean()
+        loss.backward(); o.step(); o.zero_grad()
+"""
+
+OFF = "with amp(enabled=False): "
+
+
+def run(folder: Path, script: str, *words: object, recipe: str = "bf16_mixed", **more: object):  # type: ignore[no-untyped-def]
+    (folder / "t.py").write_text(HEAD + script)
+    config = mp_yaml(folder, recipe=recipe, mixed_precision="fp16" if recipe == "fp16_mixed" else "bf16")
+    return in_fork(["--config", config, "--proof-json", folder / "proof.json", *words, "t.py"], cwd=folder, **more)  # type: ignore[arg-type]
+
+
+# -- compute is observed, not guessed ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "m = net(); m.compile(backend='eager'); train(m, adam(m), enabled=False)",
+        "m = net(); f = torch.compile(lambda x: m(x), backend='aot_eager'); train(f, adam(m), enabled=False)",
+        "w = nn.Parameter(torch.randn(32, 32)); train(lambda x: x @ w, torch.optim.AdamW([w]), enabled=False)",
+        # in FP32 inside, BF16 outside
+        "m = net(); o = adam(m)\ndef f(x):\n  " + OFF + "return m(x).bfloat16()\ntrain(f, o)",
+        "m = net(); o = adam(m)\n@torch.compile(backend='aot_eager')\ndef f(x):\n  " + OFF + "return m(x)\ntrain(f, o)",
+        # outside of modules
+        "w = nn.Parameter(torch.randn(512, 32)); h = nn.Linear(32, 32)\n"
+        "def f(x):\n  "
+        + OFF
+        + "y = F.linear(x, w) @ w\n  return h(y)\ntrain(f, torch.optim.AdamW([w, *h.parameters()]))",
+        # experts, beside a layer in BF16
+        "w = nn.Parameter(torch.randn(2, 64, 32)); h = nn.Linear(32, 32); ends = torch.tensor([8, 16]).int()\n"
+        "def f(x): return F.grouped_mm(x, w.transpose(1, 2), offs=ends) + F.pad(h(x), (0, 32))\n"
+        "train(f, torch.optim.AdamW([w, *h.parameters()]))",
+    ],
+)
+def test_fp32_computation_is_seen_wherever_it_hides(tmp_path: Path, script: str) -> None:
+    ended = run(tmp_path, script)
+    assert ended.returncode == 1 and "not in force: compute: fp32" in ended.stderr, told(ended)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "m = net(); m.compile(backend='aot_eager')",
+        "m = nn.Sequential(nn.EmbeddingBag(500, 32), net()); x = torch.randint(0, 500, (8, 4))",
+        "class E(nn.Module):\n  def __init__(s): super().__init__(); s.weight = nn.Parameter(torch.randn(500, 32))\n"
+        "  def forward(s, i): return s.weight[i]\nm = nn.Sequential(E(), net()); x = torch.randint(0, 500, (8,))",
+        "m = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True); x = torch.randn(2, 64, 32)",
+        "m = nn.Sequential(nn.Conv1d(16, 16, 3), nn.Flatten(), nn.Linear(480, 8)); x = torch.randn(2, 16, 32)",
+        "class N(nn.Module):\n  def __init__(s): super().__init__(); s.a = nn.LSTM(32, 64, 2)\n"
+        "  def forward(s, x): return s.a(x[None])[0]\nm = N()",
+        "from torch.utils.checkpoint import checkpoint\nn = net(); m = n.train()\n"
+        "class C(nn.Module):\n  def __init__(s): super().__init__(); s.n = n\n"
+        "  def forward(s, x): return checkpoint(s.n, x.requires_grad_(), use_reentrant=True)\nm = C()",
+        "import gc; m = net(); gc.freeze()",
+    ],
+)
+def test_right_runs_that_look_odd_are_proven(tmp_path: Path, script: str) -> None:
+    ended = run(tmp_path, script + "\no = adam(m); train(m, o)")
+    made = proof(tmp_path / "proof.json")
+    assert ended.returncode == 0 and made["verdict"] == "in force", told(ended)
+    assert made["observed"]["compute"].keys() == {"bf16"} and made["observed"]["parameters"], told(ended)
+
+
+def test_without_any_product_nothing_is_proven(tmp_path: Path) -> None:
+    ended = run(tmp_path, "w = nn.Parameter(torch.ones(32)); train(lambda x: x * w, torch.optim.AdamW([w]))")
+    assert ended.returncode == 1 and "mpguard: not proven: compute could not be observed" in ended.stderr, told(ended)
+    assert proof(tmp_path / "proof.json")["verdict"] == "not proven"
+
+
+def test_a_head_that_is_most_of_the_work_is_named(tmp_path: Path) -> None:
+    script = (
+        "class N(nn.Module):\n  def __init__(s): super().__init__(); s.body = net(); s.head = nn.Linear(32, 1024)\n"
+        "  def forward(s, x):\n    h = s.body(x)\n    " + OFF + "return s.head(h.float())\nm = N(); train(m, adam(m))"
+    )
+    ended = run(tmp_path, script)
+    assert ended.returncode == 1 and "are those of head: have autocast enabled there" in ended.stderr, told(ended)
+
+
+def test_prove_by_hand_does_not_prove_what_nobody_observed() -> None:
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 16)).sum().backward()
+    optimizer.step()
+    with pytest.raises(mpguard.NotInForce, match="not proven: compute could not be observed"):
+        mpguard.prove(model, optimizer, "bf16_mixed")
+
+
+class Kernel(torch.autograd.Function):
+    """A product in a kernel of somebody's own, as Transformer Engine's are."""
+
+    @staticmethod
+    def forward(ctx, inputs, weight):  # type: ignore[no-untyped-def,override]
+        return (inputs.float() @ weight.t().float()).to(inputs.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def,override]
+        return None, None
+
+
+def test_a_kernel_of_somebodys_own_counts_by_its_weight() -> None:
+    weight = nn.Parameter(torch.randn(32, 16))
+    found = matmuls.behind([Kernel.apply(torch.randn(4, 16).bfloat16(), weight).sum()])
+    assert found.work == {("bf16", id(weight)): 4 * 32 * 16} and found.leaves == {id(weight)}
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "work"),
+    [
+        (nn.Linear(16, 32), (4, 16), 4 * 16 * 32),
+        (nn.Linear(16, 32, bias=False), (2, 4, 16), 8 * 16 * 32),
+        (nn.Conv2d(3, 8, 3), (2, 3, 10, 10), 2 * 8 * 8 * 8 * 27),
+        (nn.Embedding(10, 4), None, 0),
+        (nn.LayerNorm(16), (4, 16), 0),
+    ],
+)
+def test_work_is_counted_in_multiply_adds(layer: nn.Module, shape: tuple[int, ...] | None, work: int) -> None:
+    inputs = torch.randn(shape) if shape else torch.tensor([1, 2])
+    assert sum(matmuls.behind([layer(inputs).sum()]).work.values()) == work
+
+
+def test_the_outermost_modules_of_an_optimizer_are_found() -> None:
+    inner, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    outer = nn.Sequential(nn.Sequential(inner))
+    assert observe.models_of(list(inner.parameters())) == [outer]
+    assert observe.models_of(list(other.parameters())) == [other]
+
+
+# -- every optimizer -----------------------------------------------------------------------------
+
+GAN = (
+    "g, d = net(), net({}); og, od = adam(g), adam(d); y = x\nfor _ in range(3):\n  train(g, og, 1); train(d, od, 1{})"
+)
+
+
+def test_the_second_optimizer_is_proven_too(tmp_path: Path) -> None:
+    ended = run(tmp_path, GAN.format("", ""))
+    assert ended.returncode == 0 and "step 1 of AdamW proven in force too" in ended.stderr, told(ended)
+    ended = run(tmp_path, GAN.format("", ", enabled=False"))
+    assert ended.returncode == 1 and "not in force: compute: fp32" in ended.stderr, told(ended)
+    assert proof(tmp_path / "proof.json")["verdict"] == "not in force"
+
+
+def test_an_optimizer_that_comes_later_is_proven_at_its_next_step(tmp_path: Path) -> None:
+    script = "a, b = net(), net(); train(a, adam(a)); o = adam(b); train(b, o, 3, enabled=False)"
+    ended = run(tmp_path, script)
+    assert ended.returncode == 1 and "not in force: compute: fp32" in ended.stderr, told(ended)
+
+
+def test_an_optimizer_per_parameter_is_no_flood(tmp_path: Path) -> None:
+    script = (
+        "m = net(32, 8); os_ = {p: torch.optim.SGD([p], lr=.1) for p in m.parameters()}\n"
+        "for p in m.parameters(): p.register_post_accumulate_grad_hook(lambda p: os_[p].step())\n"
+        "for _ in range(2):\n  with amp(): loss = m(x).float().pow(2).mean()\n  loss.backward(); m.zero_grad()"
+    )
+    ended = run(tmp_path, script)
+    assert ended.returncode == 0 and ended.stderr.count("proven in force too") == 2, told(ended)
+
+
+# -- loss scaling --------------------------------------------------------------------------------
+
+FP16 = """
+m, d = net(), net(); o, o2 = adam(m), torch.optim.SGD(d.parameters(), 1e-3); scaler = torch.amp.GradScaler("cpu")
+for _ in range(40):
+    with amp(torch.float16): loss = d(m(x)).float().pow(2).mean()
+    {}; {}; scaler.step(o); {}; scaler.update(); o.zero_grad(); o2.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("scale", "backward", "second", "says"),
+    [
+        ("scaled = scaler.scale(loss)", "scaled.backward()", "scaler.step(o2)", None),
+        ("scaled = scaler.scale(loss)", "scaled.backward()", "o2.step()", "scaler: none"),
+        ("scaler.scale(torch.ones(()))", "loss.backward()", "scaler.step(o2)", "it did not scale went backward"),
+    ],
+)
+def test_fp16_scales_every_loss_and_steps_every_optimizer(
+    tmp_path: Path, scale: str, backward: str, second: str, says: str | None
+) -> None:
+    ended = run(tmp_path, FP16.format(scale, backward, second), recipe="fp16_mixed")
+    assert ended.returncode == (1 if says else 0) and (says or "proven in force") in ended.stderr, told(ended)
+
+
+def test_a_scaler_that_nobody_asked_for_is_shown(tmp_path: Path) -> None:
+    script = "m = net(); o = adam(m); s = torch.amp.GradScaler('cpu', init_scale=8.)\n"
+    script += "with amp(): loss = m(x).float().mean()\ns.scale(loss).backward(); s.step(o)"
+    ended = run(tmp_path, script)
+    assert ended.returncode == 0 and proof(tmp_path / "proof.json")["rows"]["scaler"]["found"] == "GradScaler, scale 8"
+
+
+# -- how a run ends ------------------------------------------------------------------------------
+
+SWALLOW = """
+m = net(); o = adam(m); told = 0
+for _ in range(5):
+    m(x).pow(2).mean().backward()
+    try: o.step()
+    except Exception: told += 1
+print("told", told)
+"""
+
+
+def test_a_script_that_swallows_the_exception_is_told_at_every_step(tmp_path: Path) -> None:
+    ended = run(tmp_path, SWALLOW)
+    assert ended.returncode == 1 and ended.stdout == "told 5\n", told(ended)
+    assert ended.stderr.count("mpguard: not in force: compute: fp32") == 1
+
+
+@pytest.mark.parametrize(("leave", "status"), [("os._exit(0)", 1), ("os._exit(5)", 5), ("sys.exit(7)", 7)])
+def test_no_way_out_hides_or_replaces_a_status(tmp_path: Path, leave: str, status: int) -> None:
+    assert run(tmp_path, f"{SWALLOW}\n{leave}").returncode == status
+
+
+def test_the_status_of_a_script_with_activate_is_its_own(tmp_path: Path) -> None:
+    from processes import command
+
+    (tmp_path / "t.py").write_text(f"import mpguard; mpguard.activate('bf16_mixed')\n{HEAD}{SWALLOW}\nsys.exit(7)")
+    ended = command("python", "t.py", cwd=tmp_path)
+    assert ended.returncode == 7 and "mpguard: not in force" not in ended.stdout, told(ended)
+
+
+def test_a_forked_child_has_no_verdict_of_its_own(tmp_path: Path) -> None:
+    script = (
+        "m = net(); o = adam(m)\nwith amp(): m(x).sum().backward()\nchild = os.fork()\nif child == 0: sys.exit(0)\n"
+        "o.step(); print('child', os.waitpid(child, 0)[1])"
+    )
+    ended = run(tmp_path, script)
+    assert ended.returncode == 0 and ended.stdout == "child 0\n", told(ended)
+
+
+@pytest.mark.parametrize(
+    ("script", "says", "status"),
+    [
+        ("print('evaluated')", "no training was seen in this process", 0),
+        ("m = net(); m(x).sum().backward(); raise ValueError", "ended with status 1", 1),
+    ],
+)
+def test_a_proof_file_is_of_this_run(tmp_path: Path, script: str, says: str, status: int) -> None:
+    (tmp_path / "proof.json").write_text('{"verdict": "in force"}')
+    ended = run(tmp_path, script)
+    made = proof(tmp_path / "proof.json")
+    assert (ended.returncode, made["verdict"]) == (status, "not proven") and says in made["failures"][0], told(ended)
+
+
+def test_a_checkpoint_that_is_loaded_to_be_looked_at_leaves_the_proof(tmp_path: Path) -> None:
+    """The best one at the end, to evaluate it."""
+    ended = run(tmp_path, "m = net(); o = adam(m); train(m, o); o.load_state_dict(o.state_dict()); print(m(x).shape)")
+    assert ended.returncode == 0 and "nothing was proven" not in ended.stderr, told(ended)
+    assert proof(tmp_path / "proof.json")["verdict"] == "in force"
+
+
+def test_quantized_states_are_not_taken_for_what_they_say_they_are(tmp_path: Path) -> None:
+    script = (
+        "torch.compile = lambda f, **_: f\nfrom torchao.optim import AdamW8bit\n"
+        "m = nn.Linear(32, 256); train(m, AdamW8bit(m.parameters()))"
+    )
+    ended = run(tmp_path, script)
+    row = proof(tmp_path / "proof.json")["rows"]["optimizer"]
+    assert ended.returncode == 0 and row["ok"] is None, told(ended)
+    assert row["found"].startswith("AdamW8bit, weights fp32, states OptimState8bit 9"), row
+
+
+def test_a_layer_that_comes_after_the_optimizer_is_told_so(tmp_path: Path) -> None:
+    script = (
+        "m = net(); o = adam(m); late = nn.Linear(32, 32); m.append(late)\n"
+        "o.add_param_group({'params': late.parameters()}); train(m, o)"
+    )
+    ended = run(
+        tmp_path, script, recipe="hopper_bf16_with_fp8_mixed, mpguard_overrides: {fp8_emulate: true, backend: torchao}"
+    )
+    assert ended.returncode == 1 and "make the optimizer when the model is whole" in ended.stderr, told(ended)
+
+
+def test_an_optimizer_of_other_parameters_is_not_taken_for_a_run_that_did_not_come_to_a_step(tmp_path: Path) -> None:
+    ended = run(tmp_path, "import copy; m = net(); o = adam(m); train(copy.deepcopy(m), o)")
+    assert (
+        ended.returncode == 1 and "not proven: an optimizer was stepped, and no parameter of its had a" in ended.stderr
+    )
+
+
+def test_training_in_a_child_process_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    ended = run(tmp_path, "import subprocess; subprocess.run([sys.executable, '-c', ''])")
+    assert ended.returncode == 0 and "no training was seen in this process; nothing was proven" in ended.stderr
+
+
+def test_a_warning_that_the_script_makes_an_error_of_is_still_one(tmp_path: Path) -> None:
+    script = "import warnings; warnings.simplefilter('error'); net()(x).sum().backward()"
+    ended = run(tmp_path, script, "--enforce", "warn")
+    assert ended.returncode == 0 and "NotProven" in ended.stderr and "Traceback" not in ended.stderr, told(ended)
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "says"),
+    [
+        (("--proof-json", "nowhere/proof.json", "t.py"), {}, "nowhere/proof.json: the proof cannot be written"),
+        (("-m", "nowhere.at_all"), {}, "-m nowhere.at_all: there is no such module"),
+        (("t.py",), {"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc'; a number is needed"),
+        (("t.py",), {"MPGUARD_POLICY": '{"bf16": true}', "MPGUARD_PLAN": '{"processes": "two"}'}, "MPGUARD_PLAN is"),
+    ],
+)
+def test_what_the_user_mistook_has_no_traceback(
+    tmp_path: Path, words: tuple[str, ...], variables: dict[str, str], says: str
+) -> None:
+    (tmp_path / "t.py").write_text("print('ran')")
+    given = () if variables.get("MPGUARD_PLAN") else ("--config", mp_yaml(tmp_path))
+    ended = in_fork([*given, *words], cwd=tmp_path, **variables)
+    assert (ended.returncode, ended.stdout) == (2, "") and says in ended.stderr, told(ended)
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_config_that_was_handed_over_and_is_gone_does_not_count(tmp_path: Path) -> None:
+    variables = {"MPGUARD_POLICY": '{"bf16": true}', "MPGUARD_CONFIG": "/nowhere/gone.yaml"}
+    assert run(tmp_path, "print('ran')", **variables).returncode == 0
+
+
+def test_a_config_after_the_script_is_refused_where_nothing_else_says_a_policy(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("print('ran')")
+    ended = in_fork(["t.py", "--config", mp_yaml(tmp_path)], cwd=tmp_path)
+    assert ended.returncode == 1 and "comes after t.py" in ended.stderr, told(ended)
+
+
+# -- FP8 and DeepSpeed ---------------------------------------------------------------------------
+
+
+def test_layers_of_different_recipes_are_not_in_force(tmp_path: Path) -> None:
+    script = (
+        "from torchao.float8 import Float8LinearConfig as C, convert_to_float8_training as convert\nm = net()\n"
+        "for i, c in ((0, C(emulate=True)), (2, C.from_recipe_name('rowwise'))):\n"
+        "  convert(m, config=c, module_filter_fn=lambda _, name: name == str(i))\n"
+        "from mpguard.runtime import fp8; import mpguard, json\n"
+        "found = fp8.find(list(m.named_modules()), mpguard.recipe('bf16_mixed'), [])\n"
+        "print(json.dumps([found.recipe, found.emulated, found.mixed]))"
+    )
+    ended = run(tmp_path, script)
+    assert json.loads(ended.stdout) == [{"recipe": "tensorwise and rowwise"}, False, True], told(ended)
+
+
+def test_a_deepspeed_config_object_gets_the_policy() -> None:
+    from types import SimpleNamespace
+
+    from mpguard.runtime.guard import Guard
+    from mpguard.runtime.patches import deepspeed
+    from mpguard.runtime.plan import Plan
+
+    guard = Guard(Plan(mpguard.recipe("bf16_mixed"), enforce="off"))
+    given = {"config": SimpleNamespace(_param_dict={"train_batch_size": 1})}
+    assert deepspeed._deepspeed_arguments(given, guard)["config"]["bf16"] == {"enabled": True}
+    with pytest.raises(mpguard.ConfigError, match="a dict or a file is needed"):
+        deepspeed._deepspeed_arguments({"config": 3}, guard)
+
+
+# -- several processes ---------------------------------------------------------------------------
+
+SPREAD = """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+rank = int(os.environ["RANK"]); dist.init_process_group("gloo"); x = x * (1 + rank)
+"""
+END = "\nprint('end', rank); dist.destroy_process_group()"
+
+NO_SYNC = """
+m = DDP(net()); o = adam(m)
+for _ in range(2):
+    with m.no_sync(), amp(): m(x).float().pow(2).mean().backward()
+    o.step()
+"""
+UNHEARD = """
+def hook(state, bucket):
+    half = bucket.buffer().bfloat16().div_(2)
+    return dist.group.WORLD.allreduce([half]).get_future().then(lambda f: bucket.buffer().copy_(f.value()[0]))
+m = DDP(net()); m.register_comm_hook(None, hook); train(m, adam(m))
+"""
+PROBE = """
+if rank == 0:
+    probe = net(); train(probe, adam(probe))
+dist.barrier()
+m = DDP(net()); train(m, adam(m))
+"""
+FSDP2 = """
+from torch.distributed.fsdp import fully_shard
+m = net(); fully_shard(m, mesh=dist.init_device_mesh("cpu", (2,))); m.compile(backend="eager")
+train(m, adam(m), enabled=False)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "says"),
+    [
+        ("m = DDP(net()); train(m, adam(m))", "MULTI_CPU", None),
+        (PROBE, "MULTI_CPU", None),
+        (FSDP2, "FSDP", None),
+        ("m = DDP(net()); train(m, adam(m), enabled=rank == 0)", "MULTI_CPU", "rank 1: compute: fp32"),
+        (NO_SYNC, "MULTI_CPU", "the gradients differ between ranks"),
+        (UNHEARD, "MULTI_CPU", "not proven: reduction could not be observed"),
+        ("m = net(); train(m, adam(m))", "MULTI_CPU", "no wrapper around the model; asked: ddp"),
+        ("m = DDP(net()); o = adam(m); m(x).sum().backward()\nif rank: raise ValueError\no.step()", "MULTI_CPU",
+         "rank 1: not proven"),
+    ],
+)  # fmt: skip
+def test_ranks_agree_and_none_waits_for_ever(tmp_path: Path, script: str, kind: str, says: str | None) -> None:
+    """Rank 0, which has the store, ends last: the others are told."""
+    (tmp_path / "t.py").write_text(HEAD + SPREAD + script + END)
+    config = mp_yaml(tmp_path, distributed_type=kind, num_processes=2, fsdp_config="{fsdp_version: 2}")
+    ended = ranks_in_fork(["--config", config, "t.py"], cwd=tmp_path, timeout=60)
+    assert [each.returncode for each in ended] == [1 if says else 0] * 2, "\n".join(map(told, ended))
+    assert (says or "proven in force on all 2 ranks") in ended[0].stderr, told(ended[0])
+
+
+def test_gradients_are_compared_between_ranks() -> None:
+    same = [([], (1.0, 0.5)), ([], (1.0 + 1e-6, 0.5))]
+    assert consensus.combined(same) == []
+    (found,) = consensus.combined([([], (1.0, 0.5)), ([], (1.0, -0.5))])
+    assert "the gradients differ between ranks" in found
+    assert consensus.combined([(["a"], None), (["a"], (1.0, 1.0))]) == ["a"]
+    assert consensus.combined([(["a"], None), ([], None)]) == ["rank 0: a"]

@@ -1,0 +1,385 @@
+"""The proof in one process: what is observed, what fails, when it is made. Each script really trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paths import PROGRAMS
+from processes import command, in_fork, mp_yaml, proof, told
+
+import mpguard
+from mpguard.policy.policy import Policy
+from mpguard.runtime.plan import Plan
+from mpguard.runtime.proof.compare import Proof, compare, failures
+from mpguard.runtime.proof.fp8 import Fp8Found
+from mpguard.runtime.proof.observe import Observed, observe
+from mpguard.runtime.proof.recorder import Recorder
+from mpguard.targets.plugin import get
+
+SCRIPT = PROGRAMS / "scripted.py"
+
+#: What a BF16 run under FSDP2 with two ranks looks like when all is well.
+GOOD = Observed(
+    engine="fsdp2", world_size=2, launched=2, step=1,
+    parameters={"fp32": 1000}, compute={"bf16": 900}, computed_in={"bf16": ["layers.0"]},
+    optimizer="AdamW", masters={"fp32": 1000}, gradients={"fp32": 1000}, states={"fp32": 2000},
+    reductions={"fp32": 1000}, reduced_by="the collective",
+)  # fmt: skip
+PLAN = Plan(mpguard.recipe("bf16_mixed"), strategy="fsdp2", processes=2)
+FP8 = Plan(
+    mpguard.recipe("bf16_with_fp8_current_scaling_mixed").replace(backend="torchao"), strategy="fsdp2", processes=2
+)
+FP16 = Plan(mpguard.recipe("fp16_mixed"), strategy="fsdp2", processes=2)
+
+
+def wrong(plan: Plan, **seen: object) -> list[str]:
+    """The names of the rows that do not hold."""
+    return [row.name for row in compare(dataclasses.replace(GOOD, **seen), plan) if row.ok is False]  # type: ignore[arg-type]
+
+
+def test_what_is_as_asked_has_no_failures() -> None:
+    assert wrong(PLAN) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "seen"),
+    [
+        ("engine", {"engine": "ddp"}),
+        ("engine", {"engine": "none"}),
+        ("engine", {"engine": "fsdp1"}),
+        ("processes", {"world_size": 1}),
+        ("parameters", {"parameters": {"bf16": 1000}}),
+        ("compute", {"compute": {"fp32": 900}, "computed_in": {"fp32": ["layers.0"]}}),
+        ("compute", {"compute": {"bf16": 800, "fp16": 100}}),
+        ("gradients", {"gradients": {"bf16": 1000}}),
+        ("reduction", {"reductions": {"bf16": 1000}}),
+        ("reduction", {"reductions": {"fp32": 500, "bf16": 500}}),
+        ("optimizer", {"masters": {"bf16": 1000}}),
+        ("optimizer", {"states": {"bf16": 2000}}),
+        ("fp8", {"fp8": Fp8Found("torchao", ["a"], recipe={"recipe": "tensorwise"})}),
+    ],
+)
+def test_each_fact_is_compared(row: str, seen: dict[str, object]) -> None:
+    assert wrong(PLAN, **seen) == [row]
+
+
+def test_islands_in_a_wider_dtype_are_named_and_allowed() -> None:
+    seen = dataclasses.replace(GOOD, compute={"bf16": 900, "fp32": 50}, computed_in={"bf16": ["a"], "fp32": ["router"]})
+    row = next(row for row in compare(seen, PLAN) if row.name == "compute")
+    assert row.ok and "router" in row.found
+
+
+def test_a_wider_reduction_than_asked_loses_nothing() -> None:
+    assert "reduction" not in wrong(dataclasses.replace(PLAN, policy=PLAN.policy.replace(grad_reduce_in_fp32=False)))
+
+
+AO = Fp8Found("torchao", ["layers.0", "layers.1"], {"lm_head": "fp8_exclude"}, recipe={"recipe": "tensorwise"})
+DELAYED = Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=16, fp8_amax_compute_algo="max")
+TE = Fp8Found("te", ["layers.0"], entered=True, recipe={**get("te").arguments(DELAYED), "override": None})
+
+
+@pytest.mark.parametrize(
+    ("changed", "row"),
+    [
+        ({}, None),
+        ({"recipe": {"recipe": "rowwise"}}, "fp8"),
+        ({"emulated": True}, "fp8"),
+        ({"left": {"layers.2": ""}}, "not in fp8"),
+        ({"left": {"layers.2": "13 is no multiple of 16"}}, None),
+        ({"against": ["lm_head"]}, "fp8_exclude"),
+        ({"unmatched": ["*typo*"]}, "fp8_exclude"),
+        ({"backend": "te"}, "fp8"),
+        ({"beside": ["layers.0"]}, "fp8 products"),
+        ({"share": 0.2}, None),
+    ],
+)
+def test_fp8_is_compared_layer_by_layer(changed: dict[str, Any], row: str | None) -> None:
+    assert wrong(FP8, fp8=dataclasses.replace(AO, **changed)) == ([row] if row else [])
+
+
+def test_fp8_asked_and_none_there() -> None:
+    assert wrong(FP8, fp8=None) == ["fp8"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"entered": False}, "autocast not entered"),
+        ({"recipe": {**TE.recipe, "amax_history_len": 1024}}, "amax_history_len is 1024, not 16"),
+        ({"recipe": {**TE.recipe, "amax_compute_algo": "most_recent"}}, "amax_compute_algo is most_recent, not max"),
+        ({"recipe": {**TE.recipe, "recipe": "Float8CurrentScaling"}}, "recipe is Float8CurrentScaling"),
+    ],
+)
+def test_the_recipe_of_transformer_engine_is_compared_field_by_field(changed: dict[str, Any], said: str) -> None:
+    plan = dataclasses.replace(FP8, policy=DELAYED)
+    assert wrong(plan, fp8=TE) == []
+    seen = dataclasses.replace(GOOD, fp8=dataclasses.replace(TE, **changed))
+    assert said in "; ".join(failures(compare(seen, plan), plan, seen))
+
+
+def test_fp16_needs_a_scaler_that_is_enabled() -> None:
+    fp16 = {"compute": {"fp16": 900}, "computed_in": {}}
+    scaler = {"kind": "GradScaler", "enabled": True, "scale": 2.0**16, "window": 1000}
+    assert wrong(FP16, **fp16) == ["scaler"]
+    assert wrong(FP16, **fp16, scaler={**scaler, "enabled": False}) == ["scaler"]
+    assert wrong(FP16, **fp16, scaler={**scaler, "window": 2000}) == ["scaler"]
+    seen = dataclasses.replace(GOOD, **fp16, scaler={**scaler, "window": 2000})
+    (why,) = failures(compare(seen, FP16), FP16, seen)
+    assert "made once mpguard is active" in why and "accelerate makes no" not in why
+    assert wrong(FP16, **fp16, scaler=scaler) == []
+
+
+def test_a_failure_says_what_is_what_was_asked_and_what_to_do() -> None:
+    seen = dataclasses.replace(GOOD, engine="none", world_size=1)
+    text = "; ".join(failures(compare(seen, PLAN), PLAN, seen))
+    assert "asked: fsdp2" in text and "asked: 2" in text and "ACCELERATE_USE_CPU" in text
+
+
+def test_the_table_and_the_file_say_the_same(tmp_path: Path) -> None:
+    made = Proof("in force", PLAN, compare(GOOD, PLAN), (), GOOD)
+    made.write(tmp_path / "proof.json")
+    rows = json.loads((tmp_path / "proof.json").read_text())["rows"]
+    assert "step 1 proven in force on all 2 ranks" in made.table()
+    assert all(row["name"] in made.table() and row["found"] in made.table() for row in rows)
+
+
+# -- real runs -----------------------------------------------------------------------------------
+
+
+def trained(
+    folder: Path, *arguments: object, recipe: str = "bf16_mixed", options: tuple[object, ...] = (), **keys: object
+):  # type: ignore[no-untyped-def]
+    """scripted.py under `mpguard.run`; its proof is in proof.json."""
+    config = mp_yaml(folder, recipe=recipe, **keys)
+    return in_fork(
+        ["--config", config, "--proof-json", folder / "proof.json", *options, SCRIPT, *arguments], cwd=folder
+    )
+
+
+def test_a_loop_of_ones_own_is_proven_after_its_first_step(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    made = proof(tmp_path / "proof.json")
+    assert run.returncode == 0 and "finished" in run.stdout, told(run)
+    assert "step 1 proven in force on 1 process" in run.stderr and "bf16_mixed" in run.stderr
+    assert made["verdict"] == "in force"
+    assert made["observed"]["compute"].keys() == {"bf16"} and made["observed"]["states"].keys() == {"fp32"}
+
+
+@pytest.mark.parametrize(
+    ("what", "arguments"),
+    [
+        ("compute", ("--autocast", "none")),
+        ("compute", ("--autocast", "float16")),
+        ("optimizer", ("--parameters", "bfloat16", "--autocast", "none")),
+    ],
+)
+def test_another_precision_than_the_policys_ends_the_run(tmp_path: Path, what: str, arguments: tuple[str, ...]) -> None:
+    run = trained(tmp_path, *arguments)
+    assert run.returncode == 1 and "finished" not in run.stdout, told(run)
+    assert "mpguard: not in force" in run.stderr and "Traceback" not in run.stderr
+    assert proof(tmp_path / "proof.json")["rows"][what]["ok"] is False
+
+
+def test_enforce_warn_says_it_and_goes_on(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--autocast", "none", options=("--enforce", "warn"))
+    assert run.returncode == 0 and "finished" in run.stdout, told(run)
+    assert "mpguard: not in force (going on: enforce warn): compute: fp32; asked: bf16" in run.stderr
+
+
+def test_enforce_off_proves_nothing(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--autocast", "none", options=("--enforce", "off"))
+    assert run.returncode == 0 and "proven" not in run.stderr, told(run)
+    made = proof(tmp_path / "proof.json")
+    assert made["verdict"] == "not proven" and "enforce is off" in made["failures"][0]
+
+
+def test_a_script_that_swallows_the_exception_still_fails(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--autocast", "none", "--swallow")
+    assert run.returncode == 1 and "finished" in run.stdout, told(run)
+
+
+def test_fp16_is_proven_after_the_steps_that_overflow(tmp_path: Path) -> None:
+    run = trained(
+        tmp_path, "--autocast", "float16", "--scaler", 2.0, "--steps", 30, recipe="fp16_mixed", mixed_precision="fp16"
+    )
+    made = proof(tmp_path / "proof.json")
+    assert run.returncode == 0, told(run)
+    assert made["observed"]["skipped"] > 0, "2**32, the policy's first scale, overflows FP16"
+    assert made["rows"]["scaler"]["ok"] and made["observed"]["scaler"]["window"] == 1000
+    assert "GradScaler: init_scale: 2.0 -> 4294967296.0" in run.stderr, told(run)
+
+
+def test_fp16_without_a_scaler_is_not_in_force(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--autocast", "float16", recipe="fp16_mixed", mixed_precision="fp16")
+    assert run.returncode == 1 and "scaler: none" in run.stderr, told(run)
+
+
+def test_steps_that_are_always_skipped_end_the_run(tmp_path: Path) -> None:
+    arguments = ("--autocast", "float16", "--scaler", 2.0, "--always-inf", "--steps", 400)
+    run = trained(tmp_path, *arguments, recipe="fp16_mixed", mixed_precision="fp16")
+    assert run.returncode == 1 and "skipped" in run.stderr and "finished" not in run.stdout, told(run)
+
+
+def test_gradient_accumulation_only_delays_the_proof(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--accumulate", 8)
+    assert run.returncode == 0 and "step 1 proven in force" in run.stderr, told(run)
+
+
+def test_a_run_that_ends_before_its_first_step_is_not_proven(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--backward-only")
+    assert run.returncode == 1 and "mpguard: not proven" in run.stderr, told(run)
+    assert proof(tmp_path / "proof.json")["verdict"] == "not proven"
+
+
+def test_not_proven_is_a_warning_under_enforce_warn(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path)
+    words = ("-m", "mpguard.run", "--config", config, "--enforce", "warn", SCRIPT, "--backward-only")
+    run = command("python", *words, cwd=tmp_path)
+    assert run.returncode == 0 and "NotProven" in run.stderr, told(run)
+
+
+def test_a_script_that_never_trains_is_no_failure(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--evaluate")
+    assert run.returncode == 0 and "evaluated" in run.stdout and "not proven" not in run.stderr, told(run)
+
+
+def test_a_run_is_proven_again_after_a_checkpoint_was_loaded(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--resume", "fp32")
+    assert run.returncode == 0 and "proven in force again" in run.stderr, told(run)
+
+
+def test_a_resumed_run_in_another_precision_is_not_in_force(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--resume", "bf16", "--autocast", "bfloat16", options=())
+    assert run.returncode == 1 and "optimizer: AdamW, weights bf16" in run.stderr, told(run)
+
+
+def float8(**more: str) -> dict[str, str]:
+    """An mp.yaml for torchao in software, with BF16 parameters."""
+    overrides = {"backend": "torchao", "fp8_emulate": "true", "master_dtype": "bf16", **more}
+    said = ", ".join(f"{field}: {value}" for field, value in overrides.items())
+    section = f"{{mpguard_recipe: hopper_bf16_with_fp8_mixed, mpguard_overrides: {{{said}}}}}"
+    return {"fp8_config": section, "mixed_precision": "fp8"}
+
+
+def test_emulated_float8_with_bf16_parameters_is_proven(tmp_path: Path) -> None:
+    arguments = ("--float8", "--parameters", "bfloat16", "--autocast", "none")
+    run = trained(tmp_path, *arguments, **float8(fp8_exclude="['0']"))
+    assert run.returncode == 0, told(run)
+    assert "1 of 2 Linear (torchao tensorwise, emulated)" in run.stderr
+    assert proof(tmp_path / "proof.json")["observed"]["fp8"]["left"] == {"0": "fp8_exclude"}
+
+
+def test_a_layer_that_stayed_out_of_float8_for_no_reason_is_not_in_force(tmp_path: Path) -> None:
+    arguments = ("--float8", "--parameters", "bfloat16", "--autocast", "none")
+    run = trained(tmp_path, *arguments, **float8())
+    assert run.returncode == 1 and "not in fp8: 0" in run.stderr, told(run)
+
+
+def test_fp8_asked_is_fp8_in_a_script_that_says_nothing_of_it(tmp_path: Path) -> None:
+    """Converted when the optimizer is made; with FP32 parameters, under autocast of the CPU."""
+    run = trained(tmp_path, **float8(master_dtype="fp32"))
+    made = proof(tmp_path / "proof.json")
+    assert (
+        run.returncode == 0 and "mpguard: 2 of 2 Linear layers in FP8 (torchao tensorwise, emulated)" in run.stderr
+    ), told(run)
+    assert made["observed"]["fp8"]["converted"] == ["0", "2"] and made["rows"]["compute"]["found"] == "bf16"
+
+
+DIRECT = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.taken, self.called = nn.Linear(32, 32), nn.Linear(32, 96)
+    def forward(self, x):
+        return self.called(nn.functional.linear(x, self.taken.weight))
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters())
+with torch.autocast("cpu", torch.bfloat16):
+    loss = net(torch.randn(16, 32)).float().sum()
+loss.backward()
+optimizer.step()
+"""
+
+
+def test_an_fp8_layer_that_is_not_called_is_not_in_force(tmp_path: Path) -> None:
+    """Code that takes its weight multiplies in BF16, whatever the layer is; kept out, it is shown what share is FP8."""
+    (tmp_path / "direct.py").write_text(DIRECT)
+    config = mp_yaml(tmp_path, **float8(master_dtype="fp32"))
+    run = in_fork(["--config", config, "direct.py"], cwd=tmp_path)
+    assert run.returncode == 1 and "fp8 products: taken multiplied outside of the FP8 layer" in run.stderr, told(run)
+    config = mp_yaml(tmp_path, **float8(master_dtype="fp32", fp8_exclude="['taken']"))
+    run = in_fork(["--config", config, "direct.py"], cwd=tmp_path)
+    assert run.returncode == 0 and "fp8 products   75 % of the multiply-adds with weights" in run.stderr, told(run)
+
+
+def test_a_compiled_model_is_made_fp8_too(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--compile", **float8(master_dtype="fp32"))
+    assert run.returncode == 0 and "2 of 2 Linear (torchao tensorwise, emulated)" in run.stderr, told(run)
+
+
+def test_delayed_scaling_is_not_compiled() -> None:
+    """S19. Pieces without FP8 layers may be."""
+    found = Fp8Found("te", ["a"], recipe={"recipe": "DelayedScaling"}, entered=True)
+    plan = Plan(Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed"), strategy="fsdp2", processes=2)
+    assert "compile" in wrong(plan, fp8=found, compiled=True, compiled_fp8=True)
+    assert "compile" not in wrong(plan, fp8=found, compiled=True)
+    seen = dataclasses.replace(GOOD, fp8=found, compiled=True, compiled_fp8=True)
+    (said,) = [text for text in failures(compare(seen, plan), plan, seen) if text.startswith("compile")]
+    assert "refuses delayed scaling under torch.compile: compile nothing" in said
+
+
+def test_delayed_scaling_that_asks_for_compile_is_refused_before_training(tmp_path: Path) -> None:
+    run = trained(tmp_path, **float8(fp8_recipe="delayed", backend="te", fp8_emulate="false", compile="true"))
+    assert run.returncode == 1 and "has compile=True, and Transformer Engine refuses" in run.stderr, told(run)
+    assert "finished" not in run.stdout
+
+
+def test_a_compiled_module_with_fp8_layers_is_seen() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    policy = Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True)
+    assert not observe(Recorder(), torch.compile(net), optimizer, policy=policy).compiled_fp8
+    mpguard.convert(net, policy)
+    assert observe(Recorder(), torch.compile(net), optimizer, policy=policy).compiled_fp8
+    assert not observe(Recorder(), net, optimizer, policy=policy).compiled_fp8
+
+
+def test_fp8_asked_and_none_possible_is_not_in_force(tmp_path: Path) -> None:
+    arguments = ("--parameters", "bfloat16", "--autocast", "none")
+    run = trained(tmp_path, *arguments, **float8(fp8_exclude="['0', '2']"))
+    assert run.returncode == 1 and "no FP8 module in the model" in run.stderr, told(run)
+
+
+def test_tf32_is_switched_and_shown(tmp_path: Path) -> None:
+    run = trained(tmp_path, "--autocast", "none", recipe="tf32", mixed_precision="'no'")
+    made = proof(tmp_path / "proof.json")
+    assert run.returncode == 0 and made["rows"]["tf32"] == {"name": "tf32", "found": "on", "asked": "on", "ok": True}, (
+        told(run)
+    )
+
+
+def test_a_compiled_model_is_proven_and_left_in_one_piece(tmp_path: Path) -> None:
+    """Nothing of ours breaks the graph, or has it made twice."""
+    run = trained(tmp_path, "--compile")
+    made = proof(tmp_path / "proof.json")
+    assert run.returncode == 0 and "finished" in run.stdout and "Warning" not in run.stderr, told(run)
+    assert made["observed"]["compiled"] and made["rows"]["compute"]["found"] == "bf16"
+    assert "graphs 1" in run.stdout, told(run)
+
+
+def test_prove_compares_a_model_and_an_optimizer_by_hand() -> None:
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 16)).sum().backward()
+    optimizer.step()
+    made = mpguard.prove(model, optimizer, "fp32")
+    assert made.in_force and {row.name for row in made.rows} >= {"parameters", "gradients", "optimizer", "engine"}
+    with pytest.raises(mpguard.NotInForce, match="weights and states bf16"):
+        mpguard.prove(model, optimizer, "bf16_full")

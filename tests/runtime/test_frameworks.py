@@ -1,0 +1,304 @@
+"""Each framework with real processes on the CPU: the policy arrives, and what is not in force is refused.
+
+Own loops in every engine run under torchrun with gloo and two ranks. accelerate applies its own FSDP
+and DeepSpeed with several processes on a GPU only (S23): here only what it is handed is checked.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paths import PROGRAMS
+from processes import command, free_port, in_fork, mp_yaml, proof, results, told, torchrun
+
+import mpguard
+from mpguard.policy import hardware
+from mpguard.policy.policy import Policy
+from mpguard.runtime import activation
+from mpguard.runtime import guard as guards
+from mpguard.runtime.plan import Plan
+
+LOOP = PROGRAMS / "loop.py"
+
+#: Of the gradients 1 and 2**-10 of two ranks. BF16 holds 0.5 only.
+MEAN = 0.5 + 2.0**-11
+
+ENGINES = {
+    "fsdp1": ("FSDP", {"fsdp_config": "{fsdp_version: 1}"}),
+    "fsdp2": ("FSDP", {"fsdp_config": "{fsdp_version: 2}"}),
+    "zero1": ("DEEPSPEED", {"deepspeed_config": "{zero_stage: 1}"}),
+    "zero2": ("DEEPSPEED", {"deepspeed_config": "{zero_stage: 2}"}),
+    "zero3": ("DEEPSPEED", {"deepspeed_config": "{zero_stage: 3}"}),
+}
+
+
+def engine_config(folder: Path, engine: str) -> Path:
+    kind, keys = ENGINES[engine]
+    return mp_yaml(folder, distributed_type=kind, num_processes=2, **keys)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_own_loops_are_proven_and_reduce_in_fp32(tmp_path: Path, engine: str) -> None:
+    """The script asks its engine to reduce in BF16, or leaves it to its default; the policy says FP32."""
+    config = engine_config(tmp_path, engine)
+    words = ("-m", "mpguard.run", "--config", config, "--proof-json", tmp_path / "proof.json", LOOP, engine)
+    run = torchrun(*words, cwd=tmp_path)
+    assert run.returncode == 0, told(run)
+    assert [(found["world"], found["gradient"]) for found in results(run)] == [(2, MEAN)] * 2, "shown by the values"
+    made = proof(tmp_path / "proof.json")
+    seen = made["observed"]
+    assert made["verdict"] == "in force" and seen["engine"].endswith(engine)
+    assert seen["reductions"].keys() == {"fp32"} and seen["reduced_by"] == "the collective"
+    assert seen["compute"].keys() == {"bf16"}
+    assert (seen["masters"].keys(), seen["gradients"].keys(), seen["states"].keys()) == ({"fp32"},) * 3
+    assert seen["parameters"].keys() == {"bf16" if engine.startswith("zero") else "fp32"}
+
+
+EMULATED = "{mpguard_recipe: hopper_bf16_with_fp8_mixed, mpguard_overrides: {backend: torchao, fp8_emulate: true}}"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_own_loops_are_made_fp8(tmp_path: Path, engine: str) -> None:
+    """The script says nothing of FP8; FSDP has wrapped its model before the optimizer, DeepSpeed gets it after."""
+    kind, keys = ENGINES[engine]
+    fp8 = {"mixed_precision": "fp8", "fp8_config": EMULATED}
+    config = mp_yaml(tmp_path, distributed_type=kind, num_processes=2, **keys, **fp8)
+    words = ("-m", "mpguard.run", "--config", config, "--proof-json", tmp_path / "proof.json", LOOP, engine)
+    run = torchrun(*words, cwd=tmp_path)
+    assert run.returncode == 0, told(run)
+    assert [(found["world"], found["gradient"]) for found in results(run)] == [(2, MEAN)] * 2
+    seen = proof(tmp_path / "proof.json")["observed"]
+    assert (seen["fp8"]["converted"], seen["fp8"]["emulated"]) == (["0"], True)
+    assert seen["engine"].endswith(engine) and seen["compute"].keys() == {"bf16"}
+    assert seen["reductions"].keys() == seen["masters"].keys() == {"fp32"}
+
+
+def test_fsdp1_keeps_the_parameters_that_fp8_layers_need(tmp_path: Path) -> None:
+    """A script that leaves `use_orig_params` at its default has no weights left to convert."""
+    fp8 = {"mixed_precision": "fp8", "fp8_config": EMULATED}
+    config = mp_yaml(tmp_path, distributed_type="FSDP", num_processes=2, fsdp_config="{fsdp_version: 1}", **fp8)
+    words = ("-m", "mpguard.run", "--config", config, "--proof-json", tmp_path / "proof.json", LOOP, "fsdp1", "--flat")
+    run = torchrun(*words, cwd=tmp_path)
+    assert run.returncode == 0 and "use_orig_params: false -> true" in run.stderr, told(run)
+    assert proof(tmp_path / "proof.json")["observed"]["fp8"]["converted"] == ["0"]
+
+
+def test_accelerate_is_asked_for_bf16_and_its_model_made_fp8(tmp_path: Path) -> None:
+    """accelerate's own conversion has no place for the recipes, and leaves no layer out by name."""
+    config = mp_yaml(tmp_path, mixed_precision="fp8", fp8_config=EMULATED)
+    arguments = ["--config", config, "--proof-json", tmp_path / "proof.json", PROGRAMS / "accelerated.py"]
+    run = in_fork(arguments, cwd=tmp_path, ACCELERATE_MIXED_PRECISION="fp8", ACCELERATE_FP8_BACKEND="TE")
+    assert run.returncode == 0, told(run)
+    (found,) = results(run)
+    assert (found["mode"], found["compute"], found["master"]) == ("bf16", "torch.bfloat16", "torch.float32")
+    seen = proof(tmp_path / "proof.json")["observed"]["fp8"]
+    assert (seen["converted"], seen["left"]) == (["0"], {"2": "4 is no multiple of 16"})
+
+
+def test_the_values_tell_a_reduction_in_bf16(tmp_path: Path) -> None:
+    """The control: without the policy the same script reduces in BF16."""
+    run = torchrun(LOOP, "fsdp2", cwd=tmp_path)
+    assert [found["gradient"] for found in results(run)] == [0.5, 0.5], told(run)
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype", "says"),
+    [
+        ("fsdp2", "float16", "compute: fp16; asked: bf16"),
+        ("fsdp2", "bfloat16", "reduction: bf16 (the collective); asked: fp32"),
+        (
+            "zero2",
+            "bfloat16",
+            "reduction: bf16 50 %, fp32 50 % (the collective); asked: fp32",
+        ),  # the script reads a gradient
+    ],
+)
+def test_an_engine_built_before_the_policy_came_is_not_in_force(
+    tmp_path: Path, engine: str, dtype: str, says: str
+) -> None:
+    """FSDP's own policy against the run's (S12), on all ranks: nobody goes on and nobody hangs."""
+    run = torchrun(LOOP, engine, "--dtype", dtype, "--activate", "bf16_mixed", cwd=tmp_path)
+    assert run.returncode == 1 and results(run) == [], told(run)
+    assert "mpguard: not in force: " in run.stderr and says in run.stderr
+    assert ["NotInForce" in (tmp_path / f"told.{rank}").read_text() for rank in (0, 1)] == [True, True]
+
+
+def test_a_communication_hook_is_heard_at_the_collective(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
+    run = torchrun("-m", "mpguard.run", "--config", config, LOOP, "ddp", "--compress", cwd=tmp_path)
+    assert run.returncode == 1 and "reduction: bf16 (the collective); asked: fp32" in run.stderr, told(run)
+
+
+def test_a_mismatch_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    """Rank 1 ends before its first step; rank 0 is told, and does not wait."""
+    config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
+    words = ("-m", "mpguard.run", "--config", config, LOOP, "ddp", "--slow-rank", 1)
+    run = torchrun(*words, cwd=tmp_path)
+    assert run.returncode == 1 and results(run) == [], told(run)
+    assert "rank 1: not proven: the run computed gradients and ended" in (tmp_path / "told.0").read_text()
+
+
+def test_the_trainer_of_transformers(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path)
+    run = command("mpguard", "launch", "--config", config, PROGRAMS / "trainer.py", cwd=tmp_path)
+    assert run.returncode == 0, told(run)
+    assert results(run) == [{"rank": 0, "compute": ["torch.bfloat16"], "steps": 2}]
+    assert "proven in force on 1 process" in run.stderr
+    resumed = in_fork(["--config", config, PROGRAMS / "trainer.py", "--resume"], cwd=tmp_path)
+    assert resumed.returncode == 0 and results(resumed)[0]["steps"] == 4, told(resumed)
+    assert "proven in force on 1 process" in resumed.stderr, "a resumed run is proven at its first step"
+
+
+def test_deepspeed_with_one_process_is_really_in_force(tmp_path: Path) -> None:
+    """The one case in which accelerate applies DeepSpeed without a GPU (S23)."""
+    config = mp_yaml(tmp_path, distributed_type="DEEPSPEED", deepspeed_config="{zero_stage: 2}")
+    words = ("--config", config, "--proof-json", "proof.json", PROGRAMS / "accelerated.py")
+    run = command("mpguard", "launch", *words, cwd=tmp_path)
+    assert run.returncode == 0 and results(run)[0]["type"] == "DistributedType.DEEPSPEED", told(run)
+    assert proof(tmp_path / "proof.json")["observed"]["engine"] == "deepspeed-zero2"
+
+
+def test_a_deepspeed_file_without_a_precision_gets_the_policys(tmp_path: Path) -> None:
+    """S24: accelerate exports nothing of `fp8_config` beside a DeepSpeed file; the recipe arrives all the same."""
+    content = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 8}
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    keys = {"deepspeed_config": "{deepspeed_config_file: ds.json}", "mixed_precision": None}
+    config = mp_yaml(tmp_path, distributed_type="DEEPSPEED", **keys)
+    run = command("mpguard", "launch", "--config", config, PROGRAMS / "accelerated.py", cwd=tmp_path)
+    assert run.returncode == 0 and results(run)[0]["compute"] == "torch.bfloat16", told(run)
+    assert "deepspeed-zero1" in run.stderr and "proven in force" in run.stderr
+    assert json.loads((tmp_path / "ds.json").read_text()) == content
+
+
+def test_the_deepspeed_launcher(tmp_path: Path) -> None:
+    config = engine_config(tmp_path, "zero2")
+    flags = ("--num_gpus", 2, "--master_port", free_port(), "--module")
+    run = command("deepspeed", *flags, "mpguard.run", "--config", config, LOOP, "zero2", cwd=tmp_path)
+    assert run.returncode == 0 and "proven in force on all 2 ranks" in run.stderr, told(run)
+
+
+@pytest.fixture
+def activated(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """A guard of this process that injects and does not prove; the patches stay and are idle after it."""
+
+    def activate(recipe: str, **plan: object) -> None:
+        monkeypatch.setattr(guards, "_current", None)
+        activation.start(Plan(mpguard.recipe(recipe), enforce="off", announced=True, **plan))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(guards, "_current", None)
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "ACCELERATE_USE_DEEPSPEED"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return activate
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_accelerate_is_handed_the_fsdp_policy(activated, monkeypatch: pytest.MonkeyPatch, caplog, version: int) -> None:  # type: ignore[no-untyped-def]
+    """Only what accelerate is handed: it applies FSDP on a GPU only."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    given = FullyShardedDataParallelPlugin(fsdp_version=version, mixed_precision_policy="fp16")
+    activated("bf16_mixed")
+    AcceleratorState._reset_state(True)
+    seen = {}
+    real = AcceleratorState.__init__
+    monkeypatch.setattr(AcceleratorState, "__init__", lambda self, *a, **k: (seen.update(k), real(self, *a, **k))[1])
+    try:
+        Accelerator(cpu=True, fsdp_plugin=given)
+    finally:
+        AcceleratorState._reset_state(True)
+    policy = seen["fsdp_plugin"].mixed_precision_policy
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert seen["mixed_precision"] == "bf16"
+    assert "fsdp_plugin.mixed_precision_policy" in caplog.text, "the override is said"
+
+
+def test_a_trainer_need_not_say_what_its_deepspeed_config_says(  # type: ignore[no-untyped-def]
+    activated, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers refuses the two where they differ; the policy's is put into both."""
+    from transformers import TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    def mismatches(**said: bool) -> list[str]:
+        config = HfTrainerDeepSpeedConfig({"bf16": {"enabled": True}})
+        arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+        for name, value in said.items():
+            setattr(arguments, name, value)
+        config.trainer_config_process(arguments)
+        return list(config.mismatches)
+
+    assert len(mismatches()) == 1, "the control: without mpguard"
+    activated("bf16_mixed")
+    assert mismatches() == []
+    assert mismatches(fp16=True) == [] and "fp16: true -> false" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ({"fp8": "hybrid", "backend": "torchao"}, None, "INDUCTOR", "compile: auto is on here: torchao's casts"),
+        ({"fp8": "hybrid", "backend": "torchao"}, "aot_eager", "AOT_EAGER", ""),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "inductor", "NO", "refuses delayed scaling under torch.compile"),
+        ({"fp8": "hybrid", "backend": "te"}, "inductor", "INDUCTOR", ""),
+        ({"fp8": "hybrid", "backend": "torchao", "compile": False}, None, "NO", ""),
+        ({}, None, "NO", ""),
+    ],
+)
+def test_compile_auto_is_put_into_accelerate_and_said(  # type: ignore[no-untyped-def]
+    activated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str],
+    case: tuple[dict[str, Any], str | None, str, str],
+) -> None:  # fmt: skip
+    """Fields of the policy, the backend that the script asks for, and the one that it gets."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    fields, asked, backend, says = case
+    here = hardware.Hardware("NVIDIA H200", (9, 0), 1, (13, 0), {"te": "2.20.2", "torchao": "0.18.0"})
+    monkeypatch.setattr(hardware, "detect", lambda: here)
+    monkeypatch.setattr(mpguard, "recipe", lambda _name: Policy(bf16=True, **fields))
+    activated("")
+    AcceleratorState._reset_state(True)
+    try:
+        made = Accelerator(cpu=True, dynamo_backend=asked)
+        assert made.state.dynamo_plugin.backend.name == backend
+    finally:
+        AcceleratorState._reset_state(True)
+    told = caplog.text + capsys.readouterr().err
+    assert says in told if says else "compile" not in told
+
+
+def test_a_target_that_has_changed_is_left_alone_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    from types import ModuleType
+
+    from mpguard.runtime import patches
+
+    def initialize(model: object, settings: object) -> None: ...
+
+    module = ModuleType("deepspeed")
+    module.initialize = initialize  # type: ignore[attr-defined]
+    patches._make(next(patch for patch in patches.PATCHES if patch.target == "initialize"), module)
+    assert module.initialize is initialize
+    assert "deepspeed.initialize has no parameter args, config" in caplog.text and "the proof decides" in caplog.text
+
+
+def test_every_patch_fits_the_installed_libraries() -> None:
+    """Transformer Engine is installed where there is a GPU: there tests/gpu trains with its patch."""
+    import importlib.util
+    import inspect
+
+    from mpguard.runtime import patches
+
+    for patch in patches.PATCHES:
+        if patch.module.startswith("transformer_engine.") and importlib.util.find_spec("transformer_engine") is None:
+            continue
+        owner = importlib.import_module(patch.module)
+        for part in patch.target.split("."):
+            owner = getattr(owner, part)
+        assert set(patch.needs) <= set(inspect.signature(owner).parameters), patch.target

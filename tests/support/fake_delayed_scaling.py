@@ -1,0 +1,111 @@
+"""Delayed scaling in software, in Transformer Engine's place: the history matters to every product.
+
+Transformer Engine itself needs a GPU (tests/gpu/test_resume_te.py); how a history comes through the checkpoints of
+each framework does not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mpguard.nn.fp8 import convert as conversion
+from mpguard.nn.fp8.amax_history import AmaxHistoryMixin, watch
+from mpguard.nn.fp8.padding import Padded
+from mpguard.policy.policy import Policy
+
+LENGTH = 4
+POLICY = Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=LENGTH, backend="te")
+
+FORMATS = {"fwd": torch.float8_e4m3fn, "bwd": torch.float8_e5m2}
+
+
+@functools.cache
+def _own_group() -> Any:
+    """Apart from the collectives of the engines, whose order is theirs."""
+    return dist.new_group()
+
+
+def rounded(value: torch.Tensor, number: int, state: dict[str, torch.Tensor], way: str) -> torch.Tensor:
+    """A tensor in FP8 with the scale of the steps before; its maximum goes into the history."""
+    scale, history = state[f"scale_{way}"], state[f"amax_history_{way}"]
+    most = torch.finfo(FORMATS[way]).max
+    result = (value.float() * scale[number]).clamp(-most, most).to(FORMATS[way]).float() / scale[number]
+    history[:, number] = history[:, number].roll(-1)
+    history[-1, number] = value.abs().max()
+    if dist.is_initialized():  # reduce_amax: all ranks have one history
+        dist.all_reduce(history[-1, number], dist.ReduceOp.MAX, group=_own_group())
+    scale[number] = most / history[:, number].max().clamp(min=1e-6)
+    return result.to(value.dtype)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
+        x, weight = rounded(x, 0, state, "fwd"), rounded(weight, 1, state, "fwd")
+        ctx.save_for_backward(x, weight)
+        ctx.state = state
+        return x @ weight.to(x.dtype).T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        gradient = rounded(gradients[0], 0, ctx.state, "bwd")
+        of_weight = gradient.flatten(0, -2).T.float() @ x.flatten(0, -2).float()
+        return gradient @ weight.to(gradient.dtype), of_weight.to(weight.dtype), None
+
+
+class Delayed(AmaxHistoryMixin):
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    memory: dict[str, torch.Tensor]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.__dict__["called"] = True
+        if torch.is_autocast_enabled("cpu"):
+            x = x.to(torch.get_autocast_dtype("cpu"))
+        result: torch.Tensor = Product.apply(x, self.weight, self.memory)  # type: ignore[no-untyped-call]
+        return result if self.bias is None else result + self.bias.to(result.dtype)
+
+    def remembers(self) -> bool:
+        return "called" in self.__dict__ or self._mpguard_fp8.restored
+
+    def history(self) -> dict[str, torch.Tensor]:
+        return self.memory
+
+
+class Float8Linear(Padded, Delayed, nn.Linear):
+    """As `mpguard.nn.fp8.te.TransformerEngineLinear` is made."""
+
+    __module__ = "mpguard.nn.fp8.te"  # `revert` takes back its own classes only
+
+
+def templates(policy: Policy) -> Callable[[nn.Linear], nn.Module]:
+    def template(_layer: nn.Linear) -> nn.Module:
+        made = nn.Module()
+        made.__dict__["memory"] = {
+            "scale_fwd": torch.ones(2), "amax_history_fwd": torch.zeros(policy.fp8_amax_history_len, 2),
+            "scale_bwd": torch.ones(1), "amax_history_bwd": torch.zeros(policy.fp8_amax_history_len, 1),
+        }  # fmt: skip
+        return made
+
+    return template
+
+
+def around(model: nn.Module, _policy: Policy) -> None:
+    watch(layer for layer in model.modules() if isinstance(layer, Float8Linear))
+
+
+def te_or_torchao(_policy: Policy) -> tuple[str, Any]:
+    """In the place of `swap._library`."""
+    return "te", SimpleNamespace(LINEAR=Float8Linear, templates=templates, around=around)
+
+
+def install() -> None:
+    conversion._library = te_or_torchao

@@ -1,0 +1,93 @@
+"""Policies of every kind for tests: recipes, and every valid change of one field."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import mpguard
+from mpguard.core.errors import PolicyError
+from mpguard.policy.policy import Policy
+
+#: For each field, values to try. A value that no policy can have beside the others is left out by
+#: Policy itself.
+CANDIDATES: dict[str, tuple[Any, ...]] = {
+    "bf16": (True, False),
+    "fp16": (True, False),
+    "params_dtype": ("fp32", "bf16", "fp16"),
+    "pipeline_dtype": ("fp32", "bf16", "fp16"),
+    "autocast_enabled": (True, False),
+    "autocast_dtype": ("bf16", "fp16", None),
+    "master_dtype": ("fp32", "bf16"),
+    "grad_reduce_in_fp32": (True, False),
+    "buffer_dtype": ("fp32", "bf16", None),
+    "output_dtype": ("fp32", "bf16", None),
+    "tf32": (True, False, None),
+    "fp8": ("hybrid", "e4m3", None),
+    "fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp"),
+    "backend": ("te", "torchao", "auto"),
+    "fp8_margin": (0, 3),
+    "fp8_amax_history_len": (1, 16, 1024),
+    "fp8_amax_compute_algo": ("max", "most_recent"),
+    "reduce_amax": (True, False),
+    "fp8_wgrad": (True, False),
+    "fp8_dot_product_attention": (True, False),
+    "fp8_multi_head_attention": (True, False),
+    "fp8_param": (True, False),
+    "fp8_param_gather": (True, False),
+    "fp8_exclude": ((), ("*lm_head", "*mlp*")),
+    "fp8_head": (True, False),
+    "fp8_fast_accum": (True, False),
+    "fp8_emulate": (True, False),
+    "first_last_layers_bf16": (True, False),
+    "num_layers_at_start_in_bf16": (0, 1, 5),
+    "num_layers_at_end_in_bf16": (0, 1, 5),
+    "fp4": ("e2m1", None),
+    "fp4_recipe": ("nvfp4",),
+    "fp4_param": (True, False),
+    "fp4_param_gather": (True, False),
+    "reuse_grad_buf_for_mxfp8_param_ag": (True, False),
+    "loss_scale": (128.0, None),
+    "initial_loss_scale": (2.0**16, 2.0**32),
+    "min_loss_scale": (1.0, 16.0),
+    "loss_scale_window": (200, 1000),
+    "hysteresis": (2, 5),
+    "compile": (True, False, "auto"),
+    "fuse": (True, False),
+}
+
+
+@functools.cache
+def bases() -> tuple[Policy, ...]:
+    """Policies of every kind: all recipes, and a few that no recipe is."""
+    own = [
+        mpguard.recipe(name) for name, function in mpguard.recipes().items() if function.__module__ == "mpguard.recipes"
+    ]
+    more = [
+        Policy(bf16=True, params_dtype="fp32"),
+        Policy(fp16=True, params_dtype="fp32"),
+        Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True),
+        Policy(bf16=True, fp8="hybrid", backend="te"),
+        Policy(bf16=True, fp8="hybrid", fp8_recipe="mxfp8"),
+        Policy(bf16=True, fp8="e4m3", fp8_recipe="delayed", fp8_amax_compute_algo="max"),
+    ]
+    return tuple(own + more)
+
+
+#: Fields that no policy has without others: what is changed along with them.
+TOGETHER: dict[tuple[str, Any], dict[str, Any]] = {
+    ("first_last_layers_bf16", False): {"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0},
+    ("first_last_layers_bf16", True): {"num_layers_at_start_in_bf16": 1},
+}
+
+
+def variations(policy: Policy, field: str) -> Iterator[Policy]:
+    """The valid policies that differ from one in a field (and in what cannot stay without it)."""
+    for value in CANDIDATES[field]:
+        try:
+            changed = policy.replace(**{field: value}, **TOGETHER.get((field, value), {}))
+        except PolicyError:
+            continue
+        if changed != policy:
+            yield changed

@@ -1,0 +1,184 @@
+"""Starting what a user would start, and reading what comes back."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+BIN = Path(sys.executable).parent
+
+#: What a fork runs: takes the words of a command line, returns a status.
+Program = Callable[[list[str]], int]
+
+#: What an outer run, or a hook, would bring in.
+_OURS = ("MPGUARD_", "ACCELERATE_", "FSDP_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """An environment without any launch in it; one thread per process, DeepSpeed on the CPU."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+    return {**clean, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "NO_COLOR": "1", **more}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def mp_yaml(
+    folder: Path, name: str = "mp.yaml", *, recipe: str | None = "bf16_mixed", text: str = "", **keys: Any
+) -> Path:
+    """An mp.yaml: one process on the CPU in BF16, with some keys changed; None leaves a key out."""
+    fields = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "'NO'",
+        "mixed_precision": "bf16",
+        "num_machines": 1,
+        "num_processes": 1,
+        "use_cpu": "true",
+        "main_process_port": free_port(),
+        "fp8_config": f"{{mpguard_recipe: {recipe}}}" if recipe else None,
+        **keys,
+    }
+    lines = [f"{key}: {value}" for key, value in fields.items() if value is not None]
+    path = folder / name
+    path.write_text("\n".join(lines) + "\n" + text, encoding="utf-8")
+    return path
+
+
+def command(
+    program: str, *arguments: object, cwd: Path, timeout: float = 120, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program of this environment to its end."""
+    words = [str(BIN / program), *map(str, arguments)]
+    return subprocess.run(
+        words, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def torchrun(*arguments: object, cwd: Path, processes: int = 2, **more: str) -> subprocess.CompletedProcess[str]:
+    """`torchrun --nproc_per_node N ...` on a free port."""
+    flags = ("--nproc_per_node", processes, "--master_port", free_port())
+    return command("torchrun", *flags, *arguments, cwd=cwd, **more)
+
+
+@contextlib.contextmanager
+def started(program: str, *arguments: object, cwd: Path, **more: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that is running, in a process group of its own; ended with all its children."""
+    words = [str(BIN / program), *map(str, arguments)]
+    process = subprocess.Popen(
+        words, cwd=cwd, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["torch", "accelerate", "mpguard.run"])
+
+
+def run_module(words: list[str]) -> int:
+    """`python -m mpguard.run WORDS`."""
+    from mpguard import run
+
+    return run.main(words)
+
+
+def in_fork(
+    arguments: Sequence[object], *, cwd: Path, timeout: float = 120, program: Program = run_module, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """`python -m mpguard.run ARGUMENTS`, or another program, forked from a server that has imported torch.
+
+    Nothing else has run in that server. Not from this process: threads that torch has started here would be missing
+    in the fork, and it would wait for them for ever.
+    """
+    words = [str(word) for word in arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        child = _SERVER.Process(target=_run, args=(program, words, str(cwd), environment(**more), (out, err)))
+        child.start()
+        child.join(timeout)
+        if child.exitcode is None:
+            child.kill()
+            raise subprocess.TimeoutExpired(words, timeout, out.read_bytes(), err.read_bytes())
+        return subprocess.CompletedProcess(words, child.exitcode, out.read_text("utf-8"), err.read_text("utf-8"))
+
+
+def ranks_in_fork(
+    arguments: Sequence[object],
+    *,
+    cwd: Path,
+    processes: int = 2,
+    timeout: float = 120,
+    program: Program = run_module,
+    **more: str,
+) -> list[subprocess.CompletedProcess[str]]:
+    """`in_fork` once per rank, in the environment that torchrun gives but without its agent: rank 0 has the store."""
+    port = str(free_port())
+
+    def start(rank: int) -> subprocess.CompletedProcess[str]:
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+        variables = {**more, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return in_fork(arguments, cwd=cwd, timeout=timeout, program=program, **variables)
+
+    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+        return list(pool.map(start, range(processes)))
+
+
+def _run(program: Program, words: list[str], cwd: str, variables: dict[str, str], output: tuple[Path, Path]) -> None:
+    """In the fork: a program with its output in files."""
+    for number, path in enumerate(output, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(cwd)
+    status = 99
+    try:
+        status = program(words)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def results(run: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    """The lines of JSON that a program printed, in the order of ranks."""
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"rank"')]
+    return sorted(lines, key=lambda line: line["rank"])
+
+
+def proof(path: Path) -> Mapping[str, Any]:
+    """A proof file, with its rows by name."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return {**data, "rows": {row["name"]: row for row in data["rows"]}}
+
+
+def told(run: subprocess.CompletedProcess[str]) -> str:
+    """Everything that was printed, for the message of a failed assertion."""
+    return f"status {run.returncode}\n{run.stdout[-3000:]}\n{run.stderr[-5000:]}"
