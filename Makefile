@@ -1,13 +1,18 @@
-# make demo   what mpguard does, on this machine, in a few minutes
-# make test   everything that has to hold before a change lands
+# make demo       what mpguard does, on this machine, in a few minutes
+# make test       everything that has to hold before a change lands
+# make test-lint  the tests of the linter, in an environment without torch
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# An environment without torch, accelerate, DeepSpeed and transformers, as the linter's users have it.
+LINT_VENV := .venv-lint
+LINT_INSTALLED := $(LINT_VENV)/.installed
+LINT_TESTS := tests/core tests/policy tests/document tests/lint tests/server tests/cli tests/test_structure.py tests/test_public.py
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test check install clean
+.PHONY: demo test test-lint check install clean
 
 install: $(INSTALLED)
 
@@ -26,8 +31,16 @@ check: install
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+$(LINT_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(LINT_VENV)
+	$(LINT_VENV)/bin/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+test-lint: $(LINT_INSTALLED)
+	$(LINT_VENV)/bin/python -m pytest -n auto $(LINT_TESTS)
+
 test: check
 	$(BIN)/python -m pytest -n auto
 
 clean:
-	rm -rf $(VENV) demo-run .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LINT_VENV) demo-run .mypy_cache .ruff_cache .pytest_cache .hypothesis

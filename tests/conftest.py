@@ -1,20 +1,44 @@
+"""What holds for all tests: own cache folders, no colors, time limits for this machine, one build of the operator."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
+import limits
 import pytest
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Once per session, before its workers start: measure the machine, and compile what DeepSpeed would compile."""
+    if hasattr(session.config, "workerinput"):  # a worker of xdist
+        return
+    limits.scale()
+    if session.config.option.collectonly:
+        return
+    import deepspeed_operator
+
+    if not deepspeed_operator.is_installed():
+        return
+    stamp, cache = deepspeed_operator.version(), getattr(session.config, "cache", None)
+    if cache is None or cache.get("mpguard/deepspeed_operator", None) != stamp:
+        try:
+            deepspeed_operator.build(lambda message: print(message, flush=True))
+        except RuntimeError as error:
+            pytest.exit(str(error), returncode=3)
+        if cache is not None:
+            cache.set("mpguard/deepspeed_operator", stamp)
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Each test keeps its findings to itself, outside of the folders that it looks at."""
+    """Give each test its own findings cache, outside of the folders that it lints."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("MPGUARD_CACHE_DIR", str(folder))
     return folder
 
 
 @pytest.fixture(autouse=True)
-def no_colours_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_forced_colors(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a plain shell, also where CI sets them."""
     for name in ("FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)

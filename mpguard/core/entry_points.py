@@ -45,7 +45,7 @@ def _load(group: str, own_only: bool) -> tuple[ModuleType, ...]:
     ]
     if all(distribution != "mpguard" for distribution, _ in found):
         raise ExtensionError(
-            f"the mpguard in {Path(__file__).parents[1]} is not installed for {sys.executable}: without its entry "
+            f"the mpguard in {Path(__file__).parents[2]} is not installed for {sys.executable}: without its entry "
             f"points ({group}) it knows none of its own; install it (`pip install .` in its repository)"
         )
     for distribution, entry in sorted(found, key=lambda f: (f[0] != "mpguard", f[1].name, f[1].value)):

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
 import mpguard
 from mpguard.cli import main
@@ -20,6 +18,13 @@ from mpguard.document import mp_yaml, read
 from mpguard.policy import hardware
 from mpguard.targets import capabilities, plugin
 from mpguard.targets.plugin import STRATEGIES
+
+REASON = "configs are read by accelerate itself"
+load_config_from_file = pytest.importorskip(
+    "accelerate.commands.config.config_args", reason=REASON
+).load_config_from_file
+_launch = pytest.importorskip("accelerate.commands.launch", reason=REASON)
+_validate_launch_command, launch_command_parser = _launch._validate_launch_command, _launch.launch_command_parser
 
 NO_GPU = hardware.Hardware(libraries={"accelerate": "1.15.0"})
 A100S = hardware.Hardware("NVIDIA A100", (8, 0), 4, (13, 0), {"te": "2.20.2", "torchao": "0.18.0"})

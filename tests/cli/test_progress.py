@@ -15,7 +15,7 @@ from distributions import install
 #: A rule that takes its time.
 SLOW = """
 import time
-from mpguard.lint.rule import Rule
+from mpguard.lint.model.rule import Rule
 
 class Slow(Rule):
     '''What it does.'''

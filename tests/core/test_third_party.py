@@ -18,7 +18,7 @@ from mpguard.core.errors import ExtensionError
 
 #: A rule of theirs; each test says what its `check` does.
 RULE = """
-from mpguard.lint.rule import ConfigRule, Diagnostic, LaunchRule, Note, Rule, any_of
+from mpguard.lint import ConfigRule, Diagnostic, LaunchRule, Note, Rule, any_of
 
 class Theirs({base}):
     '''What it does.'''

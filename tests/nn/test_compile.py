@@ -25,7 +25,7 @@ FP8 = "fp8: hybrid, backend: torchao, fp8_emulate: true"
 HEAD = """
 import json, os, sys, torch
 from torch import nn
-from mpguard import compiling
+from mpguard.nn import compile as compilation
 compilation.BACKEND = "aot_eager"
 torch.manual_seed(0)
 class Block(nn.Module):

@@ -128,7 +128,7 @@ def test_unknown_gpus_are_refused(name: str, near: str) -> None:
 
 def test_this_machine_is_asked_once_and_without_torch() -> None:
     code = (
-        "import sys; from mpguard import hardware; here = hardware.detect(); assert here is hardware.detect();"
+        "import sys; from mpguard.policy import hardware; here = hardware.detect(); assert here is hardware.detect();"
         "assert not {'torch', 'accelerate'} & set(sys.modules); print(here, here.libraries['torch'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -9,7 +9,6 @@ import sys
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as some
 from policies import CANDIDATES, TOGETHER
@@ -18,6 +17,8 @@ import mpguard
 from mpguard.core.errors import PolicyError
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import BACKENDS, FIELD_NAMES, Policy
+
+torch = pytest.importorskip("torch", reason="dtypes are compared with those of torch")
 
 # --- Dtype ----------------------------------------------------------------------------------------
 
@@ -142,7 +143,7 @@ def test_emulation_is_torchaos() -> None:
         ({"bf16": True, "master_dtype": "fp16"}, "the optimizer's parameters are fp32, or bf16"),
         ({"fp16": True, "master_dtype": "fp16"}, "Attempting to unscale FP16 gradients"),
         ({"bf16": True, "loss_scale": 128.0}, "only FP16's range needs loss scaling"),
-        ({"fp16": True, "loss_scale": 128.0, "hysteresis": 3}, "has no effect beside a fixed loss_scale=128"),
+        ({"fp16": True, "loss_scale": 128.0, "hysteresis": 3}, "has no effect with a fixed loss_scale=128"),
         ({"fp16": True, "loss_scale": 0}, "loss_scale is 0.0; it is a finite number above 0"),
         ({"fp16": True, "initial_loss_scale": float("inf")}, "it is a finite number above 0"),
         ({"fp16": True, "min_loss_scale": float("nan")}, "it is a finite number above 0"),

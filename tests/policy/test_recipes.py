@@ -23,7 +23,7 @@ from mpguard.targets.capabilities import require_supported
 def registry() -> Iterator[None]:
     """What a test registers is gone after it."""
     mpguard.recipes()
-    registered = sys.modules["mpguard.recipes"]._RECIPES
+    registered = sys.modules["mpguard.policy.recipes"]._RECIPES
     before = dict(registered)
     yield
     registered.clear()
@@ -94,7 +94,7 @@ def test_a_function_can_be_registered_again_where_it_was_but_nowhere_else() -> N
     def bf16_mixed() -> Policy:
         return Policy(fp16=True)
 
-    with pytest.raises(ExtensionError, match=f"{__name__}: recipe `bf16_mixed` is taken by mpguard.recipes"):
+    with pytest.raises(ExtensionError, match=f"{__name__}: recipe `bf16_mixed` is taken by mpguard.policy.recipes"):
         mpguard.register(bf16_mixed)
     assert mpguard.recipe("bf16_mixed").bf16
 
@@ -156,7 +156,7 @@ def test_a_single_module_will_do(installed: Callable[..., subprocess.CompletedPr
         ({"__init__.py": "", "a/__init__.py": "import nope"}, "`other_pkg.a` does not import: ModuleNotFoundError"),
         ({"__init__.py": "1 / 0"}, "`other_pkg` does not import: ZeroDivisionError"),
         ({}, "`other_pkg` does not import: ModuleNotFoundError"),
-        ({"__init__.py": RECIPE.replace("theirs", "bf16_mixed")}, "recipe `bf16_mixed` is taken by mpguard.recipes"),
+        ({"__init__.py": RECIPE.replace("theirs", "bf16_mixed")}, "recipe `bf16_mixed` is taken by mpguard.policy"),
     ],
 )  # fmt: skip
 def test_an_extension_that_fails_is_an_error_that_names_it(
@@ -171,7 +171,7 @@ def test_an_extension_that_fails_is_an_error_that_names_it(
 
 
 PLUGIN = """
-from mpguard.plugin import plugin
+from mpguard.targets import plugin
 @plugin("theirs", carries=("bf16",))
 def theirs(policy, strategy):
     return {"low": policy.bf16}
@@ -218,9 +218,12 @@ def test_an_extension_that_raises_is_named_where_it_is_asked(
 
 
 def test_own_extensions_alone_can_be_asked_for(installed: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    code = "from mpguard import discover; print([m.__name__ for m in discover.load('mpguard.recipes', own_only=True)])"
+    code = (
+        "from mpguard.core import entry_points\n"
+        "print([module.__name__ for module in entry_points.load('mpguard.recipes', own_only=True)])"
+    )
     done = installed("mpguard.recipes", {"__init__.py": "1 / 0"}, code)
-    assert done.stdout == "['mpguard.recipes']\n", done.stderr
+    assert done.stdout == "['mpguard.policy.recipes']\n", done.stderr
 
 
 @pytest.mark.parametrize(

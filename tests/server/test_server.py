@@ -476,7 +476,7 @@ async def test_a_notebook_is_one_program_and_its_cells_are_texts(folder: Path) -
 # -- what goes wrong ----------------------------------------------------------------------------------
 
 NOISY = """
-from mpguard.lint.rule import Rule
+from mpguard.lint.model.rule import Rule
 
 class Noisy(Rule):
     '''What it does.'''
@@ -512,7 +512,7 @@ async def test_a_rule_that_prints_and_raises_is_said_once_and_ends_nothing(folde
 
 
 ENDLESS = """
-from mpguard.lint.rule import Rule
+from mpguard.lint.model.rule import Rule
 
 class Endless(Rule):
     '''What it does.'''

@@ -62,7 +62,9 @@ CANDIDATES: dict[str, tuple[Any, ...]] = {
 def bases() -> tuple[Policy, ...]:
     """Policies of every kind: all recipes, and a few that no recipe is."""
     own = [
-        mpguard.recipe(name) for name, function in mpguard.recipes().items() if function.__module__ == "mpguard.recipes"
+        mpguard.recipe(name)
+        for name, function in mpguard.recipes().items()
+        if function.__module__ == "mpguard.policy.recipes"
     ]
     more = [
         Policy(bf16=True, params_dtype="fp32"),

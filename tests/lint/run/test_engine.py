@@ -429,7 +429,7 @@ import sys, time
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from test_engine import engine, many
-from mpguard.lint.rule import Rule
+from mpguard.lint.model.rule import Rule
 class Slow(Rule):
     code, name, severity, message = "MPG999", "slow", "error", "slow"
     def check(self, facts):

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import accelerate
-import deepspeed
 import pytest
-import torchao
-import transformers
 
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.model.rule import Rule, any_of, rules
 from mpguard.lint.run import prefilter
 from mpguard.lint.source.source import Source
 from mpguard.lint.source.strip_comments import stripped
+
+REASON = "the sample is the code of the frameworks"
+accelerate = pytest.importorskip("accelerate", reason=REASON)
+deepspeed = pytest.importorskip("deepspeed", reason=REASON)
+torchao = pytest.importorskip("torchao", reason=REASON)
+transformers = pytest.importorskip("transformers", reason=REASON)
 
 PYTHON = [rule for rule in rules(own_only=True).values() if issubclass(rule, Rule)]
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import libcst as cst
 import pytest
+from samples import package_files
 
 from mpguard.lint.model.rule import Bad, Rule, rules
 from mpguard.lint.run.engine import Engine, Options
@@ -166,7 +166,7 @@ def same(tree: Tree, fresh: Tree) -> None:
             assert tree.spans(mine) == fresh.spans(theirs)
 
 
-SAMPLE = sorted(Path(accelerate.__file__).parent.glob("*.py"))
+SAMPLE = [path for path in package_files("accelerate", "rich") if path.parent.name in ("accelerate", "rich")]
 
 
 @pytest.mark.usefixtures("small_pieces")

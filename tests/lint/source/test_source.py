@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-import accelerate
 import libcst as cst
 import pytest
+from samples import package_files
 
 from mpguard.lint.source.source import Source
 from mpguard.lint.source.text import Unparsable
 
-SAMPLE = sorted(Path(accelerate.__file__).parent.rglob("*.py"))
+SAMPLE = package_files("accelerate", "rich")
 
 
 def call_spans(source: Source) -> list[tuple[int, int]]:

@@ -1,0 +1,58 @@
+"""Build locks of torch extensions that nobody holds any more.
+
+torch compiles an extension (DeepSpeed's operators among them) at its first use, under a lock file in the build folder
+(`torch.utils.file_baton`). A process that is killed meanwhile leaves the file behind; each later process that needs the
+extension then waits for it without a limit and without a message.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+#: The lock file's name in each build folder: `torch.utils.cpp_extension`, unchanged from torch 1.2 to 2.13.
+LOCK = "lock"
+
+
+def extensions_folder() -> Path:
+    """Return the folder of all builds: `TORCH_EXTENSIONS_DIR`, else torch's default below the user's cache."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given:
+        return Path(given)
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "torch_extensions"
+
+
+def stale_locks(folder: Path | None = None) -> list[Path]:
+    """Return the build locks that no running process holds, sorted.
+
+    folder: of all builds; by default `extensions_folder()`. A process that builds keeps its lock open, so a lock that
+    no process has open is stale. Processes of other users cannot be read: a lock of another user counts as held.
+    Without /proc (not Linux) nothing is known, and the list is empty.
+    """
+    folder = extensions_folder() if folder is None else folder
+    locks = [path for pattern in (LOCK, f"*/{LOCK}", f"*/*/{LOCK}") for path in folder.glob(pattern) if path.is_file()]
+    if not locks or not sys.platform.startswith("linux"):
+        return []
+    held = _open_files()
+    own = os.getuid()
+    return sorted(path for path in locks if _owner(path) == own and os.path.realpath(path) not in held)
+
+
+def _owner(path: Path) -> int | None:
+    try:
+        return path.stat().st_uid
+    except OSError:  # it was released meanwhile
+        return None
+
+
+def _open_files() -> set[str]:
+    """Return the files that the processes which this user may read have open."""
+    found = set()
+    for links in Path("/proc").glob("[0-9]*/fd"):
+        try:
+            found |= {str(link.readlink()) for link in links.iterdir()}
+        except OSError:  # it has ended, or belongs to another user
+            continue
+    return found

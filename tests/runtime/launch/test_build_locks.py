@@ -1,0 +1,47 @@
+"""Build locks of torch extensions: held ones and stale ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpguard.runtime.launch.build_locks import extensions_folder, stale_locks
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="open files are read from /proc")
+
+#: Takes torch's lock as a build does, and keeps it until its standard input ends.
+HOLD = "import os, sys; fd = os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print('held', flush=True); sys.stdin.read()"
+
+
+def test_a_lock_is_stale_once_its_process_was_killed(tmp_path: Path) -> None:
+    build = tmp_path / "py311_cpu" / "deepspeed_shm_comm"
+    build.mkdir(parents=True)
+    command = [sys.executable, "-c", HOLD, str(build / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        assert stale_locks(tmp_path) == [], "its process is running"
+        process.kill()
+    assert stale_locks(tmp_path) == [build / "lock"]
+    (build / "lock").unlink()
+    assert stale_locks(tmp_path) == []
+
+
+def test_the_lock_is_the_one_that_torch_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpp_extension = pytest.importorskip("torch.utils.cpp_extension")
+    file_baton = pytest.importorskip("torch.utils.file_baton")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    build = Path(cpp_extension._get_build_directory("mine", verbose=False))
+    assert extensions_folder() in build.parents
+    baton = file_baton.FileBaton(str(build / "lock"))
+    assert baton.try_acquire() and stale_locks() == []
+    baton.release()
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert str(extensions_folder()) == cpp_extension.get_default_build_root()
+
+
+def test_no_folder_has_no_locks(tmp_path: Path) -> None:
+    assert stale_locks(tmp_path / "none") == []

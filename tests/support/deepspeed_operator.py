@@ -1,0 +1,47 @@
+"""DeepSpeed's operator for collectives on the CPU: compiled once, before any test that has a time limit needs it.
+
+DeepSpeed compiles it at the first run on a machine (about a minute on two cores, several on a slow one). A test that is
+killed meanwhile leaves torch's lock file behind, for which every later run of the same user waits without end.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from mpguard.runtime.launch.build_locks import stale_locks
+
+_BUILD = """
+from deepspeed.accelerator import get_accelerator
+get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+"""
+
+
+def is_installed() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("deepspeed", "torch"))
+
+
+def version() -> str:
+    """What a compiled operator is good for: its stamp."""
+    names = ("deepspeed", "torch")
+    where = os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions"))
+    return " ".join([sys.version, *(f"{name} {importlib.metadata.version(name)}" for name in names), where])
+
+
+def build(report: Callable[[str], None]) -> None:
+    """Compile the operator, or load it if it is there. Raise `RuntimeError` for a stale lock, or if the build fails."""
+    if stale := stale_locks():
+        raise RuntimeError(
+            "these build locks belong to no running process (a build was killed), and every run that needs the "
+            f"extension waits for them without end; remove them: rm {' '.join(map(str, stale))}"
+        )
+    report("compiling DeepSpeed's operator for the CPU, once: a minute or more")
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", _BUILD], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"DeepSpeed's operator does not compile here:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
