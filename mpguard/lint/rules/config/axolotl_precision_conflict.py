@@ -31,7 +31,7 @@ class AxolotlPrecisionConflict(ConfigRule):
 
     code, name = "MPG841", "axolotl-precision-conflict"
     severity = "error"
-    message = "`{key}: {value}` {why}"
+    message = "`{key}: {value}` {reason}"
     kinds = ("axolotl",)
     triggers = (any_of(b"bf16", b"fp16", b"bfloat16", b"float16"),)
     examples = (

@@ -28,7 +28,7 @@ class StaticLossScale(ConfigRule):
 
     code, name = "MPG828", "static-loss-scale"
     severity = "warning"
-    message = "`fp16.{key}: {value}` {why}"
+    message = "`fp16.{key}: {value}` {reason}"
     kinds = ("deepspeed",)
     triggers = (any_of(b"loss_scale", b"initial_scale_power"),)
     examples = (

@@ -51,7 +51,7 @@ class YamlAgainstDeepspeedJson(ConfigRule):
 
     code, name = "MPG861", "yaml-against-deepspeed-json"
     severity = "error"
-    message = "`{key}` beside `deepspeed_config_file`: {why}"
+    message = "`{key}` beside `deepspeed_config_file`: {reason}"
     help = "say it once: in the DeepSpeed file, or here and without that file"
     kinds = ("accelerate", "deepspeed")
     triggers = (any_of(b"deepspeed_config_file", b"bf16", b"fp16"),)

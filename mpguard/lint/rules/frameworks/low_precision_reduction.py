@@ -50,7 +50,7 @@ class LowPrecisionReduction(Rule):
 
     code, name = "MPG509", "low-precision-reduction"
     severity = "warning"
-    message = "FSDP reduces gradients in {dtype}{why}"
+    message = "FSDP reduces gradients in {dtype}{reason}"
     help = "reduce in FP32: `reduce_dtype=torch.float32`"
     triggers = (any_of(b"MixedPrecision"), any_of(b"fsdp"), any_of(b"float16", b".half", b"import half"))
     examples = (

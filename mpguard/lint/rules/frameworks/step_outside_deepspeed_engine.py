@@ -53,7 +53,7 @@ class StepOutsideDeepspeedEngine(Rule):
 
     code, name = "MPG504", "step-outside-deepspeed-engine"
     severity = "error"
-    message = "`{expr}` {why}"
+    message = "`{expr}` {reason}"
     help = "use `engine.backward(loss)` and `engine.step()`"
     triggers = (any_of(b"deepspeed"), any_of(b"initialize("), any_of(b".step(", b".backward("))
     examples = (
