@@ -37,7 +37,7 @@ class DroppedTeSetting(ConfigRule):
 
     code, name = "MPG809", "dropped-te-setting"
     severity = "error"
-    message = "`{key}: {value}` never reaches Transformer Engine: {why}"
+    message = "`{key}: {value}` never reaches Transformer Engine: {reason}"
     kinds = ("accelerate",)
     triggers = (any_of(b"interval", b"override_", b"most_recent"), any_of(b"fp8_config"))
     examples = (
@@ -117,7 +117,7 @@ fp8_config:
         override = accelerate_config.said(document, "fp8_config", "override_linear_precision")
         if override is not None and isinstance(override.value, (bool, int, str)):
             stops = _STOPS if not isinstance(override.value, str) else _TEXT
-            yield self._at(override, stops, "`{key}: {value}`: {why}")
+            yield self._at(override, stops, "`{key}: {value}`: {reason}")
             override = None
         if accelerate_config.names_recipe(document):
             return
