@@ -93,7 +93,21 @@ class Config:
 @torch.amp.autocast("cuda")  # !
 def forward(x):
     return model(x)
-"""
+""",
+            fixed="""\
+import dataclasses
+from dataclasses import dataclass
+import torch
+
+@dataclass
+class Config:
+    mixed_precision: str = "bf16"
+    size: int = dataclasses.field(default=8)
+
+@torch.amp.autocast("cuda", dtype=torch.bfloat16)
+def forward(x):
+    return model(x)
+""",
         ),
         Good(
             """\

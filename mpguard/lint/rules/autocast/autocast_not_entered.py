@@ -100,9 +100,25 @@ def encode(model, x):
             """\
 import torch
 
-def decode(model, x, stack):
+def decode(model, x):
     with (torch.autocast("cuda") and torch.no_grad()):  # !
-        return stack.enter_context(torch.autocast("cuda", torch.bfloat16) and torch.no_grad())  # !
+        return model(x)
+""",
+            fixed="""\
+import torch
+
+def decode(model, x):
+    with (torch.autocast("cuda"), torch.no_grad()):
+        return model(x)
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def decode(model, x, stack):
+    stack.enter_context(torch.autocast("cuda", torch.bfloat16) and torch.no_grad())  # !
+    return model(x)
 """
         ),
         Good(

@@ -126,7 +126,37 @@ model = Layer()
 def train(x):
     with torch.cuda.amp.autocast():
         return model(x).sum()
-"""
+""",
+            fixed="""\
+import torch
+import torch.nn.functional as F
+from torch.autograd import Function
+
+class Product(Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad.matmul(w), torch.mm(grad.t(), x)
+
+product = Product.apply
+
+class Layer(torch.nn.Module):
+    def forward(self, x):
+        return product(x, self.weight)
+
+model = Layer()
+
+def train(x):
+    with torch.cuda.amp.autocast():
+        return model(x).sum()
+""",
         ),
         Good(
             """\

@@ -170,13 +170,24 @@ def other(ctx, x):
         Bad(
             """\
 from torch.cuda import amp  # !
-import torch as th
 
 with amp.autocast(enabled=True):
     pass
-with th.cuda.amp.autocast(*given):  # !
+""",
+            fixed="""\
+from torch import amp
+
+with amp.autocast("cuda", enabled=True):
     pass
 """,
+        ),
+        Bad(
+            """\
+import torch as th
+
+with th.cuda.amp.autocast(*given):  # !
+    pass
+"""
         ),
         Bad(
             """\

@@ -82,6 +82,20 @@ fp8_config:
   "communication_data_type": "fp16"  # !
 }
 """,
+            fixed="""\
+{
+  "train_micro_batch_size_per_gpu": 4,
+  "bf16": {"enabled": true},
+  "zero_optimization": {"stage": 2},
+  "communication_data_type": "fp32",
+  "fp16": {
+    "enabled": false
+  },
+  "data_types": {
+    "grad_accum_dtype": "fp32"
+  }
+}
+""",
             name="ds.json",
             files={"mpguard.toml": "recipe = 'bf16_mixed'\n"},
         ),

@@ -81,6 +81,13 @@ class LowPrecisionAllreduce(ConfigRule):
   "communication_data_type": "bf16"  # !
 }
 """,
+            fixed="""\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enabled": true},
+  "communication_data_type": "fp32"
+}
+""",
             name="ds_config.json",
             files={
                 "mp.yaml": "distributed_type: DEEPSPEED\nfp8_config: {mpguard_recipe: bf16_mixed}\n"

@@ -92,12 +92,41 @@ fsdp_config:
   "mixed_precision": "fp8",
   "fp8_config": {
     "backend": "MSAMP",
-    "optimization_level": "O2",  # !
     "opt_level": "O1"
   },
   "dynamo_config": {
     "dynamo_backend": "INDUCTOR",
     "dynamo_use_fulgraph": true  # !
+  }
+}
+""",
+            fixed="""\
+{
+  "compute_environment": "LOCAL_MACHINE",
+  "distributed_type": "MULTI_GPU",
+  "mixed_precision": "fp8",
+  "fp8_config": {
+    "backend": "MSAMP",
+    "opt_level": "O1"
+  },
+  "dynamo_config": {
+    "dynamo_backend": "INDUCTOR",
+    "dynamo_use_fullgraph": true
+  }
+}
+""",
+            name="default_config.json",
+        ),
+        Bad(
+            """\
+{
+  "compute_environment": "LOCAL_MACHINE",
+  "distributed_type": "MULTI_GPU",
+  "mixed_precision": "fp8",
+  "fp8_config": {
+    "backend": "MSAMP",
+    "optimization_level": "O2",  # !
+    "opt_level": "O1"
   }
 }
 """,

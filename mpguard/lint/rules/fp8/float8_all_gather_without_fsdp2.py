@@ -119,6 +119,12 @@ from accelerate.utils import AORecipeKwargs
 
 accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])  # !
 """,
+            fixed="""\
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+
+accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs(enable_fsdp_float8_all_gather=False)])
+""",
             files={
                 "pyproject.toml": "",
                 "mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp8\nfp8_config:\n  backend: AO\n",

@@ -119,9 +119,52 @@ def main(args, unet, text_encoder, loader, build):
         if accelerator.sync_gradients:
             utils.clip_grad_norm_(parameters, args.max_grad_norm, norm_type=2)  # !
             clip_grad_norm_(both, max_norm=1.0)  # !
-            clip_grad_norm_(accelerator.unwrap_model(unet).parameters(), 1.0, foreach=True)  # !
         optimizer.step()
 """,
+            fixed="""\
+import itertools
+import torch.nn.utils as utils
+from accelerate import Accelerator
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+class Run:
+    def __init__(self, net, optimizer):
+        self.accelerator = Accelerator()
+        self.net, self.optimizer = self.accelerator.prepare(net, optimizer)
+
+    def step(self, loss):
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_value_(self.net.parameters(), 0.5)
+        self.optimizer.step()
+
+def main(args, unet, text_encoder, loader, build):
+    accelerator = Accelerator()
+    parameters = [p for p in unet.parameters() if p.requires_grad]
+    both = itertools.chain(unet.parameters(), text_encoder.parameters())
+    optimizer = build(parameters)
+    unet, text_encoder, optimizer = accelerator.prepare(unet, text_encoder, optimizer)
+    for x in loader:
+        accelerator.backward(unet(x))
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(parameters, args.max_grad_norm, norm_type=2)
+            accelerator.clip_grad_norm_(both, max_norm=1.0)
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+from accelerate import Accelerator
+from torch.nn.utils import clip_grad_norm_
+
+def main(unet, loader, optimizer):
+    accelerator = Accelerator()
+    unet, optimizer = accelerator.prepare(unet, optimizer)
+    for x in loader:
+        accelerator.backward(unet(x))
+        if accelerator.sync_gradients:
+            clip_grad_norm_(accelerator.unwrap_model(unet).parameters(), 1.0, foreach=True)  # !
+        optimizer.step()
+"""
         ),
         Good(
             """\

@@ -69,7 +69,6 @@ if accelerator.mixed_precision == "fp16":
         Bad(
             """\
 import accelerate
-from accelerate.utils import FP8RecipeKwargs
 
 class Run:
     def __init__(self, args):
@@ -78,10 +77,30 @@ class Run:
             fp16=args.fp16,  # !
         )
         self.other = accelerate.Accelerator(fp16=False, cpu=args.cpu)  # !
-        self.third = accelerate.Accelerator(mixed_precision="bf16", fp16=args.fp16)  # !
         self.half = accelerator.use_fp16 == args.fp16  # !
         self.same = not self.accelerator.state.use_fp16 and args.half  # !
-        self.recipe = FP8RecipeKwargs(backend="TE")  # !
+""",
+            fixed="""\
+import accelerate
+
+class Run:
+    def __init__(self, args):
+        self.accelerator = accelerator = accelerate.Accelerator(
+            cpu=False,
+            mixed_precision="fp16" if args.fp16 else None,
+        )
+        self.other = accelerate.Accelerator(cpu=args.cpu)
+        self.half = (accelerator.mixed_precision == "fp16") == args.fp16
+        self.same = not self.accelerator.state.mixed_precision == "fp16" and args.half
+""",
+        ),
+        Bad(
+            """\
+import accelerate
+from accelerate.utils import FP8RecipeKwargs
+
+accelerator = accelerate.Accelerator(mixed_precision="bf16", fp16=args.fp16)  # !
+recipe = FP8RecipeKwargs(backend="TE")  # !
 """
         ),
         Bad(

@@ -85,13 +85,12 @@ for x in loader:
             """\
 import torch
 from accelerate import Accelerator
-from torch.cuda.amp import GradScaler, autocast
+from torch.cuda.amp import autocast
 
 class Run:
     def __init__(self, net, optimizer):
         self.accelerator = Accelerator()
         self.net, self.optimizer = self.accelerator.prepare(net, optimizer)
-        self.scaler = GradScaler()  # !
 
     def loss(self, x):
         return self.net(x).sum()
@@ -100,9 +99,8 @@ class Run:
         for x in loader:
             with autocast():  # !
                 loss = self.loss(x)
-            self.scaler.scale(loss).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
 
 def run(args, net, loader):
     accelerator = Accelerator()
@@ -112,6 +110,55 @@ def run(args, net, loader):
         with context:
             loss = net(x).sum()
         accelerator.backward(loss)
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+from torch.cuda.amp import autocast
+
+class Run:
+    def __init__(self, net, optimizer):
+        self.accelerator = Accelerator()
+        self.net, self.optimizer = self.accelerator.prepare(net, optimizer)
+
+    def loss(self, x):
+        return self.net(x).sum()
+
+    def run(self, loader):
+        for x in loader:
+            with self.accelerator.autocast():
+                loss = self.loss(x)
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+
+def run(args, net, loader):
+    accelerator = Accelerator()
+    net = accelerator.prepare(net)
+    context = accelerator.autocast()
+    for x in loader:
+        with context:
+            loss = net(x).sum()
+        accelerator.backward(loss)
+""",
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+from torch.cuda.amp import GradScaler
+
+class Run:
+    def __init__(self, net, optimizer):
+        self.accelerator = Accelerator()
+        self.net, self.optimizer = self.accelerator.prepare(net, optimizer)
+        self.scaler = GradScaler()  # !
+
+    def run(self, loader):
+        for x in loader:
+            loss = self.net(x).sum()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
 
 def train(net, optimizer, loader, accelerator, use_accelerate):
     scaler = torch.amp.GradScaler("cuda")  # !
@@ -127,7 +174,7 @@ def train(net, optimizer, loader, accelerator, use_accelerate):
 def main(net, optimizer, loader, accelerator):
     net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     train(net, optimizer, loader, accelerator, True)
-""",
+"""
         ),
         Good(
             """\

@@ -69,6 +69,34 @@ engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=
 for x in loader:
     loss = engine(x).sum()
     loss.backward()  # !
+    engine.step()
+""",
+            fixed="""\
+import deepspeed
+import torch
+
+config = {"train_batch_size": 8, "bf16": {"enabled": True}}
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+for x in loader:
+    loss = engine(x).sum()
+    engine.backward(loss)
+    engine.step()
+""",
+        ),
+        Bad(
+            """\
+import deepspeed
+import torch
+
+config = {"train_batch_size": 8, "bf16": {"enabled": True}}
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+for x in loader:
+    loss = engine(x).sum()
+    engine.backward(loss)
     optimizer.step()  # !
 """
         ),

@@ -79,7 +79,6 @@ class Linear(nn.Module):
         two = 1.0 / q.clamp(min=EPS)  # !
         three = torch.clamp(q, 1e-9)  # !
         four = q.clamp_min(2 ** -40).log()  # !
-        q += 1e-8  # !
         return one + two + three + four + q.add(1e-9)  # !
 
 def train(loader, optimizer, scaler):
@@ -90,6 +89,46 @@ def train(loader, optimizer, scaler):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
+""",
+            fixed="""\
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+EPS = 1e-10
+
+class Linear(nn.Module):
+    def __init__(self, eps=1e-12):
+        super().__init__()
+        self.eps = eps
+        self.q = nn.Linear(8, 8)
+
+    def forward(self, x):
+        q = F.relu(self.q(x))
+        one = q / (q.mean(-1, keepdim=True).float() + self.eps)
+        two = 1.0 / q.float().clamp(min=EPS)
+        three = torch.clamp(q.float(), 1e-9)
+        four = q.float().clamp_min(2 ** -40).log()
+        return one + two + three + four + q.float().add(1e-9)
+
+def train(loader, optimizer, scaler):
+    model = Linear()
+    for x in loader:
+        with torch.autocast(device_type="cuda"):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def shift(x):
+    x = x.half()
+    x += 1e-8  # !
+    return x
 """
         ),
         Bad(

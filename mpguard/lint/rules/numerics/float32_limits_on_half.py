@@ -71,8 +71,35 @@ class Attention(nn.Module):
         lowest = -torch.finfo(float32).max
         scores = torch.where(mask, scores, lowest)  # !
         scores[~mask] = np.finfo(np.float32).min  # !
-        bias = torch.full(mask.shape, torch.finfo(torch.float64).min, dtype=torch.float16)  # !
-        return scores + bias, (1 - mask.to(torch.bfloat16)) * torch.finfo(float32).min  # !
+        return scores
+""",
+            fixed="""\
+import numpy as np
+import torch
+from torch import float32, nn
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    @torch.autocast("cuda", dtype=torch.bfloat16)
+    def forward(self, x, mask):
+        scores = torch.einsum("bid,bjd->bij", self.proj(x), x)
+        lowest = -torch.finfo(float32).max
+        scores = torch.where(mask, scores, torch.finfo(scores.dtype).min)
+        scores[~mask] = torch.finfo(scores.dtype).min
+        return scores
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torch import float32
+
+def biases(mask):
+    bias = torch.full(mask.shape, torch.finfo(torch.float64).min, dtype=torch.float16)  # !
+    return bias, (1 - mask.to(torch.bfloat16)) * torch.finfo(float32).min  # !
 """
         ),
         Good(

@@ -119,7 +119,79 @@ def train(loader):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-"""
+""",
+            fixed="""\
+import math
+import torch
+import torch.nn as nn
+
+NEG = -1e9
+
+class Attention(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads = heads
+        self.scale = (dim // heads) ** -0.5
+        self.q, self.k, self.v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.key = nn.Linear(dim, dim)
+
+    def forward(self, x, mask):
+        b, n, d = x.shape
+        q = self.key(x).view(b, n, self.heads, -1).transpose(1, 2)
+        scores = torch.matmul(q, q.transpose(-1, -2)) / math.sqrt(d)
+        scores = scores * self.scale
+        scores = torch.where(mask, scores, torch.finfo(scores.dtype).min)
+        scores[mask] = torch.finfo(scores.dtype).min
+        scores.masked_fill_(mask, torch.finfo(scores.dtype).min)
+        return torch.softmax(scores, dim=-1)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention(64, 4)
+
+    def forward(self, x, mask):
+        return self.attention(x, mask)
+
+def train(loader):
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler()
+    for x, mask in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x, mask).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch as th
+
+def one(x, y, fp16):
+    if fp16:
+        y = y.half()
+    return y.masked_fill_(x, -1e5)  # !
+
+def two(x, mask):
+    def fill(scores):
+        return scores.masked_fill(mask, -1e30)  # !
+    return fill(x.half())
+""",
+            fixed="""\
+import torch as th
+
+def one(x, y, fp16):
+    if fp16:
+        y = y.half()
+    return y.masked_fill_(x, th.finfo(y.dtype).min)
+
+def two(x, mask):
+    def fill(scores):
+        return scores.masked_fill(mask, th.finfo(scores.dtype).min)
+    return fill(x.half())
+""",
         ),
         Bad(
             """\
@@ -135,16 +207,6 @@ def two(n, mask, dtype=th.float16):
     extended = (1.0 - mask.to(th.half)) * -10000000.0  # !
     both = th.zeros(n, dtype=th.float16) + -1e5  # !
     return bias, extended, both
-
-def three(x, y, fp16):
-    if fp16:
-        y = y.half()
-    return y.masked_fill_(x, -1e5)  # !
-
-def four(x, mask):
-    def fill(scores):
-        return scores.masked_fill(mask, -1e30)  # !
-    return fill(x.half())
 """
         ),
         Good(

@@ -78,12 +78,28 @@ def rms_norm(x, weight):
             """\
 import torch
 
-def layer_norm(q, k, x):
+def layer_norm(q, k):
     with torch.autocast("cuda", dtype=torch.bfloat16):
         h = q @ k
-        one = (h * h).mean(-1)  # !
-        two = h.var(-1, unbiased=False)  # !
-    return one + two
+        return h.var(-1, unbiased=False)  # !
+""",
+            fixed="""\
+import torch
+
+def layer_norm(q, k):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        h = q @ k
+        return h.float().var(-1, unbiased=False)
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def layer_norm(q, k):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        h = q @ k
+        return (h * h).mean(-1)  # !
 """
         ),
         Bad(
@@ -92,8 +108,23 @@ import torch
 
 def standardize(x):
     x = x.to(torch.float16)
-    three = torch.mean(x ** 2, dim=-1)  # !
-    return three + (x - x.mean()).square().sum()  # !
+    return torch.mean(x ** 2, dim=-1)  # !
+""",
+            fixed="""\
+import torch
+
+def standardize(x):
+    x = x.to(torch.float16)
+    return torch.mean(x.float() ** 2, dim=-1)
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def standardize(x):
+    x = x.to(torch.float16)
+    return (x - x.mean()).square().sum()  # !
 """
         ),
         Good(

@@ -85,8 +85,37 @@ def attend(q, k, v):
     scores = q.to(torch.bfloat16) @ k.to(torch.bfloat16).transpose(-1, -2)
     weights = scores.softmax(-1)  # !
     other = torch.softmax(scores / 8, -1)  # !
-    third = torch.nn.Softmax(dim=-1)(scores)  # !
-    return (weights + other + third).float() @ v
+    return (weights + other).float() @ v
+
+def train(loader, w):
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    for x in loader:
+        attend(x * w, x, x).sum().backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def attend(q, k, v):
+    scores = q.to(torch.bfloat16) @ k.to(torch.bfloat16).transpose(-1, -2)
+    weights = scores.softmax(-1, dtype=torch.float32)
+    other = torch.softmax(scores / 8, -1, dtype=torch.float32)
+    return (weights + other).float() @ v
+
+def train(loader, w):
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    for x in loader:
+        attend(x * w, x, x).sum().backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def attend(q, k, v):
+    scores = q.to(torch.bfloat16) @ k.to(torch.bfloat16).transpose(-1, -2)
+    return torch.nn.Softmax(dim=-1)(scores).float() @ v  # !
 
 def train(loader, w):
     optimizer = torch.optim.SGD([w], lr=0.1)
