@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import libcst as cst
+
 from mpguard.lint import (
     Bad,
     Call,
@@ -101,15 +103,6 @@ class Run:
                 loss = self.loss(x)
             self.accelerator.backward(loss)
             self.optimizer.step()
-
-def run(args, net, loader):
-    accelerator = Accelerator()
-    net = accelerator.prepare(net)
-    context = torch.autocast("cuda", enabled=args.amp)  # !
-    for x in loader:
-        with context:
-            loss = net(x).sum()
-        accelerator.backward(loss)
 """,
             fixed="""\
 import torch
@@ -130,15 +123,6 @@ class Run:
                 loss = self.loss(x)
             self.accelerator.backward(loss)
             self.optimizer.step()
-
-def run(args, net, loader):
-    accelerator = Accelerator()
-    net = accelerator.prepare(net)
-    context = accelerator.autocast()
-    for x in loader:
-        with context:
-            loss = net(x).sum()
-        accelerator.backward(loss)
 """,
         ),
         Bad(
@@ -159,6 +143,15 @@ class Run:
             self.scaler.scale(loss).backward()
             self.scaler.step(self.optimizer)
             self.scaler.update()
+
+def run(args, net, loader):
+    accelerator = Accelerator()
+    net = accelerator.prepare(net)
+    context = torch.autocast("cuda", enabled=args.amp)  # !
+    for x in loader:
+        with context:
+            loss = net(x).sum()
+        accelerator.backward(loss)
 
 def train(net, optimizer, loader, accelerator, use_accelerate):
     scaler = torch.amp.GradScaler("cuda")  # !
@@ -279,8 +272,17 @@ def two_ways(args, model, loader):
         return self.at(place, expr=facts.short(place.node), model=call.path, notes=notes, fix=fix)
 
     def _fix(self, place: Call, wrap: Wrap, facts: Facts) -> Fix | None:
+        if not self._entered_once(place, facts):
+            return None
         accelerator = wrappers.receiver_at(wrap, place, facts)
         if accelerator is None:
             return None
         edit = python_edits.replaced(place.node, place, f"{accelerator}.autocast()")
         return Fix("Enter the Accelerator's autocast", "unsafe", (edit,))
+
+    def _entered_once(self, place: Call, facts: Facts) -> bool:
+        """True if a region is made where it is entered: an object of `accelerator.autocast()` can be entered once."""
+        parent = facts.walker.parents.get(place.node)
+        while isinstance(parent, (cst.IfExp, cst.BooleanOperation)):
+            parent = facts.walker.parents.get(parent)
+        return isinstance(parent, (cst.With, cst.Decorator))
