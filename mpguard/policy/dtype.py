@@ -35,6 +35,11 @@ class Dtype(Enum):
         self.aliases = aliases
 
     @property
+    def label(self) -> str:
+        """The name in messages: `BF16`, `FP8 E4M3`."""
+        return self.name.replace("_", " ")
+
+    @property
     def torch(self) -> TorchDtype:
         """The real dtype; imports torch."""
         import torch
@@ -59,6 +64,12 @@ class Dtype(Enum):
         return _SPELLINGS.get(text.removeprefix("torch.").lower())
 
     @classmethod
+    def label_of(cls, text: str | None) -> str:
+        """Return the label of a dtype in any spelling (`FP16` for `float16`); other text is returned unchanged."""
+        dtype = cls.spelled(text) if text is not None else None
+        return dtype.label if dtype is not None else str(text)
+
+    @classmethod
     def of(cls, dtype: TorchDtype) -> Dtype | None:
         """The member of a real torch dtype; None for integers and formats not listed."""
         return cls.spelled(str(dtype))
@@ -71,3 +82,5 @@ class Dtype(Enum):
 
 
 _SPELLINGS = {spelling: dtype for dtype in Dtype for spelling in (dtype.torch_name, dtype.short, *dtype.aliases)}
+HALF_DTYPES = tuple(dtype.torch_name for dtype in Dtype if dtype.bits == 16)
+"""The torch names of the 16-bit formats: `float16` and `bfloat16`."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mpguard.lint.facts.syntax.path_condition import PathCondition
 from mpguard.lint.facts.values.lattice import Constant
 from mpguard.lint.model.rule import Note
+from mpguard.policy.dtype import HALF_DTYPES
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 #: What a config asks for -> the dtype that autocast computes in; FP8 keeps BF16 around its matrices.
 _COMPUTES = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
-SHORT = {"float16": "FP16", "bfloat16": "BF16"}
 #: What an option of precision, or of who takes care of it, is called.
 _OPTION = re.compile(
     r"(?i:16|half|autocast|prec|scaler|dtype|mixed|quant|cuda|device|gpu|accelerat|deepspeed)"
@@ -53,7 +53,7 @@ def decided(guard: PathCondition, at: Record | None) -> bool:
 
 def low(dtypes: list[str | None]) -> str | None:
     """The one low dtype that something has for certain."""
-    return dtypes[0] if dtypes and len(set(dtypes)) == 1 and dtypes[0] in SHORT else None
+    return dtypes[0] if dtypes and len(set(dtypes)) == 1 and dtypes[0] in HALF_DTYPES else None
 
 
 def literal(values: Alternatives) -> str | None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from mpguard.policy.dtype import Dtype
+
 #: Dotted name -> dtype. Tensor types count as their dtype.
 DTYPES = {
     "torch.float16": "float16", "torch.half": "float16", "torch.HalfTensor": "float16", "torch.cuda.HalfTensor":
@@ -23,9 +25,10 @@ DTYPES = {
 }  # fmt: skip
 #: Strings that libraries take for a dtype (`dtype="float16"`); "half" alone is too common a word.
 DTYPE_STRINGS = {
-    "float16": "float16", "fp16": "float16", "torch.float16": "float16", "bfloat16": "bfloat16", "bf16": "bfloat16",
-    "torch.bfloat16": "bfloat16", "float32": "float32", "fp32": "float32", "torch.float32": "float32",
-}  # fmt: skip
+    spelling: dtype.torch_name
+    for dtype in (Dtype.FP16, Dtype.BF16, Dtype.FP32)
+    for spelling in (dtype.torch_name, dtype.short, f"torch.{dtype.torch_name}")
+}
 HALF_TENSOR_STRINGS = {"torch.HalfTensor": "", "torch.cuda.HalfTensor": "cuda"}
 
 AUTOCASTS = frozenset({

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, any_of, autocast_ops, constant
+from mpguard.policy.dtype import Dtype
 
 #: What is worth FP32: matrix products, and what autocast itself would run in FP32.
 _WORK = autocast_ops.LOWERED | autocast_ops.FLOAT32_ON_CUDA
@@ -98,7 +99,9 @@ def plain(self, x, y):
                 if low is not None and low.lowered and low.origin is not None:
                     reported.add(inner)
                     notes = (Note("made here", low.origin.span), Note("disabled here", inner.span))
-                    yield self.at(facts.span(value, call), value=facts.short(value), dtype=low.dtype, notes=notes)
+                    yield self.at(
+                        facts.span(value, call), value=facts.short(value), dtype=Dtype.label_of(low.dtype), notes=notes
+                    )
                     break
 
     def _disabled(self, call: Call, facts: Facts) -> Call | None:

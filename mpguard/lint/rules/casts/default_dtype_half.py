@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, any_of, compatible
+from mpguard.policy.dtype import Dtype
 
 
 class DefaultDtypeHalf(Rule):
@@ -150,7 +151,7 @@ for x in loader:
                 continue
             trainer = facts.trained.trainer_of(event.call)
             if trainer is not None:
-                short = {"float16": "FP16", "bfloat16": "BF16"}[low]
+                short = Dtype.label_of(low)
                 yield self.at(
                     event,
                     expr=facts.short(event.call.node),

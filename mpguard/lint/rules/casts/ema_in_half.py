@@ -20,6 +20,7 @@ from mpguard.lint import (
     dotted,
     library_names,
 )
+from mpguard.policy.dtype import Dtype
 
 _EMA = re.compile(r"(?i)(?:^|_)(?:m?ema|averaged?|shadow)(?:_|$)|(?:model|params?|weights?|net|unet)ema$")
 #: Classes that keep an average of the model that they are given.
@@ -151,8 +152,7 @@ def step(other_ema, model):
             ema, keeper = self._average(cast), self._keeper(cast, facts)
             if keeper is not None or (ema and self._updated(ema, cast, facts)):
                 notes = (Note("averaged here", keeper.span),) if keeper is not None else ()
-                dtype = "FP16" if low == "float16" else "BF16"
-                yield self.at(cast, ema=ema or facts.short(cast.subject), dtype=dtype, notes=notes)
+                yield self.at(cast, ema=ema or facts.short(cast.subject), dtype=Dtype.label_of(low), notes=notes)
 
     def _average(self, cast: Event) -> str:
         """The name of the average that is cast in place, or that a cast makes."""

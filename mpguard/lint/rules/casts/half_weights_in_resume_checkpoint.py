@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, any_of
+from mpguard.policy.dtype import Dtype
 
 
 class HalfWeightsInResumeCheckpoint(Rule):
@@ -84,7 +85,7 @@ def convert(path):
         for cast, dtype in casts if resumed else ():
             written = next((write for write in facts.checkpoints.writes(cast) if write in resumed), None)
             if written is not None:
-                short = {"float16": "FP16", "bfloat16": "BF16"}[dtype]
+                short = Dtype.label_of(dtype)
                 notes = (
                     Note("the optimizer's state beside it", resumed[written].span),
                     Note("written here", written.span),

@@ -20,6 +20,7 @@ from mpguard.lint import (
     python_edits,
     text_of,
 )
+from mpguard.policy.dtype import Dtype
 
 #: What holds ids and nothing else, by the conventions of Hugging Face.
 _IDS = frozenset({"input_ids", "decoder_input_ids", "token_ids", "label_ids", "token_type_ids", "output_ids"})
@@ -142,7 +143,7 @@ def convert(state_dict):
             yield self.at(
                 cast,
                 what=f"`{name}`" if name else f"all of `{whole}`",
-                dtype="FP16" if low == "float16" else "BF16",
+                dtype=Dtype.label_of(low),
                 exact="2,048" if low == "float16" else "256",
                 help=None if name else "Cast floating point values only: `v.half() if v.is_floating_point() else v`",
                 fix=self._fix(cast) if name else None,

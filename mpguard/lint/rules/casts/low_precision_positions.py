@@ -22,6 +22,7 @@ from mpguard.lint import (
     dotted,
     python_edits,
 )
+from mpguard.policy.dtype import Dtype
 
 #: Up to here a dtype holds all integers.
 _EXACT = {"float16": 2048, "bfloat16": 256}
@@ -179,8 +180,7 @@ def ids(height, width, device):
     def _at(self, call: Call, dtype: str, edit: Edit | None) -> Diagnostic:
         stored = isinstance(call.statement, cst.Assign) and isinstance(call.statement.targets[0].target, cst.Subscript)
         fix = Fix("Compute in float32", "unsafe", (edit,)) if edit is not None and not stored else None
-        said = "FP16" if dtype == "float16" else "BF16"
-        return self.at(call, dtype=said, exact=f"{_EXACT[dtype]:,}", fix=fix)
+        return self.at(call, dtype=Dtype.label_of(dtype), exact=f"{_EXACT[dtype]:,}", fix=fix)
 
     def _low(self, dtypes: tuple[tuple[object, str | None], ...], made: Call, at: Record, facts: Facts) -> str:
         """The low dtype that positions have, if it cannot hold them."""

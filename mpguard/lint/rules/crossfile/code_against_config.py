@@ -16,6 +16,7 @@ from mpguard.lint import (
     launch_expectations,
     library_names,
 )
+from mpguard.policy.dtype import Dtype
 
 
 class CodeAgainstConfig(Rule):
@@ -228,7 +229,7 @@ accelerator = Accelerator(mixed_precision="fp16")
         regions = self._trained_regions(facts)
         for call, dtype in regions:
             if launch_expectations.contradicts(dtype, configs):
-                yield self._against(call, "this autocast", launch_expectations.SHORT[dtype], configs)
+                yield self._against(call, "this autocast", Dtype.label_of(dtype), configs)
         if not any(dtype == "float16" for _, dtype in regions):
             yield from self._scalers(facts, configs)
         for event in facts.events("load"):
@@ -240,9 +241,7 @@ accelerator = Accelerator(mixed_precision="fp16")
                 and launch_expectations.contradicts(loaded, configs)
                 and self._trained(event, facts)
             ):
-                yield self._against(
-                    event, "the dtype of the trained weights", launch_expectations.SHORT[loaded], configs
-                )
+                yield self._against(event, "the dtype of the trained weights", Dtype.label_of(loaded), configs)
 
     def _trained_regions(self, facts: Facts) -> list[tuple[Record, str]]:
         """The autocast calls around what a backward pass comes from, with their dtype."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import Bad, Diagnostic, Facts, Good, HasSpan, Rule, any_of, launch_expectations
+from mpguard.policy.dtype import Dtype
 
 _PLUGIN = "FullyShardedDataParallelPlugin"
 #: accelerate's short forms of a policy.
@@ -108,6 +109,4 @@ model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(param_dty
         self, place: HasSpan | tuple[int, int], dtype: str, configs: launch_expectations.Configs
     ) -> Diagnostic:
         notes = launch_expectations.places(configs)
-        return self.at(
-            place, found=launch_expectations.SHORT[dtype], wanted=launch_expectations.wanted(configs), notes=notes
-        )
+        return self.at(place, found=Dtype.label_of(dtype), wanted=launch_expectations.wanted(configs), notes=notes)

@@ -17,8 +17,7 @@ from mpguard.lint import (
     compatible,
     wrappers,
 )
-
-_SHORT = {"float16": "FP16", "bfloat16": "BF16"}
+from mpguard.policy.dtype import HALF_DTYPES, Dtype
 
 
 class AutocastAgainstFsdpPolicy(Rule):
@@ -160,6 +159,6 @@ def main(args, net, loader, dtype, frozen):
             for other, outside in policy.dtypes
             if compatible(guard, one, other)
         ]
-        if not pairs or any(one == other or one not in _SHORT or other not in _SHORT for one, other in pairs):
+        if not pairs or any(one == other or one not in HALF_DTYPES or other not in HALF_DTYPES for one, other in pairs):
             return None
-        return _SHORT[str(pairs[0][0])], _SHORT[str(pairs[0][1])]
+        return Dtype.label_of(pairs[0][0]), Dtype.label_of(pairs[0][1])

@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, Weights, any_of, compatible
-
-_SHORT = {"float16": "FP16", "bfloat16": "BF16"}
+from mpguard.policy.dtype import HALF_DTYPES, Dtype
 
 
 class FsdpOnHalfModel(Rule):
@@ -157,12 +156,17 @@ def reference(x):
         if facts.declared == "inference" or not facts.events("shard"):
             return
         shards = {event.call for event in facts.events("shard")}
-        for dtype, short in _SHORT.items():
+        for dtype in HALF_DTYPES:
             for weights in facts.trained.weights(dtype):
                 shard = self._sharded(weights, shards, facts)
                 if shard is not None:
                     notes = (Note("sharded here", shard.span),)
-                    yield self.at(weights.event, expr=facts.short(weights.event.call.node), dtype=short, notes=notes)
+                    yield self.at(
+                        weights.event,
+                        expr=facts.short(weights.event.call.node),
+                        dtype=Dtype.label_of(dtype),
+                        notes=notes,
+                    )
 
     def _sharded(self, weights: Weights, shards: set[Call], facts: Facts) -> Call | None:
         """The FSDP that the low weights go to, where a plain optimizer trains what it shards."""

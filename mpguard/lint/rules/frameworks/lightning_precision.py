@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from mpguard.lint import Bad, Call, Constant, Diagnostic, Facts, Good, Note, Object, Rule, aliases, any_of
+from mpguard.policy.dtype import Dtype
 
 _ROOTS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "lightning_pytorch"})
 _RUNS = ("Trainer", "Fabric")
@@ -13,7 +14,7 @@ _OLD = {"16": "16-mixed", "bf16": "bf16-mixed"}
 _MIXED = frozenset({"16", "bf16", "16-mixed", "bf16-mixed"})
 #: Beside these, a `-true` may be for inference: a helper chooses.
 _UNCLEAR = _MIXED | {""}
-_LOW = {"16-true": "FP16", "bf16-true": "BF16"}
+_LOW = {"16-true": Dtype.FP16, "bf16-true": Dtype.BF16}
 #: The distributions of Lightning: the new spellings came with 2.0.
 _PACKAGES = ("lightning", "pytorch-lightning", "lightning-fabric")
 #: Arguments of a Trainer that Lightning 2.0 took away: such a call runs with an older one.
@@ -179,7 +180,7 @@ def main(model, loader):
                 what = f"`precision={facts.short(given)}` is an old spelling of `{_OLD[old[0]]}`"
                 yield self.at(place, what=what, help=f'write `precision="{_OLD[old[0]]}"`')
             elif (low := sorted(said & set(_LOW))) and not said & _UNCLEAR and self._trains(call, facts):
-                what = f"`{low[0]}` trains {_LOW[low[0]]} weights, without FP32 master weights"
+                what = f"`{low[0]}` trains {_LOW[low[0]].label} weights, without FP32 master weights"
                 yield self.at(place, what=what, help=f'"{low[0].replace("true", "mixed")}" keeps them')
         mixed = mixed or next(self._calls(_PLUGINS, facts), None)
         if mixed is not None:

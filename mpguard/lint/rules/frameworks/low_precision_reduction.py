@@ -20,8 +20,7 @@ from mpguard.lint import (
     python_edits,
     wrappers,
 )
-
-_LOW = {"float16": "FP16", "bfloat16": "BF16"}
+from mpguard.policy.dtype import HALF_DTYPES, Dtype
 
 
 class LowPrecisionReduction(Rule):
@@ -206,22 +205,25 @@ def from_config(config):
 
     def _default(self, policy: Event, given: cst.BaseExpression | None, facts: Facts) -> Iterator[Diagnostic]:
         """No `reduce_dtype`: that of the parameters."""
-        low = [name for name in _LOW if policy.may_be(name)]
+        low = [name for name in HALF_DTYPES if policy.may_be(name)]
         param = policy.call.argument(0, "param_dtype")
         if low and param is not None and all(name is not None for _, name in policy.dtypes):
             why = ", the dtype of `param_dtype`: no `reduce_dtype` is given"
             fix = self._fix(policy, given, facts)
             yield self.at(
-                facts.span(param, policy.call), dtype=" or ".join(_LOW[name] for name in low), reason=why, fix=fix
+                facts.span(param, policy.call),
+                dtype=" or ".join(Dtype.label_of(name) for name in low),
+                reason=why,
+                fix=fix,
             )
 
     def _reduces(self, policy: Event, given: cst.BaseExpression, facts: Facts) -> str | None:
         """The low dtype that it reduces in: always, or wherever it computes in it because both are one value."""
         reduces = [name for guard, name in facts.dtypes(given, policy.call) if compatible(guard, policy.guard)]
-        low = [name for name in _LOW if name in reduces]
-        if not low or (set(reduces) - set(_LOW) and not self._one_value(policy, given, facts)):
+        low = [name for name in HALF_DTYPES if name in reduces]
+        if not low or (set(reduces) - set(HALF_DTYPES) and not self._one_value(policy, given, facts)):
             return None
-        return " or ".join(_LOW[name] for name in low)
+        return " or ".join(Dtype.label_of(name) for name in low)
 
     def _one_value(self, policy: Event, given: cst.BaseExpression, facts: Facts) -> bool:
         """Whether `param_dtype` and `reduce_dtype` are the same name, or set by the same statements."""

@@ -22,6 +22,7 @@ from mpguard.lint import (
     constant,
     dotted,
 )
+from mpguard.policy.dtype import Dtype
 
 #: What a loop over steps goes over; a loop over layers or experts adds up a few terms.
 _STEPS = re.compile(r"loader|Loader|batches|dataset|steps|epoch|_iter")
@@ -138,7 +139,7 @@ def features(model, loader):
                         yield self.at(
                             binding.chunk.span(binding.statement) if binding.statement is not None else binding,
                             key=key,
-                            dtype="FP16" if found.dtype == "float16" else "BF16",
+                            dtype=Dtype.label_of(found.dtype),
                             notes=notes,
                         )
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import CASTS_LOW, Bad, Call, Diagnostic, Facts, Good, Note, Object, Ref, Rule, any_of
+from mpguard.policy.dtype import Dtype
 
 _LOSSES = frozenset({
     "cross_entropy", "binary_cross_entropy_with_logits", "binary_cross_entropy",
@@ -116,7 +117,7 @@ def evaluate(model, x, y):
                 if found is None or not facts.flow.forward(call.node, call).training_sinks:
                     continue
                 notes = (Note("cast here", found.origin.span),) if found.origin is not None else ()
-                yield self.at(call, loss=loss, dtype="FP16" if found.dtype == "float16" else "BF16", notes=notes)
+                yield self.at(call, loss=loss, dtype=Dtype.label_of(found.dtype), notes=notes)
 
     def _loss(self, call: Call, facts: Facts) -> str:
         """The name of the loss that a call computes."""

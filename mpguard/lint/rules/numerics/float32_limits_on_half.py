@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from mpguard.lint import SPEAKS_LOW, Bad, Diagnostic, Facts, Good, Note, Rule, any_of
 from mpguard.lint.rules.numerics.mask_overflows_half import limit_of_own_dtype
+from mpguard.policy.dtype import Dtype
 
 
 class Float32LimitsOnHalf(Rule):
@@ -129,7 +130,7 @@ def fine(q, k, mask, x, dtype):
             found = facts.precision.low(meeting.tensor, meeting.record)
             if found is None:
                 continue
-            dtype = "FP16" if found.dtype == "float16" else "BF16"
+            dtype = Dtype.label_of(found.dtype)
             cause = f"autocast computes it in {dtype} here" if found.lowered else f"it is {dtype} from here"
             yield self.at(
                 meeting,

@@ -20,6 +20,7 @@ from mpguard.lint import (
     dotted,
     text_of,
 )
+from mpguard.policy.dtype import Dtype
 
 _SQUARES = frozenset({"pow", "square", "pow_", "square_"})
 _MEANS = frozenset({"mean", "sum"})
@@ -156,7 +157,7 @@ def fine(q, k, x, y):
                 half = found.dtype == "float16"
                 yield self.at(
                     call,
-                    dtype="FP16" if half else "BF16",
+                    dtype=Dtype.label_of(found.dtype),
                     effect="they overflow from 256 on" if half else "they keep 8 bits",
                     notes=(Note("it is so from here", found.origin.span),) if found.origin is not None else (),
                     fix=self._fix(squared, call),

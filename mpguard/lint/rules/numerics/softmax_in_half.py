@@ -17,6 +17,7 @@ from mpguard.lint import (
     any_of,
     python_edits,
 )
+from mpguard.policy.dtype import Dtype
 
 _WITH_DTYPE = frozenset({"softmax", "log_softmax"})
 _OPERATIONS = (*sorted(_WITH_DTYPE), "exp", "logsumexp")
@@ -184,7 +185,7 @@ def train(model, loader, optimizer, teacher):
             if found is None or not facts.flow.forward(call.node, call).training_sinks:
                 continue
             notes = (Note("cast here", found.origin.span),) if found.origin is not None else ()
-            dtype = "FP16" if found.dtype == "float16" else "BF16"
+            dtype = Dtype.label_of(found.dtype)
             yield self.at(call, operation=call.name or "Softmax", dtype=dtype, notes=notes, fix=self._fix(call, facts))
 
     def _layers(self, facts: Facts) -> list[Call]:
