@@ -1,4 +1,4 @@
-"""Edits of configs: what the fixes of config rules have in common, for files and for dicts in Python code."""
+"""Edits that the fixes of config rules share, for config files and for dicts in Python code."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ if TYPE_CHECKING:
     from mpguard.document.nodes import Node, Pair
 
 
-def renamed(title: str, document: Document, entry: Entry, key: str, applicability: Applicability = "safe") -> Fix:
-    """The key under another name, in its own quotes."""
+def rename_key(title: str, document: Document, entry: Entry, key: str, applicability: Applicability = "safe") -> Fix:
+    """Return a fix that renames a key and keeps its quotes."""
     start, end = entry.key_span
-    written = document.text[start:end]
-    quote = written[0] if written[:1] in ("'", '"') else ""
+    source = document.text[start:end]
+    quote = source[0] if source[:1] in ("'", '"') else ""
     return Fix(title, applicability, (Edit(start, end, f"{quote}{key}{quote}"),))
 
 
-def put(title: str, document: Document, values: dict[str, Any], applicability: Applicability = "safe") -> Fix | None:
-    """The keys get these values; `ABSENT` removes one. None where that would change anything else."""
+def set_values(
+    title: str, document: Document, values: dict[str, Any], applicability: Applicability = "safe"
+) -> Fix | None:
+    """Return a fix that sets keys to values; `ABSENT` removes a key. None if the edit would change anything else."""
     if document.format == "python":
         return _in_python(title, document, values, applicability)
     changes = [Change(key, ABSENT, value) for key, value in values.items()]
@@ -42,26 +44,27 @@ def _in_python(title: str, document: Document, values: dict[str, Any], applicabi
 
 
 def _python_edit(document: Document, path: Iterable[str], value: Any) -> Edit | None:
-    """A value that is replaced by a literal, or a member that goes with its comma."""
-    holder: Node | None = None
+    """Return the edit that replaces a value by a literal, or that removes a key with its comma."""
+    mapping: Node | None = None
     pair: Pair | None = None
     node = document.root
     for name in path:
         pair = node.own(name) if node is not None else None
         if pair is None:
             return None
-        holder, node = node, pair.value
-    if pair is None or holder is None:
+        mapping, node = node, pair.value
+    if pair is None or mapping is None:
         return None
     if value is not ABSENT:
         text = f'"{value}"' if isinstance(value, str) else repr(value)
         return Edit(*pair.value.span, text)
-    index = holder.pairs.index(pair)
-    if index + 1 < len(holder.pairs):
-        start, end = pair.start, holder.pairs[index + 1].start
+    index = mapping.pairs.index(pair)
+    if index + 1 < len(mapping.pairs):
+        start, end = pair.start, mapping.pairs[index + 1].start
     else:
-        start, end = (holder.pairs[index - 1].end if index else pair.start), pair.end
-        if not index and document.text[end : holder.end].lstrip()[:1] == ",":
+        start, end = (mapping.pairs[index - 1].end if index else pair.start), pair.end
+        if not index and document.text[end : mapping.end].lstrip()[:1] == ",":
             end = document.text.index(",", end) + 1
+    # A comment or a `**spread` in the removed range would be lost.
     between = document.text[start : pair.start] + document.text[pair.end : end]
     return None if "#" in between or "*" in between else Edit(start, end, "")

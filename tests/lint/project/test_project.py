@@ -253,7 +253,7 @@ def test_a_note_points_into_the_launch_line() -> None:
         (2, 37),
         "accelerate launch --mixed_precision fp16 train.py",
     )
-    assert note.message == "the launch line says `fp16`"
+    assert note.message == "the launch line sets `fp16`"
 
 
 @pytest.mark.parametrize("recipe", ["bf16_mixed", "fp16_mixed", "bf16_with_fp8_delayed_scaling_mixed"])

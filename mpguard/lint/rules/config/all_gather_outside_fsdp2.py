@@ -107,17 +107,21 @@ fp8_config:
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        backend = accelerate_config.said(document, "fp8_config", "backend")
-        if backend is None or not accelerate_config.is_fp8(document, "AO") or accelerate_config.kind(document) is None:
+        backend = accelerate_config.setting(document, "fp8_config", "backend")
+        if (
+            backend is None
+            or not accelerate_config.is_fp8(document, "AO")
+            or accelerate_config.distributed_type(document) is None
+        ):
             return
         if accelerate_config.is_fsdp2(document) or accelerate_config.names_recipe(document):
             return
         if siblings.mentions(document.path, r"AORecipeKwargs\b", self.project.launched_with(document.path)):
             return
-        gather = accelerate_config.said(document, "fp8_config", "enable_fsdp_float8_all_gather")
+        gather = accelerate_config.setting(document, "fp8_config", "enable_fsdp_float8_all_gather")
         key = ".".join(gather.path) if gather is not None else "fp8_config.enable_fsdp_float8_all_gather"
-        fix = config_edits.put("Switch it off", document, {key: False})
+        fix = config_edits.set_values("Switch it off", document, {key: False})
         if gather is None:
             yield self.at(backend, fix=fix, state="is on by default")
-        elif accelerate_config.true(gather.value):
+        elif accelerate_config.is_true(gather.value):
             yield self.at(gather, fix=fix, state="is on")

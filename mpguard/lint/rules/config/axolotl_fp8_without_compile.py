@@ -82,4 +82,4 @@ fp8: false
     def check(self, document: Document) -> Iterator[Diagnostic]:
         fp8, compiles = is_on(document, "fp8"), document.entry("torch_compile")
         if fp8 is not None and (compiles is None or compiles.value in (None, False)):
-            yield self.at(fp8, fix=config_edits.put("Compile", document, {"torch_compile": True}))
+            yield self.at(fp8, fix=config_edits.set_values("Compile", document, {"torch_compile": True}))

@@ -95,11 +95,11 @@ dynamo_config:
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        entry = accelerate_config.said(document, "fp8_config", "backend")
-        if entry is None or accelerate_config.on_sagemaker(document) or not isinstance(entry.value, str):
+        entry = accelerate_config.setting(document, "fp8_config", "backend")
+        if entry is None or accelerate_config.is_sagemaker(document) or not isinstance(entry.value, str):
             return
         if entry.value in FP8_BACKENDS.values():
             return
         meant = FP8_BACKENDS.get(entry.value.lower())
-        fix = config_edits.put(f"Write `{meant}`", document, {".".join(entry.path): meant}) if meant else None
+        fix = config_edits.set_values(f"Write `{meant}`", document, {".".join(entry.path): meant}) if meant else None
         yield self.at(entry.value_span, fix=fix, written=entry.value)

@@ -93,14 +93,14 @@ fp8_config:
     def check(self, document: Document) -> Iterator[Diagnostic]:
         if (
             not accelerate_config.is_fp8(document, "TE")
-            or accelerate_config.kind(document) != "DEEPSPEED"
+            or accelerate_config.distributed_type(document) != "DEEPSPEED"
             or accelerate_config.names_recipe(document)
         ):
             return
         where = document.entry("distributed_type")
         notes = (Note("DeepSpeed is asked for here", where.key_span),) if where is not None else ()
         for key, default in _RECIPE.items():
-            entry = accelerate_config.said(document, "fp8_config", key)
+            entry = accelerate_config.setting(document, "fp8_config", key)
             if entry is None or entry.value is None or str(entry.value).lower() == str(default).lower():
                 continue
             shown = str(default).lower() if isinstance(default, bool) else default

@@ -79,14 +79,14 @@ deepspeed_config:
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         section = document.data.get("deepspeed_config")
-        if not isinstance(section, dict) or accelerate_config.on_sagemaker(document):
+        if not isinstance(section, dict) or accelerate_config.is_sagemaker(document):
             return
         for key in section:
             inner, top = document.entry(f"deepspeed_config.{key}"), document.entry(str(key))
             if key not in ARGUMENTS or inner is None or top is None:
                 continue
             same = inner.value == top.value
-            fix = config_edits.put("Remove it", document, {f"deepspeed_config.{key}": ABSENT}) if same else None
+            fix = config_edits.set_values("Remove it", document, {f"deepspeed_config.{key}": ABSENT}) if same else None
             notes = (Note("the key that is beaten", top.key_span),)
             said = "the same value" if same else f"`{show(top.value)}`"
             yield self.at(inner, notes=notes, fix=fix, key=key, value=show(inner.value), top=said)

@@ -64,7 +64,7 @@ deepspeed_config:
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        if accelerate_config.on_sagemaker(document):
+        if accelerate_config.is_sagemaker(document):
             return
         for entry in document.entries():
             if len(entry.path) != 2 or entry.path[0] != "deepspeed_config":

@@ -112,30 +112,31 @@ fp8_config:
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        if not accelerate_config.is_fp8(document) or accelerate_config.backend(document) not in (None, "TE"):
+        if not accelerate_config.is_fp8(document) or accelerate_config.fp8_backend(document) not in (None, "TE"):
             return
-        override = accelerate_config.said(document, "fp8_config", "override_linear_precision")
+        override = accelerate_config.setting(document, "fp8_config", "override_linear_precision")
         if override is not None and isinstance(override.value, (bool, int, str)):
             stops = _STOPS if not isinstance(override.value, str) else _TEXT
             yield self._at(override, stops, "`{key}: {value}`: {reason}")
             override = None
         if accelerate_config.names_recipe(document):
             return
-        interval = accelerate_config.said(document, "fp8_config", "interval")
+        interval = accelerate_config.setting(document, "fp8_config", "interval")
         if interval is not None and interval.value not in (1, "1", None):
             yield self._at(interval, _INTERVAL)
         if override is not None and isinstance(override.value, list) and any(override.value):
             yield self._at(override, _INTERVAL)
         for entry in (
-            accelerate_config.said(document, "fp8_config", f"override_{gemm}") for gemm in ("fprop", "dgrad", "wgrad")
+            accelerate_config.setting(document, "fp8_config", f"override_{gemm}")
+            for gemm in ("fprop", "dgrad", "wgrad")
         ):
             if entry is not None and entry.value is True:
                 yield self._at(entry, _INTERVAL)
-        algorithm = accelerate_config.said(document, "fp8_config", "amax_compute_algo")
+        algorithm = accelerate_config.setting(document, "fp8_config", "amax_compute_algo")
         if (
             algorithm is not None
             and algorithm.value == "most_recent"
-            and accelerate_config.kind(document) != "DEEPSPEED"
+            and accelerate_config.distributed_type(document) != "DEEPSPEED"
         ):
             yield self._at(algorithm, _MOST_RECENT)
 

@@ -91,8 +91,8 @@ fp8_config: {backend: TE}
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        entry = accelerate_config.mixed_precision(document)
-        if entry is None or accelerate_config.mode(document) != "fp8":
+        entry = accelerate_config.mixed_precision_entry(document)
+        if entry is None or accelerate_config.mixed_precision_mode(document) != "fp8":
             return
         gpu, notes = self.project.gpu(document.path), ()
         instance = document.entry("ec2_instance_type")

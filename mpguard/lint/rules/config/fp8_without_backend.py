@@ -76,11 +76,11 @@ mixed_precision: fp8
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        entry = accelerate_config.mixed_precision(document)
+        entry = accelerate_config.mixed_precision_entry(document)
         if entry is None or not accelerate_config.is_fp8(document) or accelerate_config.names_recipe(document):
             return
         launches = self.project.launched_with(document.path)
-        if accelerate_config.said(document, "fp8_config", "backend") is not None or siblings.flagged(
+        if accelerate_config.setting(document, "fp8_config", "backend") is not None or siblings.flagged(
             "fp8_backend", launches
         ):
             return

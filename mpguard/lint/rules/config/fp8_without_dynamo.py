@@ -143,14 +143,14 @@ fp8_config:
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        backend = accelerate_config.said(document, "fp8_config", "backend")
+        backend = accelerate_config.setting(document, "fp8_config", "backend")
         if backend is None or not accelerate_config.is_fp8(document, "AO") or accelerate_config.names_recipe(document):
             return
-        dynamo = document.entry("dynamo_backend") or accelerate_config.said(document, "dynamo_config", "backend")
+        dynamo = document.entry("dynamo_backend") or accelerate_config.setting(document, "dynamo_config", "backend")
         launches = self.project.launched_with(document.path)
         if siblings.mentions(document.path, _COMPILES, launches):
             return
-        if accelerate_config.kind(document) == "DEEPSPEED":  # its workers never get a dynamo setting
+        if accelerate_config.distributed_type(document) == "DEEPSPEED":  # its workers never get a dynamo setting
             yield self.at(backend, help="compile the model in the code: under DEEPSPEED `dynamo_config` has no effect")
             return
         if dynamo is not None and str(dynamo.value).lower() not in ("no", "false", "none"):
@@ -163,4 +163,6 @@ fp8_config:
         elif document.data.get("dynamo_config", ABSENT) is None:
             wanted = {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}  # type: ignore[dict-item]
         notes = (Note("nothing is compiled", dynamo.key_span),) if dynamo is not None else ()
-        yield self.at(backend, notes=notes, fix=config_edits.put("Compile with INDUCTOR", document, wanted, "unsafe"))
+        yield self.at(
+            backend, notes=notes, fix=config_edits.set_values("Compile with INDUCTOR", document, wanted, "unsafe")
+        )

@@ -81,8 +81,8 @@ fsdp_config:
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         backend, version = (
-            accelerate_config.said(document, "fp8_config", "backend"),
-            accelerate_config.said(document, "fsdp_config", "version"),
+            accelerate_config.setting(document, "fp8_config", "backend"),
+            accelerate_config.setting(document, "fsdp_config", "version"),
         )
         if (
             backend is None

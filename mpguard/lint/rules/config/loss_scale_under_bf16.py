@@ -92,5 +92,5 @@ ds_config = {
             if len(entry.path) != 2 or entry.path[0] not in ("bf16", "bfloat16"):
                 continue
             if entry.key in FP16 - BF16 and entry.value != "auto":
-                fix = config_edits.put("Remove it", document, {".".join(entry.path): ABSENT})
+                fix = config_edits.set_values("Remove it", document, {".".join(entry.path): ABSENT})
                 yield self.at(entry, fix=fix, section=entry.path[0], key=entry.key)

@@ -78,15 +78,15 @@ fsdp_config:
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        backend = accelerate_config.said(document, "fp8_config", "backend")
+        backend = accelerate_config.setting(document, "fp8_config", "backend")
         if (
             backend is None
             or not accelerate_config.is_fp8(document, "AO")
-            or accelerate_config.kind(document) != "FSDP"
+            or accelerate_config.distributed_type(document) != "FSDP"
         ):
             return
-        loading = accelerate_config.said(document, "fsdp_config", "cpu_ram_efficient_loading")
+        loading = accelerate_config.setting(document, "fsdp_config", "cpu_ram_efficient_loading")
         if loading is None:
             yield self.at(backend, state="is on by default")
-        elif accelerate_config.true(loading.value):
+        elif accelerate_config.is_true(loading.value):
             yield self.at(loading, notes=(Note("torchao is asked for here", backend.key_span),), state="is on")

@@ -148,7 +148,7 @@ config = {
                 yield self._at(document, entry, f"is lower than the recipe `{name}`, which reduces in FP32", ())
 
     def _at(self, document: Document, entry: Entry, against: str, notes: tuple[Note, ...]) -> Diagnostic:
-        fix = config_edits.put("Reduce in FP32", document, {".".join(entry.path): "fp32"})
+        fix = config_edits.set_values("Reduce in FP32", document, {".".join(entry.path): "fp32"})
         return self.at(entry, notes=notes, fix=fix, key=".".join(entry.path), value=entry.value, against=against)
 
 

@@ -79,4 +79,4 @@ CONFIG = {
         if amp is None:
             return
         off = isinstance(amp.value, dict) and amp.value.get("enabled", False) is False
-        yield self.at(amp, fix=config_edits.put("Remove it", document, {"amp": ABSENT}) if off else None)
+        yield self.at(amp, fix=config_edits.set_values("Remove it", document, {"amp": ABSENT}) if off else None)

@@ -144,4 +144,4 @@ def _fix(document: Document, entry: Entry, meant: str | None) -> Fix | None:
     holder = document.data if len(entry.path) == 1 else document.data[entry.path[0]]
     if meant is None or meant in holder:
         return None
-    return config_edits.renamed(f"Rename it to `{meant}`", document, entry, meant)
+    return config_edits.rename_key(f"Rename it to `{meant}`", document, entry, meant)

@@ -191,7 +191,7 @@ model:
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        if accelerate_config.on_sagemaker(document):
+        if accelerate_config.is_sagemaker(document):
             return
         from mpguard.document.mp_yaml import OVERRIDES
         from mpguard.policy.policy import FIELD_NAMES
@@ -239,9 +239,9 @@ model:
 
 def _unread_dynamo(document: Document) -> Entry | None:
     """`dynamo_config` with a backend in it, where accelerate hands it to no worker."""
-    if accelerate_config.kind(document) != "DEEPSPEED" or accelerate_config.names_recipe(document):
+    if accelerate_config.distributed_type(document) != "DEEPSPEED" or accelerate_config.names_recipe(document):
         return None
-    backend = accelerate_config.said(document, "dynamo_config", "backend")
+    backend = accelerate_config.setting(document, "dynamo_config", "backend")
     asked = backend is not None and isinstance(backend.value, str) and backend.value.lower() != "no"
     return document.entry("dynamo_config") if asked else None
 

@@ -97,7 +97,7 @@ mixed_precision: bf16
     def check(self, document: Document) -> Iterator[Diagnostic]:
         if "distributed_type" not in document.data:
             return
-        sagemaker = accelerate_config.on_sagemaker(document)
+        sagemaker = accelerate_config.is_sagemaker(document)
         for entry in document.entries():
             hint = unknown_key(entry.key, sagemaker) if len(entry.path) == 1 else None
             if hint is None:
@@ -117,4 +117,4 @@ def _typo(key: str, known: frozenset[str]) -> str | None:
 def _rename(document: Document, entry: Entry, meant: str | None) -> Fix | None:
     if meant is None or meant in document.data:
         return None
-    return config_edits.renamed(f"Rename it to `{meant}`", document, entry, meant)
+    return config_edits.rename_key(f"Rename it to `{meant}`", document, entry, meant)

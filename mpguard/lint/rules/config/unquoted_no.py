@@ -111,7 +111,9 @@ use_cpu: no
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        deepspeed = accelerate_config.kind(document) == "DEEPSPEED"  # its workers never get a dynamo setting
+        deepspeed = (
+            accelerate_config.distributed_type(document) == "DEEPSPEED"
+        )  # its workers never get a dynamo setting
         for key, what in _KEYS.items():
             entry = document.entry(key)
             if entry is not None and isinstance(entry.value, bool) and not (deepspeed and "dynamo" in key):

@@ -139,7 +139,7 @@ engine = deepspeed.initialize(model=model, config=filled)
                 yield self._at(first, _FP32)
             return
         configs = siblings.naming(document.path)
-        if not configs or any(accelerate_config.mode(config) not in (None, "no") for config in configs):
+        if not configs or any(accelerate_config.mixed_precision_mode(config) not in (None, "no") for config in configs):
             return
         launched = [(config.path, self.project.launched_with(config.path)) for config in configs]
         if any(siblings.flagged("mixed_precision", launches) for _, launches in launched):

@@ -122,7 +122,7 @@ num_processes: 1
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         kind = document.entry("distributed_type")
-        if kind is None or not isinstance(kind.value, str) or accelerate_config.on_sagemaker(document):
+        if kind is None or not isinstance(kind.value, str) or accelerate_config.is_sagemaker(document):
             return
         asked = Note("this decides how the processes are started", kind.value_span)
         use_cpu = document.entry("use_cpu")

@@ -190,10 +190,10 @@ deepspeed_config:
             yield from self._turned_off(document)
             return
         names = document.entry(_NAMES)
-        if names is None or not isinstance(names.value, str) or accelerate_config.on_sagemaker(document):
+        if names is None or not isinstance(names.value, str) or accelerate_config.is_sagemaker(document):
             return
         other = self.project.config_named(document.path, names.value)
-        kind = accelerate_config.kind(document)
+        kind = accelerate_config.distributed_type(document)
         if kind == "DEEPSPEED":
             if document.data.get("use_cpu") is not True:
                 yield from self._refused(document, other)
@@ -212,7 +212,7 @@ deepspeed_config:
             if "use_deepspeed" in each[1].options
         ]
         for config in siblings.naming(document.path):
-            if accelerate_config.kind(config) == "DEEPSPEED":
+            if accelerate_config.distributed_type(config) == "DEEPSPEED":
                 launched += self.project.launched_with(config.path)
         for name in ("bf16", "fp16"):
             for script, launch in launched if name in off else ():
@@ -245,8 +245,8 @@ deepspeed_config:
             yield self.at(entry, key=key, reason="accelerate 1.15 refuses it, and every process stops", notes=notes)
 
     def _unread(self, document: Document, other: Document, kind: str) -> Iterator[Diagnostic]:
-        entry, there = accelerate_config.mixed_precision(document), _said(other, "mixed_precision")
-        mode = accelerate_config.mode(document)
+        entry, there = accelerate_config.mixed_precision_entry(document), _said(other, "mixed_precision")
+        mode = accelerate_config.mixed_precision_mode(document)
         if entry is None or there is None or mode is None or there.path[0] == mode:
             return
         why = f"under {kind} nothing reads that file, which says {there.path[0]}"
