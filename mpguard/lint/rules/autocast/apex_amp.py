@@ -12,18 +12,18 @@ class ApexAmp(Rule):
     """Mixed precision by NVIDIA's apex: `apex.amp`, `apex.fp16_utils`, apex's `FP16_Optimizer`.
 
     ## What it does
-    Reports the import of one of them, once, where the file uses it; or the place of use, where the code spells out
-    `apex.amp`.
+    Reports the import of one of these modules or classes, once, if the file uses it. Where the code writes `apex.amp`
+    in full, reports the first use.
 
     ## Why is this bad
-    They are unmaintained, and `apex.amp` is gone: NVIDIA took it out of apex in 2025 (NVIDIA/apex#1896), so that the
-    import fails with a new apex (NVIDIA/apex#1912). They patch torch's functions in place (O1), or cast the model to
-    FP16 (O2), and know nothing of FSDP and `torch.compile`. `torch.amp` needs no extension to be built.
+    They are unmaintained. NVIDIA removed `apex.amp` from apex in 2025 (NVIDIA/apex#1896), so the import fails with a
+    current apex (NVIDIA/apex#1912). `apex.amp` patches torch's functions in place (O1) or casts the model to FP16 (O2),
+    and supports neither FSDP nor `torch.compile`. `torch.amp` needs no extension to be built.
 
     ## Known limits
-    apex's fused optimizers, norms and losses are another matter and never reported. A stand-in for a torch that has no
-    `torch.amp` is fine: in an `except` arm, or under a condition that asks for torch's version. An import that nothing
-    in the file uses is silent, other files may want to know whether apex is there.
+    apex's fused optimizers, norms and losses are not reported. A fallback for a torch without `torch.amp` is not
+    reported: an import in an `except` arm, or under a condition on torch's version. An import that the file does not
+    use is not reported, because other files may use it to test whether apex is installed.
     """
 
     code, name = "MPG305", "apex-amp"
@@ -111,14 +111,14 @@ amp.init()
             if _AMP.match(path):
                 found.append(binding)
             elif path == "apex":
-                yield from self._spelled_out(binding, facts)
+                yield from self._written_out(binding, facts)
         for statement, bindings in imports.by_statement(found).items():
             first = bindings[0]
             if any(imports.uses(facts, binding) for binding in bindings):
                 yield self.at(facts.span(statement, first), what=f"{first.target}.{first.name}".rstrip("."))
 
-    def _spelled_out(self, binding: Binding, facts: Facts) -> Iterator[Diagnostic]:
-        """`import apex`, then `apex.amp.initialize(...)`: its first use."""
+    def _written_out(self, binding: Binding, facts: Facts) -> Iterator[Diagnostic]:
+        """Yield the first use of `apex.amp` after a plain `import apex`."""
         for use in imports.uses(facts, binding):
             if _AMP.match(use.path.replace(binding.key, "apex", 1)) and not imports.stands_in(use):
                 yield self.at(use, what=use.path)

@@ -6,29 +6,29 @@ from mpguard.lint import Bad, Call, Diagnostic, Facts, Fix, Good, Note, Option, 
 
 
 class AutocastIgnoresDtypeOption(Rule):
-    """A CUDA autocast without a dtype, so FP16, in a script whose own option or constant says BF16.
+    """A CUDA autocast without a dtype (FP16) in a script whose own option or constant is BF16.
 
     ## What it does
     Reports `torch.autocast("cuda")` and `torch.cuda.amp.autocast()` without a dtype where the file's option for the
-    compute dtype (an argparse or click default, a dataclass field, a constant called `dtype`, `precision`,
-    `mixed_precision`, `amp_dtype` ...) is BF16, and no other one says FP16.
+    compute dtype is BF16 and no other option is FP16. Options are argparse and click defaults, dataclass fields and
+    constants that are called `dtype`, `precision`, `mixed_precision`, `amp_dtype` ...
 
     ## Why is this bad
-    torch's default for CUDA is FP16, whatever the script calls its dtype: the run computes with 5 bits of exponent
-    instead of 8, and gradients below 6e-8 become zero, since nobody scales losses for BF16.
+    torch's default for CUDA is FP16, whatever the script's option is. The run computes with 5 bits of exponent instead
+    of 8, and gradients below 6e-8 become zero, since a script written for BF16 does not scale the loss.
 
     ## Fix safety
-    Unsafe: the run computes in another dtype from then on. Where the option is text, the fix writes `torch.bfloat16`.
+    Unsafe: the run then computes in another dtype. Where the option is text, the fix writes `torch.bfloat16`.
 
     ## Known limits
-    An option in another file is not seen; nor is one that a config file sets. A region whose arm asks for a dtype or
-    a precision is silent.
+    Options in other files and values from config files are not seen. A region under a condition on a dtype or a
+    precision is not reported.
     """
 
     code, name = "MPG310", "autocast-ignores-dtype-option"
     severity = "error"
-    message = "`{call}` has no dtype and runs FP16; `{option}` says BF16"
-    help = "pass it: `dtype=torch.bfloat16`"
+    message = "`{call}` has no dtype and computes in FP16; `{option}` is BF16"
+    help = "pass the dtype: `dtype=torch.bfloat16`"
     triggers = (
         any_of(b"autocast(", b"autocast as"),
         any_of(b"bfloat16", b"bf16"),

@@ -7,28 +7,29 @@ import libcst as cst
 
 from mpguard.lint import Bad, Call, Diagnostic, Edit, Facts, Fix, Good, Object, Rule, any_of, dotted, text_of
 
-#: Contexts in which a call is made to see what it raises.
+#: Contexts in which a call is a probe for an error or a warning.
 _PROBES = re.compile(r"(?i)raises|warns|warnings|subtest|suppress")
 
 
 class AutocastNotEntered(Rule):
-    """An autocast is made, and nothing ever enters it.
+    """An autocast context is created but never entered.
 
     ## What it does
-    Reports `torch.autocast(...)`, its deprecated forms and `accelerator.autocast()` where the call is a statement by
-    itself, is bound to a name of a function or script that is never used, or stands before `and`: a context is true,
-    so that `with torch.autocast("cuda") and torch.no_grad():` enters the second alone.
+    Reports `torch.autocast(...)`, its deprecated forms and `accelerator.autocast()` if the call is a statement of its
+    own, is assigned to a name of a function or script that is never used, or is the left operand of `and`. A context is
+    truthy, so `with torch.autocast("cuda") and torch.no_grad():` enters only the second one.
 
     ## Why is this bad
-    `torch.autocast` is a context manager: it changes nothing before `with` or a decorator enters it. The code below it
-    runs in FP32, at the speed and with the memory of FP32, without a word.
+    `torch.autocast` is a context manager: it has no effect until `with` or a decorator enters it. The code below it
+    runs in FP32, at the speed and with the memory of FP32, and nothing warns.
 
     ## Fix safety
-    Unsafe: a comma in the place of `and` enters both. What was meant, but the run computes something else than before.
+    Unsafe: a comma instead of `and` enters both contexts. This is the evident intention, but it changes what the run
+    computes.
 
     ## Known limits
     A context that is stored in an attribute, a dict or a list, passed on or returned counts as entered, and so does a
-    name that is read anywhere. Silent where the call is a probe: under `try`, or inside `pytest.raises`.
+    name that is read anywhere. A call that probes for support is not reported: under `try`, or inside `pytest.raises`.
     """
 
     code, name = "MPG304", "autocast-not-entered"
@@ -36,7 +37,7 @@ class AutocastNotEntered(Rule):
     message = "`{call}` is never entered: nothing runs under it"
     help = "enter it: `with torch.autocast(...):`, or decorate a function with it"
     triggers = (any_of(b"autocast(", b"autocast as"),)
-    # A line with an autocast (or a name for one) that does not begin as a region or a decorator does, or has an `and`.
+    # A line with an autocast (or an alias of one) that is no `with`, `def` or decorator, or that has an `and`.
     pattern = re.compile(
         rb"^(?![ \t]*(?:async[ \t]+)?(?:with|def)\b[^:\n]*(?::[ \t]*)?$)[^\n@]*autocast[ (]"
         rb"|autocast\([^\n]*\)[ \t]+and\b",
@@ -185,30 +186,30 @@ def mine(autocast):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        for call in self._made(facts):
-            if self._probe(call):
+        for call in self._created(facts):
+            if self._is_probe(call):
                 continue
             dropped = self._dropped(call, facts)
             if dropped is not None:
-                help = "`and` gives its second operand, for a context is true: write a comma"
+                help = "write a comma: a context is truthy, so `and` evaluates to its second operand"
                 yield self.at(call, call=facts.short(call.node), help=help, fix=self._fix(dropped, call, facts))
-            elif not self._used(call, facts):
+            elif not self._is_used(call, facts):
                 yield self.at(call, call=facts.short(call.node))
 
-    def _made(self, facts: Facts) -> Iterator[Call]:
+    def _created(self, facts: Facts) -> Iterator[Call]:
         yield from (event.call for event in facts.events("autocast"))
         for call in facts.calls.get("autocast", ()):
             atoms = [each.atom for each in facts.evaluate(call.node, call)]
             if any(isinstance(atom, Object) and atom.kind == "accelerator_autocast" for atom in atoms):
                 yield call
 
-    def _probe(self, call: Call) -> bool:
+    def _is_probe(self, call: Call) -> bool:
         return any(flag.startswith("try#") for flag in call.guard.flags()) or any(
             _PROBES.search(text_of(item.expr)) for item in call.withs
         )
 
     def _dropped(self, call: Call, facts: Facts) -> cst.BooleanOperation | None:
-        """The `and` whose first operand it is, which gives the second: a context is true."""
+        """Return the `and` that drops this call, its left operand: a context is truthy."""
         above = facts.walker.parents.get(call.node)
         if not isinstance(above, cst.BooleanOperation) or not isinstance(above.operator, cst.And):
             return None
@@ -221,8 +222,8 @@ def mine(autocast):
         edit = Edit(call.chunk.outer_span(dropped.left)[1], call.chunk.outer_span(dropped.right)[0], ", ")
         return Fix("Enter both contexts", "unsafe", (edit,))
 
-    def _used(self, call: Call, facts: Facts) -> bool:
-        """Whether something may enter it: all but a statement of its own, and a local name that nothing reads."""
+    def _is_used(self, call: Call, facts: Facts) -> bool:
+        """True if code may enter the context: not for a statement or for a local name that is never read."""
         parents, node = facts.walker.parents, call.node
         above: cst.CSTNode | None = parents.get(node)
         while isinstance(above, (cst.IfExp, cst.BooleanOperation)):
@@ -238,7 +239,7 @@ def mine(autocast):
         if not target or "." in target or target in call.scope.globals:
             return True
         places = call.scope.descendants()
-        if call.scope.kind != "function":  # a script's own, or another module may want it
+        if call.scope.kind != "function":  # other modules may import it, unless this is a script
             if call.scope.kind == "class" or not facts.any_training or facts.exported(target):
                 return True
             places = iter(facts.walker.scopes)

@@ -31,21 +31,22 @@ class AutocastWithDataparallel(Rule):
     """An `nn.DataParallel` model is called in a BF16 autocast region that is entered outside its `forward`.
 
     ## What it does
-    Looks at calls of models that are wrapped in `torch.nn.DataParallel`, also through arguments of functions of the
-    file, where the autocast region around the call is BF16.
+    Reports calls of a model that is wrapped in `torch.nn.DataParallel` inside a BF16 autocast region. Follows the model
+    through arguments of functions of the file.
 
     ## Why is this bad
-    `DataParallel` runs each replica in a thread of its own. torch (2.13, `parallel_apply`) hands on whether autocast is
-    enabled, but not its dtype, and a new thread begins with the default: with two GPUs or more the replicas compute in
+    `DataParallel` runs each replica in its own thread. torch (2.13, `parallel_apply`) passes on whether autocast is
+    enabled, but not its dtype, and a new thread starts with the default: with two or more GPUs the replicas compute in
     FP16, without a GradScaler. Enter autocast in `forward` (or decorate it), or use DistributedDataParallel.
 
     ## Known limits
-    FP16 regions are right by luck and silent, as is `device_ids=[0]`: one device needs no thread.
+    FP16 regions are not reported, since FP16 is the default that the threads use. Neither is `device_ids=[0]`: with one
+    device there are no threads.
     """
 
     code, name = "MPG309", "autocast-with-dataparallel"
     severity = "warning"
-    message = "`{model}` is a DataParallel: its replicas run in FP16, not in the BF16 of the region around"
+    message = "`{model}` is a DataParallel: its replicas compute in FP16, not in the BF16 of the surrounding region"
     triggers = (
         any_of(b"DataParallel("),
         any_of(b"autocast"),
@@ -147,7 +148,7 @@ def arms(loader, args, net):
                     if (both := guard.joined(each)).possible and region.device in ("cuda", None)
                 ]
                 for region, guard in regions:
-                    if region.call is not None and self._parallel(call.func, call, guard, facts, _DEPTH):
+                    if region.call is not None and self._is_parallel(call.func, call, guard, facts, _DEPTH):
                         note = Note("the region", region.call.span, facts.elsewhere(region.call))
                         yield self.at(call, model=call.path, notes=(note,))
                         break
@@ -155,10 +156,10 @@ def arms(loader, args, net):
     def _wraps(self, call: Call, facts: Facts) -> bool:
         devices = call.argument(1, "device_ids")
         one = isinstance(devices, (cst.List, cst.Tuple)) and len(devices.elements) == 1
-        return not one and facts.called_path(call) in _PATHS and not self._enters(call, facts)
+        return not one and facts.called_path(call) in _PATHS and not self._enters_autocast(call, facts)
 
-    def _enters(self, call: Call, facts: Facts) -> bool:
-        """Whether the wrapped model enters an autocast in its own `forward`."""
+    def _enters_autocast(self, call: Call, facts: Facts) -> bool:
+        """True if the wrapped model enters an autocast in its own `forward`."""
         for each in facts.evaluate(call.argument(0, "module"), call):
             forward = each.atom.cls.method("forward") if isinstance(each.atom, Object) and each.atom.cls else None
             if forward is not None:
@@ -166,8 +167,10 @@ def arms(loader, args, net):
                 return any("autocast" in text_of(expression) for expression in entered)
         return False
 
-    def _parallel(self, node: cst.CSTNode | None, at: Record, guard: PathCondition, facts: Facts, depth: int) -> bool:
-        """Whether an expression may be a model that is wrapped in DataParallel, under a guard."""
+    def _is_parallel(
+        self, node: cst.CSTNode | None, at: Record, guard: PathCondition, facts: Facts, depth: int
+    ) -> bool:
+        """True if an expression may be a model that is wrapped in DataParallel, under a guard."""
         if node is None or depth < 0:
             return False
         if isinstance(node, cst.Call):
@@ -175,19 +178,19 @@ def arms(loader, args, net):
             if call is None or not guard.joined(call.guard).possible:
                 return False
             if call.receiver is not None and call.name in library_names.SAME:
-                return self._parallel(call.receiver, call, guard, facts, depth - 1)
+                return self._is_parallel(call.receiver, call, guard, facts, depth - 1)
             return self._wraps(call, facts)
         if isinstance(node, cst.IfExp):
-            return any(self._parallel(each, at, guard, facts, depth - 1) for each in (node.body, node.orelse))
+            return any(self._is_parallel(each, at, guard, facts, depth - 1) for each in (node.body, node.orelse))
         for binding in facts.values.reaching(dotted(node), at.scope, at.order, guard) if dotted(node) else []:
             both = guard.joined(binding.guard)
             if not both.possible:
                 continue
-            if binding.kind == "assign" and self._parallel(binding.value, binding, both, facts, depth - 1):
+            if binding.kind == "assign" and self._is_parallel(binding.value, binding, both, facts, depth - 1):
                 return True
             if binding.kind == "param":
                 for call in facts.callers(binding.scope):
                     given = facts.values.given(call, binding.scope, binding.key)
-                    if given is not binding.value and self._parallel(given, call, both, facts, depth - 1):
+                    if given is not binding.value and self._is_parallel(given, call, both, facts, depth - 1):
                         return True
         return False

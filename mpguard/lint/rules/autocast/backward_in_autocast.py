@@ -5,17 +5,17 @@ from collections.abc import Iterator
 
 from mpguard.lint import Bad, Call, Diagnostic, Event, Facts, Fix, Good, Note, Region, Rule, any_of, python_edits
 
-#: What may follow a backward pass and needs no autocast: the fix moves it out too.
+#: Calls that may follow a backward pass and need no autocast. The fix moves them out of the region too.
 _AFTER = frozenset({
     "backward", "step", "update", "scale", "unscale_", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "parameters",
     "item", "detach", "cpu", "mean", "append", "add_scalar", "log", "info", "debug", "print", "write", "format", "len",
     "int", "float", "str", "range", "set_postfix", "set_description", "get_last_lr", "get_scale", "synchronize", "time",
 })  # fmt: skip
-#: What runs a backward pass of its own inside the region.
+#: Kinds of objects whose methods run a backward pass.
 _RUNS = frozenset({"accelerator", "engine", "fabric"})
-#: Helpers of other modules that are looked at for a backward pass: by what they are called, for each is a file to read.
+#: Names of helpers in other modules that are searched for a backward pass. Limited by name: each costs a file to read.
 _HELPER = re.compile(r"(?i)backward|scaler$")
-#: Of a function with more callers than these it is not said that all stand in a region.
+#: A function with more callers than these is not checked: the work grows with each caller.
 _CALLERS = 8
 
 
@@ -23,23 +23,25 @@ class BackwardInAutocast(Rule):
     """A backward pass runs inside the autocast region of its forward pass.
 
     ## What it does
-    Reports `loss.backward()`, `scaler.scale(loss).backward()` and `accelerator.backward(loss)` inside a region of
-    `torch.autocast` that is enabled, or of `accelerator.autocast()`; also in a function whose calls all stand in one,
-    and in a helper that another module of the tree has (`scaler(loss, optimizer)`).
+    Reports `loss.backward()`, `scaler.scale(loss).backward()` and `accelerator.backward(loss)` inside an enabled region
+    of `torch.autocast`, or inside `accelerator.autocast()`. This includes calls in a function that is only called
+    inside such a region, and calls of a helper in another module of the tree that runs the backward pass
+    (`scaler(loss, optimizer)`).
 
     ## Why is this bad
     torch's documentation of autocast advises against it. Backward operations run in the dtype of their forward
-    operations anyway, so that nothing is gained. What is written in Python for the backward pass (an
-    `autograd.Function`, a hook, an optimizer that steps inside it, the forward that activation checkpointing runs
-    again) is cast a second time, and the weights' casts stay in autocast's cache until the region is left: memory of
-    the size of the model in 16 bits, held through the backward pass.
+    operations anyway, so nothing is gained. Python code that runs in the backward pass (an `autograd.Function`, a hook,
+    an optimizer that steps inside it, the forward that activation checkpointing repeats) is cast a second time. The
+    weights' casts stay in autocast's cache until the region is left: memory of the size of the model in 16 bits, held
+    through the backward pass.
 
     ## Fix safety
-    Unsafe: `backward` and what follows it in the block are moved out of the region. There is a fix where autocast is
+    Unsafe: `backward` and what follows it in the block are moved out of the region. There is a fix only if autocast is
     the only context of the `with`, and only steps, updates and logging follow.
 
     ## Known limits
-    A region that is entered in another file is not seen. Tests (`test_...`) may do so on purpose: silent.
+    A region that is entered in another file is not seen. Tests (`test_...`) are not reported, since they may do this on
+    purpose.
     """
 
     code, name = "MPG301", "backward-in-autocast"
@@ -217,7 +219,7 @@ for x in loader:
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        events = [*facts.events("backward"), *(e for e in facts.events("framework") if self._runs(e, facts))]
+        events = [*facts.events("backward"), *(e for e in facts.events("framework") if self._runs_backward(e, facts))]
         for event in events:
             if any(scope.name.startswith("test_") for scope in event.scope.within()):
                 continue
@@ -229,13 +231,13 @@ for x in loader:
                 yield self.at(event, call=facts.short(event.call.node), notes=notes, fix=fix)
 
         for call in [call for name, calls in facts.calls.items() if _HELPER.search(name) for call in calls]:
-            inner = self._elsewhere(call, facts) if self._region(call, facts) is not None else None
+            inner = self._backward_in_helper(call, facts) if self._region(call, facts) is not None else None
             if inner is not None:
                 notes = (Note("its backward pass", inner.span, facts.elsewhere(inner)),)
                 yield self.at(call, call=facts.short(call.node), notes=notes)
 
-    def _elsewhere(self, call: Call, facts: Facts) -> Call | None:
-        """The backward pass of a loss that a call of a helper in another module of the tree runs."""
+    def _backward_in_helper(self, call: Call, facts: Facts) -> Call | None:
+        """Return the `backward()` call in the helper of another module that a call runs."""
         for function in facts.functions(call):
             for inner in function.scope.calls if function.facts is not facts else ():
                 plain = inner.name == "backward" and inner.receiver is not None and not inner.positional
@@ -243,11 +245,11 @@ for x in loader:
                     return inner
         return None
 
-    def _runs(self, event: Event, facts: Facts) -> bool:
+    def _runs_backward(self, event: Event, facts: Facts) -> bool:
         return bool(facts.kinds(event.subject, event.call) & _RUNS)
 
     def _region(self, call: Call, facts: Facts, depth: int = 3) -> Region | None:
-        """The region around a call; where its function has none, one that is around all calls of the function."""
+        """Return the region around a call, or else one that surrounds all calls of its function."""
         for region in reversed(facts.regions(call)):
             if region.kind == "accelerator_autocast" and region.guard.joined(call.guard).possible:
                 return region

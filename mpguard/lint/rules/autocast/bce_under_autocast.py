@@ -29,22 +29,23 @@ class BceUnderAutocast(Rule):
     """`binary_cross_entropy` or `BCELoss` inside a `"cuda"` autocast region.
 
     ## What it does
-    Reports the call where an enabled autocast for `"cuda"` is in force: its function's own, or where that has none, one
-    around a call of the function.
+    Reports the call inside an enabled autocast for `"cuda"`: one of the same function or, if that has none, one around
+    a call of the function.
 
     ## Why is this bad
-    It raises: "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast" (seen with
-    torch 2.11 on an H100, in FP16 and BF16, whatever the inputs' dtype). The gradient of the logarithm near 0 and 1
-    does not fit into 16 bits. The form with logits is computed stably, and autocast runs it in FP32.
+    The call raises: "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast" (seen with
+    torch 2.11 on an H100, in FP16 and BF16, for inputs of every dtype). The gradient of the logarithm near 0 and 1 does
+    not fit into 16 bits. The form with logits is computed stably, and autocast runs it in FP32.
 
     ## Fix safety
-    Unsafe, and only for `binary_cross_entropy(torch.sigmoid(x), y)`, which becomes
-    `binary_cross_entropy_with_logits(x, y)`: the loss of saturated outputs is another, since `binary_cross_entropy`
-    clamps the logarithm at -100.
+    Unsafe. There is a fix only for `binary_cross_entropy(torch.sigmoid(x), y)`, which becomes
+    `binary_cross_entropy_with_logits(x, y)`: the loss of saturated outputs changes, since `binary_cross_entropy` clamps
+    the logarithm at -100.
 
     ## Known limits
-    Right inside `autocast("cuda", enabled=False)` with inputs in FP32. CPU autocast does not raise (torch 2.13), nor
-    does a `"cuda"` region around tensors on the CPU. A loss that is imported or handed in is unknown.
+    Calls inside `autocast("cuda", enabled=False)` with FP32 inputs are correct and not reported. CPU autocast does not
+    raise (torch 2.13), nor does a `"cuda"` region around tensors on the CPU. A loss that is imported or passed in is
+    unknown.
     """
 
     code, name = "MPG306", "bce-under-autocast"
@@ -149,7 +150,7 @@ def helper(x, y):
                     break
 
     def _losses(self, facts: Facts) -> Iterator[tuple[Call, PathCondition]]:
-        """The calls of the loss, with the guard under which it is that one."""
+        """Yield the calls of the loss, each with the guard under which it is this loss."""
         for calls in facts.calls.values():
             for call in calls:
                 for each in facts.evaluate(call.func, call):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from mpguard.lint import Bad, Diagnostic, Event, Facts, Good, Rule, any_of
 
-#: What asks the hardware, or a name that says that somebody did.
+#: Code that checks the hardware, or names that refer to such a check.
 _GATES = re.compile(
     r"(?i)bf16_?(?:is_)?(?:supported|available|ok|ready)|(?:is|has|supports?|can)_\w*(?:bf16|bfloat16)|capability|"
     r"get_device_properties|is_torch_bf16|sm_\d\d|ampere|compute_cap"
@@ -14,25 +14,25 @@ _CHOICE = re.compile(r"(?i)bf16|bfloat16|dtype|precision")
 
 
 class Bf16NotGated(Rule):
-    """A script offers BF16 as a choice and never asks whether the GPU has it.
+    """A script offers BF16 as an option but does not check that the GPU supports it.
 
     ## What it does
     Reports the first CUDA autocast whose dtype is BF16 under one value of an option and another dtype under the others,
-    in a file that asks neither `torch.cuda.is_bf16_supported()` nor the device's capability.
+    in a file that calls neither `torch.cuda.is_bf16_supported()` nor reads the device's capability.
 
     ## Why is this bad
-    GPUs before Ampere (compute capability 8.0: V100, T4, RTX 20) have no tensor cores for BF16. torch emulates it there
-    without a word: `is_bf16_supported()` is True unless it is asked with `including_emulation=False`.
+    GPUs before Ampere (compute capability 8.0: V100, T4, RTX 20) have no tensor cores for BF16. torch emulates BF16
+    there without a warning: `is_bf16_supported()` returns True unless it is called with `including_emulation=False`.
 
     ## Known limits
-    Preview: many a script is written for one machine, whose GPUs are known. A check in another file is not seen.
+    Preview: many scripts are written for one machine whose GPUs are known. A check in another file is not seen.
     """
 
     code, name = "MPG308", "bf16-not-gated"
     severity = "info"
     preview = True
-    message = "BF16 is a choice here, and nothing asks whether the GPU supports it"
-    help = "ask `torch.cuda.is_bf16_supported(including_emulation=False)` first"
+    message = "BF16 is an option here, and nothing checks that the GPU supports it"
+    help = "check `torch.cuda.is_bf16_supported(including_emulation=False)` first"
     triggers = (any_of(b"autocast(", b"autocast as"), any_of(b"torch.bfloat16", b"bfloat16"))
     examples = (
         Bad(
@@ -86,15 +86,15 @@ with torch.autocast("cuda", dtype=getattr(torch, args.dtype)):
             return
         for event in facts.events("autocast"):
             region = facts.autocast(event.call, facts.called_path(event.call))
-            if region.device == "cuda" and self._chosen(event):
+            if region.device == "cuda" and self._is_option(event):
                 yield self.at(event)
-                return  # the choice is one, however many regions take it
+                return  # one option, however many regions use it
 
-    def _chosen(self, event: Event) -> bool:
-        """Whether the region is BF16 by somebody's choice: a flag of that meaning decides."""
+    def _is_option(self, event: Event) -> bool:
+        """True if an option selects BF16 for the region."""
         low = [guard for guard, dtype in event.dtypes if dtype == "bfloat16"]
         others = {dtype for _, dtype in event.dtypes} - {"bfloat16", None}
-        if others and any(low):  # under a flag; not both in turn, as a loop of a test does
+        if others and any(low):  # under a flag, and not one after the other as in a test's loop
             return True
         flags = set().union(*(event.guard.joined(guard).flags() for guard in low)) if low else set()
         return any(_CHOICE.search(flag) for flag in flags)

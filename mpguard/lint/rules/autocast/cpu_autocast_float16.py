@@ -7,28 +7,28 @@ import libcst as cst
 
 from mpguard.lint import Bad, Call, Constant, Diagnostic, Event, Facts, Good, Note, Rule, any_of, dotted
 
-#: What else may bring a GPU: then the code is not for the CPU alone.
+#: Words of code that may use a GPU: such code is not for the CPU alone.
 _GPU = re.compile(r"(?i)cuda|gpu|xpu|npu|mps|hpu|device_map|accelerat|deepspeed|fabric|trainer|rank|parallel")
-#: An autocast, a scaler and imports of them name the device too.
+#: Lines with an autocast, a scaler or an import are ignored: they name a device too.
 _AMP = re.compile(r"autocast|GradScaler|import")
 
 
 class CpuAutocastFloat16(Rule):
-    """FP16 mixed precision that is asked for on the CPU, and is not there.
+    """FP16 mixed precision is requested on the CPU, where it has no effect.
 
     ## What it does
     Reports `Accelerator(mixed_precision="fp16", cpu=True)`, `TrainingArguments(fp16=True, use_cpu=True)`, an
-    Accelerator whose launch config says `mixed_precision: fp16` and `use_cpu: true`, and a `"cuda"` autocast around a
-    model that is moved to the CPU, in a file that names no GPU otherwise.
+    Accelerator whose launch config sets `mixed_precision: fp16` and `use_cpu: true`, and a `"cuda"` autocast around a
+    model that is moved to the CPU, in a file that mentions no GPU elsewhere.
 
     ## Why is this bad
-    The run is in FP32. Accelerate 1.15 sets no autocast and no scaler up where the device is the CPU and the precision
-    FP16, and says nothing (run: `native_amp` is False, `scaler` None, the model's output FP32; with BF16 it does). A
-    `"cuda"` autocast changes nothing for tensors on the CPU; where there is no GPU, torch warns and switches it off.
+    The run is in FP32. Accelerate 1.15 sets up neither autocast nor a scaler if the device is the CPU and the precision
+    FP16, without a message (observed: `native_amp` is False, `scaler` None, the model's output FP32; BF16 works). A
+    `"cuda"` autocast has no effect on tensors on the CPU; without a GPU, torch warns and disables it.
 
     ## Known limits
-    Plain torch has FP16 autocast on the CPU: `torch.autocast("cpu", dtype=torch.float16)` with `GradScaler("cpu")`
-    works, and is not reported. A device that is chosen by an option is unknown.
+    Plain torch supports FP16 autocast on the CPU: `torch.autocast("cpu", dtype=torch.float16)` with `GradScaler("cpu")`
+    works, and is not reported. A device that an option selects is unknown.
     """
 
     code, name = "MPG303", "cpu-autocast-float16"
@@ -129,12 +129,14 @@ accelerator = Accelerator()
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for event in facts.events("accelerator"):
             given = event.call.argument(2, "mixed_precision")
-            if self._is(event.call, "mixed_precision", "fp16", facts) and self._is(event.call, "cpu", True, facts):
+            if self._has_value(event.call, "mixed_precision", "fp16", facts) and self._has_value(
+                event.call, "cpu", True, facts
+            ):
                 yield self.at(event, what="Accelerate's FP16")
-            elif given is None and not event.call.starred and (notes := self._launched_on_cpu(facts)):
-                yield self.at(event, what="Accelerate's FP16, which the launch config asks for,", notes=notes)
+            elif given is None and not event.call.starred and (notes := self._cpu_notes(facts)):
+                yield self.at(event, what="Accelerate's FP16, which the launch config sets,", notes=notes)
         for call in facts.calls.get("TrainingArguments", ()):
-            if self._is(call, "fp16", True, facts) and self._is(call, "use_cpu", True, facts):
+            if self._has_value(call, "fp16", True, facts) and self._has_value(call, "use_cpu", True, facts):
                 yield self.at(call, what="the Trainer's FP16")
         for event in facts.events("autocast"):
             if facts.autocast(event.call, facts.called_path(event.call)).device == "cuda":
@@ -143,17 +145,17 @@ accelerator = Accelerator()
                     notes = (Note("this model is on the CPU", model.span),)
                     yield self.at(event, what='a "cuda" autocast', notes=notes)
 
-    def _is(self, call: Call, name: str, value: object, facts: Facts) -> bool:
-        """Whether a keyword argument has a value for certain."""
+    def _has_value(self, call: Call, name: str, value: object, facts: Facts) -> bool:
+        """True if a keyword argument is certain to have a value."""
         given = call.keywords.get(name)
-        return given is not None and self._surely(given, value, call, facts)
+        return given is not None and self._is_certainly(given, value, call, facts)
 
-    def _surely(self, node: cst.BaseExpression, value: object, call: Call, facts: Facts) -> bool:
+    def _is_certainly(self, node: cst.BaseExpression, value: object, call: Call, facts: Facts) -> bool:
         atoms = [each.atom for each in facts.evaluate(node, call)]
         return bool(atoms) and all(isinstance(atom, Constant) and atom.value == value for atom in atoms)
 
-    def _launched_on_cpu(self, facts: Facts) -> tuple[Note, ...]:
-        """Where the launch configs say FP16 and the CPU, if all of them do."""
+    def _cpu_notes(self, facts: Facts) -> tuple[Note, ...]:
+        """Return notes at the launch configs' `use_cpu`, if all of them set FP16 and the CPU."""
         notes = []
         for config in facts.project.configs_for(facts.path):
             entry = config.entry("use_cpu")
@@ -161,18 +163,18 @@ accelerator = Accelerator()
                 return ()
             if config.distributed_type not in ("NO", "MULTI_CPU"):
                 return ()  # the launcher ignores `use_cpu` there: MPG811
-            notes.append(Note("the config asks for the CPU", entry.span, config.path))
+            notes.append(Note("the config selects the CPU", entry.span, config.path))
         return tuple(notes)
 
     def _model_on_cpu(self, event: Event, facts: Facts) -> Call | None:
-        """A model that is called in the region, and is moved to the CPU for certain."""
+        """Return the call that moves a model to the CPU, if the model is called in the region."""
         if _names_gpu(facts.source.normal):
             return None
         moved = {}
         for name in ("to", "cpu"):
             for call in facts.calls.get(name, ()):
                 target = call.argument(0, "device")
-                if name == "to" and (target is None or not self._surely(target, "cpu", call, facts)):
+                if name == "to" and (target is None or not self._is_certainly(target, "cpu", call, facts)):
                     return None
                 above = facts.walker.parents.get(call.node)
                 targets = getattr(above, "targets", ())
@@ -185,7 +187,7 @@ accelerator = Accelerator()
 
 
 def _names_gpu(text: str) -> bool:
-    """Whether any line names a GPU but for what `_AMP` is on."""
+    """True if any line names a GPU, apart from the lines that match `_AMP`."""
     for found in _GPU.finditer(text):
         start, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
         if not _AMP.search(text, start, end if end >= 0 else len(text)):

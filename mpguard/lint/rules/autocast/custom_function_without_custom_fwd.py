@@ -25,34 +25,33 @@ from mpguard.lint import (
 )
 
 _FUNCTIONS = frozenset({"torch.autograd.Function", "torch.autograd.function.Function"})
-#: What settles the dtypes by hand.
-_SETTLES = frozenset({"to", "float", "half", "bfloat16", "type", "type_as", "autocast", "is_autocast_enabled"})
+#: Calls that set the dtypes explicitly.
+_SETS_DTYPE = frozenset({"to", "float", "half", "bfloat16", "type", "type_as", "autocast", "is_autocast_enabled"})
 _AMP = re.compile(r"amp|custom_|autocast|cast|dynamo|once_differentiable")
 
 
 class CustomFunctionWithoutCustomFwd(Rule):
-    """An `autograd.Function` that does matrix work runs under autocast without `custom_fwd` and `custom_bwd`.
+    """An `autograd.Function` with matrix products runs under autocast without `custom_fwd` and `custom_bwd`.
 
     ## What it does
-    Reports a subclass of `torch.autograd.Function` whose `forward` and `backward` both hold a matrix product, and whose
-    `apply` is called inside an autocast region of the file.
+    Reports a subclass of `torch.autograd.Function` whose `forward` and `backward` both contain a matrix product, and
+    whose `apply` is called inside an autocast region of the file.
 
     ## Why is this bad
-    Autocast is in force in `forward`, which saves its FP32 inputs and returns a result in 16 bits, and not in
-    `backward`: the gradient comes in 16 bits and is multiplied with what was saved in FP32. torch 2.13 raises there
-    ("expected m1 and m2 to have the same dtype"). `custom_fwd` remembers the state of autocast, `custom_bwd` brings it
-    back.
+    Autocast is active in `forward`, which saves its FP32 inputs and returns a 16-bit result, but not in `backward`: the
+    gradient arrives in 16 bits and is multiplied with the saved FP32 tensors. torch 2.13 raises there ("expected m1 and
+    m2 to have the same dtype"). `custom_fwd` records the state of autocast, `custom_bwd` restores it.
 
     ## Fix safety
     Unsafe: the decorators change the dtype in which `backward` computes.
 
     ## Known limits
-    Silent where the function is applied in another file, or settles dtypes by hand (a cast, a region of its own).
+    Not reported if the function is applied in another file, or sets its dtypes itself (a cast, its own region).
     """
 
     code, name = "MPG312", "custom-function-without-custom-fwd"
     severity = "warning"
-    message = "`{function}` does matrix work under autocast, and its backward pass does not know of it"
+    message = "`{function}` computes matrix products under autocast, and its backward pass runs without autocast"
     help = "decorate forward with torch.amp.custom_fwd and backward with torch.amp.custom_bwd"
     triggers = (any_of(b"Function)", b"Function,"), any_of(b"autocast"), any_of(b".apply"), any_of(b"def backward"))
     examples = (
@@ -224,9 +223,9 @@ z = NotHere.apply(x, w)
                 continue
             if not _FUNCTIONS & set(facts.graph.ancestry(cls)):
                 continue
-            if not all(self._unsettled(scope) for scope in (forward, backward)):
+            if not all(self._lacks_dtype(scope) for scope in (forward, backward)):
                 continue
-            found = next(self._applied(cls, facts), None)
+            found = next(self._applied_under_autocast(cls, facts), None)
             if found is not None:
                 call, region = found
                 notes = (Note("applied under autocast here", call.span),)
@@ -235,17 +234,17 @@ z = NotHere.apply(x, w)
                 start = facts.span(cls.node, binding)[0]
                 yield self.at((start, start + len(f"class {cls.name}")), function=cls.name, notes=notes, fix=fix)
 
-    def _unsettled(self, scope: Scope) -> bool:
-        """Whether a function does matrix work, and nothing in it says in which dtype."""
+    def _lacks_dtype(self, scope: Scope) -> bool:
+        """True if a function has matrix products and nothing in it sets their dtype."""
         if any(_AMP.search(text_of(each)) for each in scope.decorators) or scope.withs:
             return False
-        if any(call.name in _SETTLES or "dtype" in call.keywords for call in scope.calls):
+        if any(call.name in _SETS_DTYPE or "dtype" in call.keywords for call in scope.calls):
             return False
         work = [c for c in scope.calls if c.name in autocast_ops.LOWERED and c.receiver is not None]
         return bool(scope.products or work)
 
-    def _applied(self, cls: Scope, facts: Facts) -> Iterator[tuple[Call, Region]]:
-        """The calls of its `apply` under autocast, also under another name."""
+    def _applied_under_autocast(self, cls: Scope, facts: Facts) -> Iterator[tuple[Call, Region]]:
+        """Yield the calls of its `apply` under autocast, also through an alias."""
         names = {f"{cls.name}.apply"}
         for scope in facts.walker.scopes:
             for key, bindings in scope.bindings.items():

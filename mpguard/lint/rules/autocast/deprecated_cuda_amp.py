@@ -29,7 +29,7 @@ _MODULES = frozenset(
 )
 #: The version of torch that deprecated them.
 _DEPRECATED = (2, 4)
-#: The deprecated names, and what their positional arguments are called.
+#: The deprecated names, and the names of their positional arguments.
 _NAMES = {
     "autocast": ("enabled", "dtype", "cache_enabled"),
     "GradScaler": ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"),
@@ -42,31 +42,30 @@ class DeprecatedCudaAmp(Rule):
     """`torch.cuda.amp` and `torch.cpu.amp` are deprecated in favour of `torch.amp`.
 
     ## What it does
-    Reports `autocast`, `GradScaler`, `custom_fwd` and `custom_bwd` of `torch.cuda.amp` and
-    `torch.cpu.amp` where they are called or decorate; for a name that is imported from there the
-    import is the place, once.
+    Reports `autocast`, `GradScaler`, `custom_fwd` and `custom_bwd` of `torch.cuda.amp` and `torch.cpu.amp` where they
+    are called or used as decorators. A name that is imported from there is reported once, at the import.
 
     ## Why is this bad
-    torch warns on every use (`FutureWarning`, since 2.4) and will remove them. The arguments are
-    in another order, so that a search and replace is wrong: `torch.cuda.amp.autocast(enabled, dtype)`
-    against `torch.amp.autocast(device_type, dtype, enabled)`.
+    torch warns on every use (`FutureWarning`, since 2.4) and will remove them. The order of the arguments differs, so a
+    search and replace is wrong: `torch.cuda.amp.autocast(enabled, dtype)` against
+    `torch.amp.autocast(device_type, dtype, enabled)`.
 
     ## Fix safety
-    Safe: the same classes with the device as first argument, and positional arguments written as
-    keywords. There is no fix where the arguments come from `*args`, where a name is passed on as a
-    value, or where `GradScaler` is a base class, whose own call of `__init__` would need the device.
-    Unsafe where another file of the tree may take the name from the module that is mended: its
-    calls would need the device too. `torch.amp.GradScaler` needs torch 2.3, `torch.amp.custom_fwd` 2.4.
+    Safe: the same classes with the device as first argument, and positional arguments written as keywords. There is no
+    fix if the arguments come from `*args`, if a name is passed on as a value, or if `GradScaler` is a base class, whose
+    own call of `__init__` would need the device. Unsafe if another file of the tree may import the name from the fixed
+    module: the calls there would need the device too. `torch.amp.GradScaler` needs torch 2.3, `torch.amp.custom_fwd`
+    2.4.
 
     ## Known limits
-    A fallback for old versions of torch is fine: in an `except` arm, beside an import from
-    `torch.amp`, or under a condition that asks for the version. So is a project whose requirements allow no torch
-    from 2.4 on, and the source tree of torch itself.
+    A fallback for old versions of torch is not reported: in an `except` arm, next to an import from `torch.amp`, or
+    under a condition on the version. Neither are projects whose requirements exclude torch 2.4 and later, and the
+    source tree of torch itself.
     """
 
     code, name = "MPG302", "deprecated-cuda-amp"
     severity = "warning"
-    message = "`{old}` is deprecated; it is `{new}` now"
+    message = "`{old}` is deprecated; use `{new}`"
     help = "use torch.amp, which takes the device first"
     triggers = (
         any_of(b"cuda.amp", b"cpu.amp", b"torch.cuda import", b"torch.cpu import"),
@@ -358,20 +357,20 @@ context = torch.cuda.amp.autocast()
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.project.required(facts.path, "torch").before(_DEPRECATED) or imports.own(facts, "torch"):
             return
-        taken: dict[Binding, str] = {}
+        paths: dict[Binding, str] = {}
         for binding in (*imports.imports(facts), *imports.renamed(facts)):
-            path = self._taken(binding, facts)
+            path = self._deprecated_path(binding, facts)
             if path and not imports.stands_in(binding) and not self._has_other_arm(binding):
-                taken[binding] = path
-        for statement, found in imports.by_statement(list(taken)).items():
-            if any(self._uses(binding, taken[binding], facts) for binding in found):
-                yield self._at_import(statement, found, taken, facts)
+                paths[binding] = path
+        for statement, found in imports.by_statement(list(paths)).items():
+            if any(self._uses(binding, paths[binding], facts) for binding in found):
+                yield self._at_import(statement, found, paths, facts)
         yield from self._calls(facts)
 
     # -- imports ------------------------------------------------------------------------------------
 
-    def _taken(self, binding: Binding, facts: Facts) -> str:
-        """What a name stands for: a deprecated module, or a deprecated name of one; empty otherwise."""
+    def _deprecated_path(self, binding: Binding, facts: Facts) -> str:
+        """Return the deprecated module or name that a binding refers to; empty if it is neither."""
         if binding.kind == "assign":  # amp = torch.cuda.amp
             spelled = ".amp" in dotted(binding.value) and binding.value is not None
             atoms = [each.atom for each in facts.evaluate(binding.value, binding)] if spelled else []
@@ -382,7 +381,7 @@ context = torch.cuda.amp.autocast()
         return path if path in _MODULES or (module in _MODULES and name in _NAMES) else ""
 
     def _has_other_arm(self, binding: Binding) -> bool:
-        """Whether the same name may also come from elsewhere: an arm for another version of torch."""
+        """True if another arm binds the same name for another version of torch."""
         return any(
             other is not binding
             and other.kind in ("from", "import", "assign", "def", "class")
@@ -392,27 +391,27 @@ context = torch.cuda.amp.autocast()
         )
 
     def _uses(self, binding: Binding, path: str, facts: Facts) -> list[Use]:
-        """The uses of a deprecated name that is taken; of a module, those of its deprecated names."""
+        """Return the uses of a deprecated name, or of the deprecated names of a module."""
         found = imports.uses(facts, binding)
         if path not in _MODULES:
             return found
         return [use for use in found if use.path[len(binding.key) + 1 :] in _NAMES]
 
     def _at_import(
-        self, statement: cst.CSTNode, found: list[Binding], taken: dict[Binding, str], facts: Facts
+        self, statement: cst.CSTNode, found: list[Binding], paths: dict[Binding, str], facts: Facts
     ) -> Diagnostic:
-        first, path = found[0], taken[found[0]]
+        first, path = found[0], paths[found[0]]
         old = path if path in _MODULES or len(found) == 1 else path.rpartition(".")[0]
-        fix = self._fix_import(statement, found, taken, facts)
-        return self.at(facts.span(statement, first), old=old, new=_modern(old), fix=fix)
+        fix = self._fix_import(statement, found, paths, facts)
+        return self.at(facts.span(statement, first), old=old, new=_replacement(old), fix=fix)
 
     def _fix_import(
-        self, statement: cst.CSTNode, found: list[Binding], taken: dict[Binding, str], facts: Facts
+        self, statement: cst.CSTNode, found: list[Binding], paths: dict[Binding, str], facts: Facts
     ) -> Fix | None:
         at, names = found[0], getattr(statement, "names", found)
-        uses = {binding: self._uses(binding, taken[binding], facts) for binding in found}
+        uses = {binding: self._uses(binding, paths[binding], facts) for binding in found}
         if len(names) != len(found) or any(len(imports.uses(facts, each)) != len(uses[each]) for each in found):
-            return None  # other names come by the same import
+            return None  # the import binds other names too
         node: cst.CSTNode
         if isinstance(statement, cst.ImportFrom) and statement.module is not None:
             node = statement.module
@@ -423,8 +422,8 @@ context = torch.cuda.amp.autocast()
         edits = [Edit(*facts.span(node, at), re.sub(r"\.(?:cuda|cpu)\b", "", facts.short(node)))]
         for binding in found:
             if not uses[binding] or len(binding.scope.bindings[binding.key]) > 1:
-                return None  # others may import it from here; or another arm has a stand-in, called alike
-            path = taken[binding]
+                return None  # other files may import it, or another arm binds a fallback
+            path = paths[binding]
             for use in uses[binding]:
                 name = use.path[len(binding.key) + 1 :] or path.rpartition(".")[2]
                 made = self._use(use, name, path.split(".")[1], facts)
@@ -435,14 +434,14 @@ context = torch.cuda.amp.autocast()
         return Fix("Import from torch.amp, and name the device", "unsafe" if elsewhere else "safe", tuple(edits))
 
     def _use(self, use: Use, name: str, device: str, facts: Facts) -> list[Edit] | None:
-        """The edits that one use of a name needs; None where it cannot be mended."""
+        """Return the edits that one use of a name needs; None if it cannot be fixed."""
         parent = facts.walker.parents.get(use.node)
         if name not in _NAMES:
             return None
         if isinstance(parent, cst.Call) and parent.func is use.node:
             return self._arguments(facts.walker.call_of[parent], name, device, facts)
         if isinstance(parent, cst.Decorator):
-            return [self._bare(use.node, use, device, facts)] if name.startswith("custom_") else None
+            return [self._call_with_device(use.node, use, device, facts)] if name.startswith("custom_") else None
         call = facts.walker.parents.get(parent) if isinstance(parent, cst.Arg) else None
         return [] if isinstance(call, cst.Call) and dotted(call.func) in ("isinstance", "issubclass") else None
 
@@ -451,16 +450,16 @@ context = torch.cuda.amp.autocast()
     def _calls(self, facts: Facts) -> Iterator[Diagnostic]:
         for name in _NAMES:
             for call in facts.calls.get(name, ()):
-                path = self._legacy(call.path, call.scope, call.order, facts)
+                path = self._deprecated_use(call.path, call.scope, call.order, facts)
                 if path and not imports.stands_in(call):
                     yield from self._report(call.span, path, self._fix_call(call, path, facts))
         for scope in facts.walker.scopes:
             for decorator in scope.decorators:
-                path = self._legacy(dotted(decorator), scope.parent or scope, scope.order, facts)
+                path = self._deprecated_use(dotted(decorator), scope.parent or scope, scope.order, facts)
                 if path:
                     at = next(b for b in (scope.parent or scope).bindings[scope.name] if b.defines is scope)
                     device = path.split(".")[1]
-                    edits = (self._renamed(decorator, at, facts), self._bare(decorator, at, device, facts))
+                    edits = (self._renamed(decorator, at, facts), self._call_with_device(decorator, at, device, facts))
                     fixable = path.rsplit(".", 1)[1].startswith("custom_") and None not in edits
                     fix = (
                         Fix("Use torch.amp, and name the device", "safe", tuple(e for e in edits if e))
@@ -469,8 +468,8 @@ context = torch.cuda.amp.autocast()
                     )
                     yield from self._report(facts.span(decorator, at), path, fix)
 
-    def _legacy(self, path: str, scope: Scope, order: int, facts: Facts) -> str:
-        """The full name, where the code spells out `cuda.amp` at the place of use."""
+    def _deprecated_use(self, path: str, scope: Scope, order: int, facts: Facts) -> str:
+        """Return the full name if the code writes `cuda.amp` at the place of use."""
         if ".amp." not in f".{path}" or not path.endswith(tuple(_NAMES)) or path.count(".") < 2:
             return ""
         for each in facts.values.lookup(path, scope, order):
@@ -481,7 +480,7 @@ context = torch.cuda.amp.autocast()
         return ""
 
     def _report(self, span: tuple[int, int], path: str, fix: Fix | None) -> Iterator[Diagnostic]:
-        yield self.at(span, old=path, new=_modern(path), fix=fix)
+        yield self.at(span, old=path, new=_replacement(path), fix=fix)
 
     def _fix_call(self, call: Call, path: str, facts: Facts) -> Fix | None:
         module, _, name = path.rpartition(".")
@@ -496,12 +495,12 @@ context = torch.cuda.amp.autocast()
         new = re.sub(r"\.(?:cuda|cpu)\.amp\.", ".amp.", text)
         return Edit(*facts.span(node, at), new) if new != text else None
 
-    def _bare(self, node: cst.CSTNode, at: Record, device: str, facts: Facts) -> Edit:
+    def _call_with_device(self, node: cst.CSTNode, at: Record, device: str, facts: Facts) -> Edit:
         end = facts.span(node, at)[1]
         return Edit(end, end, f'(device_type="{device}")')
 
     def _arguments(self, call: Call, name: str, device: str, facts: Facts) -> list[Edit] | None:
-        """The device comes first, and what was positional becomes a keyword."""
+        """Return the edits that pass the device first and positional arguments as keywords."""
         if any(arg.star == "*" for arg in call.node.args) or len(call.positional) > len(_NAMES[name]):
             return None
         if name.startswith("custom_") and call.positional:
@@ -512,16 +511,16 @@ context = torch.cuda.amp.autocast()
         end = place
         while text[end] in " \t":
             end += 1
-        edits = [Edit(place, place if text[end] in "\r\n#\\" else end, first + self._after(text[end]))]
+        edits = [Edit(place, place if text[end] in "\r\n#\\" else end, first + self._separator(text[end]))]
         for keyword, value in zip(_NAMES[name], call.positional, strict=False):
             start = call.chunk.outer_span(value)[0]
             edits.append(Edit(start, start, f"{keyword}="))
         return edits
 
-    def _after(self, following: str) -> str:
-        """What parts the first argument from what follows it."""
+    def _separator(self, following: str) -> str:
+        """Return the separator between the first argument and the text that follows it."""
         return "" if following == ")" else "," if following in "\r\n#\\" else ", "
 
 
-def _modern(path: str) -> str:
+def _replacement(path: str) -> str:
     return path.replace(".cuda.amp", ".amp").replace(".cpu.amp", ".amp")

@@ -7,32 +7,32 @@ import libcst as cst
 from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, any_of, autocast_ops, constant
 from mpguard.policy.dtype import Dtype
 
-#: What is worth FP32: matrix products, and what autocast itself would run in FP32.
-_WORK = autocast_ops.LOWERED | autocast_ops.FLOAT32_ON_CUDA
+#: Operations that a region disables autocast for: matrix products, and those that autocast runs in FP32.
+_OPERATIONS = autocast_ops.LOWERED | autocast_ops.FLOAT32_ON_CUDA
 
 
 class DisabledAutocastWithoutCast(Rule):
-    """Autocast is disabled around an operation, and its input is still in 16 bits.
+    """Autocast is disabled around an operation, but its input is still in 16 bits.
 
     ## What it does
-    Reports an input of a matrix product, a softmax, a loss and the like inside `autocast(enabled=False)`, where the
-    input comes from matrix work of an autocast region further out, and is not cast.
+    Reports an input of a matrix product, a softmax, a loss and similar operations inside `autocast(enabled=False)`, if
+    the input is the result of matrix products in an outer autocast region and is not cast.
 
     ## Why is this bad
-    `enabled=False` casts nothing back: what the outer region made in FP16 or BF16 stays so, and without autocast the
-    operation runs in the dtype of its input. A softmax or a loss that autocast would have run in FP32 runs in 16 bits
-    then: less accurate than without the inner region.
+    `enabled=False` casts nothing back: tensors that the outer region computed in FP16 or BF16 keep that dtype, and
+    without autocast the operation runs in the dtype of its input. A softmax or a loss that autocast would have run in
+    FP32 then runs in 16 bits, less accurately than without the inner region.
 
     ## Known limits
-    Preview: inputs that come from a module of the file's own are followed, those of unknown functions are not, and the
-    rule found too little real code to be measured on. A call of the file's own function is taken to cast by itself.
+    Preview: too little real code was found to measure the rule on. Inputs from modules of the same file are followed,
+    those from unknown functions are not. A function of the same file is assumed to cast its inputs itself.
     """
 
     code, name = "MPG307", "disabled-autocast-without-cast"
     severity = "warning"
     preview = True
     message = "`{value}` is still {dtype} here: `enabled=False` casts nothing back"
-    help = "cast it: `.float()`"
+    help = "cast it with `.float()`"
     triggers = (any_of(b"autocast"), any_of(b"enabled=False", b"enabled = False", b"autocast(False"))
     examples = (
         Bad(
@@ -89,7 +89,7 @@ def plain(self, x, y):
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         reported: set[object] = set()
-        calls = (call for name in _WORK & facts.calls.keys() for call in facts.calls[name])
+        calls = (call for name in _OPERATIONS & facts.calls.keys() for call in facts.calls[name])
         for call in sorted(calls, key=lambda call: call.order):
             inner = self._disabled(call, facts)
             if inner is None or inner in reported or "dtype" in call.keywords:
@@ -98,20 +98,20 @@ def plain(self, x, y):
                 low = facts.precision.low(value, call)
                 if low is not None and low.lowered and low.origin is not None:
                     reported.add(inner)
-                    notes = (Note("made here", low.origin.span), Note("disabled here", inner.span))
+                    notes = (Note("computed here", low.origin.span), Note("disabled here", inner.span))
                     yield self.at(
                         facts.span(value, call), value=facts.short(value), dtype=Dtype.label_of(low.dtype), notes=notes
                     )
                     break
 
     def _disabled(self, call: Call, facts: Facts) -> Call | None:
-        """The innermost autocast around a call, where that is disabled."""
+        """Return the innermost autocast around a call if it is disabled."""
         regions = [region for region in facts.regions(call) if region.kind == "autocast"]
         inner = regions[-1].call if regions and not regions[-1].guard.possible else None
         return inner if inner is not None and constant(inner.keywords.get("enabled")) == (False,) else None
 
     def _inputs(self, call: Call, facts: Facts) -> list[cst.BaseExpression]:
-        """The tensors of an operation of torch's: a function's arguments, a method's object."""
+        """Return the input tensors of a torch operation: arguments of a function, receiver of a method."""
         if facts.called_path(call).startswith("torch."):
             return call.positional[:3]
         known = call.receiver is not None and not facts.paths(call) and not facts.functions(call)

@@ -4,34 +4,34 @@ from collections.abc import Iterator
 
 from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, With, any_of, constant
 
-#: The first torch with which the weights were seen to get their gradients.
-_MENDED = (2, 11)
+#: The first version of torch with which the weights were observed to get their gradients.
+_FIXED = (2, 11)
 
 
 class NoGradInAutocastCache(Rule):
-    """A forward pass under `no_grad` leaves casts of the weights in autocast's cache, and they carry no gradient.
+    """A forward pass under `no_grad` leaves casts of the weights without gradient in autocast's cache.
 
     ## What it does
-    Reports a call of a model under `no_grad` inside an autocast region, where the same model is called again in that
+    Reports a call of a model under `no_grad` inside an autocast region, if the same model is called again in that
     region with gradients.
 
     ## Why is this bad
-    Autocast casts each FP32 weight once per region and remembers the cast. Up to torch 2.9, the cast that is made under
-    `no_grad` has no history, and the forward pass that trains uses it again: the weights of linear layers and
-    convolutions get no gradient, without a word (pytorch/pytorch#112583, #158232).
+    Autocast casts each FP32 weight once per region and caches the cast. Up to torch 2.9, a cast that is made under
+    `no_grad` has no autograd history, and the training forward pass reuses it: the weights of linear layers and
+    convolutions get no gradient, without a warning (pytorch/pytorch#112583, #158232).
 
     ## Known limits
-    Preview, since it concerns old versions only. It was mended by pytorch/pytorch#165068, merged in December 2025: with
-    torch 2.13 on a CPU (FP16 and BF16) and with 2.11 on an H100 (FP16) the weights do get their gradients, after
-    `no_grad` and after `inference_mode`. Whether 2.10 has it was not tried. Silent where the project requires torch
-    2.11 or newer, with `cache_enabled=False`, after `torch.clear_autocast_cache()`, and for frozen models.
+    Preview, since only old versions are affected. pytorch/pytorch#165068, merged in December 2025, fixed it: with torch
+    2.13 on a CPU (FP16 and BF16) and with 2.11 on an H100 (FP16) the weights do get their gradients, after `no_grad`
+    and after `inference_mode`. torch 2.10 was not tried. Not reported if the project requires torch 2.11 or newer, with
+    `cache_enabled=False`, after `torch.clear_autocast_cache()`, and for frozen models.
     """
 
     code, name = "MPG313", "no-grad-in-autocast-cache"
     severity = "warning"
     preview = True
     message = "`{call}` runs under no_grad in the region in which the same weights are trained"
-    help = "leave the region in between, or give it `cache_enabled=False`; or require a newer torch"
+    help = "leave the region in between, or pass `cache_enabled=False`; or require torch 2.11 or newer"
     triggers = (any_of(b"autocast"), any_of(b"no_grad", b"inference_mode"), any_of(b"backward", b"loss"))
     examples = (
         Bad(
@@ -102,20 +102,20 @@ with torch.autocast("cuda"):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.project.required(facts.path, "torch").since(_MENDED):
+        if facts.project.required(facts.path, "torch").since(_FIXED):
             return
         for scope in facts.walker.scopes:
             calls = [call for call in scope.calls if len(call.withs) > 1 and call.path]
             for call in calls:
                 item = self._region(call, facts)
-                if item is None or facts.scope_infers(scope) or not self._model(call, facts):
+                if item is None or facts.scope_infers(scope) or not self._is_trained_model(call, facts):
                     continue
                 later = next((c for c in scope.calls if self._trains(c, call, item, facts)), None)
                 if later is not None:
                     yield self.at(call, call=facts.short(call.node), notes=(Note("trained here", later.span),))
 
     def _region(self, call: Call, facts: Facts) -> With | None:
-        """The enabled autocast that a call stands in, with a `no_grad` inside it."""
+        """Return the enabled autocast around a call that has a `no_grad` inside it."""
         found: With | None = None
         for item in call.withs:
             for region in facts.contexts.entered(item):
@@ -126,7 +126,7 @@ with torch.autocast("cuda"):
                     return found
         return None
 
-    def _model(self, call: Call, facts: Facts) -> bool:
+    def _is_trained_model(self, call: Call, facts: Facts) -> bool:
         kinds = facts.kinds(call.func, call)
         named = call.name.endswith(("model", "net", "network", "encoder", "decoder", "unet", "generator", "policy"))
         return ("model" in kinds or (kinds <= {""} and named)) and not facts.frozen.named(call.path)

@@ -5,30 +5,30 @@ from collections.abc import Iterator
 
 from mpguard.lint import Bad, Diagnostic, Facts, Good, Rule, any_of, backends
 
-#: Code that lowers its precision in the open claims no FP32.
-_OPEN = re.compile(r"(?i)autocast|bf16|bfloat16|fp16|float16|mixed")
+#: Code that lowers its precision explicitly does not rely on FP32.
+_EXPLICIT = re.compile(r"(?i)autocast|bf16|bfloat16|fp16|float16|mixed")
 
 
 class MatmulPrecisionMedium(Rule):
-    """`torch.set_float32_matmul_precision("medium")` lets FP32 matrix products be computed in BF16.
+    """`torch.set_float32_matmul_precision("medium")` allows BF16 inside FP32 matrix products.
 
     ## What it does
     Reports the setting `"medium"`, as a literal or through a name.
 
     ## Why is this bad
     "medium" allows BF16 inside FP32 products wherever a backend has such a kernel: 8 significant bits where the code
-    says 24. On a CPU with BF16 instructions it is used (oneDNN); CUDA today does the same as for "high", TF32 with 11
-    bits, and may change. What is meant is nearly always "high": the same speed on CUDA, and what it says.
+    requests 24. A CPU with BF16 instructions uses it (oneDNN). CUDA today treats it like "high", TF32 with 11 bits, and
+    this may change. "high" is nearly always what is intended: the same speed on CUDA, with defined precision.
 
     ## Known limits
-    A value from an option is unknown. Silent in files that speak of FP16, BF16 or autocast themselves: what they lower
-    in the open, the switch does not hide.
+    A value from an option is unknown. Files that mention FP16, BF16 or autocast are not reported: there the code lowers
+    the precision explicitly.
     """
 
     code, name = "MPG704", "matmul-precision-medium"
     severity = "warning"
     message = '`set_float32_matmul_precision("medium")` allows BF16 inside FP32 matrix products'
-    help = 'Use "high" (TF32), or autocast to BF16 in the open'
+    help = 'Use "high" (TF32), or autocast to BF16 explicitly'
     triggers = (any_of(b"set_float32_matmul_precision"), any_of(b"medium"))
     examples = (
         Bad(
@@ -71,7 +71,7 @@ trainer = Trainer(precision="bf16-mixed")
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if _OPEN.search(facts.source.text):
+        if _EXPLICIT.search(facts.source.text):
             return
         for switch in backends.switches(facts):
             if switch.path == "torch.set_float32_matmul_precision" and switch.value == "medium":

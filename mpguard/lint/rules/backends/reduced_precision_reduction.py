@@ -15,12 +15,12 @@ class ReducedPrecisionReduction(Rule):
     `allow_fp16_reduced_precision_reduction = True`.
 
     ## Why is this bad
-    With the first, cuBLAS adds up products in FP16: sums beyond 65504 become inf, and long sums lose their last terms.
-    The second, torch's default, lets split sums be added in FP16; writing it down is no error, but a training that
-    overflows in FP16 should try `False` first.
+    With the first, cuBLAS accumulates products in FP16: sums beyond 65504 become inf, and long sums lose their last
+    terms. The second, torch's default, allows the partial sums of split products to be added in FP16. Setting it
+    explicitly is no error, but a training run that overflows in FP16 should try `False` first.
 
     ## Known limits
-    Preview: both are chosen on purpose for speed where the values are known to be small.
+    Preview: both are legitimate for speed if the values are known to be small.
     """
 
     code, name = "MPG703", "reduced-precision-reduction"

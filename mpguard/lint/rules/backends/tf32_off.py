@@ -5,15 +5,15 @@ from collections.abc import Iterator
 
 from mpguard.lint import Bad, Diagnostic, Facts, Good, Rule, any_of, backends
 
-#: What decides the precision of matrix products elsewhere, or makes FP32 products rare.
-_DECIDES = re.compile(
+#: Code that sets the precision of matrix products elsewhere, or makes FP32 products rare.
+_SETS_PRECISION = re.compile(
     r"(?i)autocast|float16|\bhalf\b|\.half\(|fp16|bf16|\bamp\b|tf32|fp32_precision|matmul_precision|accelerat|deepspeed"
     r"|trainer|lightning|fabric|precision"
 )
 
 
 class Tf32Off(Rule):
-    """A script trains in FP32 on CUDA and says nothing about TF32.
+    """A script trains in FP32 on CUDA and sets no TF32 switch.
 
     ## What it does
     Reports the first optimizer step of a script that moves its model to CUDA, trains it in FP32 and sets none of
@@ -22,11 +22,11 @@ class Tf32Off(Rule):
     ## Why is this bad
     torch leaves TF32 off for matrix products (since 1.12). On Ampere and newer GPUs
     `torch.set_float32_matmul_precision("high")` runs FP32 products on tensor cores with 11 significant bits, which is
-    enough for most training; NVIDIA's data sheet of the A100 says 156 TFLOPS for TF32 and 19.5 for FP32.
+    enough for most training. NVIDIA's data sheet of the A100 gives 156 TFLOPS for TF32 and 19.5 for FP32.
 
     ## Known limits
-    Preview: whether the GPU has TF32 and whether the program may lose the bits is not to be seen in the code. Silent as
-    soon as the file speaks of any low precision or of a framework that decides it.
+    Preview: the code does not show whether the GPU has TF32 and whether the program tolerates the lost bits. Not
+    reported if the file mentions any low precision or a framework that sets it.
     """
 
     code, name = "MPG702", "tf32-off"
@@ -82,7 +82,7 @@ def step(model, optimizer, x):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if "__main__" not in facts.source.text or _DECIDES.search(facts.source.text) or backends.switches(facts):
+        if "__main__" not in facts.source.text or _SETS_PRECISION.search(facts.source.text) or backends.switches(facts):
             return
         for step in facts.events("step")[:1]:
             if facts.events("backward"):
