@@ -8,26 +8,27 @@ _SETTING = "enable_fsdp_float8_all_gather"
 
 
 class AllGatherWithRowwise(Rule):
-    """Float8 all-gather is asked for with a recipe whose weights are not scaled as a whole.
+    """Float8 all-gather is enabled with a recipe whose weights are not scaled per tensor.
 
     ## What it does
-    Reports `enable_fsdp_float8_all_gather=True` of torchao's `Float8LinearConfig` with a weight that is scaled
-    `AXISWISE`, or added by `dataclasses.replace` to the recipe `rowwise` or `rowwise_with_gw_hp`; set on a config
-    after it was made; and beside such a config in accelerate's `AORecipeKwargs`.
+    Reports `enable_fsdp_float8_all_gather=True` of torchao's `Float8LinearConfig` if the weight is scaled `AXISWISE`;
+    if `dataclasses.replace` adds it to the recipe `rowwise` or `rowwise_with_gw_hp`; if it is assigned to an existing
+    config; and if accelerate's `AORecipeKwargs` receives it together with such a config.
 
     ## Why is this bad
-    A shard of the weight does not have the scales of its rows' other half. torchao 0.18 refuses: an `AssertionError`
-    that only tensorwise scaling is supported; assigning the field of a config raises, it is frozen. Accelerate reads
-    its own `enable_fsdp_float8_all_gather` only where no `config` is given, and ignores it otherwise in silence.
+    A shard of the weight does not have the scales of the other half of its rows. torchao 0.18 refuses it: an
+    `AssertionError` that only tensorwise scaling is supported. Assigning the field of a config raises, since the config
+    is frozen. Accelerate reads its own `enable_fsdp_float8_all_gather` only if no `config` is given, and otherwise
+    ignores it without a warning.
 
     ## Known limits
-    A recipe whose name comes from outside is not judged.
+    A recipe whose name comes from elsewhere is not checked.
     """
 
     code, name = "MPG414", "all-gather-with-rowwise"
     severity = "error"
     message = "float8 all-gather with the recipe `{recipe}`, whose weights are not scaled tensorwise"
-    help = "leave all-gather out (weights are gathered in BF16), or use the tensorwise recipe"
+    help = "turn all-gather off (weights are gathered in BF16), or use the tensorwise recipe"
     triggers = (any_of(_SETTING.encode()), any_of(b"rowwise", b"ROWWISE", b"AXISWISE"))
     examples = (
         Bad(

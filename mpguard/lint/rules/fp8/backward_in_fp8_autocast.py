@@ -9,15 +9,15 @@ class BackwardInFp8Autocast(Rule):
     """A backward pass runs inside Transformer Engine's FP8 region.
 
     ## What it does
-    Reports `loss.backward()` and `accelerator.backward(loss)` inside a region of `te.autocast` or `te.fp8_autocast`
-    that is not switched off.
+    Reports `loss.backward()` and `accelerator.backward(loss)` inside an enabled region of `te.autocast` or
+    `te.fp8_autocast`.
 
     ## Why is this bad
-    The region gathers the maxima of its tensors and exchanges them between the GPUs when it is left. NVIDIA's primer
-    of FP8 says that the backward call "needs to happen outside" for that reason, and that its precision is that of
-    the forward pass wherever it stands. Nothing is gained inside. On one GPU nothing is lost either: on an H200 with
-    Transformer Engine 2.20 the losses were equal to the last digit, with delayed and with current scaling. What
-    activation checkpointing runs again, and modules that run in a hook, are in FP8 twice.
+    The region collects the maxima of its tensors and exchanges them between the GPUs when it is left. For that reason
+    NVIDIA's FP8 primer requires that the backward call "needs to happen outside", and its precision is that of the
+    forward pass in any case. Nothing is gained inside. On one GPU nothing is lost either: on an H200 with Transformer
+    Engine 2.20 the losses were equal to the last digit, with delayed and with current scaling. What activation
+    checkpointing runs again, and modules that run in a hook, are computed in FP8 twice.
 
     ## Fix safety
     Unsafe: `backward` and what follows it in the block are moved out of the region.

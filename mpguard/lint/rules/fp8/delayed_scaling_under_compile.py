@@ -10,23 +10,23 @@ class DelayedScalingUnderCompile(Rule):
 
     ## What it does
     Reports a region of `te.autocast` or `te.fp8_autocast` whose recipe is a `DelayedScaling`, inside a function or a
-    module's `forward` that the file compiles with `torch.compile`, or in what such a function calls.
+    module's `forward` that the file compiles with `torch.compile`, or in a function that it calls.
 
     ## Why is this bad
-    Transformer Engine raises "DelayedScaling is not supported under torch.compile" while the function is traced:
-    its history of maxima is state that a graph cannot hold. With `fullgraph=True` the run stops. Without it dynamo
-    gives the function up: on an H200 (Transformer Engine 2.20, torch 2.11; benchmarks/results/fp8_limits.json) it
-    stopped with an `InternalTorchDynamoError` where no FP8 layer had run before, and ran uncompiled, without a
-    warning, where one had. With `Float8CurrentScaling` the same function ran at once.
+    Transformer Engine raises "DelayedScaling is not supported under torch.compile" while the function is traced: its
+    history of maxima is state that a graph cannot hold. With `fullgraph=True` the run stops. Without it dynamo falls
+    back to running the function uncompiled. On an H200 (Transformer Engine 2.20, torch 2.11;
+    benchmarks/results/fp8_limits.json) it stopped with an `InternalTorchDynamoError` if no FP8 layer had run before,
+    and ran uncompiled, without a warning, if one had. With `Float8CurrentScaling` the same function ran at once.
 
     ## Known limits
-    A region around the call of a compiled model is another thing, and not judged; nor is a region without a recipe,
-    whose default depends on the GPU. Modules that a container holds are not followed.
+    A region around the call of a compiled model is a different case and is not checked; nor is a region without a
+    recipe, whose default depends on the GPU. Modules inside containers are not followed.
     """
 
     code, name = "MPG402", "delayed-scaling-under-compile"
     severity = "error"
-    message = "`DelayedScaling` in a compiled function: Transformer Engine raises while it is traced"
+    message = "`DelayedScaling` in a compiled function: Transformer Engine raises while the function is traced"
     help = "use Float8CurrentScaling, or enter the region around the call of the compiled model"
     triggers = (any_of(b"DelayedScaling"), any_of(b"compile"), any_of(b"autocast"), any_of(b"transformer_engine"))
     examples = (

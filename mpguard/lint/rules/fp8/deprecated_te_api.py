@@ -8,18 +8,18 @@ import libcst as cst
 from mpguard.lint import Bad, Binding, Diagnostic, Edit, Facts, Fix, Good, Ref, Rule, Use, any_of, imports
 
 _MODULE = "transformer_engine.pytorch.fp8"
-#: Modules that hand the deprecated functions on.
+#: Modules that re-export the deprecated functions.
 _HOMES = ("transformer_engine.pytorch", "transformer_engine.pytorch.quantization")
 _NEW = {"fp8_autocast": "autocast", "fp8_model_init": "quantized_model_init"}
 _KEYWORDS = {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"}
-#: What the deprecated module hands on from the new one (read in 2.20); more that it once had is gone from both.
-_HANDED_ON = re.compile(
+#: Names that the deprecated module re-exports from the new one (read in 2.20). Its other old names are gone from both.
+_REEXPORTED = re.compile(
     r"fp8_autocast$|fp8_model_init$|FP8GlobalStateManager$|\w*RecipeState$|split_and_copy$|check_\w+_support$"
     r"|get_(?:default_fp8_recipe|fp8_torch_dtype|fp8_te_dtype|fp4_te_dtype|fp8_max)$|_(?:update_amax_history"
     r"|default_get_amax_and_update_history|default_sf_compute|compute_amax_and_update_history|compute_scaling_factor"
     r"|amax_and_scale_update)$"
 )
-#: The first version that has the new names for certain (they came with pull request 2256, October 2025).
+#: The first version that is certain to have the new names (added by pull request 2256, October 2025).
 _SINCE = (2, 10)
 
 
@@ -28,25 +28,25 @@ class DeprecatedTeApi(Rule):
 
     ## What it does
     Reports `fp8_autocast` and `fp8_model_init` of Transformer Engine, and the module `transformer_engine.pytorch.fp8`:
-    at the import that brings a name, otherwise where it is used.
+    at the import of the name, otherwise where it is used.
 
     ## Why is this bad
-    Each of them warns that it "will be removed in a future release" (read in 2.20). What replaces them says nothing
-    of FP8, since it serves FP4 too: `autocast` with `recipe=` and `amax_reduction_group=`, `quantized_model_init`, and
-    the module `transformer_engine.pytorch.quantization`.
+    Each of them warns that it "will be removed in a future release" (read in 2.20). The replacements do not mention FP8
+    in their names, since they serve FP4 too: `autocast` with `recipe=` and `amax_reduction_group=`,
+    `quantized_model_init`, and the module `transformer_engine.pytorch.quantization`.
 
     ## Fix safety
-    Safe where the project asks for a Transformer Engine that has the new names (2.10 or newer, as pyproject.toml or a
-    requirements file says), otherwise unsafe: an older one stops at the import.
+    Safe if the project requires a Transformer Engine that has the new names (2.10 or newer, in pyproject.toml or a
+    requirements file), otherwise unsafe: an older version fails at the import.
 
     ## Known limits
-    A fallback for old versions (in an `except` arm, under a condition on the version) is fine and not reported.
-    There is no fix where a name is handed on, the new module has no such name, or another name of the file would clash.
+    A fallback for old versions (in an `except` arm, under a condition on the version) is not reported. There is no fix
+    if a name is passed on as a value, if the new module has no such name, or if another name of the file would clash.
     """
 
     code, name = "MPG406", "deprecated-te-api"
     severity = "warning"
-    message = "`{old}` is deprecated and will be removed from Transformer Engine: `{new}`"
+    message = "`{old}` is deprecated and will be removed from Transformer Engine; use `{new}`"
     triggers = (
         any_of(b"transformer_engine"),
         any_of(b"fp8_autocast", b"fp8_model_init", b".fp8", b"import fp8"),
@@ -152,8 +152,8 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        brought = [b for b in imports.imports(facts) if self._deprecated(b)]
-        for statement, bindings in imports.by_statement(brought).items():
+        imported = [b for b in imports.imports(facts) if self._deprecated(b)]
+        for statement, bindings in imports.by_statement(imported).items():
             found = [
                 b for b in bindings if not imports.stands_in(b) and not self._other_arm(b) and imports.uses(facts, b)
             ]
@@ -162,21 +162,21 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
                 module = first.target == _MODULE or first.name == "fp8"
                 old = _MODULE if module else f"{first.target}.{first.name}"
                 fix = self._fix_import(statement, bindings, facts)
-                yield self.at(facts.span(statement, first), old=old, new=_modern(old), fix=fix)
-        roots = {id(binding) for binding in brought}
+                yield self.at(facts.span(statement, first), old=old, new=_replacement(old), fix=fix)
+        roots = {id(binding) for binding in imported}
         for scope in facts.walker.scopes:
             for root, uses in scope.uses.items():
                 bound = (*scope.bindings.get(root, ()), *facts.module.bindings.get(root, ()))
                 if any(id(binding) in roots for binding in bound):
-                    continue  # the import is the place
+                    continue  # reported at the import
                 for use in uses:
-                    old = self._old(use, facts)
+                    old = self._deprecated_name(use, facts)
                     if not old or imports.stands_in(use):
                         continue
                     fix = self._fix_use(use, facts)
-                    if old.startswith(f"{_MODULE}.") and not _HANDED_ON.match(old.split(".")[3]):
+                    if old.startswith(f"{_MODULE}.") and not _REEXPORTED.match(old.split(".")[3]):
                         old, fix = _MODULE, None
-                    yield self.at(use, old=old, new=_modern(old), fix=fix)
+                    yield self.at(use, old=old, new=_replacement(old), fix=fix)
 
     def _deprecated(self, binding: Binding) -> bool:
         if binding.kind == "from" and binding.target in (_MODULE, *_HOMES):
@@ -184,7 +184,7 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
         return binding.kind == "import" and binding.target == _MODULE
 
     def _other_arm(self, binding: Binding) -> bool:
-        """Whether another arm takes the same name from a version of Transformer Engine that has the new one."""
+        """True if another arm imports the same name from a version of Transformer Engine that has the new one."""
         return any(
             other is not binding
             and other.guard != binding.guard
@@ -193,8 +193,8 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
             for other in binding.scope.bindings.get(binding.key, ())
         )
 
-    def _old(self, use: Use, facts: Facts) -> str:
-        """The deprecated name that a dotted name spells out, up to where it does."""
+    def _deprecated_name(self, use: Use, facts: Facts) -> str:
+        """Return the full name of the deprecated function or module that a dotted name refers to."""
         last = use.path.rsplit(".", 1)[-1]
         if "." not in use.path or (last not in _NEW and ".fp8." not in f"{use.path}."):
             return ""
@@ -206,7 +206,7 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
 
     # -- fixes --------------------------------------------------------------------------------------
 
-    def _made(self, edits: list[Edit], facts: Facts) -> Fix:
+    def _new_name_fix(self, edits: list[Edit], facts: Facts) -> Fix:
         safe = facts.project.required(facts.path, "transformer_engine").since(_SINCE)
         return Fix("Use the new name", "safe" if safe else "unsafe", tuple(edits))
 
@@ -220,10 +220,10 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
             if name in _NEW or (name == "fp8" and facts.short(node.value).rsplit(".", 1)[-1] not in ("", "fp8")):
                 edits.append(Edit(*use.chunk.span(node.attr), _NEW.get(name, "quantization")))
             node = node.value
-        return self._made(edits, facts)
+        return self._new_name_fix(edits, facts)
 
     def _keywords(self, use: Use, facts: Facts) -> list[Edit] | None:
-        """The edits of the keywords of a call of `fp8_autocast`; None where it is not called but handed on."""
+        """Return the edits of the keywords of an `fp8_autocast` call; None if it is passed on instead of called."""
         last = use.path.rsplit(".", 1)[-1]
         if "." in use.path and last != "fp8_autocast":
             return []
@@ -244,7 +244,7 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
         if first.target == _MODULE:
             edits.append(Edit(*first.chunk.span(statement.module), _MODULE.replace(".fp8", ".quantization")))
         for binding in bindings:
-            if first.target == _MODULE and not _HANDED_ON.match(binding.name):
+            if first.target == _MODULE and not _REEXPORTED.match(binding.name):
                 return None
             if binding.name in _NEW:
                 made = self._renamed(statement, binding, facts)
@@ -252,11 +252,11 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
                     return None
                 edits += made
             elif first.target != _MODULE:
-                return None  # the module as a whole: `from transformer_engine.pytorch import fp8`
-        return self._made(edits, facts)
+                return None  # the whole module: `from transformer_engine.pytorch import fp8`
+        return self._new_name_fix(edits, facts)
 
     def _renamed(self, statement: cst.ImportFrom, binding: Binding, facts: Facts) -> list[Edit] | None:
-        """The edits that import the new function instead; under the old name where the new one is taken."""
+        """Return the edits that import the new function, under the old name if the new one is already used."""
         names = () if isinstance(statement.names, cst.ImportStar) else statement.names
         alias = next((a for a in names if isinstance(a.name, cst.Name) and a.name.value == binding.name), None)
         if alias is None:
@@ -275,7 +275,7 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
         return edits
 
 
-def _modern(old: str) -> str:
+def _replacement(old: str) -> str:
     new = f"{old}.".replace(".fp8.", ".quantization.")[:-1]
     head, _, last = new.rpartition(".")
     return f"{head}.{_NEW.get(last, last)}"

@@ -6,24 +6,24 @@ from mpguard.lint import Bad, Constant, Diagnostic, Facts, Good, Ref, Rule, any_
 
 
 class E5m2Recipe(Rule):
-    """An FP8 recipe asks for E5M2 in the forward pass too, which Transformer Engine refuses.
+    """An FP8 recipe selects E5M2 for the forward pass too, which Transformer Engine refuses.
 
     ## What it does
     Reports `fp8_format=Format.E5M2` of Transformer Engine's recipes, and `fp8_format="E5M2"` of accelerate's
-    `TERecipeKwargs` and `FP8RecipeKwargs`, where that is the only value it can have.
+    `TERecipeKwargs` and `FP8RecipeKwargs`, if this is the only value that it can have.
 
     ## Why is this bad
     E5M2 has two bits of mantissa: enough for gradients, too coarse for weights and activations. The recipes of
-    Transformer Engine 2.20 stop with "Pure E5M2 training is not supported" (NVFP4: "Only E4M3 is supported");
-    accelerate accepts the string and hands it on, so that the run stops in `prepare`.
+    Transformer Engine 2.20 raise "Pure E5M2 training is not supported" (NVFP4: "Only E4M3 is supported"). accelerate
+    accepts the string and passes it on, so the run stops in `prepare`.
 
     ## Known limits
-    A format that is chosen at run time is not judged.
+    A format that is chosen at run time is not checked.
     """
 
     code, name = "MPG416", "e5m2-recipe"
     severity = "error"
-    message = "`{call}` asks for pure E5M2, which Transformer Engine refuses"
+    message = "`{call}` selects pure E5M2, which Transformer Engine refuses"
     help = "use HYBRID (E4M3 forward, E5M2 backward) or E4M3"
     triggers = (any_of(b"E5M2"), any_of(b"Scaling(", b"RecipeKwargs(", b" as "))
     examples = (

@@ -12,13 +12,13 @@ class FlashAttention2WithCompile(Rule):
     Reports `attn_implementation="flash_attention_2"` of a model that the same program converts by torchao and compiles.
 
     ## Why is this bad
-    FlashAttention 2 is a kernel that dynamo cannot see into: the graph breaks at every layer, around the very matrix
-    products whose casts the compiler was to fuse. torch's own attention (`sdpa`) runs the same kernel on Hopper and
-    compiles. axolotl's page on FP8 asks for it for that reason.
+    FlashAttention 2 is a kernel that dynamo cannot trace: the graph breaks at every layer, next to the matrix products
+    whose casts the compiler is meant to fuse. torch's own attention (`sdpa`) runs the same kernel on Hopper and
+    compiles. axolotl's documentation of FP8 recommends it for that reason.
 
     ## Known limits
-    Preview: newer versions of flash-attn register their kernels as operators, which compile, and no run on a GPU has
-    settled from which version on.
+    Preview: newer versions of flash-attn register their kernels as operators, which compile. From which version on has
+    not been measured.
     """
 
     code, name = "MPG412", "flash-attention-2-with-compile"

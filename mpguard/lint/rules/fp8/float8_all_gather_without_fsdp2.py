@@ -26,26 +26,26 @@ _SETTING = "enable_fsdp_float8_all_gather"
 
 
 class Float8AllGatherWithoutFsdp2(Rule):
-    """Float8 all-gather is on where FSDP2 is not in use: under Accelerate the converted weights never train.
+    """Float8 all-gather is on without FSDP2: under Accelerate the converted weights never train.
 
     ## What it does
-    Reports accelerate's `AORecipeKwargs`, whose default turns float8 all-gather on, handed to an `Accelerator` without
-    FSDP2, and torchao's `Float8LinearConfig(enable_fsdp_float8_all_gather=True)` for a model that the file trains and
-    shards nowhere.
+    Reports accelerate's `AORecipeKwargs`, which turns float8 all-gather on by default, passed to an `Accelerator`
+    without FSDP2, and torchao's `Float8LinearConfig(enable_fsdp_float8_all_gather=True)` for a model that the file
+    trains but does not shard.
 
     ## Why is this bad
-    All-gather replaces the weights by new Parameter objects. `Accelerator.prepare` converts after the optimizer was
-    built, which keeps the old ones: seen on an H200 with accelerate 1.15, 4 of 4 converted weights unchanged, while
-    the loss fell (biases and norms still learn); with DeepSpeed it stops. With torchao alone the weights train where
-    the optimizer is built after the conversion, but nothing is gathered, and `safetensors` cannot save them
-    ("invalid python storage").
+    All-gather replaces the weights by new Parameter objects. `Accelerator.prepare` converts the model after the
+    optimizer was built, which keeps the old ones: observed on an H200 with accelerate 1.15, 4 of 4 converted weights
+    did not change while the loss fell (biases and norms still learn). With DeepSpeed the run stops. With torchao alone
+    the weights train if the optimizer is built after the conversion, but nothing is gathered, and `safetensors` cannot
+    save the weights ("invalid python storage").
 
     ## Fix safety
-    Safe: `False` is what such a run was meant to do.
+    Safe: such a run is meant to have `False`.
 
     ## Known limits
-    A launch config that the linter finds decides; without one, FSDP2 could come from a launch flag. A file that
-    names FSDP, sharding or a `parallelize` helper anywhere is not judged, nor a setting from outside.
+    If the linter finds a launch config, that decides; without one, a launch flag could select FSDP2. A file that
+    mentions FSDP, sharding or a `parallelize` helper anywhere is not checked, nor a setting from elsewhere.
     """
 
     code, name = "MPG413", "float8-all-gather-without-fsdp2"
@@ -187,15 +187,19 @@ class Fp8Trainer(Trainer):
         configs = list(self._trained_configs(facts))
         if (not handlers and not configs) or fp8_facts.may_shard(facts) or facts.declared == "inference":
             return
-        launched = [self._fsdp2(config) for config in facts.project.configs_for(facts.path)]
+        launched = [self._selects_fsdp2(config) for config in facts.project.configs_for(facts.path)]
         if True in launched:
             return
         for event in handlers:
-            if self._on(event, facts) and not facts.base_unknown(event.scope.owner) and self._accelerates(event, facts):
+            if (
+                self._turns_on(event, facts)
+                and not facts.base_unknown(event.scope.owner)
+                and self._is_applied(event, facts)
+            ):
                 notes = (
                     ()
                     if launched
-                    else (Note("FSDP2 from a launch flag (`--use_fsdp --fsdp_version 2`) is out of sight"),)
+                    else (Note("FSDP2 from a launch flag (`--use_fsdp --fsdp_version 2`) is not visible here"),)
                 )
                 yield self.at(
                     event, what="the converted weights never train", notes=notes, fix=self._fix(event.call, facts)
@@ -205,8 +209,8 @@ class Fp8Trainer(Trainer):
                 call, what="nothing is gathered, and safetensors cannot save the weights", fix=self._fix(call, facts)
             )
 
-    def _on(self, event: Event, facts: Facts) -> bool:
-        """Whether accelerate's handler turns all-gather on: by default, said so, or by the config that it is given."""
+    def _turns_on(self, event: Event, facts: Facts) -> bool:
+        """True if accelerate's handler turns all-gather on: by default, explicitly, or by its config."""
         call = event.call
         config = call.argument(0, "config")
         if config is not None and constant(config) != (None,):
@@ -217,12 +221,12 @@ class Fp8Trainer(Trainer):
             given is None or constant(given) == (None,) or fp8_facts.is_true(facts, given, call)
         )
 
-    def _accelerates(self, event: Event, facts: Facts) -> bool:
-        """Whether the file builds the Accelerator that runs it, and nothing says that this one does not train."""
+    def _is_applied(self, event: Event, facts: Facts) -> bool:
+        """True if the file builds the Accelerator that applies the handler, and is not for inference."""
         return bool(facts.events("accelerator")) and not facts.is_inference(event.call)
 
     def _trained_configs(self, facts: Facts) -> Iterator[Call]:
-        """The configs with all-gather that convert a model of this file, which it trains."""
+        """Yield the configs with all-gather that convert a model which this file trains."""
         for event in facts.events("convert"):
             given = event.call.argument(None, "config")
             if given is None or event.subject is None or not event.key or facts.from_outside(event.subject, event.call):
@@ -235,8 +239,8 @@ class Fp8Trainer(Trainer):
                 if len(made) == 1 and config is not None and config.on(_SETTING):
                     yield config.calls[0]
 
-    def _fsdp2(self, config: LaunchConfig) -> bool:
-        """Whether a launch config shards with FSDP2."""
+    def _selects_fsdp2(self, config: LaunchConfig) -> bool:
+        """True if a launch config shards with FSDP2."""
         versions = (config.entry("fsdp_config.fsdp_version"), config.entry("fsdp_config.version"))
         return config.distributed_type == "FSDP" and any(str(e.value) == "2" for e in versions if e is not None)
 

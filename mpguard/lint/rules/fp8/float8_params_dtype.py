@@ -10,23 +10,24 @@ _STORES = ("enable_layerwise_casting", "apply_layerwise_casting")
 
 
 class Float8ParamsDtype(Rule):
-    """A float8 dtype is given as the dtype of parameters, where nothing can compute with it.
+    """A float8 dtype is given as the dtype of parameters, for which no arithmetic exists.
 
     ## What it does
-    Reports a float8 dtype as `params_dtype=` of a layer of Transformer Engine or a config of Megatron, as the dtype
-    that transformers loads a model in, and a module cast to float8 by hand whose parameters an optimizer is given.
+    Reports a float8 dtype as `params_dtype=` of a layer of Transformer Engine or a config of Megatron, as the dtype in
+    which transformers loads a model, and a module that is cast to float8 by hand and whose parameters are passed to an
+    optimizer.
 
     ## Why is this bad
     A float8 tensor without a scale is a storage format: it has no addition, no multiplication and no initialisation.
-    `te.Linear(..., params_dtype=torch.float8_e4m3fn)` stops ("normal_kernel_cuda not implemented for
-    Float8_e4m3fn"), `from_pretrained(dtype=torch.float8_e4m3fn)` too ("couldn't find storage object"), and AdamW and
-    SGD cannot step on such parameters; tried with torch 2.11 and 2.13, Transformer Engine 2.20, transformers 5.23.
-    FP8 training comes from a recipe (`te.autocast(recipe=...)`, `convert_to_float8_training`): the parameters stay
-    in BF16 or FP32. `torch.float8_e4m3` does not even exist.
+    `te.Linear(..., params_dtype=torch.float8_e4m3fn)` stops ("normal_kernel_cuda not implemented for Float8_e4m3fn"),
+    `from_pretrained(dtype=torch.float8_e4m3fn)` too ("couldn't find storage object"), and AdamW and SGD cannot step on
+    such parameters; tried with torch 2.11 and 2.13, Transformer Engine 2.20, transformers 5.23. FP8 training comes from
+    a recipe (`te.autocast(recipe=...)`, `convert_to_float8_training`): the parameters stay in BF16 or FP32.
+    `torch.float8_e4m3` does not exist.
 
     ## Known limits
-    A module that is cast to float8 to store it (a frozen base under autocast, layerwise casting) works and is not
-    reported. Loading in diffusers, which stores in float8, is not judged.
+    A module that is cast to float8 for storage (a frozen base under autocast, layerwise casting) works and is not
+    reported. Loading in diffusers, which stores in float8, is not checked.
     """
 
     code, name = "MPG403", "float8-params-dtype"
@@ -89,17 +90,21 @@ optimizer = torch.optim.AdamW(model.parameters())
         for calls in facts.calls.values():
             for call in calls:
                 given = call.keywords.get("params_dtype")
-                if given is not None and (dtype := self._float8(given, call, facts)) and self._builds(call, facts):
+                if (
+                    given is not None
+                    and (dtype := self._float8(given, call, facts))
+                    and self._builds_layers(call, facts)
+                ):
                     yield self.at(facts.span(given, call), dtype=dtype)
         for load in facts.events("load"):
             given = load.call.argument(None, "dtype", "torch_dtype")
             dtype = self._float8(given, load.call, facts) if given is not None else ""
             owner = facts.called_path(load.call)
-            if given is not None and dtype and owner.startswith("transformers.") and not self._quantized(load.call):
+            if given is not None and dtype and owner.startswith("transformers.") and not self._is_quantized(load.call):
                 yield self.at(facts.span(given, load.call), dtype=dtype)
         for cast in facts.events("cast"):
             dtype = self._all_float8(cast)
-            if dtype and not self._stored(facts) and facts.trained.is_module(cast):
+            if dtype and not self._stores_float8(facts) and facts.trained.is_module(cast):
                 training = facts.trained.cast(cast, dtype)
                 steps = training.of("optimizer") if training is not None else []
                 if steps:
@@ -115,15 +120,15 @@ optimizer = torch.optim.AdamW(model.parameters())
         name = dtypes.pop() if len(dtypes) == 1 else None
         return name if name is not None and name.startswith("float8") else ""
 
-    def _builds(self, call: Call, facts: Facts) -> bool:
-        """Whether a call builds layers, or a config of them, of a library that takes the dtype at its word."""
+    def _builds_layers(self, call: Call, facts: Facts) -> bool:
+        """True if a call builds layers, or their config, of a library that creates parameters in this dtype."""
         path = facts.called_path(call)
         return path.startswith(fp8_facts.TE) or (
             path.startswith(("megatron.", "nemo.")) and path.rsplit(".", 1)[-1][:1].isupper()
         )
 
-    def _quantized(self, call: Call) -> bool:
+    def _is_quantized(self, call: Call) -> bool:
         return call.starred or "quantization_config" in call.keywords
 
-    def _stored(self, facts: Facts) -> bool:
+    def _stores_float8(self, facts: Facts) -> bool:
         return any(name in facts.calls for name in _STORES)

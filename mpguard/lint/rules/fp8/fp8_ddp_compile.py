@@ -14,9 +14,9 @@ class Fp8DdpCompile(Rule):
     Reports a model that is converted by torchao, compiled and wrapped in DistributedDataParallel.
 
     ## Why is this bad
-    axolotl's documentation says that this combination raises an error, and teaches FSDP2 for FP8 instead. Newer
+    axolotl's documentation states that this combination raises an error, and recommends FSDP2 for FP8 instead. Newer
     versions train: torch 2.11 with torchao 0.18 on one H200 in both orders with all three recipes
-    (benchmarks/results/fp8_limits.json), on two H200 through accelerate, every parameter and the loss as in BF16
+    (benchmarks/results/fp8_limits.json), on two H200 through accelerate, with every parameter and the loss as in BF16
     (benchmarks/results/gpu_matrix.json), and torch 2.13 with emulation on a CPU.
 
     ## Known limits

@@ -16,11 +16,11 @@ class Fp8Fsdp2CheckpointingCompile(Rule):
     and compiles.
 
     ## Why is this bad
-    axolotl warns that FP8 "may be slower than BF16" with activation checkpointing under FSDP2: the casts are computed
-    again too. It is not so everywhere: on one H200 (torch 2.11, torchao 0.18, six blocks of width 4096, 8192 tokens,
-    FSDP2 on one GPU; benchmarks/results/fp8_limits.json) a compiled step with full checkpointing took 105 ms with
-    float8 all-gather, 118 ms with the rowwise recipe, and 132 ms in BF16; uncompiled FP8 is the slow one (200 ms).
-    torchao's own numbers (+25 % on eight H100) use selective checkpointing. Measure both before you keep it.
+    axolotl warns that FP8 "may be slower than BF16" with activation checkpointing under FSDP2, since the casts are
+    recomputed too. This does not hold everywhere: on one H200 (torch 2.11, torchao 0.18, six blocks of width 4096, 8192
+    tokens, FSDP2 on one GPU; benchmarks/results/fp8_limits.json) a compiled step with full checkpointing took 105 ms
+    with float8 all-gather, 118 ms with the rowwise recipe, and 132 ms in BF16; uncompiled FP8 was slowest (200 ms).
+    torchao's own numbers (+25 % on eight H100) use selective checkpointing. Measure both before you choose.
 
     ## Known limits
     Preview, because the measurement contradicts the claim for large layers. Selective checkpointing is not reported.
@@ -96,7 +96,7 @@ def one_or_the_other(model, args):
             yield self.at(event, notes=tuple(notes))
 
     def _with(self, event: Event, calls: list[Call]) -> Call | None:
-        """The first of some calls that happens in the program of a conversion."""
+        """Return the first of some calls that the program of a conversion runs."""
         facts = event.facts
         near = facts.reachable(event.scope) - {facts.module} | {event.scope}
         return next((c for c in calls if c.scope in near and compatible(facts.guard_of(c), event.guard)), None)

@@ -22,29 +22,29 @@ from mpguard.lint import (
 from mpguard.policy.hardware import NEEDS
 
 _MAKERS = frozenset({"randn", "rand", "zeros", "ones", "empty"})
-#: Rows that Transformer Engine takes in the forward pass; the backward pass needs what the sizes need.
+#: The multiple for rows in Transformer Engine's forward pass. The backward pass needs that of the sizes.
 _ROWS_FORWARD = 8
 
 
 class Fp8MisalignedDims(Rule):
-    """A size that FP8 matrix products refuse, written down as a number.
+    """A literal size that FP8 matrix products refuse.
 
     ## What it does
-    Reports literal sizes of Transformer Engine's layers that are called in an FP8 region, and of `nn.Linear` layers
-    of a model that torchao converts without a filter, which are no multiple of 16 (of 32 with MXFP8); and the literal
-    number of rows of a tensor that such a layer is called with.
+    Reports literal sizes that are not a multiple of 16 (of 32 with MXFP8): of Transformer Engine's layers that are
+    called in an FP8 region, and of `nn.Linear` layers of a model that torchao converts without a filter. Also reports
+    the literal number of rows of a tensor that such a layer is called with.
 
     ## Why is this bad
-    The product stops: "FP8 execution requires the product of all dimensions except the last to be divisible by 8 and
+    The product raises: "FP8 execution requires the product of all dimensions except the last to be divisible by 8 and
     the last dimension to be divisible by 16", or in the backward pass "Leading dimension requirement ... Caller must
     pad". Tried on an H200 with Transformer Engine 2.20 (delayed, current and block scaling) and torchao 0.18
-    (tensorwise, rowwise): a size of 72 or 10 fails in forward or backward, and so do 24 rows where the layer trains.
-    accelerate's conversion to Transformer Engine leaves such a layer out in silence, and all its later siblings.
+    (tensorwise, rowwise): a size of 72 or 10 fails in forward or backward, and so do 24 rows if the layer trains.
+    accelerate's conversion to Transformer Engine skips such a layer, and all its later siblings, without a warning.
 
     ## Known limits
-    Sizes from a config are not judged, nor layers that a container of modules runs in a loop. A filter and
-    `pad_inner_dim=True` of torchao are taken to leave out, or pad, what does not fit. NVFP4 asks for 16 here; 128 is
-    what grouped products are padded to.
+    Sizes from a config are not checked, nor layers that a container of modules runs in a loop. A filter and
+    `pad_inner_dim=True` of torchao are assumed to leave out, or pad, sizes that do not fit. NVFP4 needs 16 here; 128 is
+    the multiple to which grouped products are padded.
     """
 
     code, name = "MPG404", "fp8-misaligned-dims"
@@ -160,7 +160,7 @@ convert_to_float8_training(on_cpu, config=Float8LinearConfig(emulate=True))
                 yield from self._sizes(layer, multiple, notes, seen)
             yield from self._rows(layer, multiple, seen, facts)
         for event in facts.events("convert"):
-            if event.subject is None or not self._takes_all(event, facts):
+            if event.subject is None or not self._converts_all(event, facts):
                 continue
             for layer in fp8_facts.layers_of(facts, event.subject, event.call, "torch.nn."):
                 if layer.path == "torch.nn.Linear" and layer.facts is facts:
@@ -168,7 +168,7 @@ convert_to_float8_training(on_cpu, config=Float8LinearConfig(emulate=True))
                     yield from self._sizes(layer, NEEDS["tensorwise"].multiple, notes, seen)
 
     def _multiple(self, layer: Layer) -> int:
-        """What all recipes that the region may have ask for."""
+        """Return the smallest multiple that a recipe of the region needs."""
         recipes = fp8_facts.recipe_of(layer.region) if layer.region is not None else {""}
         return min(NEEDS[library_names.FP8_RECIPES.get(recipe, "delayed")].multiple for recipe in recipes)
 
@@ -183,7 +183,7 @@ convert_to_float8_training(on_cpu, config=Float8LinearConfig(emulate=True))
             yield self.at(layer.made, size=" and ".join(wrong), multiple=multiple, what=what, notes=notes, help=help)
 
     def _rows(self, layer: Layer, multiple: int, seen: set[cst.CSTNode], facts: Facts) -> Iterator[Diagnostic]:
-        """The literal rows of what a layer is called with."""
+        """Yield a finding if the input of a layer has a literal number of rows that does not fit."""
         call = layer.call
         if call is None or not call.positional:
             return
@@ -203,8 +203,8 @@ convert_to_float8_training(on_cpu, config=Float8LinearConfig(emulate=True))
             help = self.help.format(multiple=needed)
             yield self.at(made, size=f"{rows} rows", multiple=needed, what="an input", help=help)
 
-    def _takes_all(self, event: Event, facts: Facts) -> bool:
-        """Whether a conversion leaves no layer out and pads none."""
+    def _converts_all(self, event: Event, facts: Facts) -> bool:
+        """True if a conversion leaves no layer out and pads none."""
         call = event.call
         chosen = call.argument(None, "module_filter_fn")
         if (chosen is not None and constant(chosen) != (None,)) or call.starred or fp8_facts.emulated(facts, call):

@@ -27,31 +27,29 @@ class Fp8WithoutCompile(Rule):
     """torchao's float8 training without `torch.compile` is slower than plain BF16.
 
     ## What it does
-    Reports `torchao.float8.convert_to_float8_training` and accelerate's `AORecipeKwargs` where
-    nothing in the file, in what it imports from its own tree, or in its launch config compiles.
+    Reports `torchao.float8.convert_to_float8_training` and accelerate's `AORecipeKwargs` if nothing in the file, in
+    what it imports from its own tree, or in its launch config compiles the model.
 
     ## Why is this bad
-    torchao casts and scales in PyTorch operations that only the compiler fuses into the matrix
-    multiplications. Measured on an H200: FP8 without compile runs at 0.55 times the speed of plain
-    BF16, with it it is faster than BF16. The loss is the same, so nothing else tells.
+    torchao casts and scales in PyTorch operations that only the compiler fuses into the matrix multiplications.
+    Measured on an H200: FP8 without compile runs at 0.55 times the speed of plain BF16; with compile it is faster than
+    BF16. The loss is the same, so only the speed shows it.
 
     ## Fix safety
-    The fix compiles the model after the conversion (`dynamo_backend="inductor"` for Accelerate).
-    It is unsafe: compilation takes minutes at the start, recompiles for new shapes, and a few
-    models do not compile.
+    The fix compiles the model after the conversion (`dynamo_backend="inductor"` for Accelerate). It is unsafe:
+    compilation takes minutes at the start, recompiles for new shapes, and a few models do not compile.
 
     ## Known limits
-    A compile that an option switches counts. A helper that converts a model of its caller's, where
-    no caller is in sight, is not judged. Transformer Engine needs no compile and is never reported.
-    FP8 that is only emulated (`emulate=True`) is not judged.
-    A launch flag (`accelerate launch --dynamo_backend inductor`) is out of sight. An `Accelerator(**arguments)` may
-    be given a dynamo backend: silent.
+    A compile that an option enables counts. A helper that converts a model of its caller is not checked if no caller is
+    in the linted files. Transformer Engine needs no compile and is never reported. FP8 that is only emulated
+    (`emulate=True`) is not checked. A launch flag (`accelerate launch --dynamo_backend inductor`) is not seen. An
+    `Accelerator(**arguments)` is not reported, since the arguments may contain a dynamo backend.
     """
 
     code, name = "MPG401", "fp8-without-compile"
     severity = "error"
     message = "torchao float8 without `torch.compile`: about half the speed of plain BF16"
-    help = "compile the model; a launch flag such as --dynamo_backend would do it too"
+    help = "compile the model, in the code or by a launch flag such as --dynamo_backend"
     triggers = (any_of(b"convert_to_float8_training", b"AORecipeKwargs"),)
     examples = (
         Bad(
@@ -247,24 +245,28 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
         found = [
             event
             for event in facts.events("convert")
-            if not self._outside(event, facts) and not fp8_facts.emulated(facts, event.call)
+            if not self._is_outside(event, facts) and not fp8_facts.emulated(facts, event.call)
         ]
         accelerators = facts.events("accelerator")
-        # A helper's handlers may go to one that compiles; `**arguments` may hold a dynamo backend.
+        # Handlers of a helper may go to an Accelerator that compiles; `**arguments` may contain a dynamo backend.
         if accelerators and not any(event.call.starred for event in accelerators):
-            found += [each for each in facts.events("fp8_handler") if _handler(each)]
+            found += [each for each in facts.events("fp8_handler") if _is_torchao_handler(each)]
         if not found or launched_compiled(facts):
             return
         for event in found:
             call = event.call
-            if facts.is_inference(call) or facts.base_unknown(call.scope.owner) or self._compiled(call, facts):
+            if facts.is_inference(call) or facts.base_unknown(call.scope.owner) or self._is_compiled(call, facts):
                 continue
-            note = Note("with Accelerate, a launch flag (`--dynamo_backend inductor`) could supply it out of sight")
-            yield self.at(call, notes=(note,) if _handler(event) else (), fix=self._fix(event, facts))
+            note = Note(
+                "with Accelerate, a launch flag (`--dynamo_backend inductor`) that is not visible here may set it"
+            )
+            yield self.at(call, notes=(note,) if _is_torchao_handler(event) else (), fix=self._fix(event, facts))
 
-    def _outside(self, event: Event, facts: Facts) -> bool:
-        """Whether the model is the caller's, and no caller is in sight: it may be compiled there; or nobody's, a local
-        one that a function converts, trains nothing with and keeps to itself."""
+    def _is_outside(self, event: Event, facts: Facts) -> bool:
+        """True if the model may be compiled elsewhere, or is not trained.
+
+        It belongs to a caller that is not in the linted files, or is local to a function that only converts it.
+        """
         if event.subject is None or facts.from_outside(event.subject, event.call):
             return True
         local = event.scope.kind == "function" and event.call.is_statement and "." not in event.key
@@ -273,7 +275,7 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
         reach = facts.flow.forward_key(event.key, event.call)
         return not reach.sinks and not reach.outside
 
-    def _compiled(self, call: Call, facts: Facts) -> bool:
+    def _is_compiled(self, call: Call, facts: Facts) -> bool:
         if facts.compiles(facts.guard_of(call)):
             return True
         for scope in facts.reachable(call.scope):
@@ -286,7 +288,7 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
 
     def _fix(self, event: Event, facts: Facts) -> Fix | None:
         call = event.call
-        if _handler(event):
+        if _is_torchao_handler(event):
             return self._fix_accelerator(call, facts)
         torch = python_edits.name_of_torch(facts)
         statement = call.statement
@@ -307,6 +309,6 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
         return Fix("Let Accelerate compile the model", "unsafe", (edit,))
 
 
-def _handler(event: Event) -> bool:
-    """Whether it is accelerate's handler for torchao."""
+def _is_torchao_handler(event: Event) -> bool:
+    """True if an event is accelerate's handler for torchao."""
     return event.kind == "fp8_handler" and event.facts.called_path(event.call).endswith(".AORecipeKwargs")

@@ -24,13 +24,13 @@ from mpguard.lint import (
 )
 
 _LANGUAGE_MODEL = re.compile(r"(?:ForCausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM)$")
-#: Attributes of a model of one's own that are its output head.
+#: Names of the output head in user-defined models.
 _HEADS = ("lm_head", "embed_out")
-#: accelerate's public filter, which is given a layer and looks for the first and the last in that.
+#: accelerate's public filter. It gets a single layer and searches that for the first and last Linear.
 _FILTER = "filter_first_and_last_linear_layers"
 _LAYERS = ("torch.nn.Linear", "transformer_engine.pytorch.Linear")
 
-#: What takes a filter: event -> the place and name of that argument.
+#: Event that takes a filter -> position and name of that argument.
 _FILTERED = {
     "convert": (None, "module_filter_fn"),
     "convert_accelerate": (2, "module_filter_func"),
@@ -39,33 +39,34 @@ _FILTERED = {
 
 
 class LmHeadInFp8(Rule):
-    """A whole language model is converted to FP8, its output head too.
+    """A whole language model is converted to FP8, including its output head.
 
     ## What it does
     Reports `convert_to_float8_training(model)` and accelerate's `convert_model(model)` of a language model (an
-    `AutoModelForCausalLM`, a `...LMHeadModel`, a class with an `lm_head`) without a filter. And accelerate's
-    `filter_first_and_last_linear_layers` as the filter of any model: it is asked about one layer at a time, finds that
-    this layer has no name of its own, and leaves out none (accelerate 1.15.0, seen).
+    `AutoModelForCausalLM`, a `...LMHeadModel`, a class with an `lm_head`) without a filter. Also reports accelerate's
+    `filter_first_and_last_linear_layers` as the filter of any model: it is called with one layer at a time, finds no
+    names inside that layer, and so leaves out none (observed with accelerate 1.15.0).
 
     ## Why is this bad
-    The head's logits span many orders of magnitude and feed the loss directly; the recipes of torchao, torchtitan and
+    The head's logits span many orders of magnitude and feed the loss directly. The recipes of torchao, torchtitan and
     Megatron keep it in BF16, and so does accelerate's default for torchao, which leaves out the first and the last
-    Linear. A router of a mixture of experts wants the same: a rounding there sends tokens elsewhere. With most
-    vocabularies the head is no multiple of 16 either, so that the product stops.
+    Linear. The same holds for the router of a mixture of experts, where rounding sends tokens to other experts. With
+    most vocabularies the head is not a multiple of 16 either, so the product raises.
 
     ## Fix safety
-    Unsafe: the filter leaves out what is called `lm_head` (`embed_out`); routers and other heads have other names. For
-    accelerate's own conversion the fix removes `filter_first_and_last_linear_layers`: its default does what that says.
+    Unsafe: the filter leaves out layers called `lm_head` (`embed_out`); routers and other heads have other names. For
+    accelerate's own conversion the fix removes `filter_first_and_last_linear_layers`: accelerate's default does what
+    its name promises.
 
     ## Known limits
-    A filter is taken to know what it does. A part of a model (`model.model`, `model.layers`) is not judged, nor is a
-    model from an unknown factory. accelerate's conversion to Transformer Engine has no filter: convert by hand.
+    A filter is assumed to be right. A part of a model (`model.model`, `model.layers`) is not checked, nor is a model
+    from an unknown factory. accelerate's conversion to Transformer Engine has no filter: convert by hand.
     """
 
     code, name = "MPG409", "lm-head-in-fp8"
     severity = "warning"
     message = "the output head `{head}` is converted to FP8 with the rest of the model"
-    help = "leave the head (and routers) out by a filter"
+    help = "leave the head (and routers) out with a filter"
     triggers = (
         any_of(b"convert_to_float8_training", b"convert_model", _FILTER.encode()),
         any_of(
@@ -203,7 +204,7 @@ convert_to_float8_training(Gpt(config))
                 edits = (python_edits.without_argument(event.call, given),) if whole else ()
                 yield self.at(
                     facts.span(given, event.call),
-                    message=f"`{_FILTER}` leaves no layer out: it is asked about one layer at a time",
+                    message=f"`{_FILTER}` leaves no layer out: it is called with one layer at a time",
                     help="`partial(filter_linear_layers, layers_to_filter=find_first_last_linear_layers(model))`",
                     fix=Fix("Leave it to accelerate, which keeps both out", "unsafe", edits) if edits else None,
                 )
@@ -222,20 +223,20 @@ convert_to_float8_training(Gpt(config))
                 yield self.at(event, head=name, notes=notes, fix=self._fix(event, name, facts))
 
     def _head(self, event: Event, facts: Facts) -> tuple[str, tuple[Note, ...]] | None:
-        """The name of the head of the model that is converted; None where it has none in sight."""
-        found = [self._of(each.atom, facts) for each in facts.evaluate(event.subject, event.call)]
+        """Return the name of the converted model's head; None if it is unknown."""
+        found = [self._head_of(each.atom, facts) for each in facts.evaluate(event.subject, event.call)]
         return found[0] if found and None not in found else None
 
-    def _of(self, atom: object, facts: Facts) -> tuple[str, tuple[Note, ...]] | None:
+    def _head_of(self, atom: object, facts: Facts) -> tuple[str, tuple[Note, ...]] | None:
         if not isinstance(atom, Object) or atom.kind != "model" or isinstance(atom, Method):
             return None
         if atom.cls is not None:
-            return self._own(atom.cls, facts)
+            return self._head_of_class(atom.cls, facts)
         maker = atom.path.rsplit(".", 2)
         owner = maker[-2] if maker[-1].startswith(("from_", "_from")) and len(maker) > 1 else maker[-1]
         return ("lm_head", ()) if _LANGUAGE_MODEL.search(owner) and atom.path.startswith("transformers.") else None
 
-    def _own(self, cls: Scope, facts: Facts) -> tuple[str, tuple[Note, ...]] | None:
+    def _head_of_class(self, cls: Scope, facts: Facts) -> tuple[str, tuple[Note, ...]] | None:
         attributes = facts.graph.attributes(cls)
         for name in _HEADS:
             for binding in attributes.get(name, ()):

@@ -27,17 +27,17 @@ class OptimizerBeforeConversion(Rule):
 
     ## What it does
     Reports an optimizer over `model.parameters()` that is built before the model is converted by accelerate's
-    `convert_model` (Transformer Engine), or by torchao with float8 all-gather, and is not built anew.
+    `convert_model` (Transformer Engine), or by torchao with float8 all-gather, and is not rebuilt afterwards.
 
     ## Why is this bad
     These conversions put new Parameter objects into the model: Transformer Engine's layers are other modules, and
-    all-gather wraps each weight. The optimizer keeps the old ones, whose gradients stay None: the weights never
-    train, and nothing says so. Seen with torchao 0.18: of two converted layers no weight changed, both biases did.
-    torchao without all-gather keeps the Parameter objects, in either order.
+    all-gather wraps each weight. The optimizer keeps the old ones, whose gradients stay None: the weights never train,
+    and nothing warns. Observed with torchao 0.18: of two converted layers no weight changed, both biases did. torchao
+    without all-gather keeps the Parameter objects, in either order.
 
     ## Known limits
-    Judged within one function. An optimizer that is given the new parameters (`add_param_group`, `param_groups`)
-    or to `Accelerator.prepare` is not reported.
+    Checked within one function. An optimizer that receives the new parameters (`add_param_group`, `param_groups`) or is
+    passed to `Accelerator.prepare` is not reported.
     """
 
     code, name = "MPG417", "optimizer-before-conversion"
@@ -137,7 +137,7 @@ def back(model):
         return bool(made) and all(each is not None and each.on(_SETTING) for each in made)
 
     def _optimizes(self, call: Call, event: Event, facts: Facts) -> bool:
-        """Whether a call builds an optimizer over the parameters of the model that is converted."""
+        """True if a call builds an optimizer over the parameters of the converted model."""
         if (
             not call.node.args
             or not is_optimizer(facts, call.node, call)
@@ -150,7 +150,7 @@ def back(model):
         return any(isinstance(r, Call) and r.name in names and dotted(r.receiver) == event.key for r in records)
 
     def _rebinds(self, event: Event) -> bool:
-        """Whether the optimizer may be handed the new parameters later in the function."""
+        """True if the optimizer may receive the new parameters later in the function."""
         return any(call.name in _REBINDS and call.order > event.order for call in event.scope.calls) or any(
             "param_groups" in use.path and use.order > event.order for uses in event.scope.uses.values() for use in uses
         )

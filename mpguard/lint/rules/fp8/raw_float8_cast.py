@@ -7,7 +7,7 @@ import libcst as cst
 
 from mpguard.lint import Bad, Binding, Diagnostic, Event, Facts, Good, Rule, any_of, dotted
 
-#: What shows that somebody thought of a scale, or of the range.
+#: Names that show that the code applies a scale or limits the range.
 _SCALES = re.compile(r"(?i)scale|amax|absmax|quant|clamp|clip|448|57344|finfo|fp8_max")
 _PARTS = frozenset({"parameters", "named_parameters"})
 
@@ -20,14 +20,14 @@ class RawFloat8Cast(Rule):
     gradient, in a function that mentions no scale.
 
     ## Why is this bad
-    E4M3 ends at 448 and has no infinity; below 2^-6 it loses bits, and below 2^-10 all. Of normal weights with a
-    standard deviation of 0.02 more than half are below 2^-6 and one in 26 becomes zero: the mean relative error is 10 %
-    as against 2 % with a scale (computed with torch 2.13). FP8 recipes divide by a scale first, so that the largest
-    value lands at the end of the range, and keep the scale beside the tensor.
+    E4M3 ends at 448 and has no infinity; below 2^-6 it loses bits, and below 2^-10 all of them. Of normally distributed
+    weights with a standard deviation of 0.02 more than half are below 2^-6 and one in 26 becomes zero: the mean
+    relative error is 10 %, as against 2 % with a scale (computed with torch 2.13). FP8 recipes divide by a scale first,
+    so that the largest value maps to the end of the range, and store the scale next to the tensor.
 
     ## Known limits
-    Tensors of unknown origin are not judged, nor is a value that was computed: it may have been scaled before. Where a
-    layer stores float8 on purpose (layerwise casting), say so with a suppression.
+    Tensors of unknown origin are not checked, nor are computed values, which may have been scaled before. If a layer
+    stores float8 on purpose (layerwise casting), suppress the finding.
     """
 
     code, name = "MPG415", "raw-float8-cast"
@@ -85,11 +85,11 @@ same = layer.weight.to(other.dtype)
             name = dtypes.pop() if len(dtypes) == 1 else None
             if name is None or not name.startswith("float8") or cast.subject is None:
                 continue
-            if self._plain(cast, facts) and not self._scales(cast):
+            if self._is_unscaled(cast, facts) and not self._mentions_scale(cast):
                 yield self.at(cast, subject=facts.short(cast.subject), dtype=f"torch.{name}")
 
-    def _plain(self, cast: Event, facts: Facts) -> bool:
-        """Whether what is cast is a weight, a gradient, or a parameter in a loop."""
+    def _is_unscaled(self, cast: Event, facts: Facts) -> bool:
+        """True if the cast value is a weight, a gradient, or a parameter in a loop."""
         subject = cast.subject
         path = dotted(subject)
         while path.endswith((".data", ".detach")):
@@ -97,16 +97,16 @@ same = layer.weight.to(other.dtype)
         if path.endswith((".weight", ".grad")):
             return True
         for binding in facts.values.reaching(path, cast.scope, cast.order) if path and "." not in path else ():
-            if self._part(binding):
+            if self._is_parameter(binding):
                 return True
         return False
 
-    def _part(self, binding: Binding) -> bool:
+    def _is_parameter(self, binding: Binding) -> bool:
         over = binding.value
         return binding.kind == "for" and isinstance(over, cst.Call) and dotted(over.func).rsplit(".", 1)[-1] in _PARTS
 
-    def _scales(self, cast: Event) -> bool:
-        """Whether the function, or its class, has to do with scales."""
+    def _mentions_scale(self, cast: Event) -> bool:
+        """True if a name in the function or its class refers to a scale."""
         places = [scope for scope in cast.scope.within() if scope.kind != "module"] or [cast.scope]
         for scope in places:
             if _SCALES.search(scope.name):

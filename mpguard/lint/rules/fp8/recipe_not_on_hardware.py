@@ -7,28 +7,28 @@ from mpguard.core.errors import PolicyError
 from mpguard.lint import Bad, Call, Constant, Diagnostic, Facts, Good, Note, Rule, any_of, fp8_facts, library_names
 from mpguard.policy.hardware import Hardware, named
 
-#: Keywords by which a script asks a cloud for a GPU, or a build for an architecture.
-_ASKS = frozenset({"gpu", "gpus", "gpu_type", "accelerator_type", "instance_gpu"})
+#: Keywords by which a script requests a GPU of a cloud.
+_GPU_KEYWORDS = frozenset({"gpu", "gpus", "gpu_type", "accelerator_type", "instance_gpu"})
 _ARCHITECTURE = "TORCH_CUDA_ARCH_LIST"
 _COUNT = re.compile(r"(?::\d+|!|\+ptx)$", re.IGNORECASE)
 
 
 class RecipeNotOnHardware(Rule):
-    """A recipe that the GPU which the project names cannot run.
+    """A recipe that the project's GPU cannot run.
 
     ## What it does
     Reports recipes of Transformer Engine (and `use_mxfp8_block_scaling=True` of accelerate's `TERecipeKwargs`) that
-    need another GPU, or a newer CUDA, than what `--gpu` or `[tool.mpguard] gpu` says, or the script itself
-    (`gpu="H100"` of a cloud function, `TORCH_CUDA_ARCH_LIST`), or the project's requirements (`+cu124`).
+    need another GPU, or a newer CUDA, than the project has. The hardware is that of `--gpu` or `[tool.mpguard] gpu`, of
+    the script (`gpu="H100"` of a cloud function, `TORCH_CUDA_ARCH_LIST`), or of the project's requirements (`+cu124`).
 
     ## Why is this bad
     MXFP8 and NVFP4 are arithmetic of Blackwell: on an H200 Transformer Engine 2.20 stops with "Device compute
-    capability 10.0 or higher required". Block scaling of FP8 needs compute capability 9.0 and CUDA 12.9. What each
-    recipe needs is the table that `mpguard doctor` uses.
+    capability 10.0 or higher required". Block scaling of FP8 needs compute capability 9.0 and CUDA 12.9. The
+    requirements of each recipe come from the table that `mpguard doctor` uses.
 
     ## Known limits
-    A recipe under a condition is not judged: it may ask for the hardware. Nothing is reported where several GPUs are
-    named, or none.
+    A recipe under a condition is not checked, since the condition may test the hardware. Nothing is reported if several
+    GPUs are named, or none.
     """
 
     code, name = "MPG408", "recipe-not-on-hardware"
@@ -117,17 +117,17 @@ recipe = MXFP8BlockScaling()
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        asked = [(event.call, self._kind(event.call, facts)) for event in facts.events("fp8_recipe")]
+        recipes = [(event.call, self._kind(event.call, facts)) for event in facts.events("fp8_recipe")]
         for event in facts.events("fp8_handler"):
             if fp8_facts.is_true(facts, event.call.keywords.get("use_mxfp8_block_scaling"), event.call):
-                asked.append((event.call, "mxfp8"))
-        asked = [(call, kind) for call, kind in asked if kind and not facts.guard_of(call)]
-        if not asked:
+                recipes.append((event.call, "mxfp8"))
+        recipes = [(call, kind) for call, kind in recipes if kind and not facts.guard_of(call)]
+        if not recipes:
             return
         hardware, place = self._hardware(facts)
         if hardware is None:
             return
-        for call, kind in asked:
+        for call, kind in recipes:
             lacks = hardware.lacks(kind)
             if lacks is not None and not (place is not None and hardware.capability is None):
                 notes = (Note("the GPU is named here", place),) if place is not None else ()
@@ -137,25 +137,25 @@ recipe = MXFP8BlockScaling()
         return library_names.FP8_RECIPES.get(facts.called_path(call).rsplit(".", 1)[-1], "")
 
     def _hardware(self, facts: Facts) -> tuple[Hardware | None, tuple[int, int] | None]:
-        """What the settings, the script or the requirements say the code runs on, and where the script says it."""
-        said = facts.project.gpu(facts.path)
+        """Return the hardware of the settings, the script or the requirements, and the place in the script, if any."""
+        gpu = facts.project.gpu(facts.path)
         place: tuple[int, int] | None = None
-        if said is None:
+        if gpu is None:
             found = list(self._in_script(facts))
             if len({name for name, _ in found}) != 1:
                 return None, None
-            said, place = found[0]
+            gpu, place = found[0]
         try:
-            hardware = named(said)
+            hardware = named(gpu)
         except PolicyError:
             return None, None
         cuda = facts.project.required(facts.path, "transformer_engine").cuda
-        return Hardware(said, hardware.capability, 1, cuda or hardware.cuda, hardware.libraries), place
+        return Hardware(gpu, hardware.capability, 1, cuda or hardware.cuda, hardware.libraries), place
 
     def _in_script(self, facts: Facts) -> Iterator[tuple[str, tuple[int, int]]]:
         for calls in facts.calls.values():
             for call in calls:
-                for keyword in _ASKS & set(call.keywords):
+                for keyword in _GPU_KEYWORDS & set(call.keywords):
                     for each in facts.evaluate(call.keywords[keyword], call):
                         if isinstance(each.atom, Constant) and isinstance(each.atom.value, str):
                             yield _COUNT.sub("", each.atom.value), call.span

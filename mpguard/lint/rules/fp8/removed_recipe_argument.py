@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mpguard.lint import Bad, Diagnostic, Facts, Fix, Good, Rule, any_of, library_names, python_edits
 
-#: The fields of the recipes of Transformer Engine 2.20 (`common/recipe/__init__.py`), less what all of them have.
+#: The fields of the recipes of Transformer Engine 2.20 (`common/recipe/__init__.py`), without those that all have.
 _FIELDS = {
     "DelayedScaling": {"margin", "amax_history_len", "amax_compute_algo", "scaling_factor_compute_algo", "reduce_amax"},
     "Float8CurrentScaling": {"use_power_2_scales"},
@@ -12,36 +12,36 @@ _FIELDS = {
     "Float8BlockScaling": {"use_f32_scales", "x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"},
     "NVFP4BlockScaling": {"disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "fp4_format"},
 }
-#: Fields of Transformer Engine 1.x that version 2.0 took away.
+#: Fields of Transformer Engine 1.x that version 2.0 removed.
 _REMOVED = {"interval", "override_linear_precision"}
 _KNOWN = set[str]().union(*_FIELDS.values()) | _REMOVED
 
 
 class RemovedRecipeArgument(Rule):
-    """An argument of an FP8 recipe that Transformer Engine drops without a word.
+    """An argument of an FP8 recipe that Transformer Engine ignores without a warning.
 
     ## What it does
-    Reports `interval=` and `override_linear_precision=`, which Transformer Engine 2.0 took away, on its recipes and on
+    Reports `interval=` and `override_linear_precision=`, which Transformer Engine 2.0 removed, on its recipes and on
     accelerate's `TERecipeKwargs` and `FP8RecipeKwargs`; and a setting that only another recipe has, such as
     `amax_history_len=` on `Float8CurrentScaling`.
 
     ## Why is this bad
-    The recipes are pydantic dataclasses, which ignore what they have no field for: no error, no warning. With
-    `override_linear_precision=(False, False, True)` the weight gradients were to be computed in high precision; since
-    2.0 they are computed in FP8 all the same. Tried with the recipes of 2.20.
+    The recipes are pydantic dataclasses, which ignore unknown arguments: no error, no warning. With
+    `override_linear_precision=(False, False, True)` the weight gradients are meant to be computed in high precision;
+    since 2.0 they are computed in FP8 all the same. Tried with the recipes of 2.20.
 
     ## Fix safety
-    Safe: the argument has no effect, so it is removed. What it was meant to do has to be done otherwise.
+    Safe: the argument has no effect, so it is removed. Its purpose has to be achieved in another way.
 
     ## Known limits
-    Silent where the project asks for a Transformer Engine older than 2.0. An argument that no recipe is known to have
-    had is not judged (a newer version may have it), nor what comes by `**kwargs`.
+    Not reported if the project requires a Transformer Engine older than 2.0. Arguments that no known recipe ever had
+    are not checked (a newer version may have them), nor arguments from `**kwargs`.
     """
 
     code, name = "MPG407", "removed-recipe-argument"
     severity = "error"
-    message = "`{argument}=` has no effect: `{recipe}` drops it in silence"
-    help = "remove it; nothing reads it since Transformer Engine 2.0"
+    message = "`{argument}=` has no effect: `{recipe}` ignores it without a warning"
+    help = "remove it; Transformer Engine 2.0 and later do not read it"
     triggers = (
         any_of(b"Scaling(", b"RecipeKwargs(", b"Scaling as", b"RecipeKwargs as"),
         any_of(*(name.encode() for name in sorted(_KNOWN - {"margin"})), b"margin="),

@@ -24,7 +24,7 @@ from mpguard.lint import (
 )
 from mpguard.policy.dtype import Dtype
 
-#: What a loop over steps goes over; a loop over layers or experts adds up a few terms.
+#: Iterables of a loop over steps. A loop over layers or experts adds only a few terms.
 _STEPS = re.compile(r"loader|Loader|batches|dataset|steps|epoch|_iter")
 _KINDS = re.compile(
     r"(?i)(?:^|_)(?:loss|losses|total|sum|acc|accuracy|correct|running|metric|count|avg|mean|error|score)s?(?:_|$)"
@@ -32,25 +32,25 @@ _KINDS = re.compile(
 
 
 class AccumulateInHalf(Rule):
-    """A loss, metric or sum is added up over steps in FP16 or BF16.
+    """A loss, metric or sum is accumulated over steps in FP16 or BF16.
 
     ## What it does
-    Looks at scalars that begin at zero before a loop over batches or steps and grow in it by `+=`, where they
-    are FP16 or BF16: made so, or made so by what is added to a plain 0.
+    Reports scalars that are zero before a loop over batches or steps and grow in it by `+=`, if they are FP16 or BF16:
+    created in that dtype, or promoted to it by adding to a plain 0.
 
     ## Why is this bad
-    A sum stops growing where the next term is less than half of its last bit. Adding 0.5 ten thousand times gives
-    1024 in FP16 and 128 in BF16, not 5000. An average loss over an epoch is then far too low.
+    A sum stops growing when the next term is less than half of its last bit. Adding 0.5 ten thousand times gives 1024
+    in FP16 and 128 in BF16, not 5000. An average loss over an epoch is then far too low.
 
     ## Known limits
-    Tensors of unknown dtype are silent, as are sums of `loss.item()` and `loss.float()`. So are loops over layers,
+    Tensors of unknown dtype are not reported, nor are sums of `loss.item()` and `loss.float()`, nor loops over layers,
     experts or tiles, which add few terms.
     """
 
     code, name = "MPG604", "accumulate-in-half"
     severity = "warning"
-    message = "`{key}` adds up over steps in {dtype}: its sum stops growing"
-    help = "Add up in float32, or as a Python number (`.item()`)"
+    message = "`{key}` is accumulated over steps in {dtype}: the sum stops growing"
+    help = "Accumulate in float32, or as a Python number (`.item()`)"
     triggers = (
         any_of(*SPEAKS_LOW),
         any_of(b"loader", b"Loader", b"batches", b"dataset", b"steps", b"epoch", b"_iter"),
@@ -135,7 +135,11 @@ def features(model, loader):
                         continue
                     found = self._grows(binding, bindings, added, facts)
                     if found is not None:
-                        notes = (Note("it is so from here", found.origin.span),) if found.origin is not None else ()
+                        notes = (
+                            (Note("it has this dtype from here", found.origin.span),)
+                            if found.origin is not None
+                            else ()
+                        )
                         yield self.at(
                             binding.chunk.span(binding.statement) if binding.statement is not None else binding,
                             key=key,
@@ -144,7 +148,7 @@ def features(model, loader):
                         )
 
     def _added(self, binding: Binding, key: str) -> cst.BaseExpression | None:
-        """What is added: `total += x`, `total = total + x`."""
+        """Return the added term of `total += x` or `total = total + x`."""
         node = binding.node
         if binding.kind == "augmented" and isinstance(node, cst.AugAssign):
             return node.value if isinstance(node.operator, cst.AddAssign) else None
@@ -159,27 +163,27 @@ def features(model, loader):
     def _grows(
         self, binding: Binding, bindings: list[Binding], added: cst.BaseExpression, facts: Facts
     ) -> TensorDtype | None:
-        """The low dtype in which a sum grows over the steps of a loop around it."""
+        """Return the low dtype in which a sum grows over the steps of a loop around it."""
         begins = [
             b for b in bindings if b.order < binding.order and b.kind in ("assign", "element") and b is not binding
         ]
         begin = self._single(begins[-1]) if begins else None
         if begin is None or not set(begin.loops) < set(binding.loops):
             return None
-        if not any(self._steps(loop, facts) for loop in binding.loops if loop not in begin.loops):
+        if not any(self._is_step_loop(loop, facts) for loop in binding.loops if loop not in begin.loops):
             return None
         first = facts.precision.of(begin.value, begin)
         if any(each.dtype == NUMBER for each in first):
             named = _KINDS.search(binding.key.rsplit(".", 1)[-1])
-            return facts.precision.low(added, binding) if named and self._zero(begin, facts) else None
-        if not self._scalar(begin.value, facts):
+            return facts.precision.low(added, binding) if named and self._is_zero(begin, facts) else None
+        if not self._is_scalar(begin.value, facts):
             return None
         if binding.kind == "augmented":  # in place: the sum keeps its dtype
             return facts.precision.low(begin.value, begin)
         return facts.precision.low(binding.value, binding)
 
     def _single(self, begin: Binding) -> Binding | None:
-        """A binding with its own value: that of `loss` in `loss, steps = 0.0, 0`."""
+        """Return a binding with its own value: `0.0` for `loss` in `loss, steps = 0.0, 0`."""
         if begin.kind == "assign":
             return begin
         value, place = begin.value, begin.index[0]
@@ -187,15 +191,15 @@ def features(model, loader):
             return None
         return dataclasses.replace(begin, kind="assign", value=value.elements[place].value, index=())
 
-    def _steps(self, loop: cst.CSTNode, facts: Facts) -> bool:
+    def _is_step_loop(self, loop: cst.CSTNode, facts: Facts) -> bool:
         return isinstance(loop, cst.For) and bool(_STEPS.search(facts.short(loop.iter)))
 
-    def _zero(self, begin: Binding, facts: Facts) -> bool:
+    def _is_zero(self, begin: Binding, facts: Facts) -> bool:
         number = facts.scalars.number(begin.value, begin)
-        return (number is not None and number.value == 0) or self._scalar(begin.value, facts)
+        return (number is not None and number.value == 0) or self._is_scalar(begin.value, facts)
 
-    def _scalar(self, node: cst.BaseExpression | None, facts: Facts) -> bool:
-        """Whether a tensor is made with one element: `torch.zeros(1)`, `torch.tensor(0.)`, also cast or moved."""
+    def _is_scalar(self, node: cst.BaseExpression | None, facts: Facts) -> bool:
+        """True for a tensor that is created with one element: `torch.zeros(1)`, `torch.tensor(0.)`, also cast or moved."""
         call: Call | None = facts.walker.call_of.get(node) if node is not None else None
         while call is not None and call.receiver is not None and facts.precision.is_method(call):
             call = facts.walker.call_of.get(call.receiver)

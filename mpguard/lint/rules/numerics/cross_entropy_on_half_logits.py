@@ -15,18 +15,18 @@ class CrossEntropyOnHalfLogits(Rule):
     """A loss is computed on logits that were cast to FP16 or BF16 by hand, outside autocast.
 
     ## What it does
-    Follows casts by hand to the first argument of `cross_entropy` and `binary_cross_entropy` (with logits or without),
-    as functions and as layers, in code that trains. Losses of log-probabilities are MPG603's: their softmax is the
-    place.
+    Follows explicit casts to the first argument of `cross_entropy` and `binary_cross_entropy` (with logits or without),
+    as functions and as layers, in code that trains. Losses of log-probabilities belong to MPG603, which reports their
+    softmax.
 
     ## Why is this bad
-    The loss comes out in the dtype of the logits: between 8 and 16 a BF16 number has steps of 0.06, so a loss that
-    improves by less does not move, and logits of 10.0 and 9.99 are one number. Under autocast the loss is computed in
-    FP32 (on CUDA); cast the logits with `.float()`, or leave them alone.
+    The loss has the dtype of the logits: between 8 and 16 a BF16 number has steps of 0.06, so a loss that improves by
+    less does not change, and logits of 10.0 and 9.99 are the same number. Under autocast the loss is computed in FP32
+    (on CUDA). Cast the logits with `.float()`, or do not cast them.
 
     ## Known limits
-    Silent for logits of unknown dtype and wherever an autocast may be in force: in a module whose callers are
-    out of sight, and in functions of a file that speaks of autocast or a trainer.
+    Logits of unknown dtype are not reported, nor is code that may run under autocast: a module whose callers are
+    unknown, and functions of a file that mentions autocast or a trainer.
     """
 
     code, name = "MPG606", "cross-entropy-on-half-logits"
@@ -120,7 +120,7 @@ def evaluate(model, x, y):
                 yield self.at(call, loss=loss, dtype=Dtype.label_of(found.dtype), notes=notes)
 
     def _loss(self, call: Call, facts: Facts) -> str:
-        """The name of the loss that a call computes."""
+        """Return the name of the loss that a call computes; empty if it computes none."""
         for each in facts.evaluate(call.func, call):
             path = each.atom.path if isinstance(each.atom, (Object, Ref)) else ""
             last = path.rsplit(".", 1)[-1]

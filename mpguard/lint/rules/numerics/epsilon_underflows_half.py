@@ -6,31 +6,31 @@ import libcst as cst
 
 from mpguard.lint import SPEAKS_FP16, Bad, Call, Diagnostic, Edit, Facts, Fix, Good, Note, Rule, ScalarUse, any_of
 
-#: Half of FP16's smallest number: what is not larger rounds to zero.
-_LEAST = 2.0**-25
+#: Half of FP16's smallest number. This and smaller numbers round to zero.
+_ROUNDS_TO_ZERO = 2.0**-25
 _WITH_EPS = frozenset({"Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad"})
 
 
 class EpsilonUnderflowsHalf(Rule):
-    """An epsilon that FP16 rounds to zero is added to an FP16 value, is its lower limit, or is Adam's for FP16 weights.
+    """An epsilon that FP16 rounds to zero is added to an FP16 value, limits one, or is Adam's for FP16 weights.
 
     ## What it does
-    Looks at small numbers such as `1e-8` that are added to a tensor or given to `clamp`, where the tensor is FP16:
-    cast by hand, made so, or the result of a matrix product in an FP16 autocast region. And at the `eps` of
-    Adam and its kin (1e-8 unless given) whose parameters are FP16.
+    Reports small numbers such as `1e-8` that are added to a tensor or passed to `clamp`, if the tensor is FP16: cast by
+    hand, created in FP16, or the result of a matrix product in an FP16 autocast region. Also reports the `eps` of Adam
+    and similar optimizers (1e-8 unless given) whose parameters are FP16.
 
     ## Why is this bad
-    FP16's smallest number is 5.96e-8, and what is below half of it is zero: `x + 1e-8` is `x`, and
-    `x.clamp(min=1e-8)` lets 0 pass. The division, logarithm or root that the epsilon protects gives inf or NaN after
-    all. Adam with FP16 weights and `eps=1e-8` makes NaN of a weight in its first step where the gradient is
-    0 (torch 2.13). BF16 has FP32's exponents and is fine.
+    FP16's smallest number is 5.96e-8, and anything below half of it is zero: `x + 1e-8` is `x`, and `x.clamp(min=1e-8)`
+    lets 0 pass. The division, logarithm or root that the epsilon protects gives inf or NaN after all. Adam with FP16
+    weights and `eps=1e-8` turns a weight into NaN in its first step if the gradient is 0 (torch 2.13). BF16 has FP32's
+    exponents and is not affected.
 
     ## Fix safety
-    Computing in FP32 (`x.float() + 1e-8`) changes the result's dtype: unsafe. None for an optimizer.
+    Unsafe: computing in FP32 (`x.float() + 1e-8`) changes the result's dtype. There is no fix for an optimizer.
 
     ## Known limits
-    Tensors of unknown dtype are silent, as are values after `.float()`, results of what autocast runs in FP32
-    (`norm`, `sum`, `exp`), and the epsilons of layers that compute in FP32 inside (`LayerNorm(eps=1e-12)`).
+    Tensors of unknown dtype are not reported, nor are values after `.float()`, results of operations that autocast runs
+    in FP32 (`norm`, `sum`, `exp`), and the epsilons of layers that compute in FP32 internally (`LayerNorm(eps=1e-12)`).
     """
 
     code, name = "MPG602", "epsilon-underflows-half"
@@ -177,27 +177,27 @@ def main(loader, eps):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        for meeting in facts.scalars.meetings:
-            if not 0 < meeting.number.value <= _LEAST or not self._protects(meeting):
+        for use in facts.scalars.meetings:
+            if not 0 < use.number.value <= _ROUNDS_TO_ZERO or not self._protects(use):
                 continue
-            found = facts.precision.low(meeting.tensor, meeting.record, "float16")
+            found = facts.precision.low(use.tensor, use.record, "float16")
             if found is None:
                 continue
             cause = "autocast computes it in FP16 here" if found.lowered else "it is FP16 from here"
             notes = (Note(cause, found.origin.span),) if found.origin is not None else ()
-            effect = "0 passes the limit" if meeting.kind == "clamp" else "nothing is added"
+            effect = "0 passes the limit" if use.kind == "clamp" else "nothing is added"
             yield self.at(
-                meeting,
-                number=f"`{facts.short(meeting.node)}`",
+                use,
+                number=f"`{facts.short(use.node)}`",
                 effect=effect,
                 notes=notes,
-                fix=self._fix(meeting, facts),
+                fix=self._fix(use, facts),
             )
         if facts.masters or facts.declared == "inference":
             return
         for weights in facts.trained.weights("float16"):
             for call in weights.training.of("optimizer"):
-                if call.name in _WITH_EPS and self._least(call, facts):
+                if call.name in _WITH_EPS and self._has_tiny_eps(call, facts):
                     note = Note("the weights are FP16 from here", weights.event.span)
                     given = call.keywords.get("eps")
                     yield self.at(
@@ -207,23 +207,23 @@ def main(loader, eps):
                         notes=(note,),
                     )
 
-    def _protects(self, meeting: ScalarUse) -> bool:
-        return (meeting.kind == "add" and meeting.name != "-") or (
-            meeting.kind == "clamp" and meeting.name not in ("clamp_max", "clamp_max_") and meeting.lower
+    def _protects(self, use: ScalarUse) -> bool:
+        return (use.kind == "add" and use.name != "-") or (
+            use.kind == "clamp" and use.name not in ("clamp_max", "clamp_max_") and use.lower
         )
 
-    def _least(self, call: Call, facts: Facts) -> bool:
+    def _has_tiny_eps(self, call: Call, facts: Facts) -> bool:
         given = call.keywords.get("eps")
         number = facts.scalars.number(given, call)
         if given is None:
             return not call.starred and len(call.positional) < 4
-        return number is not None and 0 < number.value <= _LEAST
+        return number is not None and 0 < number.value <= _ROUNDS_TO_ZERO
 
-    def _fix(self, meeting: ScalarUse, facts: Facts) -> Fix | None:
-        if meeting.name == "+=":
+    def _fix(self, use: ScalarUse, facts: Facts) -> Fix | None:
+        if use.name == "+=":
             return None
-        first, last = meeting.record.chunk.outer_span(meeting.tensor)
+        first, last = use.record.chunk.outer_span(use.tensor)
         text = facts.source.text[first:last]
-        if isinstance(meeting.tensor, (cst.BinaryOperation, cst.UnaryOperation)) and not text.startswith("("):
+        if isinstance(use.tensor, (cst.BinaryOperation, cst.UnaryOperation)) and not text.startswith("("):
             return None
         return Fix("Compute in float32", "unsafe", (Edit(last, last, ".float()"),))

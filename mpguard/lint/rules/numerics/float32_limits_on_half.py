@@ -12,21 +12,21 @@ class Float32LimitsOnHalf(Rule):
 
     ## What it does
     Follows the limits of float32 (and float64) through names to where they are filled into a tensor, added to it or
-    chosen by `where`, and looks at the tensor's dtype there: cast by hand, made so, or lowered by an autocast region.
+    selected by `where`, and reports them if the tensor is FP16 or BF16 there: cast by hand, created in that dtype, or
+    lowered by an autocast region.
 
     ## Why is this bad
     The limit is larger than the largest FP16 (65504) and the largest BF16 (3.39e38, against float32's 3.40e38).
     `masked_fill`, `full` and `clamp` raise "value cannot be converted ... without overflow"; `where`, indexed
-    assignment and arithmetic give `-inf`, and a row that is masked as a whole gives NaN after its softmax (torch 2.13,
-    both dtypes).
+    assignment and arithmetic give `-inf`, and a fully masked row gives NaN after its softmax (torch 2.13, both dtypes).
 
     ## Fix safety
-    The limit is taken from the dtype of the tensor that it goes into: what was meant. None for additions,
-    which overflow at the limit of any dtype.
+    Safe: the limit is taken from the dtype of the tensor that it is put into, as intended. There is no fix for
+    additions, which overflow at the limit of any dtype.
 
     ## Known limits
-    Tensors of unknown dtype are silent: `torch.full((n, n), torch.finfo(torch.float32).min)` is an FP32 tensor, and
-    what becomes of it later is not followed through unknown functions.
+    Tensors of unknown dtype are not reported: `torch.full((n, n), torch.finfo(torch.float32).min)` is an FP32 tensor,
+    and its later uses are not followed through unknown functions.
     """
 
     code, name = "MPG609", "float32-limits-on-half"
@@ -124,19 +124,19 @@ def fine(q, k, mask, x, dtype):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        for meeting in facts.scalars.meetings:
-            if meeting.number.limit_of not in ("float32", "float64") or abs(meeting.number.value) < 1e38:
+        for use in facts.scalars.meetings:
+            if use.number.limit_of not in ("float32", "float64") or abs(use.number.value) < 1e38:
                 continue
-            found = facts.precision.low(meeting.tensor, meeting.record)
+            found = facts.precision.low(use.tensor, use.record)
             if found is None:
                 continue
             dtype = Dtype.label_of(found.dtype)
             cause = f"autocast computes it in {dtype} here" if found.lowered else f"it is {dtype} from here"
             yield self.at(
-                meeting,
-                number=f"`{facts.short(meeting.node)}`",
+                use,
+                number=f"`{facts.short(use.node)}`",
                 dtype=dtype,
-                effect=f"`{meeting.name}` raises" if meeting.how == "raises" else "it becomes infinite",
+                effect=f"`{use.name}` raises" if use.how == "raises" else "it becomes infinite",
                 notes=(Note(cause, found.origin.span),) if found.origin is not None else (),
-                fix=limit_of_own_dtype(meeting, facts),
+                fix=limit_of_own_dtype(use, facts),
             )

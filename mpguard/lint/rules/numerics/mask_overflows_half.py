@@ -18,30 +18,30 @@ from mpguard.lint import (
     python_edits,
 )
 
-#: The largest number of FP16. `masked_fill` refuses anything beyond; `where` and arithmetic round up to here.
-_MOST, _ROUNDED = 65504.0, 65520.0
+#: The largest number of FP16, beyond which `masked_fill` raises; `where` and arithmetic still round up to the second.
+_LARGEST, _ROUNDED = 65504.0, 65520.0
 
 
 class MaskOverflowsHalf(Rule):
-    """A finite number outside FP16's range is filled into, or added to, a tensor that is FP16 there.
+    """A finite number outside FP16's range is filled into, or added to, an FP16 tensor.
 
     ## What it does
-    Looks at numbers such as `-1e9` that go to `masked_fill`, `full_like`, `where`, `clamp`, an indexed
-    assignment or an addition, and at the dtype of the tensor that they meet: cast to FP16 by hand, made in it,
-    or the result of a matrix product (`@`, `matmul`, `einsum`, `bmm`, `Linear`) in an FP16 autocast region.
+    Reports numbers such as `-1e9` that are passed to `masked_fill`, `full_like`, `where`, `clamp`, an indexed
+    assignment or an addition, if the tensor is FP16 there: cast to FP16 by hand, created in it, or the result of a
+    matrix product (`@`, `matmul`, `einsum`, `bmm`, `Linear`) in an FP16 autocast region.
 
     ## Why is this bad
     FP16 ends at 65504. With torch 2.13, `masked_fill`, `full`, `fill_`, `pad` and `clamp` raise "value cannot be
-    converted to type c10::Half without overflow"; `where`, `scores[mask] = -1e9` and arithmetic give `-inf` without
-    a word, and a row that is masked as a whole gives NaN after its softmax. BF16 has FP32's range and is fine.
+    converted to type c10::Half without overflow"; `where`, `scores[mask] = -1e9` and arithmetic give `-inf` without a
+    warning, and a fully masked row gives NaN after its softmax. BF16 has FP32's range and is not affected.
 
     ## Fix safety
-    The fix takes the limit from the tensor's own dtype, which is what was meant. None for additions: the
-    limit plus a negative score overflows again; mask with `masked_fill` there.
+    Safe: the fix takes the limit from the tensor's own dtype, as intended. There is no fix for additions: the limit
+    plus a negative score overflows again; mask with `masked_fill` there.
 
     ## Known limits
-    Tensors of unknown dtype are silent, and so is what `float()`, arithmetic with FP32, or an operation that
-    autocast runs in FP32 made FP32 before. `float("-inf")` is fine: it says what it is.
+    Tensors of unknown dtype are not reported, nor are tensors that `float()`, arithmetic with FP32, or an operation
+    that autocast runs in FP32 made FP32 before. `float("-inf")` is not reported: it is infinite on purpose.
     """
 
     code, name = "MPG601", "mask-overflows-half"
@@ -268,32 +268,30 @@ def own(scores, mask):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        for meeting in facts.scalars.meetings:
-            if meeting.number.limit_of in ("float32", "float64") or not self._beyond(meeting):
+        for use in facts.scalars.meetings:
+            if use.number.limit_of in ("float32", "float64") or not self._overflows(use):
                 continue
-            found = facts.precision.low(meeting.tensor, meeting.record, "float16")
+            found = facts.precision.low(use.tensor, use.record, "float16")
             if found is None:
                 continue
-            effect = f"`{meeting.name}` raises" if meeting.how == "raises" else "it becomes infinite"
+            effect = f"`{use.name}` raises" if use.how == "raises" else "it becomes infinite"
             cause = "autocast computes it in FP16 here" if found.lowered else "it is FP16 from here"
             notes = (Note(cause, found.origin.span),) if found.origin is not None else ()
-            number = f"`{facts.short(meeting.node)}`"
-            yield self.at(meeting, number=number, effect=effect, notes=notes, fix=limit_of_own_dtype(meeting, facts))
+            number = f"`{facts.short(use.node)}`"
+            yield self.at(use, number=number, effect=effect, notes=notes, fix=limit_of_own_dtype(use, facts))
 
-    def _beyond(self, meeting: ScalarUse) -> bool:
-        value = meeting.number.value
-        if not math.isfinite(value) or abs(value) <= (_MOST if meeting.how == "raises" else _ROUNDED):
+    def _overflows(self, use: ScalarUse) -> bool:
+        value = use.number.value
+        if not math.isfinite(value) or abs(value) <= (_LARGEST if use.how == "raises" else _ROUNDED):
             return False
-        return meeting.kind != "scale" or value < 0  # `x * 1e5` is arithmetic, `(1 - mask) * -1e9` a mask
+        return use.kind != "scale" or value < 0  # `x * 1e5` is arithmetic, `(1 - mask) * -1e9` a mask
 
 
-def limit_of_own_dtype(meeting: ScalarUse, facts: Facts) -> Fix | None:
-    """The number becomes the limit of the dtype of the tensor that it is put into."""
-    torch, key = python_edits.name_of_torch(facts), dotted(meeting.tensor)
-    if torch is None or not key or meeting.kind in ("add", "scale"):
+def limit_of_own_dtype(use: ScalarUse, facts: Facts) -> Fix | None:
+    """Return a fix that replaces the number by the limit of the tensor's own dtype."""
+    torch, key = python_edits.name_of_torch(facts), dotted(use.tensor)
+    if torch is None or not key or use.kind in ("add", "scale"):
         return None
-    limit = "min" if meeting.number.value < 0 else "max"
+    limit = "min" if use.number.value < 0 else "max"
     text = f"{torch}.finfo({key}.dtype).{limit}"
-    return Fix(
-        f"Take the limit from `{key}`'s own dtype", "safe", (python_edits.replaced(meeting.node, meeting.record, text),)
-    )
+    return Fix(f"Take the limit from `{key}`'s own dtype", "safe", (python_edits.replaced(use.node, use.record, text),))

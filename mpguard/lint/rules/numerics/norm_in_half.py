@@ -31,21 +31,21 @@ class NormInHalf(Rule):
     """A hand-written RMSNorm, LayerNorm or variance squares FP16 or BF16 values without an upcast.
 
     ## What it does
-    Looks at `x.pow(2).mean(...)`, `(x * x).mean(...)`, `(x ** 2).sum(...)` and `x.var(...)` where `x` is FP16 or BF16
-    for certain: cast by hand, or the result of a matrix product in an autocast region.
+    Reports `x.pow(2).mean(...)`, `(x * x).mean(...)`, `(x ** 2).sum(...)` and `x.var(...)` if `x` is certain to be FP16
+    or BF16: cast by hand, or the result of a matrix product in an autocast region.
 
     ## Why is this bad
     A square overflows FP16 from 256 on: `torch.full((3,), 300.).half().pow(2).mean()` is inf, and the normalised value
-    is 0. In BF16 the mean of squares keeps 8 bits. Models that write their own norm upcast first
+    is 0. In BF16 the mean of squares keeps 8 bits. Models that implement their own norm upcast first
     (`x.float().pow(2).mean(-1)`) and cast the result back.
 
     ## Fix safety
-    `.float()` before the square makes what follows FP32: unsafe.
+    Unsafe: `.float()` before the square makes everything that follows FP32.
 
     ## Known limits
-    Preview: real modules get their input from outside, so that its dtype is seldom known, and whether a variance in
-    half precision matters depends on the values. `std` is silent: torch computes it in FP32 inside, and it fits.
-    CUDA's autocast runs `pow` and `**` in FP32 (not `x * x`, `var`).
+    Preview: real modules get their input from their callers, so its dtype is seldom known, and whether a variance in
+    half precision matters depends on the values. `std` is not reported: torch computes it in FP32 internally, and the
+    result fits. CUDA's autocast runs `pow` and `**` in FP32 (not `x * x`, `var`).
     """
 
     code, name = "MPG605", "norm-in-half"
@@ -159,12 +159,12 @@ def fine(q, k, x, y):
                     call,
                     dtype=Dtype.label_of(found.dtype),
                     effect="they overflow from 256 on" if half else "they keep 8 bits",
-                    notes=(Note("it is so from here", found.origin.span),) if found.origin is not None else (),
+                    notes=(Note("it has this dtype from here", found.origin.span),) if found.origin is not None else (),
                     fix=self._fix(squared, call),
                 )
 
     def _squared(self, node: cst.BaseExpression | None, facts: Facts) -> cst.BaseExpression | None:
-        """What an expression is the square of."""
+        """Return the operand if an expression is a square."""
         if isinstance(node, cst.BinaryOperation):
             if isinstance(node.operator, cst.Power) and constant(node.right) == (2,):
                 return node.left

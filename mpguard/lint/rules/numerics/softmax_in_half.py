@@ -28,21 +28,21 @@ class SoftmaxInHalf(Rule):
     """A softmax, exponential or logsumexp is computed on values that were cast to FP16 or BF16 by hand.
 
     ## What it does
-    Follows casts by hand (`x.half()`, `x.to(torch.bfloat16)`, a tensor made in that dtype, and matrix products of
-    such) to `softmax`, `log_softmax`, `exp` and `logsumexp` that run outside autocast and are trained through.
+    Follows explicit casts (`x.half()`, `x.to(torch.bfloat16)`, a tensor created in that dtype, and matrix products of
+    these) to `softmax`, `log_softmax`, `exp` and `logsumexp` that run outside autocast and are trained through.
 
     ## Why is this bad
-    Autocast runs these operations in FP32 on CUDA; a cast by hand takes that away. FP16's `exp` overflows above
-    11.09 (`torch.full((1,), 20.).half().exp()` is inf), and probabilities keep 11 bits, 8 in BF16: those of a
-    vocabulary of 50,000 words are mostly subnormal numbers or zero in FP16, and the gradient through them with them.
+    Autocast runs these operations in FP32 on CUDA; an explicit cast prevents that. FP16's `exp` overflows above 11.09
+    (`torch.full((1,), 20.).half().exp()` is inf), and probabilities keep 11 bits, 8 in BF16: those of a vocabulary of
+    50,000 words are mostly subnormal numbers or zero in FP16, and so are the gradients through them.
 
     ## Fix safety
-    `dtype=torch.float32` casts before the operation; the result is FP32 too, which what follows may not
-    take: unsafe.
+    Unsafe: `dtype=torch.float32` casts before the operation, and the result is FP32 too, which the code that follows
+    may not accept.
 
     ## Known limits
-    Silent for inference, for values of unknown dtype, and wherever an autocast may be in force: in a module whose
-    callers are out of sight, and in functions of a file that speaks of autocast or a trainer.
+    Inference, values of unknown dtype, and code that may run under autocast are not reported: a module whose callers
+    are unknown, and functions of a file that mentions autocast or a trainer.
     """
 
     code, name = "MPG603", "softmax-in-half"
@@ -189,7 +189,7 @@ def train(model, loader, optimizer, teacher):
             yield self.at(call, operation=call.name or "Softmax", dtype=dtype, notes=notes, fix=self._fix(call, facts))
 
     def _layers(self, facts: Facts) -> list[Call]:
-        """The calls of softmax layers."""
+        """Return the calls of softmax layers."""
         if not {"Softmax", "LogSoftmax"} & facts.calls.keys():
             return []
         return [call for calls in list(facts.calls.values()) for call in calls if self._is_layer(call, facts)]
