@@ -21,27 +21,27 @@ from mpguard.policy.dtype import HALF_DTYPES, Dtype
 
 
 class AutocastAgainstFsdpPolicy(Rule):
-    """An autocast region computes in another dtype than the FSDP policy of the model that runs in it.
+    """An autocast region computes in another dtype than the FSDP policy of the model that it runs.
 
     ## What it does
-    Reports an autocast region of FP16 or BF16 in which a model is called whose FSDP policy has the other one
-    as `param_dtype`.
+    Reports an autocast region in FP16 or BF16 that calls a model whose FSDP policy has the other of the two as
+    `param_dtype`.
 
     ## Why is this bad
-    FSDP gathers the weights in `param_dtype`, and autocast then casts them again, for each matrix product:
-    the result is that of the region (tried with torch 2.13, FSDP1 and FSDP2). Weights rounded to BF16 are
-    computed with in FP16 and its range, or the other way round: the run has the rounding of one and the
-    overflow of the other, and is slower than either.
+    FSDP gathers the weights in `param_dtype`, and autocast then casts them again, for each matrix product. The result
+    has the region's dtype (tried with torch 2.13, FSDP1 and FSDP2). Weights rounded to BF16 are computed with in FP16
+    and its range, or the reverse: the run has the rounding of one and the overflow of the other, and is slower than
+    either.
 
     ## Known limits
-    Both dtypes must be written out; evaluation is not judged. A region around FP32 parameters
-    (`param_dtype` not given) is right.
+    Both dtypes must be literal. Evaluation is not checked. A region around FP32 parameters (`param_dtype` not given) is
+    correct.
     """
 
     code, name = "MPG512", "autocast-against-fsdp-policy"
     severity = "error"
     message = "autocast in {inside} around `{model}`, whose FSDP policy computes in {outside}"
-    help = "let the policy alone decide, or give both the same dtype"
+    help = "remove the autocast region, or give both the same dtype"
     triggers = (
         any_of(b"FullyShardedDataParallel", b"fully_shard"),
         any_of(b"autocast"),
@@ -152,7 +152,7 @@ def main(args, net, loader, dtype, frozen):
                     yield self.at(place, inside=inside, outside=outside, model=call.path, notes=notes)
 
     def _differ(self, region: Region, policy: Event, guard: PathCondition) -> tuple[str, str] | None:
-        """The dtypes of a region and of a policy, where they are never the same."""
+        """Return the dtypes of a region and of a policy if they always differ."""
         pairs = [
             (inside, outside)
             for one, inside in region.dtypes

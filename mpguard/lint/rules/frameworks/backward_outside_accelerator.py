@@ -22,33 +22,33 @@ from mpguard.lint import (
 
 
 class BackwardOutsideAccelerator(Rule):
-    """`loss.backward()` on what an Accelerator has prepared.
+    """`loss.backward()` is called directly on the loss of a model that an Accelerator has prepared.
 
     ## What it does
-    Reports a plain `backward()` whose loss comes from a model that `accelerator.prepare` returned, or
-    whose gradients an optimizer applies that it returned.
+    Reports a plain `backward()` whose loss comes from a model that `accelerator.prepare` returned, or whose gradients
+    are applied by an optimizer that it returned.
 
     ## Why is this bad
-    `accelerator.backward(loss)` scales the loss under FP16, divides it by
-    `gradient_accumulation_steps`, and hands it to the engine under DeepSpeed. Without it the prepared
-    optimizer's step unscales gradients that were never scaled (FP16: they become 65536 times too small),
-    and the same script under a DeepSpeed config raises or trains without its loss scale.
+    `accelerator.backward(loss)` scales the loss under FP16, divides it by `gradient_accumulation_steps`, and passes it
+    to the engine under DeepSpeed. Without it the prepared optimizer's step unscales gradients that were never scaled
+    (FP16: they become 65536 times too small), and the same script under a DeepSpeed config raises or trains without its
+    loss scale.
 
     ## Fix safety
-    Safe: with `mixed_precision` off and one step per batch both are the same, in all other cases
-    `accelerator.backward` is what was meant. It is unsafe where the Accelerator accumulates gradients and
-    the loss is divided by hand as well, and there is none where the Accelerator has no name at the place.
+    Safe: with `mixed_precision` off and one step per batch both are the same; in all other cases `accelerator.backward`
+    is intended. Unsafe if the Accelerator accumulates gradients and the loss is divided by hand as well. There is no
+    fix if the Accelerator has no name at the place.
 
     ## Known limits
-    An Accelerator that prepares nothing of this loss (used for devices, logging, metrics) is no reason.
-    A loss that is scaled by a GradScaler of one's own is 502's. A `backward` under a flag that is named
-    after accelerate, DeepSpeed or the distributed type is taken for the way without the Accelerator.
+    An Accelerator that prepares nothing that this loss uses (used for devices, logging, metrics) is ignored. A loss
+    that a GradScaler of the code's own scales is reported by MPG502. A `backward` under a flag that is named after
+    accelerate, DeepSpeed or the distributed type is assumed to be the path without the Accelerator.
     """
 
     code, name = "MPG501", "backward-outside-accelerator"
     severity = "error"
     message = "`{expr}` bypasses the Accelerator that prepared {what}"
-    help = "call `accelerator.backward(loss)`: it scales, divides for accumulation, and knows DeepSpeed"
+    help = "call `accelerator.backward(loss)`: it scales, divides for accumulation, and supports DeepSpeed"
     triggers = (any_of(b"ccelerator"), any_of(b".backward("), any_of(b".prepare"))
     examples = (
         Bad(
@@ -250,21 +250,21 @@ class Mul(torch.autograd.Function):
             records = facts.flow.backward(backward.subject, backward.call, depth=3) if backward.subject else []
             if any(record in scales for record in records):
                 continue
-            found = self._model(backward, facts) or self._step(backward, facts)
+            found = self._prepared_model(backward, facts) or self._prepared_optimizer(backward, facts)
             if found is not None:
                 wrap, what = found
                 notes = (Note("prepared here", wrap.call.span),)
                 expr = facts.short(backward.call.node)
                 yield self.at(backward, expr=expr, what=what, notes=notes, fix=self._fix(backward, wrap, facts))
 
-    def _model(self, backward: Event, facts: Facts) -> tuple[Wrap, str] | None:
-        """The wrap of the model that the loss comes from."""
+    def _prepared_model(self, backward: Event, facts: Facts) -> tuple[Wrap, str] | None:
+        """Return the wrap of the model that computes the loss."""
         for call, wrap in facts.prepared.differentiated(backward.subject, backward.call, "accelerate"):
             return wrap, f"`{call.path}`"
         return None
 
-    def _step(self, backward: Event, facts: Facts) -> tuple[Wrap, str] | None:
-        """The wrap of the optimizer that applies these gradients: that of the next step in the same function."""
+    def _prepared_optimizer(self, backward: Event, facts: Facts) -> tuple[Wrap, str] | None:
+        """Return the wrap of the optimizer that applies these gradients, in the next step of the same function."""
         for step in facts.events("step"):
             if step.scope is not backward.scope or step.order < backward.order:
                 continue

@@ -22,38 +22,37 @@ from mpguard.lint import (
 )
 
 _PARAMETERS = ("parameters", "named_parameters")
-#: The arguments that the Accelerator's functions take too.
+#: The arguments that the Accelerator's functions take as well.
 _ARGUMENTS = {
     "clip_grad_norm_": {"parameters", "max_norm", "norm_type"},
     "clip_grad_value_": {"parameters", "clip_value"},
 }
 
 
-#: A norm that clips nothing: the call only measures.
+#: An infinite norm clips nothing: the call only measures.
 _INFINITE = re.compile(r"""(?:math|np|numpy|torch)\.inf|float\(['"]\+?inf(?:inity)?['"]\)""")
 
 
 class ClipOutsideAccelerator(Rule):
-    """Gradients of a prepared model are clipped by torch's function, not by the Accelerator's.
+    """Gradients of a prepared model are clipped by torch's function instead of the Accelerator's.
 
     ## What it does
-    Reports `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` of parameters of a model that
-    `accelerator.prepare` was given or returned.
+    Reports `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` for parameters of a model that was passed to or
+    returned by `accelerator.prepare`.
 
     ## Why is this bad
-    Under FP16 the gradients are still scaled there: a norm of 1.0 clips all of them to 1/65536 of what
-    was meant, unless `accelerator.unscale_gradients()` came first. Under FSDP each rank clips its shards
-    by their own norm, under DeepSpeed there are no gradients to be clipped.
-    `accelerator.clip_grad_norm_` knows all of these.
+    Under FP16 the gradients are still scaled there: a maximum norm of 1.0 clips all of them to 1/65536 of the intended
+    value, unless `accelerator.unscale_gradients()` was called before. Under FSDP each rank clips its shards by their
+    own norm, and under DeepSpeed there are no gradients to clip. `accelerator.clip_grad_norm_` handles all of these.
 
     ## Fix safety
-    Safe: the same call through the Accelerator. There is none for `error_if_nonfinite` and `foreach`,
-    which the Accelerator's function does not take, and where the Accelerator has no name at the place.
+    Safe: the same call through the Accelerator. There is no fix for `error_if_nonfinite` and `foreach`, which the
+    Accelerator's function does not take, and if the Accelerator has no name at the place.
 
     ## Known limits
-    Only parameters whose model is seen to be prepared. Files that call
-    `accelerator.unscale_gradients()` themselves are silent, and so are functions that unscale with a
-    scaler of their own (502), and a norm of infinity, which clips nothing.
+    Only parameters of a model that is known to be prepared are checked. Files that call
+    `accelerator.unscale_gradients()` themselves are not reported, nor are functions that unscale with their own scaler
+    (MPG502), nor an infinite norm, which clips nothing.
     """
 
     code, name = "MPG503", "clip-outside-accelerator"
@@ -240,7 +239,7 @@ def by_hand(model, optimizer, loader, scaler):
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if "unscale_gradients" in facts.calls or not facts.events("prepare"):
             return
-        unscaled = {event.scope for event in facts.events("unscale")}  # by a scaler of one's own, which is 502's
+        unscaled = {event.scope for event in facts.events("unscale")}  # by a scaler in the code: MPG502 reports that
         for clip in facts.events("clip"):
             if clip.scope in unscaled:
                 continue
@@ -248,12 +247,12 @@ def by_hand(model, optimizer, loader, scaler):
             if not path.startswith("torch.nn.utils.") or clip.subject is None:
                 continue
             if (
-                self._measures(clip, facts)
+                self._only_measures(clip, facts)
                 or facts.is_inference(clip.call)
                 or wrappers.other_way(clip.guard, "accelerat")
             ):
                 continue
-            found = self._prepared(clip, facts)
+            found = self._prepared_model(clip, facts)
             if found is not None:
                 model, wrap = found
                 name = path.rsplit(".", 1)[-1]
@@ -266,17 +265,19 @@ def by_hand(model, optimizer, loader, scaler):
                     fix=self._fix(clip, name, wrap, facts),
                 )
 
-    def _measures(self, clip: Event, facts: Facts) -> bool:
+    def _only_measures(self, clip: Event, facts: Facts) -> bool:
         given = clip.call.keywords.get("max_norm") or next(iter(clip.call.positional[1:]), None)
         return given is not None and _INFINITE.fullmatch(facts.short(given)) is not None
 
-    def _prepared(self, clip: Event, facts: Facts) -> tuple[str, Wrap] | None:
-        """The model whose parameters are clipped, and what prepared it."""
+    def _prepared_model(self, clip: Event, facts: Facts) -> tuple[str, Wrap] | None:
+        """Return the model whose parameters are clipped, and the call that prepared it."""
         assert clip.subject is not None
         first, last = facts.span(clip.subject, clip.call)
-        asked = [call for name in _PARAMETERS for call in facts.calls.get(name, ()) if call.scope is clip.scope]
-        calls = [call for call in asked if first <= call.span[0] and call.span[1] <= last]
-        if not calls:  # a name: what it was made of
+        parameter_calls = [
+            call for name in _PARAMETERS for call in facts.calls.get(name, ()) if call.scope is clip.scope
+        ]
+        calls = [call for call in parameter_calls if first <= call.span[0] and call.span[1] <= last]
+        if not calls:  # a name: follow it to the expression that it was assigned
             records = facts.flow.backward(clip.subject, clip.call, depth=2)
             calls = [record for record in records if isinstance(record, Call) and record.name in _PARAMETERS]
         for call in calls:

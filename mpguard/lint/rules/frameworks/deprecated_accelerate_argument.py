@@ -20,29 +20,29 @@ from mpguard.lint import (
     python_edits,
 )
 
-#: Where an expression may stand for another without parentheses around it.
-_LOOSE = (cst.If, cst.Arg, cst.Assign, cst.BooleanOperation, cst.UnaryOperation, cst.Return, cst.IfExp)
+#: Parents in which the new expression needs no parentheses.
+_NO_PARENTHESES = (cst.If, cst.Arg, cst.Assign, cst.BooleanOperation, cst.UnaryOperation, cst.Return, cst.IfExp)
 
 
 class DeprecatedAccelerateArgument(Rule):
-    """What accelerate has removed or will remove: `Accelerator(fp16=...)`, `use_fp16`, `FP8RecipeKwargs`.
+    """Removed or deprecated names of accelerate: `Accelerator(fp16=...)`, `use_fp16`, `FP8RecipeKwargs`.
 
     ## What it does
-    Reports the argument `fp16=` of `Accelerator`, the attribute `use_fp16` of an Accelerator or its
-    state, and `FP8RecipeKwargs`.
+    Reports the argument `fp16=` of `Accelerator`, the attribute `use_fp16` of an Accelerator or its state, and
+    `FP8RecipeKwargs`.
 
     ## Why is this bad
-    In accelerate 1.15 `Accelerator(fp16=True)` is a TypeError and `accelerator.use_fp16` an
-    AttributeError: errors, where `FP8RecipeKwargs` warns, and goes in 2.0.
+    In accelerate 1.15 `Accelerator(fp16=True)` raises a TypeError and `accelerator.use_fp16` an AttributeError.
+    `FP8RecipeKwargs` warns, and will be removed in 2.0.
 
     ## Fix safety
-    Safe: `mixed_precision="fp16"`, `accelerator.mixed_precision == "fp16"`, `TERecipeKwargs` or
-    `MSAMPRecipeKwargs` by the backend that is named. `FP8RecipeKwargs` has a fix only where the launch
-    configs beside the code say that DeepSpeed is not in use: accelerate 1.15 heeds no other recipe there
-    (it hands `fp8_recipe_handler` alone to the engine). It has none where no backend is named either.
+    Safe: `mixed_precision="fp16"`, `accelerator.mixed_precision == "fp16"`, and `TERecipeKwargs` or `MSAMPRecipeKwargs`
+    according to the given backend. `FP8RecipeKwargs` has a fix only if the launch configs of the code do not use
+    DeepSpeed: accelerate 1.15 reads no other recipe there (it passes only `fp8_recipe_handler` to the engine). There is
+    no fix either if no backend is given.
 
     ## Known limits
-    An Accelerator that comes from outside is not known as one; `use_fp16` of other objects is theirs.
+    An Accelerator that is created in another file is not recognised; `use_fp16` of other objects is not reported.
     """
 
     code, name = "MPG513", "deprecated-accelerate-argument"
@@ -152,9 +152,9 @@ def run(accelerator, args):
                 yield self.at(
                     facts.span(given, made.call),
                     what=what,
-                    help='say `mixed_precision="fp16"`',
+                    help='pass `mixed_precision="fp16"`',
                     severity="error",
-                    fix=self._argument(made.call, given, facts),
+                    fix=self._argument_fix(made.call, given, facts),
                 )
         recipes = {binding.key for binding in self._imports(facts)}
         for scope in facts.walker.scopes:
@@ -167,7 +167,7 @@ def run(accelerator, args):
 
     # -- Accelerator(fp16=...) ----------------------------------------------------------------------
 
-    def _argument(self, call: Call, given: cst.BaseExpression, facts: Facts) -> Fix | None:
+    def _argument_fix(self, call: Call, given: cst.BaseExpression, facts: Facts) -> Fix | None:
         known = constant(given)
         if known in ((False,), (None,)):
             return Fix("Remove the argument", "safe", (python_edits.without_argument(call, given),))
@@ -177,7 +177,7 @@ def run(accelerator, args):
         text = '"fp16"' if known == (True,) else f'"fp16" if {facts.text(given, call)} else None'
         first = facts.span(arg.keyword, call)[0] if arg.keyword is not None else 0
         last = call.chunk.outer_span(given)[1]
-        return Fix('Say `mixed_precision="fp16"`', "safe", (Edit(first, last, f"mixed_precision={text}"),))
+        return Fix('Pass `mixed_precision="fp16"`', "safe", (Edit(first, last, f"mixed_precision={text}"),))
 
     # -- accelerator.use_fp16 -----------------------------------------------------------------------
 
@@ -190,10 +190,10 @@ def run(accelerator, args):
         if facts.kinds(owner, use) != {"accelerator"}:
             return
         text = f'{facts.short(use.node.value)}.mixed_precision == "fp16"'
-        if not isinstance(facts.walker.parents.get(use.node), _LOOSE):
+        if not isinstance(facts.walker.parents.get(use.node), _NO_PARENTHESES):
             text = f"({text})"
         fix = Fix("Compare `mixed_precision`", "safe", (python_edits.replaced(use.node, use, text),))
-        what = "`use_fp16` is gone: an AttributeError in accelerate 1.15"
+        what = "`use_fp16` was removed: an AttributeError in accelerate 1.15"
         yield self.at(use, what=what, help='compare `mixed_precision == "fp16"`', fix=fix, severity="error")
 
     # -- FP8RecipeKwargs ----------------------------------------------------------------------------
@@ -218,13 +218,13 @@ def run(accelerator, args):
             return
         yield self.at(
             use,
-            what="`FP8RecipeKwargs` is deprecated, and goes in accelerate 2.0",
-            help="`TERecipeKwargs`, `AORecipeKwargs` or `MSAMPRecipeKwargs`; under DeepSpeed it is the only one heeded",
-            fix=self._renamed(facts),
+            what="`FP8RecipeKwargs` is deprecated and will be removed in accelerate 2.0",
+            help="use `TERecipeKwargs`, `AORecipeKwargs` or `MSAMPRecipeKwargs`; DeepSpeed reads only the old class",
+            fix=self._recipe_fix(facts),
         )
 
-    def _renamed(self, facts: Facts) -> Fix | None:
-        """The class of the backend that is named, and its import, where all uses are of one backend."""
+    def _recipe_fix(self, facts: Facts) -> Fix | None:
+        """Return the fix that uses the class of the given backend, if all uses have the same backend."""
         configs = facts.project.configs_for(facts.path)
         imports = self._imports(facts)
         if not configs or any(config.distributed_type in (None, "DEEPSPEED") for config in configs):

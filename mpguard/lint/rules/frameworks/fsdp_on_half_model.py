@@ -7,27 +7,27 @@ from mpguard.policy.dtype import HALF_DTYPES, Dtype
 
 
 class FsdpOnHalfModel(Rule):
-    """A model is cast to BF16 or FP16, or loaded so, before FSDP shards it.
+    """A model is cast to BF16 or FP16, or loaded in that dtype, before FSDP shards it.
 
     ## What it does
-    Reports a cast or a load in a low dtype whose model goes to `FullyShardedDataParallel` or
-    `fully_shard`, and is trained.
+    Reports a cast or a load in a low dtype if the model is passed to `FullyShardedDataParallel` or `fully_shard`, and
+    is trained.
 
     ## Why is this bad
-    FSDP keeps its sharded copy of the weights in the dtype that they have when it is applied, and the
-    optimizer updates that copy. `MixedPrecision(param_dtype=...)` casts what is gathered for compute, and
-    costs no memory that a cast would save but the shards' own. With BF16 shards an update below 2^-8 of a
-    weight is lost (2^-11 in FP16), and the optimizer's state is low precision too.
+    FSDP keeps its sharded copy of the weights in the dtype that they have when it is applied, and the optimizer updates
+    that copy. `MixedPrecision(param_dtype=...)` casts the gathered weights for compute; beyond that, a cast of the
+    model saves only memory of the shards. With BF16 shards an update below 2^-8 of a weight is lost (2^-11 in FP16),
+    and the optimizer's state is low precision too.
 
     ## Known limits
-    Models for inference, frozen ones and bases of adapters are silent, and so are optimizers that keep FP32
-    copies or round stochastically. Under Accelerate, whose FSDP casts trained weights up, nothing is
-    reported. A model that comes in from outside is unknown.
+    Models for inference, frozen ones and bases of adapters are not reported, nor are optimizers that keep FP32 copies
+    or round stochastically. Under Accelerate, whose FSDP casts trained weights up, nothing is reported. A model that is
+    passed in from elsewhere is unknown.
     """
 
     code, name = "MPG511", "fsdp-on-half-model"
     severity = "warning"
-    message = "`{expr}` makes the copy of the weights that FSDP shards and trains {dtype}"
+    message = "`{expr}`: FSDP shards and trains {dtype} weights, without an FP32 copy"
     help = "keep the weights in FP32; `MixedPrecision(param_dtype=...)` computes in the low dtype"
     triggers = (
         any_of(b"FullyShardedDataParallel", b"fully_shard"),
@@ -169,7 +169,7 @@ def reference(x):
                     )
 
     def _sharded(self, weights: Weights, shards: set[Call], facts: Facts) -> Call | None:
-        """The FSDP that the low weights go to, where a plain optimizer trains what it shards."""
+        """Return the FSDP call that shards the low-precision weights, if a plain optimizer trains them."""
         optimizers = weights.training.of("optimizer")
         if not optimizers or not facts.trained.plain_optimizers(weights.training):
             return None

@@ -7,48 +7,47 @@ from mpguard.lint import Bad, Call, Constant, Diagnostic, Facts, Good, Note, Obj
 from mpguard.policy.dtype import Dtype
 
 _ROOTS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "lightning_pytorch"})
-_RUNS = ("Trainer", "Fabric")
+_RUNNERS = ("Trainer", "Fabric")
 _PLUGINS = ("MixedPrecisionPlugin", "MixedPrecision")
-#: Old spelling -> what Lightning 2 makes of it.
+#: Old spelling -> its meaning in Lightning 2.
 _OLD = {"16": "16-mixed", "bf16": "bf16-mixed"}
 _MIXED = frozenset({"16", "bf16", "16-mixed", "bf16-mixed"})
-#: Beside these, a `-true` may be for inference: a helper chooses.
+#: If one of these is possible too, a `-true` may be for inference, and a helper selects it.
 _UNCLEAR = _MIXED | {""}
 _LOW = {"16-true": Dtype.FP16, "bf16-true": Dtype.BF16}
 #: The distributions of Lightning: the new spellings came with 2.0.
 _PACKAGES = ("lightning", "pytorch-lightning", "lightning-fabric")
-#: Arguments of a Trainer that Lightning 2.0 took away: such a call runs with an older one.
+#: Arguments of a Trainer that Lightning 2.0 removed: a call with one of them is for an older version.
 _BEFORE_2 = frozenset({
     "gpus", "tpu_cores", "ipus", "num_processes", "distributed_backend", "amp_backend", "amp_level", "weights_summary",
     "checkpoint_callback", "progress_bar_refresh_rate", "resume_from_checkpoint", "auto_lr_find", "terminate_on_nan",
     "auto_select_gpus", "auto_scale_batch_size", "replace_sampler_ddp", "flush_logs_every_n_steps",
 })  # fmt: skip
-#: What trains with weights of one's own, in a dtype of their own.
+#: Adapters train their own weights, which may have another dtype.
 _ADAPTERS = re.compile(r"(?i)lora|peft|adapter")
 
 
 class LightningPrecision(Rule):
-    """A `precision=` of Lightning's that is an old spelling, or trains without FP32 master weights.
+    """A `precision=` of Lightning that is an old spelling, or that trains without FP32 master weights.
 
     ## What it does
-    Reports, for Lightning's own `Trainer` and `Fabric`: `precision=16`, `"16"` and `"bf16"`; `"16-true"`
-    and `"bf16-true"` where that Trainer is asked to `fit`, or that Fabric to run `backward`; and an
-    autocast region of one's own in `training_step` where the Trainer in the same file has a mixed
-    precision.
+    Reports, for Lightning's own `Trainer` and `Fabric`:
+
+    - `precision=16`, `"16"` and `"bf16"`;
+    - `"16-true"` and `"bf16-true"` if `fit` of that Trainer, or `backward` of that Fabric, is called;
+    - an autocast region in `training_step` if the Trainer in the same file has a mixed precision.
 
     ## Why is this bad
-    Lightning 2 takes 16 and "bf16" "for historical reasons" and warns: they mean `"16-mixed"` and
-    `"bf16-mixed"`, and are easily taken for `"16-true"`, which is another thing. The `-true` modes
-    hold the weights themselves in half precision: an update below 2^-8 (BF16) or 2^-11 (FP16) of a weight
-    is lost, and FP16 gradients are not scaled. An autocast region inside the one that the Trainer
-    enters overrides it: a change of `precision=` changes nothing there.
+    Lightning 2 accepts 16 and "bf16" "for historical reasons" and warns: they mean `"16-mixed"` and `"bf16-mixed"`, and
+    are easily mistaken for `"16-true"`, which is something else. The `-true` modes store the weights themselves in half
+    precision: an update below 2^-8 (BF16) or 2^-11 (FP16) of a weight is lost, and FP16 gradients are not scaled. An
+    autocast region inside the one that the Trainer enters overrides it: changing `precision=` has no effect there.
 
     ## Known limits
-    Only what is written where the Trainer is built; a precision from options or the command line is
-    unknown. Files that speak of LoRA or adapters, whose trained weights may be FP32, and tests are not
-    judged for `-true`. The old spellings are the only ones that Lightning 1 knows: silent where the
-    project asks for one, or the Trainer is given arguments that Lightning 2 has not. Trainers of other
-    frameworks are not Lightning's.
+    Only literal values at the Trainer's construction are checked; a precision from options or the command line is
+    unknown. Files that mention LoRA or adapters, whose trained weights may be FP32, and tests are not checked for
+    `-true`. Lightning 1 has only the old spellings: they are not reported if the project requires Lightning 1, or if
+    the Trainer has arguments that Lightning 2 removed. Trainers of other frameworks are ignored.
     """
 
     code, name = "MPG515", "lightning-precision"
@@ -167,19 +166,19 @@ def main(model, loader):
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         mixed: Call | None = None
-        for call in self._calls(_RUNS, facts):
-            said = self._precision(call, facts)
-            mixed = mixed or (call if said & _MIXED else None)
+        for call in self._calls(_RUNNERS, facts):
+            values = self._precision(call, facts)
+            mixed = mixed or (call if values & _MIXED else None)
             given = call.keywords.get("precision")
             if given is None:
                 continue
             place = facts.span(given, call)
-            if old := sorted(said & set(_OLD)):
+            if old := sorted(values & set(_OLD)):
                 if self._before_2(call, facts):
                     continue
                 what = f"`precision={facts.short(given)}` is an old spelling of `{_OLD[old[0]]}`"
                 yield self.at(place, what=what, help=f'write `precision="{_OLD[old[0]]}"`')
-            elif (low := sorted(said & set(_LOW))) and not said & _UNCLEAR and self._trains(call, facts):
+            elif (low := sorted(values & set(_LOW))) and not values & _UNCLEAR and self._trains(call, facts):
                 what = f"`{low[0]}` trains {_LOW[low[0]].label} weights, without FP32 master weights"
                 yield self.at(place, what=what, help=f'"{low[0].replace("true", "mixed")}" keeps them')
         mixed = mixed or next(self._calls(_PLUGINS, facts), None)
@@ -187,21 +186,21 @@ def main(model, loader):
             yield from self._regions(mixed, facts)
 
     def _before_2(self, call: Call, facts: Facts) -> bool:
-        """Whether the code is for Lightning 1."""
+        """True if the code is for Lightning 1."""
         return bool(_BEFORE_2 & set(call.keywords)) or any(
             facts.project.required(facts.path, package).before((2,)) for package in _PACKAGES
         )
 
-    def _calls(self, wanted: tuple[str, ...], facts: Facts) -> Iterator[Call]:
-        for name in (*wanted, *(other for each in wanted for other in aliases(facts, each))):
+    def _calls(self, names: tuple[str, ...], facts: Facts) -> Iterator[Call]:
+        for name in (*names, *(other for each in names for other in aliases(facts, each))):
             for call in facts.calls.get(name, ()):
                 for _, path in facts.paths(call):
-                    if path.split(".", 1)[0] in _ROOTS and path.rsplit(".", 1)[-1] in wanted:
+                    if path.split(".", 1)[0] in _ROOTS and path.rsplit(".", 1)[-1] in names:
                         yield call
                         break
 
     def _precision(self, call: Call, facts: Facts) -> set[str]:
-        """What `precision=` may be, as text: 16 and "16" are one; "" among them where one is unknown."""
+        """Return the possible values of `precision=` as text: 16 is "16", an unknown value is ""."""
         given = call.keywords.get("precision")
         return {
             str(each.atom.value) if isinstance(each.atom, Constant) else ""
@@ -209,7 +208,7 @@ def main(model, loader):
         }
 
     def _trains(self, made: Call, facts: Facts) -> bool:
-        """Whether the Trainer is asked to fit, or the Fabric to run a backward; no adapters in sight, no test."""
+        """True if `fit` or `backward` of the object is called, in code that is no test and has no adapters."""
         if facts.is_inference(made):
             return False
         for scope in facts.walker.scopes:
@@ -223,7 +222,7 @@ def main(model, loader):
         )
 
     def _regions(self, mixed: Call, facts: Facts) -> Iterator[Diagnostic]:
-        """Autocast of one's own in a step that Lightning runs in its own."""
+        """Yield autocast regions inside a step that Lightning runs in its own autocast."""
         for region in facts.events("autocast"):
             steps = [scope for scope in region.scope.within() if scope.name == "training_step" and scope.is_method]
             if not steps or steps[0].owner is None or facts.class_kind(steps[0].owner) != "framework":
@@ -232,4 +231,4 @@ def main(model, loader):
             if facts.enabled(region.call, path).joined(region.guard).possible:
                 notes = (Note("Lightning's mixed precision is set here", mixed.span),)
                 what = f"`{facts.short(region.call.node)}` overrides the autocast that Lightning runs this step in"
-                yield self.at(region, what=what, help="remove it; `precision=` decides", notes=notes)
+                yield self.at(region, what=what, help="remove it; `precision=` sets the precision", notes=notes)

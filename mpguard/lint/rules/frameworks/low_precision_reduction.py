@@ -27,24 +27,23 @@ class LowPrecisionReduction(Rule):
     """FSDP reduces gradients in BF16 or FP16.
 
     ## What it does
-    Reports FSDP1's `MixedPrecision` and FSDP2's `MixedPrecisionPolicy` whose `reduce_dtype` is BF16 or
-    FP16, and those with a low `param_dtype` and no `reduce_dtype`: both then reduce in `param_dtype`
-    (torch 2.13, `_flat_param.py` and `_fsdp_collectives.py`).
+    Reports FSDP1's `MixedPrecision` and FSDP2's `MixedPrecisionPolicy` whose `reduce_dtype` is BF16 or FP16, and those
+    with a low `param_dtype` and no `reduce_dtype`: both then reduce in `param_dtype` (torch 2.13, `_flat_param.py` and
+    `_fsdp_collectives.py`).
 
     ## Why is this bad
-    The reduce-scatter adds the gradients of all ranks in that dtype. BF16 has 8 bits of mantissa: of a
-    sum over 256 ranks, what one rank adds may be lost whole, and FP16 overflows at 65504. Megatron
-    Bridge's `bf16_mixed` reduces in FP32 for that reason; it costs twice the bytes of this one
-    collective.
+    The reduce-scatter adds the gradients of all ranks in that dtype. BF16 has 8 bits of mantissa: in a sum over 256
+    ranks, the contribution of one rank may be lost entirely, and FP16 overflows at 65504. Megatron Bridge's
+    `bf16_mixed` reduces in FP32 for that reason; it doubles the bytes of this one collective.
 
     ## Fix safety
-    Safe: `reduce_dtype=torch.float32` keeps compute and weights as they are. The gradients are the same
-    or more exact, and need more memory while they are reduced.
+    Safe: `reduce_dtype=torch.float32` keeps compute and weights unchanged. The gradients are the same or more exact,
+    and need more memory while they are reduced.
 
     ## Known limits
-    A reduction that an option chooses between FP32 and lower is taken as meant. Policies of models that
-    are frozen or only evaluated, under `torch.no_grad`, in tests, and those that are only compared are
-    silent. Where the policy is used out of sight, it is taken to train.
+    If an option selects FP32 or a lower precision, the choice is assumed to be intended. Policies of models that are
+    frozen or only evaluated, under `torch.no_grad`, in tests, and policies that are only compared are not reported. If
+    the use of the policy is not visible, it is assumed to train.
     """
 
     code, name = "MPG509", "low-precision-reduction"
@@ -192,7 +191,7 @@ def from_config(config):
                 )
 
     def _only_frozen(self, policy: Event, facts: Facts) -> bool:
-        """Whether all models in sight that get the policy are frozen, or only evaluated."""
+        """True if all known models with the policy are frozen or only evaluated."""
         shards = [
             shard
             for shard in facts.events("shard")
@@ -204,7 +203,7 @@ def from_config(config):
         )
 
     def _default(self, policy: Event, given: cst.BaseExpression | None, facts: Facts) -> Iterator[Diagnostic]:
-        """No `reduce_dtype`: that of the parameters."""
+        """Report a policy without `reduce_dtype`, which reduces in the dtype of the parameters."""
         low = [name for name in HALF_DTYPES if policy.may_be(name)]
         param = policy.call.argument(0, "param_dtype")
         if low and param is not None and all(name is not None for _, name in policy.dtypes):
@@ -218,15 +217,15 @@ def from_config(config):
             )
 
     def _reduces(self, policy: Event, given: cst.BaseExpression, facts: Facts) -> str | None:
-        """The low dtype that it reduces in: always, or wherever it computes in it because both are one value."""
+        """Return the low dtype of the reduction: always low, or the same value as `param_dtype`."""
         reduces = [name for guard, name in facts.dtypes(given, policy.call) if compatible(guard, policy.guard)]
         low = [name for name in HALF_DTYPES if name in reduces]
-        if not low or (set(reduces) - set(HALF_DTYPES) and not self._one_value(policy, given, facts)):
+        if not low or (set(reduces) - set(HALF_DTYPES) and not self._same_value(policy, given, facts)):
             return None
         return " or ".join(Dtype.label_of(name) for name in low)
 
-    def _one_value(self, policy: Event, given: cst.BaseExpression, facts: Facts) -> bool:
-        """Whether `param_dtype` and `reduce_dtype` are the same name, or set by the same statements."""
+    def _same_value(self, policy: Event, given: cst.BaseExpression, facts: Facts) -> bool:
+        """True if `param_dtype` and `reduce_dtype` are the same name, or set by the same statements."""
         param = policy.call.argument(0, "param_dtype")
         key, other = dotted(given), dotted(param)
         if not key or not other:

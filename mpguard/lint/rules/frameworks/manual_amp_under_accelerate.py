@@ -24,31 +24,31 @@ from mpguard.lint import (
 
 
 class ManualAmpUnderAccelerate(Rule):
-    """Autocast or a GradScaler of one's own around a model that an Accelerator has prepared.
+    """Manual autocast or a manual GradScaler around a model that an Accelerator has prepared.
 
     ## What it does
-    Reports an enabled `torch.autocast` region in which a prepared model is called for training, and a
-    GradScaler that scales the loss of one.
+    Reports an enabled `torch.autocast` region in which a prepared model is called for training, and a GradScaler that
+    scales the loss of a prepared model.
 
     ## Why is this bad
-    `prepare` wraps the model's forward in an autocast of the precision that the launch config, or
-    `Accelerator(mixed_precision=...)`, says; the loss functions around it get `accelerator.autocast()`.
-    A region of one's own says a second dtype, and under `mixed_precision: no` a dtype that nobody asked
-    for. A GradScaler of one's own beside FP16 scales what the Accelerator's scaler scales again, and
-    unscales once.
+    `prepare` wraps the model's forward in an autocast with the precision of the launch config or of
+    `Accelerator(mixed_precision=...)`; `accelerator.autocast()` does the same for loss functions around it. A manual
+    region sets a second dtype, and under `mixed_precision: no` a dtype that was not configured. Under FP16, a manual
+    GradScaler scales a loss that the Accelerator's scaler scales again, and the gradients are unscaled only once.
 
     ## Fix safety
-    Unsafe: `accelerator.autocast()` computes in the Accelerator's precision, which may be none. There is
-    no fix for a scaler: it goes with its `scale`, `step` and `update`.
+    Unsafe: `accelerator.autocast()` computes in the Accelerator's precision, which may be none. There is no fix for a
+    region that is stored in a name, since the context of `accelerator.autocast()` can be entered only once, and none
+    for a scaler: its `scale`, `step` and `update` would have to be removed with it.
 
     ## Known limits
-    Frozen models that were not prepared (a VAE, a text encoder), evaluation and disabled regions are
-    silent; so is a region under a flag that is named after accelerate or DeepSpeed.
+    Frozen models that were not prepared (a VAE, a text encoder), evaluation and disabled regions are not reported, nor
+    is a region under a flag that is named after accelerate or DeepSpeed.
     """
 
     code, name = "MPG502", "manual-amp-under-accelerate"
     severity = "error"
-    message = "`{expr}` of one's own beside the Accelerator that prepared `{model}`"
+    message = "manual `{expr}` in addition to the Accelerator that prepared `{model}`"
     help = "leave the precision to the Accelerator: `accelerator.autocast()`, `accelerator.backward(loss)`"
     triggers = (any_of(b"ccelerator"), any_of(b".prepare"), any_of(b"autocast", b"Scaler"))
     yields_to = ("MPG862",)
@@ -248,18 +248,18 @@ def two_ways(args, model, loader):
             yield from self._scaled(scale, reported, facts)
 
     def _scaled(self, scale: Event, reported: set[Call], facts: Facts) -> Iterator[Diagnostic]:
-        """A scaler, where it scales the loss of a prepared model."""
+        """Yield a scaler that scales the loss of a prepared model."""
         if wrappers.other_way(scale.guard, "accelerat"):
             return
         for call, wrap in facts.prepared.differentiated(scale.call.positional[0], scale.call, "accelerate"):
-            place = self._made(scale, facts)
+            place = self._scaler_call(scale, facts)
             if place is not None and place not in reported:
                 reported.add(place)
                 yield self._found(place, call, wrap, None, facts)
             return
 
-    def _made(self, scale: Event, facts: Facts) -> Call | None:
-        """Where the scaler is made: torch's own, and enabled; the place of its use where that is out of sight."""
+    def _scaler_call(self, scale: Event, facts: Facts) -> Call | None:
+        """Return the call that creates the scaler, if it is torch's, enabled, and in this file."""
         for each in facts.evaluate(scale.subject, scale.call):
             if isinstance(each.atom, Object) and each.atom.call is not None and each.atom.path.startswith("torch."):
                 made = each.atom.call

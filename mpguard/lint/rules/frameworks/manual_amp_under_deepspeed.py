@@ -20,26 +20,25 @@ from mpguard.lint import (
 
 
 class ManualAmpUnderDeepspeed(Rule):
-    """Autocast or a GradScaler of one's own around a DeepSpeed engine.
+    """Manual autocast or a manual GradScaler around a DeepSpeed engine.
 
     ## What it does
-    Reports an enabled `torch.autocast` region in which an engine that `deepspeed.initialize` returned is
-    called for training, and a GradScaler that scales its loss.
+    Reports an enabled `torch.autocast` region in which an engine that `deepspeed.initialize` returned is called for
+    training, and a GradScaler that scales its loss.
 
     ## Why is this bad
-    DeepSpeed 0.19.8 switches autocast *off* inside the engine where its own `torch_autocast` section does
-    not ask for it, and says so once, in a warning: the region has no effect on the model, and the code
-    reads as if it had. A GradScaler scales a loss that DeepSpeed's FP16 mode scales again; its step does
-    not know of the engine.
+    DeepSpeed 0.19.8 disables autocast inside the engine unless its own `torch_autocast` section enables it, and reports
+    it in a single warning: the region has no effect on the model, although the code suggests otherwise. A GradScaler
+    scales a loss that DeepSpeed's FP16 mode scales again, and its step bypasses the engine.
 
     ## Known limits
-    Silent where the config in sight enables `torch_autocast`, in evaluation, and for what is out of
-    sight: an engine that is a parameter.
+    Not reported if the known config enables `torch_autocast`, in evaluation, and for an engine that is a parameter,
+    which is unknown.
     """
 
     code, name = "MPG505", "manual-amp-under-deepspeed"
     severity = "error"
-    message = "`{expr}` of one's own beside the DeepSpeed engine `{model}`"
+    message = "manual `{expr}` in addition to the DeepSpeed engine `{model}`"
     help = "use the `bf16`, `fp16` or `torch_autocast` section of the DeepSpeed config"
     triggers = (any_of(b"deepspeed"), any_of(b"initialize("), any_of(b"autocast", b"Scaler"))
     yields_to = ("MPG862",)
@@ -163,7 +162,7 @@ def from_outside(engine, loader):
                 yield from self._scaled(scale, reported, facts)
 
     def _scaled(self, scale: Event, reported: set[Call], facts: Facts) -> Iterator[Diagnostic]:
-        """A scaler of torch's, where it scales an engine's loss."""
+        """Yield torch scalers that scale the loss of an engine."""
         for call, wrap in facts.prepared.differentiated(scale.call.positional[0], scale.call, "deepspeed"):
             if wrap.index not in (0, None):
                 continue

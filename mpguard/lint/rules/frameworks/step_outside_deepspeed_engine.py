@@ -27,28 +27,27 @@ _DEPTH = 4
 
 
 class StepOutsideDeepspeedEngine(Rule):
-    """The client optimizer steps, or the loss runs backward, beside the DeepSpeed engine.
+    """The client optimizer steps, or the loss runs backward, without the DeepSpeed engine.
 
     ## What it does
-    Reports `optimizer.step()` of the optimizer that was handed to `deepspeed.initialize`, and
-    `loss.backward()` of an engine's loss where the config (a dict in the code, or the JSON file that the code
-    names) says ZeRO stage 0, or FP16 and nothing calls `engine.scale`.
+    Reports `optimizer.step()` of the optimizer that was passed to `deepspeed.initialize`, and `loss.backward()` of an
+    engine's loss if the config (a dict in the code, or the JSON file that the code names) sets ZeRO stage 0, or FP16
+    and nothing calls `engine.scale`.
 
     ## Why is this bad
-    Tried with DeepSpeed 0.19.8: under BF16 at stage 0, and at ZeRO 1 and 2 in FP32 and BF16, the client
-    optimizer holds gradients that are never filled: its step changes no weight, and nothing says so. In
-    FP32 at stage 0 it steps, but the engine's gradient clipping, accumulation and schedule are skipped.
-    `loss.backward()` raises a RuntimeError at stage 0 ("Direct calls to tensor.backward() are not
-    supported in this configuration"), and under FP16 where the loss was not scaled. From ZeRO 1 on
-    without loss scaling it works, and is not reported.
+    Tried with DeepSpeed 0.19.8: under BF16 at stage 0, and at ZeRO 1 and 2 in FP32 and BF16, the client optimizer has
+    gradients that are never filled: its step changes no weight, and nothing warns. In FP32 at stage 0 it steps, but the
+    engine's gradient clipping, accumulation and schedule are skipped. `loss.backward()` raises a RuntimeError at stage
+    0 ("Direct calls to tensor.backward() are not supported in this configuration"), and under FP16 if the loss was not
+    scaled. From ZeRO 1 on without loss scaling it works, and is not reported.
 
     ## Fix safety
-    Safe for `backward`: `engine.backward(loss)`. There is none for the step: `engine.step()` zeroes the
-    gradients and steps the schedule too, so other lines have to go with it.
+    Safe for `backward`: `engine.backward(loss)`. There is no fix for the step: `engine.step()` also zeroes the
+    gradients and steps the schedule, so other lines have to be removed with it.
 
     ## Known limits
-    The optimizer that `deepspeed.initialize` *returns* is not judged. A config that comes from the
-    command line is unknown, and so is its stage.
+    The optimizer that `deepspeed.initialize` *returns* is not checked. A config that comes from the command line is
+    unknown, and so is its stage.
     """
 
     code, name = "MPG504", "step-outside-deepspeed-engine"
@@ -251,7 +250,7 @@ def from_outside(args, net, loader, config, critic):
                 continue
             wrap = self._client(step.subject, step.call, step, _DEPTH, facts)
             if wrap is not None:
-                why = "steps the optimizer that DeepSpeed's engine was given: it applies nothing of the engine's"
+                why = "steps the optimizer that was passed to DeepSpeed's engine, which bypasses the engine"
                 yield self._found(step, why, wrap, None, facts)
         for backward in facts.events("backward"):
             found = self._loss(backward, facts)
@@ -264,7 +263,7 @@ def from_outside(args, net, loader, config, critic):
         return self.at(event, expr=facts.short(event.call.node), reason=why, notes=notes, fix=fix)
 
     def _client(self, node: cst.BaseExpression | None, at: Call, step: Event, depth: int, facts: Facts) -> Wrap | None:
-        """The engine that was given an optimizer, which is still under the name that it was given by."""
+        """Return the engine that an optimizer was passed to, if its name still refers to that optimizer."""
         if node is None or depth == 0 or facts.prepared.of(node, at, "deepspeed"):
             return None
         for wrap in facts.prepared.handed(node, at, "deepspeed"):
@@ -281,7 +280,7 @@ def from_outside(args, net, loader, config, critic):
         return None
 
     def _loss(self, backward: Event, facts: Facts) -> tuple[str, Wrap, Call] | None:
-        """Why the engine that a loss comes from does not take this backward, and the call of it."""
+        """Return why the engine of a loss refuses this backward, the engine, and its forward call."""
         if (
             backward.subject is None
             or facts.is_inference(backward.call)
@@ -294,19 +293,19 @@ def from_outside(args, net, loader, config, critic):
         )
         for record, wrap in facts.prepared.differentiated(backward.subject, backward.call, "deepspeed"):
             if wrap.index in (0, None):
-                why = self._wrong(wrappers.settings_of(wrap), scaled)
+                why = self._refusal(wrappers.settings_of(wrap), scaled)
                 return (why, wrap, record) if why else None
         return None
 
-    def _wrong(self, settings: WrapperSettings, scaled: bool) -> str:
+    def _refusal(self, settings: WrapperSettings, scaled: bool) -> str:
         if settings.stage == 0:
-            return "raises at ZeRO stage 0: the engine has to run it"
+            return "raises at ZeRO stage 0: the engine has to run the backward pass"
         if settings.fp16 and not scaled:
-            return "is not scaled, which DeepSpeed's FP16 refuses"
+            return "runs backward without the loss scale, which DeepSpeed's FP16 refuses"
         return ""
 
     def _fix(self, backward: Event, forward: Call, facts: Facts) -> Fix | None:
-        """Through the engine, by the name that the forward calls it by, where that is one at the backward too."""
+        """Return a fix through the engine, if the name of the forward call is also defined at the backward."""
         call = backward.call
         own = forward.path.startswith("self.") and forward.scope.owner is call.scope.owner
         edit = python_edits.through(facts, backward, forward.path) if own or forward.scope is call.scope else None

@@ -6,21 +6,20 @@ from mpguard.lint import Bad, Call, Constant, Diagnostic, Facts, Good, Note, Rul
 
 
 class TrainerWithHalfModel(Rule):
-    """`TrainingArguments(fp16=True)` and a model that is loaded in FP16.
+    """`TrainingArguments(fp16=True)` with a model that is loaded in FP16.
 
     ## What it does
-    Reports `from_pretrained` and `from_config` with an FP16 dtype where the model goes to a Trainer of
-    transformers, TRL or sentence-transformers whose arguments say `fp16=True`.
+    Reports `from_pretrained` and `from_config` with an FP16 dtype if the model is passed to a Trainer of transformers,
+    TRL or sentence-transformers whose arguments contain `fp16=True`.
 
     ## Why is this bad
-    `fp16=True` is mixed precision: FP32 weights, FP16 autocast, a GradScaler. The scaler refuses the
-    gradients of FP16 weights: the first step with gradient clipping (on by default) raises
-    "Attempting to unscale FP16 gradients". Without the weights' FP32 copy updates below 2^-11 of a weight
-    would be lost anyway.
+    `fp16=True` is mixed precision: FP32 weights, FP16 autocast, a GradScaler. The scaler refuses the gradients of FP16
+    weights: the first step with gradient clipping (on by default) raises "Attempting to unscale FP16 gradients".
+    Without an FP32 copy of the weights, updates below 2^-11 of a weight would be lost as well.
 
     ## Known limits
-    Silent for LoRA and other adapters (PEFT keeps those in FP32), 8-bit and 4-bit loads, DeepSpeed, and
-    arguments that are out of sight.
+    Not reported for LoRA and other adapters (PEFT keeps those in FP32), 8-bit and 4-bit loads, DeepSpeed, and arguments
+    that are created elsewhere.
     """
 
     code, name = "MPG507", "trainer-with-half-model"
@@ -123,26 +122,26 @@ print(trainer.evaluate())
             if weights.event.kind != "load":
                 continue
             for trainer in facts.trained.trainers(weights.training):
-                made = self._mixed(trainer, weights, facts)
+                made = self._fp16_arguments(trainer, weights, facts)
                 if made is not None:
-                    notes = (Note("trained with here", trainer.span), Note("`fp16=True` is said here", made.span))
+                    notes = (Note("trained here", trainer.span), Note("`fp16=True` is set here", made.span))
                     expr = facts.short(weights.event.call.func)
                     yield self.at(weights.event, expr=expr, notes=notes)
                     break
 
     def _only_evaluates(self, facts: Facts) -> bool:
-        """Whether the file asks its Trainers for figures and predictions, and never to train."""
+        """True if the file only evaluates or predicts with its Trainers."""
         return "train" not in facts.calls and bool(facts.calls.keys() & {"evaluate", "predict"})
 
-    def _mixed(self, trainer: Call, weights: Weights, facts: Facts) -> Call | None:
-        """The Trainer's arguments, where they say `fp16=True` for certain when the weights are FP16."""
+    def _fp16_arguments(self, trainer: Call, weights: Weights, facts: Facts) -> Call | None:
+        """Return the call of the Trainer's arguments if `fp16=True` is certain when the weights are FP16."""
         given = trainer.argument(1, "args")
         made = facts.trained.arguments(given, trainer) if given is not None else None
         fp16 = made.keywords.get("fp16") if made is not None else None
         if made is None or fp16 is None:
             return None
         for each in facts.evaluate(fp16, made):
-            true = isinstance(each.atom, Constant) and each.atom.value is True
-            if true and compatible(each.guard, facts.guard_of(made), facts.guard_of(trainer), weights.guard):
+            is_on = isinstance(each.atom, Constant) and each.atom.value is True
+            if is_on and compatible(each.guard, facts.guard_of(made), facts.guard_of(trainer), weights.guard):
                 return made
         return None

@@ -4,30 +4,30 @@ from collections.abc import Iterator
 
 from mpguard.lint import Bad, Constant, Diagnostic, Event, Facts, Good, Note, PathCondition, Rule, any_of, compatible
 
-#: Arguments that exclude each other, and what becomes of both.
+#: Arguments that exclude each other, and the effect of setting both.
 _PAIRS = (
     ("fp16", "bf16", "transformers refuses both"),
     ("fp16_full_eval", "bf16_full_eval", "transformers refuses both"),
-    ("bf16", "fp16_full_eval", "it evaluates in another dtype than it trains in"),
-    ("fp16", "bf16_full_eval", "it evaluates in another dtype than it trains in"),
+    ("bf16", "fp16_full_eval", "evaluation runs in another dtype than training"),
+    ("fp16", "bf16_full_eval", "evaluation runs in another dtype than training"),
 )
 
 
 class TrainingArgumentsConflict(Rule):
-    """`TrainingArguments` that ask for FP16 and for BF16 at once.
+    """`TrainingArguments` that enable FP16 and BF16 at once.
 
     ## What it does
-    Reports `fp16=True` beside `bf16=True`, `fp16_full_eval=True` beside `bf16_full_eval=True`, and a
-    `*_full_eval` of the other dtype than training has. It knows transformers' `TrainingArguments`, the
-    classes that other libraries derive from it by that name, and TRL's configs.
+    Reports `fp16=True` together with `bf16=True`, `fp16_full_eval=True` together with `bf16_full_eval=True`, and a
+    `*_full_eval` in another dtype than training. Covers transformers' `TrainingArguments`, classes of that name that
+    other libraries derive from it, and TRL's configs.
 
     ## Why is this bad
-    transformers 5.23 raises a ValueError for the first two. The others run: the model that was trained
-    in BF16 is cast to FP16 as a whole for evaluation, whose range (65504) its activations may leave, so
-    that the metric that picks the best checkpoint is not that of the model.
+    transformers 5.23 raises a ValueError for the first two. The others run: the model that was trained in BF16 is cast
+    to FP16 as a whole for evaluation. Its activations may exceed the range of FP16 (65504), and the metric that selects
+    the best checkpoint is then not that of the trained model.
 
     ## Known limits
-    Only what is True for certain counts: `fp16=not bf16_supported(), bf16=bf16_supported()` is silent.
+    Only values that are certain to be True count: `fp16=not bf16_supported(), bf16=bf16_supported()` is not reported.
     """
 
     code, name = "MPG506", "training-arguments-conflict"
@@ -95,15 +95,17 @@ def build(args, low):
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for made in facts.events("arguments"):
             for one, other, why in _PAIRS:
-                both = [(a, b) for a in self._true(made, one, facts) for b in self._true(made, other, facts)]
+                both = [
+                    (a, b) for a in self._true_guards(made, one, facts) for b in self._true_guards(made, other, facts)
+                ]
                 if any(compatible(made.guard, a, b) for a, b in both):
                     places = (made.call.keywords[one], made.call.keywords[other])
                     first, last = sorted(facts.span(place, made.call) for place in places)
-                    yield self.at(last, one=one, other=other, reason=why, notes=(Note("the other one is here", first),))
+                    yield self.at(last, one=one, other=other, reason=why, notes=(Note("the other argument", first),))
                     break
 
-    def _true(self, made: Event, name: str, facts: Facts) -> list[PathCondition]:
-        """The guards under which an argument is True."""
+    def _true_guards(self, made: Event, name: str, facts: Facts) -> list[PathCondition]:
+        """Return the guards under which an argument is True."""
         given = made.call.keywords.get(name)
         if given is None:
             return []

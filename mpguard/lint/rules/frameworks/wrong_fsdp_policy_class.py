@@ -6,38 +6,38 @@ import libcst as cst
 
 from mpguard.lint import Bad, Binding, Call, Diagnostic, Edit, Event, Facts, Fix, Good, Note, Object, Rule, any_of
 
-#: What shards -> the argument that takes the policy, the policy's class, and the fields that the other class has too.
-_WANTED = {
+#: FSDP version -> its policy argument, the policy class, its name in messages, and the fields that both classes have.
+_POLICIES = {
     "fsdp1": ("mixed_precision", "MixedPrecision", "FSDP1", {"param_dtype", "reduce_dtype"}),
     "fsdp2": ("mp_policy", "MixedPrecisionPolicy", "`fully_shard`", {"param_dtype", "reduce_dtype"}),
 }
 
 
 class WrongFsdpPolicyClass(Rule):
-    """FSDP is given the policy object of the other FSDP.
+    """FSDP1 is given the policy class of FSDP2, or the reverse.
 
     ## What it does
     Reports `fully_shard(..., mp_policy=MixedPrecision(...))` and
     `FullyShardedDataParallel(..., mixed_precision=MixedPrecisionPolicy(...))`.
 
     ## Why is this bad
-    FSDP1 raises an AttributeError on a `MixedPrecisionPolicy` (it has no `keep_low_precision_grads`).
-    `fully_shard` takes a `MixedPrecision` without a word, but leaves the inputs in FP32
-    (`cast_forward_inputs` is off there by default): the first matrix product raises for mixed dtypes,
-    and what needs none fails later for want of `output_dtype` (torch 2.13).
+    FSDP1 raises an AttributeError on a `MixedPrecisionPolicy` (it has no `keep_low_precision_grads`). `fully_shard`
+    accepts a `MixedPrecision` without a warning, but leaves the inputs in FP32 (`cast_forward_inputs` is off there by
+    default): the first matrix product raises for mixed dtypes, and modules without one fail later because the policy
+    has no `output_dtype` (torch 2.13).
 
     ## Fix safety
-    Safe where both classes have the fields that are given (`param_dtype`, `reduce_dtype`): the class is
-    changed, with its import. There is none for `buffer_dtype`, `output_dtype` and the like, which have no
-    counterpart, and where the policy is used for something else too.
+    Safe if both classes have the given fields (`param_dtype`, `reduce_dtype`): the class is changed, with its import.
+    There is no fix for `buffer_dtype`, `output_dtype` and similar fields, which have no counterpart, and if the policy
+    is also used elsewhere.
 
     ## Known limits
-    A policy whose maker is out of sight is not judged.
+    A policy that is created elsewhere is not checked.
     """
 
     code, name = "MPG510", "wrong-fsdp-policy-class"
     severity = "error"
-    message = "{what} takes a `{wanted}`, this is a `{found}`"
+    message = "{what} takes a `{wanted}`, but this is a `{found}`"
     help = "FSDP1 takes `MixedPrecision`, `fully_shard` (FSDP2) takes `MixedPrecisionPolicy`"
     triggers = (any_of(b"MixedPrecision"), any_of(b"mp_policy", b"mixed_precision"), any_of(b"fsdp"))
     examples = (
@@ -114,21 +114,21 @@ def shard(model, args, policy):
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for shard in facts.events("shard"):
             kind = next(iter(wrap.kind for wrap in facts.prepared.of(shard.call.node, shard.call)), "")
-            if kind not in _WANTED:
+            if kind not in _POLICIES:
                 continue
-            argument, wanted, what, _ = _WANTED[kind]
+            argument, wanted, what, _ = _POLICIES[kind]
             given = shard.call.argument(None, argument)
-            made = self._wrong(shard, given, kind, facts)
+            made = self._other_policy(shard, given, kind, facts)
             if made is not None and given is not None:
                 found = "MixedPrecision" if kind == "fsdp2" else "MixedPrecisionPolicy"
-                notes = (Note("made here", made.span),) if made.node is not given else ()
+                notes = (Note("created here", made.span),) if made.node is not given else ()
                 fix = self._fix(made, kind, facts)
                 yield self.at(
                     facts.span(given, shard.call), what=what, wanted=wanted, found=found, notes=notes, fix=fix
                 )
 
-    def _wrong(self, shard: Event, given: cst.BaseExpression | None, kind: str, facts: Facts) -> Call | None:
-        """The call that makes the other FSDP's policy, where that is all that it can be."""
+    def _other_policy(self, shard: Event, given: cst.BaseExpression | None, kind: str, facts: Facts) -> Call | None:
+        """Return the call that creates the policy of the other FSDP, if the policy is certain to be that one."""
         alternatives = [
             each.atom for each in facts.evaluate(given, shard.call) if shard.guard.joined(each.guard).possible
         ]
@@ -142,10 +142,10 @@ def shard(model, args, policy):
     def _fix(self, made: Call, kind: str, facts: Facts) -> Fix | None:
         if facts.of(made) is not facts or made.starred or len(made.positional) > 2:
             return None
-        _, wanted, _, fields = _WANTED[kind]
+        _, wanted, _, fields = _POLICIES[kind]
         if not set(made.keywords) <= fields or self._other_uses(made, facts):
             return None
-        edits = [Edit(*facts.span(self._last(made.func), made), wanted)]
+        edits = [Edit(*facts.span(self._class_name(made.func), made), wanted)]
         if isinstance(made.func, cst.Name):
             bindings = facts.module.bindings.get(made.func.value, [])
             if len(bindings) != 1 or bindings[0].kind != "from" or bindings[0].key != bindings[0].name:
@@ -154,11 +154,11 @@ def shard(model, args, policy):
             edits += [edit] if edit is not None else []
         return Fix(f"Use `{wanted}`", "safe", tuple(edits))
 
-    def _last(self, func: cst.BaseExpression) -> cst.CSTNode:
+    def _class_name(self, func: cst.BaseExpression) -> cst.CSTNode:
         return func.attr if isinstance(func, cst.Attribute) else func
 
     def _other_uses(self, made: Call, facts: Facts) -> bool:
-        """Whether the policy may go anywhere else: it is neither an argument, nor a name that is used once."""
+        """True if the policy may be used elsewhere: it is neither an argument, nor a name that is used once."""
         above = facts.walker.parents.get(made.node)
         if isinstance(above, cst.Arg):
             return False
@@ -174,7 +174,7 @@ def shard(model, args, policy):
         return True
 
     def _import(self, binding: Binding, wanted: str, facts: Facts) -> Edit | None:
-        """Imports the other class: instead of this one, or beside it where this one is used elsewhere."""
+        """Return the edit that imports the other class, in addition to this one if this one has other uses."""
         if wanted in facts.module.bindings:
             return None
         uses = [use for scope in facts.walker.scopes for use in scope.uses.get(binding.key, ())]

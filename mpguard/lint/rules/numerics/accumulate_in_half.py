@@ -199,7 +199,7 @@ def features(model, loader):
         return (number is not None and number.value == 0) or self._is_scalar(begin.value, facts)
 
     def _is_scalar(self, node: cst.BaseExpression | None, facts: Facts) -> bool:
-        """True for a tensor that is created with one element: `torch.zeros(1)`, `torch.tensor(0.)`, also cast or moved."""
+        """True for a new tensor of one element: `torch.zeros(1)`, `torch.tensor(0.)`, also cast or moved."""
         call: Call | None = facts.walker.call_of.get(node) if node is not None else None
         while call is not None and call.receiver is not None and facts.precision.is_method(call):
             call = facts.walker.call_of.get(call.receiver)
