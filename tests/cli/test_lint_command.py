@@ -342,7 +342,7 @@ def test_full_marks_the_place_and_says_what_to_do(mpguard: Any) -> None:
     place = lines.index("6 |   amax_history_length: 16  # keep")
     assert lines[place + 1] == "  |   ^^^^^^^^^^^^^^^^^^^"
     assert "2 | distributed_type: FSDP" in lines
-    assert "  |                   ---- this decides how the processes are started" in lines
+    assert "  |                   ---- this selects how the processes are started" in lines
     assert "  = fix: Rename it to `amax_history_len`" in lines
     assert any(line.startswith("  = help: ") and line.endswith("(mpguard rule MPG801)") for line in lines)
     assert lines[-1] == "Found 2 problems in 1 file (2 errors). 1 can be fixed with --fix."

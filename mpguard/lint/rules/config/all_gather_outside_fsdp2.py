@@ -10,21 +10,20 @@ if TYPE_CHECKING:
 
 
 class AllGatherOutsideFsdp2(ConfigRule):
-    """Float8 all-gather of torchao, accelerate's default, where FSDP2 is not in use.
+    """torchao's float8 all-gather, accelerate's default, without FSDP2.
 
     ## Why is this bad
-    The converted weights never train: with the all-gather on, torchao wraps each weight in a tensor of
-    its own, whose updates outside FSDP2 are lost. On an H200, 4 of 4 converted weights were unchanged
-    after training while the loss fell, since the layers that are not converted did train. Such weights
-    cannot be saved as safetensors either. `enable_fsdp_float8_all_gather` is true by default
-    (accelerate 1.15.0, `AORecipeKwargs`).
+    The converted weights never train: with all-gather on, torchao wraps each weight in a tensor subclass whose updates
+    outside FSDP2 are lost. On an H200, 4 of 4 converted weights were unchanged after training while the loss fell,
+    since the layers that are not converted did train. Such weights cannot be saved as safetensors either.
+    `enable_fsdp_float8_all_gather` is true by default (accelerate 1.15.0, `AORecipeKwargs`).
 
     ## Fix safety
-    Safe: it is set to `false`, and the weights train.
+    Safe: the key is set to `false`, and the weights train.
 
     ## Known limits
-    Silent where code beside the config builds an `AORecipeKwargs`, and where the file names an mpguard
-    recipe, which hands accelerate a config without it.
+    Not reported if code in the config's folder builds an `AORecipeKwargs`, and if the file names an mpguard recipe,
+    which passes accelerate a config without it.
     """
 
     code, name = "MPG812", "all-gather-outside-fsdp2"

@@ -14,11 +14,11 @@ class AxolotlAllGatherWithoutFsdp2(ConfigRule):
     """`fp8_enable_fsdp_float8_all_gather` in an axolotl config without `fsdp_version: 2`.
 
     ## Why is this bad
-    axolotl 0.19.0 stops: `fp8_enable_fsdp_float8_all_gather requires FSDP2 (fsdp_version: 2) to be
-    used`. Versions without that check train on, and the converted weights never change.
+    axolotl 0.19.0 raises: `fp8_enable_fsdp_float8_all_gather requires FSDP2 (fsdp_version: 2) to be used`. Versions
+    without that check train on, and the converted weights never change.
 
     ## Known limits
-    A version in `fsdp_config` counts, although axolotl's own check looks at the top level only.
+    A version in `fsdp_config` counts, although axolotl's own check reads the top level only.
     """
 
     code, name = "MPG843", "axolotl-all-gather-without-fsdp2"
@@ -80,6 +80,6 @@ torch_compile: true
         if gather is None or is_fsdp2(document):
             return
         if version is None:
-            yield self.at(gather, state="names no version of FSDP")
+            yield self.at(gather, state="sets no version of FSDP")
         elif isinstance(version.value, int):
-            yield self.at(gather, notes=(Note("FSDP1", version.key_span),), state=f"says {version.value}")
+            yield self.at(gather, notes=(Note("FSDP1", version.key_span),), state=f"sets version {version.value}")

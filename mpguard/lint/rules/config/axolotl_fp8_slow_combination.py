@@ -14,18 +14,17 @@ class AxolotlFp8SlowCombination(ConfigRule):
     """FP8 with FSDP2, activation checkpointing and compile in an axolotl config.
 
     ## Why is this bad
-    The forward pass, with its casts to FP8, is computed twice, and torch.compile breaks its graphs at the
-    checkpoints: axolotl's documentation and its check of the config say that this may be slower than
-    BF16.
+    The forward pass, with its casts to FP8, is computed twice, and torch.compile breaks its graphs at the checkpoints.
+    axolotl's documentation and its check of the config warn that this may be slower than BF16.
 
     ## Known limits
-    Published by axolotl 0.19.0, not measured here.
+    The warning is axolotl 0.19.0's and was not measured here.
     """
 
     code, name = "MPG844", "axolotl-fp8-slow-combination"
     severity = "warning"
     message = "activation checkpointing with FP8, FSDP2 and compile may be slower than BF16"
-    help = "switch the checkpointing off where memory allows, or train in BF16"
+    help = "turn the checkpointing off if memory allows, or train in BF16"
     kinds = ("axolotl",)
     triggers = (any_of(b"fp8"), any_of(b"activation_checkpointing"))
     examples = (
@@ -73,4 +72,4 @@ fsdp_config:
         if fp8 is None or checkpoints is None or compiles is None or compiles.value not in (True, "auto"):
             return
         if is_fsdp2(document):
-            yield self.at(checkpoints, notes=(Note("FP8 is asked for here", fp8.key_span),))
+            yield self.at(checkpoints, notes=(Note("FP8 is enabled here", fp8.key_span),))

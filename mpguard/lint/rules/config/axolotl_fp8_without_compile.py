@@ -14,12 +14,12 @@ class AxolotlFp8WithoutCompile(ConfigRule):
     """`fp8: true` in an axolotl config without `torch_compile: true`.
 
     ## Why is this bad
-    axolotl's FP8 is torchao's, whose casts and scales are many small kernels that only a compiler
-    fuses. Without it FP8 is slower than BF16: on an H200 0.55 times the speed. axolotl's documentation
-    calls compilation critical; at the start there is one warning among many lines.
+    axolotl's FP8 is torchao's, whose casts and scales are many small kernels that only a compiler fuses. Without it FP8
+    is slower than BF16: 0.55 times the speed on an H200. axolotl's documentation calls compilation critical, but a run
+    without it prints only one warning at the start.
 
     ## Fix safety
-    Safe: `torch_compile: true`, as axolotl's documentation has it.
+    Safe: `torch_compile: true`, as axolotl's documentation requires.
     """
 
     code, name = "MPG842", "axolotl-fp8-without-compile"

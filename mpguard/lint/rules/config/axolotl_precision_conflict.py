@@ -15,18 +15,19 @@ class AxolotlPrecisionConflict(ConfigRule):
 
     ## Why is this bad
     With axolotl 0.19.0:
-    - `bf16: true` with `fp16: true`: BF16 wins, `fp16` is switched off without a word.
-    - `bfloat16: true` with `fp16` or `float16`: BF16 weights, and both modes go to `TrainingArguments`,
-      which stops (`At most one of fp16 and bf16 can be True`).
-    - `float16: true` with `bf16: true` or `auto`: on a GPU that has BF16 the weights are BF16.
-    - `fp8: true` with `bf16: false`, `fp16` or `float16`: beside FP8 the rest is computed in BF16 all
-      the same, on weights of the other dtype.
-    - `bf16: full`, which its documentation teaches: its schema takes `auto` and booleans only, and
+
+    - `bf16: true` with `fp16: true`: BF16 wins, `fp16` is turned off without a warning.
+    - `bfloat16: true` with `fp16` or `float16`: BF16 weights, and both modes are passed to `TrainingArguments`,
+      which raises (`At most one of fp16 and bf16 can be True`).
+    - `float16: true` with `bf16: true` or `auto`: on a GPU with BF16 the weights are BF16.
+    - `fp8: true` with `bf16: false`, `fp16` or `float16`: everything except FP8 is still computed in BF16, on
+      weights of the other dtype.
+    - `bf16: full`, which axolotl's documentation recommends: its schema accepts `auto` and booleans only, and
       axolotl stops.
 
     ## Known limits
-    `bf16: auto` with `fp16: true` is FP16, plainly, and not reported. Values that a template fills in
-    (`${BF16}`) are unknown.
+    `bf16: auto` with `fp16: true` is clearly FP16, and not reported. Values that a template fills in (`${BF16}`) are
+    unknown.
     """
 
     code, name = "MPG841", "axolotl-precision-conflict"
@@ -124,15 +125,15 @@ fp16: ${FP16}
             if weights is not None:
                 yield self._at(half, "and `bfloat16: true` exclude each other: axolotl stops", weights)
             elif low is not None:
-                yield self._at(half, "is dropped without a word: `bf16` wins", low)
+                yield self._at(half, "is ignored without a warning: `bf16` wins", low)
             elif half.key == "float16" and bf16 is not None and bf16.value == "auto":
-                yield self._at(half, "is dropped on a GPU that has BF16: `bf16: auto` wins", bf16)
+                yield self._at(half, "is ignored on a GPU with BF16: `bf16: auto` wins", bf16)
             elif fp8 is not None:
-                yield self._at(half, "beside FP8, where the rest is computed in BF16", fp8)
+                yield self._at(half, "together with FP8, whose other operations run in BF16", fp8)
         if fp8 is not None and not halves and weights is None and bf16 is not None and bf16.value is False:
-            yield self._at(bf16, "beside FP8, where the rest is computed in BF16", fp8)
+            yield self._at(bf16, "together with FP8, whose other operations run in BF16", fp8)
 
-    def _at(self, entry: Entry, why: str, against: Entry | None, help: str = "say one of them") -> Diagnostic:
-        notes = (Note("against this", against.key_span),) if against is not None else ()
+    def _at(self, entry: Entry, why: str, against: Entry | None, help: str = "keep one of them") -> Diagnostic:
+        notes = (Note("the other key", against.key_span),) if against is not None else ()
         value = str(entry.value).lower() if isinstance(entry.value, bool) else entry.value
         return self.at(entry, notes=notes, help=help, key=entry.key, value=value, reason=why)

@@ -11,21 +11,22 @@ if TYPE_CHECKING:
 
 
 class BackendSpelling(ConfigRule):
-    """The FP8 backend of an accelerate config is none of `TE`, `AO` and `MSAMP` in capitals.
+    """The FP8 backend of an accelerate config is not one of `TE`, `AO` and `MSAMP` in capitals.
 
     ## Why is this bad
-    The launcher takes any text and hands it on; each worker then stops with `ValueError: 'te' is not a
-    valid FP8BackendType` (accelerate 1.15.0). Capitals are needed although `--fp8_backend` of the
-    command line has the lower-case words only, and although accelerate's own template speaks of
-    `MS-AMP`.
+    The launcher accepts any text and passes it on; each worker then raises
+    `ValueError: 'te' is not a valid FP8BackendType` (accelerate 1.15.0). Capitals are needed although `--fp8_backend`
+    on the command line accepts only the lower-case words, and although accelerate's own template writes `MS-AMP`.
 
     ## Fix safety
-    Safe: the backend that was meant, as accelerate spells it. A word that is none gets no fix.
+    Safe: the intended backend in accelerate's spelling. There is no fix for a word that is no backend.
     """
 
     code, name = "MPG803", "backend-spelling"
     severity = "error"
-    message = "`{written}` is no FP8 backend: the workers stop; accelerate knows `TE`, `AO` and `MSAMP` in capitals"
+    message = (
+        "`{written}` is no FP8 backend, and the workers stop; accelerate accepts `TE`, `AO` and `MSAMP` in capitals"
+    )
     kinds = ("accelerate",)
     triggers = (any_of(b"fp8_config"), any_of(b"backend"))
     examples = (

@@ -13,20 +13,20 @@ _SECTIONS = {"bf16": Dtype.BF16, "bfloat16": Dtype.BF16, "fp16": Dtype.FP16}
 
 
 class Bf16AndTorchAutocast(ConfigRule):
-    """A DeepSpeed config whose `torch_autocast` has another dtype than the `bf16` or `fp16` that is enabled too.
+    """A DeepSpeed config whose `torch_autocast` has another dtype than its enabled `bf16` or `fp16` section.
 
     ## Why is this bad
-    `bf16` and `fp16` hold the parameters in the low precision, `torch_autocast` casts what operations
-    take. DeepSpeed 0.19.8 takes both without a word. With two dtypes each matrix product casts BF16
-    parameters to FP16 or the other way, and loses range or precision twice; gradients of Linear layers
-    are reduced in the autocast's dtype, with no loss scale to hold them under `bf16`. Without a `dtype`,
-    `torch_autocast` is FP16 on a GPU: torch's default.
+    `bf16` and `fp16` store the parameters in the low precision, `torch_autocast` casts the inputs of operations.
+    DeepSpeed 0.19.8 accepts both without a warning. With two dtypes each matrix product casts BF16 parameters to FP16
+    or the reverse, and loses range or precision twice; gradients of Linear layers are reduced in the autocast's dtype,
+    which under `bf16` has no loss scale to protect them. Without a `dtype`, `torch_autocast` is FP16 on a GPU: torch's
+    default.
 
     ## Known limits
-    Both in one dtype are not reported, though DeepSpeed PR#6993 excluded it at first: since PR#7700 its
-    own examples have `torch_autocast` beside `bf16_master_weights_and_grads`, and code uses it for
-    inputs that are FP32. `"enabled": "auto"` counts as on in `torch_autocast`, since DeepSpeed takes the
-    text for true; in `bf16` and `fp16` it is whatever fills it in, and not reported.
+    Both in one dtype are not reported, though DeepSpeed PR#6993 excluded it at first: since PR#7700 its own examples
+    combine `torch_autocast` with `bf16_master_weights_and_grads`, and code uses it for FP32 inputs. `"enabled": "auto"`
+    counts as on in `torch_autocast`, since DeepSpeed reads the text as true. In `bf16` and `fp16` it depends on the
+    program that fills it in, and is not reported.
     """
 
     code, name = "MPG825", "bf16-and-torch-autocast"
@@ -94,16 +94,16 @@ other = {
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        autocast, said = document.entry("torch_autocast.enabled"), document.entry("torch_autocast.dtype")
+        autocast, setting = document.entry("torch_autocast.enabled"), document.entry("torch_autocast.dtype")
         if autocast is None or autocast.value not in (True, "auto"):
             return
-        if said is not None and said.value is not None and not isinstance(said.value, str):
+        if setting is not None and setting.value is not None and not isinstance(setting.value, str):
             return
-        dtype = Dtype.FP16 if said is None or said.value is None else Dtype.spelled(said.value)
+        dtype = Dtype.FP16 if setting is None or setting.value is None else Dtype.spelled(setting.value)
         for name, held in _SECTIONS.items():
             low = document.entry(f"{name}.enabled")
             if low is None or low.value is not True or dtype in (None, held):
                 continue
             notes = (Note(f"`{name}` is enabled here", low.key_span),)
-            place = autocast if said is None or said.value is None else said
+            place = autocast if setting is None or setting.value is None else setting
             yield self.at(place, notes=notes, low=name, dtype=str(dtype).upper())

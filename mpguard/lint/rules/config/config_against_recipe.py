@@ -16,30 +16,30 @@ if TYPE_CHECKING:
 
 
 class ConfigAgainstRecipe(ConfigRule):
-    """A config whose keys are not those of the recipe that it names, or that `[tool.mpguard] recipe` names.
+    """A config whose keys differ from the recipe that it names, or that `[tool.mpguard] recipe` names.
 
     ## What it does
     Compares an accelerate config, a DeepSpeed file or an axolotl config with the recipe: with
-    `fp8_config.mpguard_recipe` and its `mpguard_overrides` where the file has them, else with the `recipe` of
-    the nearest `[tool.mpguard]`. What is reported is what `mpguard apply` would change.
+    `fp8_config.mpguard_recipe` and its `mpguard_overrides` if the file has them, otherwise with the `recipe` of the
+    nearest `[tool.mpguard]`. Reports what `mpguard apply` would change.
 
     ## Why is this bad
-    The file says two things. Under `mpguard launch` the recipe decides and the key is there for nobody;
-    under stock `accelerate launch` the key does, and the recipe is there for nobody.
+    The file contradicts itself. Under `mpguard launch` the recipe applies and the key has no effect; under plain
+    `accelerate launch` the key applies and the recipe has no effect.
 
     ## Fix safety
-    Safe: what `mpguard apply` writes, key by key. Comments, order and quotes stay.
+    Safe: writes what `mpguard apply` writes, key by key. Comments, order and quotes are kept.
 
     ## Known limits
-    Keys that the recipe leaves open are not compared. An override belongs in `mpguard_overrides`. A recipe that
-    cannot be put into force by what the file configures is reported where the file names it; one of `[tool.mpguard]`
-    is passed over there, as the project may have files of several kinds.
+    Keys that the recipe leaves open are not compared. Intended differences belong in `mpguard_overrides`. If the recipe
+    cannot be applied to what the file configures, this is reported if the file names the recipe itself. A recipe of
+    `[tool.mpguard]` is skipped there, since the project may have files of several kinds.
     """
 
     code, name = "MPG865", "config-against-recipe"
     severity = "error"
     message = "{what}, the recipe `{recipe}` needs {needed}"
-    help = "run `mpguard apply`, or say in `mpguard_overrides` what is to differ"
+    help = "run `mpguard apply`, or list intended differences in `mpguard_overrides`"
     kinds = ("accelerate", "deepspeed", "axolotl")
     examples = (
         Bad(
@@ -130,7 +130,7 @@ mixed_precision: fp16
         if named is None and (found.recipe is None or found.source is None):
             return
         kind = document.kind
-        assert kind is not None  # of `kinds`
+        assert kind is not None  # the engine passes only documents of `kinds`
         notes: tuple[Note, ...] = ()
         try:
             policy = self._policy(document, found.recipe)
@@ -140,23 +140,23 @@ mixed_precision: fp16
             changes = targets.differences(document.data, policy, kind)
         except PolicyError as error:
             if place is None and not isinstance(error, UnknownRecipe):
-                return  # a recipe for the project, and a file that it cannot be for
+                return  # a recipe of the project, which does not apply to this kind of file
             yield self.at(place or _start(document), message="{error}", error=_without_place(error, document))
             return
         except ConfigError:
-            return  # what mpguard's keys hold is MPG801's
+            return  # MPG801 reports wrong values of mpguard's keys
         if place is not None:
             notes = (Note("the recipe is named here", place),)
         elif found.source is not None:
             notes = (Note(f"`recipe` in {found.source.name} names it"),)
         name = named.value if named is not None else found.recipe
-        together: dict[Span, list[Change]] = {}  # what is missing in one place is one mistake
+        missing_at: dict[Span, list[Change]] = {}  # keys missing in one place are one finding
         for change in changes:
             if change.old is ABSENT:
-                together.setdefault(_place(document, change.key), []).append(change)
+                missing_at.setdefault(_place(document, change.key), []).append(change)
             else:
                 yield self._difference(document, [change], str(name), notes)
-        for missing in together.values():
+        for missing in missing_at.values():
             yield self._difference(document, missing, str(name), notes)
 
     def _policy(self, document: Document, recipe: str | None) -> Policy | None:
@@ -170,12 +170,12 @@ mixed_precision: fp16
         self, document: Document, changes: list[Change], recipe: str, notes: tuple[Note, ...]
     ) -> Diagnostic:
         try:
-            fix = Fix(f"Write what `{recipe}` says", "safe", document.edits(changes))
+            fix = Fix(f"Write the values of `{recipe}`", "safe", document.edits(changes))
         except MpguardError:
             fix = None
         change = changes[0]
         if change.old is ABSENT:
-            what = f"{', '.join(f'`{each.key}`' for each in changes)} {'is' if len(changes) == 1 else 'are'} not there"
+            what = f"{', '.join(f'`{each.key}`' for each in changes)} {'is' if len(changes) == 1 else 'are'} missing"
             needed = ", ".join(f"`{show(each.new)}`" for each in changes)
         else:
             what = f"`{change.key}` is {_shown(change.old)}"
@@ -186,12 +186,12 @@ mixed_precision: fp16
 
 
 def _shown(value: object) -> str:
-    """A value for a message; a section is not spelled out."""
+    """Return a value for a message; a section is not written out."""
     return "a section" if isinstance(value, dict) else f"`{show(value)}`"
 
 
 def _place(document: Document, key: str) -> Span:
-    """The key, or the section that it would be in, or where the file begins."""
+    """Return the span of the key, or of the section that it belongs to, or of the first key."""
     parts = key.split(".")
     for depth in range(len(parts), 0, -1):
         entry = document.entry(".".join(parts[:depth]))
@@ -201,12 +201,12 @@ def _place(document: Document, key: str) -> Span:
 
 
 def _start(document: Document) -> Span:
-    """The first key: what a finding about the whole file is put at."""
+    """Return the span of the first key, where findings about the whole file are reported."""
     first = next(document.entries(), None)
     return first.span if first is not None else (0, 0)
 
 
 def _without_place(error: PolicyError, document: Document) -> str:
-    """The error without the place that it begins with: the finding has it."""
+    """Return the error's text without the place at its beginning, which the finding already has."""
     text = str(error)
     return text.partition(": ")[2] if text.startswith(document.path) else text

@@ -16,7 +16,7 @@ class DeepspeedBf16AndFp16(ConfigRule):
     DeepSpeed 0.19.8 stops: `AssertionError: bfloat16 and fp16 modes cannot be simultaneously enabled`.
 
     ## Known limits
-    `"auto"` is not taken for enabled: whoever fills it in decides for one of them.
+    `"auto"` does not count as enabled: the program that fills it in selects one of them.
     """
 
     code, name = "MPG821", "deepspeed-bf16-and-fp16"

@@ -8,7 +8,7 @@ from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, accelerate_con
 if TYPE_CHECKING:
     from mpguard.lint import Document
 
-#: Keys that make a recipe, and the value that Transformer Engine's default recipe has in any case.
+#: Keys of a recipe, and their values in Transformer Engine's default recipe.
 _RECIPE = {
     "amax_history_len": 1024,
     "amax_compute_algo": "max",
@@ -22,21 +22,19 @@ class DeepspeedIgnoresFp8Config(ConfigRule):
     """DeepSpeed with Transformer Engine in an accelerate config, and settings for the FP8 recipe.
 
     ## Why is this bad
-    Under DeepSpeed accelerate 1.15.0 builds Transformer Engine's `DelayedScaling()` with its defaults,
-    whatever `fp8_config` says: its call hands on `fp8_recipe_handler`, which only the deprecated
-    `FP8RecipeKwargs` sets (accelerator.py, `_prepare_deepspeed`). MXFP8, E4M3, the history's length are
-    lost without a word.
+    Under DeepSpeed accelerate 1.15.0 builds Transformer Engine's `DelayedScaling()` with its defaults and ignores
+    `fp8_config`: it passes on `fp8_recipe_handler`, which only the deprecated `FP8RecipeKwargs` sets (accelerator.py,
+    `_prepare_deepspeed`). MXFP8, E4M3 and the length of the history are lost without a warning.
 
     ## Known limits
-    Values that are Transformer Engine's defaults are not reported. Silent where the file names an
-    mpguard recipe: its plugin enters FP8 autocast with the policy's recipe. Read in the source of
-    accelerate 1.15.0.
+    Values that are Transformer Engine's defaults are not reported. Not reported if the file names an mpguard recipe:
+    its plugin enters FP8 autocast with the policy's recipe. Read in the source of accelerate 1.15.0.
     """
 
     code, name = "MPG810", "deepspeed-ignores-fp8-config"
     severity = "error"
     message = "under DeepSpeed accelerate ignores `{key}`: Transformer Engine gets its default recipe, {default}"
-    help = "hand `FP8RecipeKwargs` to `Accelerator` in the code, or name an mpguard recipe and use `mpguard launch`"
+    help = "pass `FP8RecipeKwargs` to `Accelerator` in the code, or name an mpguard recipe and use `mpguard launch`"
     kinds = ("accelerate",)
     triggers = (any_of(b"fp8_config"), any_of(b"DEEPSPEED"), any_of(b"TE", b"te"))
     examples = (
@@ -98,7 +96,7 @@ fp8_config:
         ):
             return
         where = document.entry("distributed_type")
-        notes = (Note("DeepSpeed is asked for here", where.key_span),) if where is not None else ()
+        notes = (Note("DeepSpeed is selected here", where.key_span),) if where is not None else ()
         for key, default in _RECIPE.items():
             entry = accelerate_config.setting(document, "fp8_config", key)
             if entry is None or entry.value is None or str(entry.value).lower() == str(default).lower():

@@ -12,25 +12,25 @@ if TYPE_CHECKING:
 
 
 class DeepspeedKeyOverrides(ConfigRule):
-    """A key of `deepspeed_config` that silently beats the same key at the top level.
+    """A key of `deepspeed_config` that silently overrides the same key at the top level.
 
     ## Why is this bad
-    accelerate copies each key of `deepspeed_config` to the launch argument of that name, with no
-    prefix, whatever the `distributed_type` is. With accelerate 1.15.0 a file that says
-    `mixed_precision: bf16` and, under `deepspeed_config`, `mixed_precision: fp16` is an FP16 run. So
-    are `num_processes` and all other arguments of `accelerate launch`.
+    accelerate copies each key of `deepspeed_config` to the launch argument of the same name, without a prefix, for
+    every `distributed_type`. With accelerate 1.15.0 a file with `mixed_precision: bf16` and, under `deepspeed_config`,
+    `mixed_precision: fp16` is an FP16 run. The same holds for `num_processes` and all other arguments of
+    `accelerate launch`.
 
     ## Fix safety
-    Safe, and there only where both say the same: the key of `deepspeed_config` is removed.
+    Safe, and only available if both have the same value: the key of `deepspeed_config` is removed.
 
     ## Known limits
-    Only keys that both places have; one that `deepspeed_config` alone has is in force, and says so.
+    Only keys in both places are reported. A key that only `deepspeed_config` has applies as written.
     """
 
     code, name = "MPG804", "deepspeed-key-overrides"
     severity = "error"
-    message = "`deepspeed_config.{key}: {value}` beats {top} of the top level, without a word"
-    help = "say it once, at the top level"
+    message = "`deepspeed_config.{key}: {value}` overrides {top} of the top level, without a warning"
+    help = "keep one key, at the top level"
     kinds = ("accelerate",)
     triggers = (any_of(b"deepspeed_config"),)
     examples = (
@@ -87,6 +87,6 @@ deepspeed_config:
                 continue
             same = inner.value == top.value
             fix = config_edits.set_values("Remove it", document, {f"deepspeed_config.{key}": ABSENT}) if same else None
-            notes = (Note("the key that is beaten", top.key_span),)
-            said = "the same value" if same else f"`{show(top.value)}`"
-            yield self.at(inner, notes=notes, fix=fix, key=key, value=show(inner.value), top=said)
+            notes = (Note("the overridden key", top.key_span),)
+            overridden = "the same value" if same else f"`{show(top.value)}`"
+            yield self.at(inner, notes=notes, fix=fix, key=key, value=show(inner.value), top=overridden)

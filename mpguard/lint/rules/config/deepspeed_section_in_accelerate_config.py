@@ -10,7 +10,7 @@ from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, a
 if TYPE_CHECKING:
     from mpguard.lint import Document
 
-#: What a key says, where accelerate has one of its own for it.
+#: DeepSpeed's key -> accelerate's own key for it.
 _INSTEAD = {
     "bf16": "`mixed_precision: bf16` at the top level",
     "bfloat16": "`mixed_precision: bf16` at the top level",
@@ -23,10 +23,9 @@ class DeepspeedSectionInAccelerateConfig(ConfigRule):
     """DeepSpeed's own sections under `deepspeed_config` of an accelerate config, where nothing reads them.
 
     ## Why is this bad
-    `deepspeed_config` holds accelerate's own keys (`zero_stage` ...), not a DeepSpeed config. accelerate
-    1.15.0 takes `bf16: {enabled: true}` there without a word, hands it to nobody, and the run is FP32,
-    or whatever `mixed_precision` says. The same holds for `zero_optimization`: the stage is accelerate's
-    default, 2.
+    `deepspeed_config` contains accelerate's own keys (`zero_stage` ...), not a DeepSpeed config. accelerate 1.15.0
+    accepts `bf16: {enabled: true}` there without a warning and passes it to nothing: the run is FP32, or what
+    `mixed_precision` sets. The same holds for `zero_optimization`: the stage is accelerate's default, 2.
 
     ## Known limits
     The keys are those of DeepSpeed 0.19.8.

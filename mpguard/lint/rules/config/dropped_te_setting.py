@@ -9,30 +9,29 @@ from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, a
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
 
-_INTERVAL = "Transformer Engine has dropped it (2.0), and ignores it without a word"
-_MOST_RECENT = "accelerate takes it for a default and hands nothing on; Transformer Engine's own is `max`"
+_INTERVAL = "Transformer Engine removed it in 2.0 and ignores it without a warning"
+_MOST_RECENT = "it is accelerate's default, which is not passed on; Transformer Engine's own is `max`"
 _STOPS = "a list of three is needed; the launch stops with a TypeError"
-_TEXT = "this is text in YAML, and each worker stops with a ValueError; write a list, `[false, false, false]`"
+_TEXT = "it is text in YAML, and each worker stops with a ValueError; write a list, `[false, false, false]`"
 
 
 class DroppedTeSetting(ConfigRule):
     """An FP8 setting of an accelerate config that never reaches Transformer Engine.
 
     ## Why is this bad
-    - `interval` and `override_linear_precision`: Transformer Engine took them out of its recipes in
-      2.0. Its recipes ignore arguments that they do not know (seen with 2.20).
-    - `amax_compute_algo: most_recent`: accelerate 1.15.0 hands on what differs from its own default,
-      which is `most_recent`; Transformer Engine's is `max`, so that is what the run has.
-    - `override_linear_precision: false`: a list of three is needed (`[false, false, false]`). With one
-      value, which older versions of `accelerate config` wrote, the launch stops: `TypeError: 'bool'
-      object is not subscriptable` (accelerate#3489). With `(false, false, false)`, which accelerate's
-      documentation teaches, it is text to YAML: `ValueError: invalid truth value (`.
+    - `interval` and `override_linear_precision`: Transformer Engine 2.0 removed them from its recipes, which
+      ignore unknown arguments (observed with 2.20).
+    - `amax_compute_algo: most_recent`: accelerate 1.15.0 passes on values that differ from its own default, which
+      is `most_recent`. Transformer Engine's default is `max`, so the run uses that.
+    - `override_linear_precision: false`: a list of three is needed (`[false, false, false]`). With one value,
+      which older versions of `accelerate config` wrote, the launch stops:
+      `TypeError: 'bool' object is not subscriptable` (accelerate#3489). `(false, false, false)`, which
+      accelerate's documentation recommends, is text in YAML: `ValueError: invalid truth value (`.
 
     ## Known limits
-    Values that are what Transformer Engine does anyway (`interval: 1`, a list of `false`) are not
-    reported. Silent where the file names an mpguard recipe, whose policy builds the recipe itself.
-    `most_recent` is reported only where the backend is `TE`, or there is none; under DeepSpeed no such
-    key arrives (MPG810).
+    Values that Transformer Engine uses anyway (`interval: 1`, a list of `false`) are not reported. Not reported if the
+    file names an mpguard recipe, whose policy builds the recipe itself. `most_recent` is reported only if the backend
+    is `TE` or not set; under DeepSpeed no such key arrives (MPG810).
     """
 
     code, name = "MPG809", "dropped-te-setting"

@@ -21,22 +21,22 @@ _K80: Version = (3, 7)
 
 
 class Fp8OnOldGpu(ConfigRule):
-    """`mixed_precision: fp8` for a GPU that has no FP8.
+    """`mixed_precision: fp8` for a GPU without FP8.
 
     ## Why is this bad
-    FP8 needs compute capability 8.9 (Ada, Hopper or newer). On an older GPU accelerate 1.15.0 warns
-    once and goes on in FP16, not BF16 (state.py); layers may have been converted all the same, and then
-    run or fail depending on the backend.
+    FP8 needs compute capability 8.9 (Ada, Hopper or newer). On an older GPU accelerate 1.15.0 warns once and continues
+    in FP16, not BF16 (state.py). Layers may have been converted all the same, and then run or fail depending on the
+    backend.
 
     ## Known limits
-    The GPU is known from SageMaker's `ec2_instance_type`, from `--gpu NAME`, or from `gpu` in
-    [tool.mpguard]; without one of them the rule is silent.
+    The GPU is taken from SageMaker's `ec2_instance_type`, from `--gpu NAME`, or from `gpu` in [tool.mpguard]; without
+    one of them nothing is reported.
     """
 
     code, name = "MPG814", "fp8-on-old-gpu"
     severity = "error"
-    message = "`mixed_precision: fp8` on {gpu} (compute capability {has}): accelerate goes on in FP16; FP8 needs 8.9"
-    help = "use `bf16` from 8.0 on, `fp16` below"
+    message = "`mixed_precision: fp8` on {gpu} (compute capability {has}): accelerate continues in FP16; FP8 needs 8.9"
+    help = "use `bf16` from compute capability 8.0 on, `fp16` below"
     kinds = ("accelerate",)
     triggers = (any_of(b"fp8", b"FP8"),)
     examples = (

@@ -10,23 +10,22 @@ if TYPE_CHECKING:
 
 
 class Fp8WithoutBackend(ConfigRule):
-    """`mixed_precision: fp8` in an accelerate config that names no FP8 backend.
+    """`mixed_precision: fp8` in an accelerate config that sets no FP8 backend.
 
     ## Why is this bad
-    accelerate 1.15.0 then takes the first that is installed: torchao, Transformer Engine, MS-AMP, in
-    this order. The first scales by tensor and needs `torch.compile` to be faster than BF16, the second
-    is delayed scaling with a history: the same file is another training on another machine, or after
-    an upgrade of the image.
+    accelerate 1.15.0 then uses the first one that is installed: torchao, Transformer Engine, MS-AMP, in this order.
+    torchao scales per tensor and needs `torch.compile` to be faster than BF16; Transformer Engine uses delayed scaling
+    with a history. The same file is a different training run on another machine, or after an upgrade of the image.
 
     ## Known limits
-    Silent where code beside the config gives `Accelerator` a recipe (`AORecipeKwargs` ...), which names
-    the backend, and where the file names an mpguard recipe.
+    Not reported if code in the config's folder passes `Accelerator` a recipe (`AORecipeKwargs` ...), which sets the
+    backend, and if the file names an mpguard recipe.
     """
 
     code, name = "MPG805", "fp8-without-backend"
     severity = "warning"
-    message = "`mixed_precision: fp8` and no backend: accelerate takes torchao, Transformer Engine or MS-AMP"
-    help = "name one: `fp8_config: {backend: AO}` (torchao) or `TE` (Transformer Engine)"
+    message = "`mixed_precision: fp8` without a backend: accelerate uses torchao, Transformer Engine or MS-AMP"
+    help = "set one: `fp8_config: {backend: AO}` (torchao) or `TE` (Transformer Engine)"
     kinds = ("accelerate",)
     triggers = (any_of(b"fp8", b"FP8"),)
     examples = (

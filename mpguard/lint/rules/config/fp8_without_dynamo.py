@@ -9,32 +9,31 @@ from mpguard.targets.settings import ABSENT
 if TYPE_CHECKING:
     from mpguard.lint import Document
 
-#: Code that compiles, or may be told to.
+#: Code that compiles, or that has an option to do so.
 _COMPILES = r"\bcompile\(|torch_compile|dynamo_backend|dynamo_plugin|TorchDynamoPlugin|HfArgumentParser"
 
 
 class Fp8WithoutDynamo(ConfigRule):
-    """FP8 with torchao in an accelerate config, and no dynamo backend.
+    """FP8 with torchao in an accelerate config without a dynamo backend.
 
     ## Why is this bad
-    torchao's casts and scales are many small kernels, which only a compiler fuses. Without it FP8 is
-    slower than BF16: on an H200 0.55 times the speed of plain BF16 (benchmarks/results).
+    torchao's casts and scales are many small kernels, which only a compiler fuses. Without it FP8 is slower than BF16:
+    on an H200 0.55 times the speed of plain BF16 (benchmarks/results).
 
     ## Fix safety
-    Unsafe: `dynamo_backend: INDUCTOR` compiles the model, which takes time at the start and may not
-    suit its code.
+    Unsafe: `dynamo_backend: INDUCTOR` compiles the model, which takes time at the start and may not work with its code.
 
     ## Known limits
-    Silent where Python code beside the config, in the folder above, or beside a script that a launch
-    line of the tree starts with it, compiles or takes transformers' `TrainingArguments` from the command
-    line; and where such a line has `--dynamo_backend`. Backend `TE` does not need it. Silent where the
-    file names an mpguard recipe. Under `DEEPSPEED` the file's dynamo settings count for nothing:
-    accelerate 1.15.0 hands them to no worker there.
+    Not reported if related Python code compiles or takes transformers' `TrainingArguments` from the command line.
+    Related is code in the config's folder, in its parent folder, and in the folder of a script that a launch line of
+    the tree starts with the config. Not reported either if such a line has `--dynamo_backend`, or if the file names an
+    mpguard recipe. Backend `TE` needs no compile. Under `DEEPSPEED` the file's dynamo settings have no effect:
+    accelerate 1.15.0 passes them to no worker there.
     """
 
     code, name = "MPG807", "fp8-without-dynamo"
     severity = "error"
-    message = "FP8 with torchao and nothing compiles: slower than BF16"
+    message = "FP8 with torchao, but nothing compiles the model: slower than BF16"
     help = "set `dynamo_config: {dynamo_backend: INDUCTOR}`, or compile the model in the code"
     kinds = ("accelerate",)
     triggers = (any_of(b"fp8_config"), any_of(b"AO", b"ao"))
@@ -150,7 +149,7 @@ fp8_config:
         launches = self.project.launched_with(document.path)
         if siblings.mentions(document.path, _COMPILES, launches):
             return
-        if accelerate_config.distributed_type(document) == "DEEPSPEED":  # its workers never get a dynamo setting
+        if accelerate_config.distributed_type(document) == "DEEPSPEED":  # the workers get no dynamo setting
             yield self.at(backend, help="compile the model in the code: under DEEPSPEED `dynamo_config` has no effect")
             return
         if dynamo is not None and str(dynamo.value).lower() not in ("no", "false", "none"):

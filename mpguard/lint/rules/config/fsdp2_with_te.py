@@ -13,16 +13,15 @@ class Fsdp2WithTe(ConfigRule):
     """FSDP2 with Transformer Engine in an accelerate config: FP8 is never entered, the run is BF16.
 
     ## Why is this bad
-    accelerate 1.15.0 replaces the layers by Transformer Engine's, but its path for FSDP2
-    (`_prepare_fsdp2`) never wraps the forward pass in FP8 autocast, as the other paths do. The layers
-    compute in BF16 and nothing says so (seen: FP8 autocast entered 0 times; accelerate#3710).
+    accelerate 1.15.0 replaces the layers by Transformer Engine's, but its path for FSDP2 (`_prepare_fsdp2`) never wraps
+    the forward pass in FP8 autocast, as the other paths do. The layers compute in BF16 without a warning (observed: FP8
+    autocast entered 0 times; accelerate#3710).
 
     ## What to do
-    `backend: AO`; or FSDP1; or `mpguard launch` with a recipe in the file, which enters the autocast.
+    Use `backend: AO`, or FSDP1, or `mpguard launch` with a recipe in the file, which enters the autocast.
 
     ## Known limits
-    Silent where the file names an mpguard recipe. Code that enters `te.autocast` by itself is not
-    looked for.
+    Not reported if the file names an mpguard recipe. Code that enters `te.autocast` itself is not searched for.
     """
 
     code, name = "MPG806", "fsdp2-with-te"
@@ -92,4 +91,4 @@ fsdp_config:
         ):
             return
         if not accelerate_config.names_recipe(document):
-            yield self.at(backend, notes=(Note("FSDP2 is asked for here", version.key_span),))
+            yield self.at(backend, notes=(Note("FSDP2 is selected here", version.key_span),))

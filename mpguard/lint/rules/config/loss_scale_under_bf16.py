@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 class LossScaleUnderBf16(ConfigRule):
-    """Loss-scale keys, or others of `fp16`, in the `bf16` section of a DeepSpeed config.
+    """Loss-scale keys, or other keys of `fp16`, in the `bf16` section of a DeepSpeed config.
 
     ## Why is this bad
-    BF16 has FP32's range and needs no loss scaling. DeepSpeed 0.19.8 stops, also where the section is
-    not enabled: `ValidationError: loss_scale: Extra inputs are not permitted` (ielab/llm-rankers#2).
+    BF16 has FP32's range and needs no loss scaling. DeepSpeed 0.19.8 stops, even if the section is not enabled:
+    `ValidationError: loss_scale: Extra inputs are not permitted` (ielab/llm-rankers#2).
 
     ## Fix safety
-    Safe: the key is removed; nothing ever read it.
+    Safe: the key is removed; nothing reads it.
 
     ## Known limits
-    A value of `"auto"` is not reported: DeepSpeed drops such keys before it looks at them.
+    A value of `"auto"` is not reported: DeepSpeed drops such keys before it checks them.
     """
 
     code, name = "MPG822", "loss-scale-under-bf16"

@@ -13,18 +13,18 @@ class LowMemoryLoadingWithHalf(ConfigRule):
     """`cpu_ram_efficient_loading` of FSDP with FP8 by torchao.
 
     ## Why is this bad
-    accelerate 1.15.0 refuses it: `ValueError: torchao with FSDP2 and cpu_ram_efficient_loading is not
-    supported` (for FSDP1 too), in each worker, when the Accelerator is built. Where the key is not
-    there, `accelerate launch` takes its own default, which is true.
+    accelerate 1.15.0 refuses it: `ValueError: torchao with FSDP2 and cpu_ram_efficient_loading is not supported` (for
+    FSDP1 too), in each worker, when the Accelerator is built. If the key is missing, `accelerate launch` uses its own
+    default, which is true.
 
     ## Known limits
-    Seen for FSDP2; for FSDP1 read in the source, which makes no difference between them. Where the key
-    is missing, `backend` is reported; a run that is not started by `accelerate launch` has the key off.
+    Observed for FSDP2; for FSDP1 read in the source, which treats both alike. If the key is missing, `backend` is
+    reported; a run that is not started by `accelerate launch` has the key off.
     """
 
     code, name = "MPG808", "low-memory-loading-with-half"
     severity = "warning"
-    message = "`cpu_ram_efficient_loading` {state} beside FSDP and torchao FP8: accelerate stops with a ValueError"
+    message = "`cpu_ram_efficient_loading` {state} with FSDP and torchao FP8: accelerate stops with a ValueError"
     help = "set `fsdp_cpu_ram_efficient_loading: false`"
     kinds = ("accelerate",)
     triggers = (any_of(b"fp8_config"), any_of(b"FSDP"), any_of(b"AO", b"ao"))
@@ -89,4 +89,4 @@ fsdp_config:
         if loading is None:
             yield self.at(backend, state="is on by default")
         elif accelerate_config.is_true(loading.value):
-            yield self.at(loading, notes=(Note("torchao is asked for here", backend.key_span),), state="is on")
+            yield self.at(loading, notes=(Note("torchao is selected here", backend.key_span),), state="is on")

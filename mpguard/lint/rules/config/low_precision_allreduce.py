@@ -14,20 +14,19 @@ if TYPE_CHECKING:
 
 
 class LowPrecisionAllreduce(ConfigRule):
-    """DeepSpeed reduces gradients in a lower precision than the mode, or the recipe, has.
+    """DeepSpeed reduces gradients in a lower precision than its mode or the recipe.
 
     ## Why is this bad
-    BF16 has FP32's range, FP16 ends at 65504 and loses what is under 6e-8: gradients of a BF16 run that
-    are reduced in FP16 overflow and underflow, with no loss scale to hold them. A sum over many ranks
-    loses more the lower its precision; Megatron Bridge's `bf16_mixed` reduces in FP32 for that.
+    BF16 has FP32's range, FP16 ends at 65504 and loses values under 6e-8: gradients of a BF16 run that are reduced in
+    FP16 overflow and underflow, without a loss scale to protect them. A sum over many ranks loses more the lower its
+    precision; Megatron Bridge's `bf16_mixed` reduces in FP32 for that reason.
 
     ## Fix safety
-    Safe: FP32, which no gradient overflows. It sends more bytes.
+    Safe: FP32, in which gradients do not overflow. It transfers more bytes.
 
     ## Known limits
-    The recipe is that of an accelerate config beside the file that names it, else of the nearest
-    `[tool.mpguard] recipe`; its overrides are not looked at. Without one only `fp16` under `bf16` is
-    reported.
+    The recipe is that of an accelerate config in the same folder that names the file, otherwise that of the nearest
+    `[tool.mpguard] recipe`; its overrides are not read. Without a recipe only `fp16` under `bf16` is reported.
     """
 
     code, name = "MPG827", "low-precision-allreduce"
@@ -135,17 +134,24 @@ config = {
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        bf16, said = document.entry("bf16.enabled"), document.entry("communication_data_type")
-        if said is not None and _dtype(said) is Dtype.FP16 and bf16 is not None and bf16.value is True:
+        bf16, communication = document.entry("bf16.enabled"), document.entry("communication_data_type")
+        if (
+            communication is not None
+            and _dtype(communication) is Dtype.FP16
+            and bf16 is not None
+            and bf16.value is True
+        ):
             notes = (Note("the run is BF16", bf16.key_span),)
-            yield self._at(document, said, "under `bf16`: gradients overflow above 65504", notes)
-            said = None
+            yield self._at(document, communication, "under `bf16`: gradients overflow above 65504", notes)
+            communication = None
         name = _recipe(document)
         if name is None or not _reduces_in_fp32(name):
             return
-        for entry in (said, document.entry("data_types.grad_accum_dtype")):
+        for entry in (communication, document.entry("data_types.grad_accum_dtype")):
             if entry is not None and _dtype(entry) in (Dtype.BF16, Dtype.FP16):
-                yield self._at(document, entry, f"is lower than the recipe `{name}`, which reduces in FP32", ())
+                yield self._at(
+                    document, entry, f"has a lower precision than the recipe `{name}`, which reduces in FP32", ()
+                )
 
     def _at(self, document: Document, entry: Entry, against: str, notes: tuple[Note, ...]) -> Diagnostic:
         fix = config_edits.set_values("Reduce in FP32", document, {".".join(entry.path): "fp32"})
@@ -153,7 +159,7 @@ config = {
 
 
 def _recipe(document: Document) -> str | None:
-    """The recipe of an accelerate config that names this file, else that of the settings."""
+    """Return the recipe of an accelerate config that names this file, otherwise that of the settings."""
     from mpguard.document.mp_yaml import RECIPE
 
     for config in siblings.naming(document.path) if document.format == "json" else ():

@@ -14,16 +14,16 @@ class RemovedAmpSection(ConfigRule):
     """A DeepSpeed config with an `amp` section.
 
     ## Why is this bad
-    DeepSpeed has taken Apex AMP out. Version 0.19.8 stops where the section is there, also where it is
-    not enabled: `DeepSpeedConfigError: NVIDIA Apex AMP integration has been removed`.
+    DeepSpeed has removed Apex AMP. Version 0.19.8 stops if the section is present, even if it is not enabled:
+    `DeepSpeedConfigError: NVIDIA Apex AMP integration has been removed`.
 
     ## Fix safety
-    Safe, and there only where the section is not enabled: it is removed.
+    Safe, and only available if the section is not enabled: it is removed.
     """
 
     code, name = "MPG826", "removed-amp-section"
     severity = "error"
-    message = "`amp`: DeepSpeed has removed Apex AMP, and stops where the section is there"
+    message = "`amp`: DeepSpeed has removed Apex AMP, and stops if the section is present"
     help = "use `bf16`, `fp16` or `torch_autocast`"
     kinds = ("deepspeed",)
     triggers = (any_of(b"amp"),)

@@ -8,22 +8,20 @@ from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, any_of
 if TYPE_CHECKING:
     from mpguard.lint import Document
 
-#: Our bounds: 2**32 is the largest scale that recipes begin with (Megatron), and DeepSpeed takes more.
+#: mpguard's bounds: 2**32 is the largest initial scale of known recipes (Megatron). DeepSpeed accepts more.
 _LOWEST, _HIGHEST = 0, 32
 
 
 class StaticLossScale(ConfigRule):
-    """A fixed loss scale for FP16 in a DeepSpeed config, or a first one out of bounds.
+    """A fixed FP16 loss scale in a DeepSpeed config, or an initial one out of bounds.
 
     ## Why is this bad
-    The right loss scale changes as gradients shrink during training: a fixed one underflows late, or
-    overflows early, and then the step is skipped each time. `loss_scale: 0` lets DeepSpeed adapt it.
-    `initial_scale_power` above 32 begins with a scale that overflows for many steps, each of them
-    skipped; a negative one scales gradients down.
+    The right loss scale changes as gradients shrink during training: a fixed one underflows late, or overflows early,
+    and then every step is skipped. `loss_scale: 0` lets DeepSpeed adapt it. `initial_scale_power` above 32 starts with
+    a scale that overflows for many steps, each of them skipped; a negative one scales gradients down.
 
     ## Known limits
-    The bound of 32 is ours; DeepSpeed 0.19.8 takes any whole number. Nothing is reported where `fp16` is
-    off.
+    The bound of 32 is mpguard's; DeepSpeed 0.19.8 accepts any whole number. Nothing is reported if `fp16` is off.
     """
 
     code, name = "MPG828", "static-loss-scale"
@@ -85,8 +83,10 @@ other = {"train_batch_size": 1, "fp16": {"enabled": False, "loss_scale": 128}}
             why = "is fixed: it underflows or overflows as training goes on"
             yield self.at(scale, key="loss_scale", value=scale.value, reason=why, help="0 lets DeepSpeed adapt it")
         elif power is not None and _number(power.value) and not _LOWEST <= power.value <= _HIGHEST:
-            why = "begins with a scale that overflows" if power.value > 0 else "scales gradients down"
-            yield self.at(power, key="initial_scale_power", value=power.value, reason=why, help="16 is DeepSpeed's own")
+            why = "starts with a scale that overflows" if power.value > 0 else "scales gradients down"
+            yield self.at(
+                power, key="initial_scale_power", value=power.value, reason=why, help="DeepSpeed's default is 16"
+            )
 
 
 def _number(value: object) -> bool:

@@ -12,28 +12,27 @@ from mpguard.lint import Bad, ConfigRule, Diagnostic, Fix, Good, config_edits
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
 
-#: A key that is about precision.
+#: Matches keys about precision.
 _PRECISION = re.compile(r"fp8|fp16|bf16|fp32|float|precision|dtype|data_type|autocast|loss_?scal")
 
 
 class UnknownDeepspeedSection(ConfigRule):
-    """A section, or a key about precision, that DeepSpeed does not know.
+    """A section, or a key about precision, that DeepSpeed does not have.
 
     ## Why is this bad
-    DeepSpeed 0.19.8 ignores what it does not know at the top level, in `torch_autocast` and in
-    `data_types`, without a word: `"fp8": {"enabled": true}` and `"bfloat_16": {"enabled": true}` are
-    FP32 runs, `"zero_optimisation"` is no ZeRO. `bfloat16`, the old name of `bf16`, is ignored where
-    `bf16` is there too. In `bf16` and `fp16` an unknown key stops it.
+    DeepSpeed 0.19.8 ignores unknown keys at the top level, in `torch_autocast` and in `data_types` without a warning:
+    `"fp8": {"enabled": true}` and `"bfloat_16": {"enabled": true}` are FP32 runs, `"zero_optimisation"` enables no
+    ZeRO. `bfloat16`, the old name of `bf16`, is ignored if `bf16` is present too. In `bf16` and `fp16` an unknown key
+    stops the run.
 
     ## Fix safety
-    Safe: the key gets the name that is read, where it is plain which one was meant and it is not there
-    already.
+    Safe: the key is renamed to the known key, if it is clear which one is intended and it is not already present.
 
     ## Known limits
-    The keys are those of DeepSpeed 0.19.8. Unknown keys with a single value are reported only where
-    they are about precision or nearly a known key; names that begin with `_`, `/` or `#` are comments.
-    The keys of other sections are not checked. DeepSpeed has no FP8 of its own: FP8 modules
-    (Transformer Engine, torchao) run inside its BF16 engine.
+    The keys are those of DeepSpeed 0.19.8. Unknown keys with a single value are reported only if they are about
+    precision or similar to a known key; names that begin with `_`, `/` or `#` are comments. The keys of other sections
+    are not checked. DeepSpeed has no FP8 of its own: FP8 modules (Transformer Engine, torchao) run inside its BF16
+    engine.
     """
 
     code, name = "MPG823", "unknown-deepspeed-section"
@@ -111,7 +110,7 @@ config = {
     def _top(self, document: Document, entry: Entry) -> Iterator[Diagnostic]:
         key = entry.key
         if key == "bfloat16" and "bf16" in document.data:
-            yield self.at(entry, key=key, what="ignores this old name where `bf16` is there too", hint="")
+            yield self.at(entry, key=key, what="ignores this old name if `bf16` is present too", hint="")
         if key in KEYS or not key[:1].isalpha() or "comment" in key.lower():
             return
         meant = RENAMED.get(key.lower()) or _typo(key, KEYS)
@@ -119,7 +118,7 @@ config = {
             return
         hint = " It has no FP8 of its own" if key.lower().startswith("fp8") else ""
         if meant is not None:
-            hint = f"; the one that is read is `{meant}`"
+            hint = f"; it reads `{meant}`"
         yield self.at(entry, fix=_fix(document, entry, meant), key=key, what="ignores it", hint=hint)
 
     def _inner(self, document: Document, entry: Entry, section: str) -> Iterator[Diagnostic]:
@@ -129,13 +128,13 @@ config = {
         if section in STRICT and entry.value == "auto":
             return
         meant = _typo(key, known)
-        hint = f"; the one that is read is `{meant}`" if meant else did_you_mean(key, known)
-        what = "stops, the section has no such key" if section in STRICT else "ignores it"
+        hint = f"; it reads `{meant}`" if meant else did_you_mean(key, known)
+        what = "stops: the section has no such key" if section in STRICT else "ignores it"
         yield self.at(entry, fix=_fix(document, entry, meant), key=f"{section}.{key}", what=what, hint=hint)
 
 
 def _typo(key: str, known: frozenset[str]) -> str | None:
-    """The one known key that differs by a slip of the hand; None where two do, or none."""
+    """Return the known key that a typo stands for; None if there is none, or more than one."""
     close = difflib.get_close_matches(key.lower(), known, n=2, cutoff=0.88)
     return close[0] if len(close) == 1 else None
 

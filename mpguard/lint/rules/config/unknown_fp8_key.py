@@ -16,31 +16,29 @@ class UnknownFp8Key(ConfigRule):
     """A key of `fp8_config`, `fsdp_config`, `deepspeed_config` or `dynamo_config` that nothing reads.
 
     ## Why is this bad
-    accelerate checks only top-level keys. A key of a section that it does not know is copied to an
-    argument that nobody looks at: the launch succeeds and the setting has no effect. Its own wizard
-    writes three such keys: with `amax_history_length: 16` Transformer Engine gets a history of 1024
-    (accelerate 1.15.0, commands/config/cluster.py against utils/dataclasses.py; transformers#34027,
-    accelerate#3710).
+    accelerate checks only top-level keys. An unknown key of a section is copied to an argument that nothing reads: the
+    launch succeeds and the setting has no effect. accelerate's own wizard writes three such keys: with
+    `amax_history_length: 16` Transformer Engine gets a history of 1024 (accelerate 1.15.0, commands/config/cluster.py
+    against utils/dataclasses.py; transformers#34027, accelerate#3710).
 
-    Under `DEEPSPEED` nothing reads `dynamo_config`: its launcher sets no variable for it, and nothing is
-    compiled.
+    Under `DEEPSPEED` nothing reads `dynamo_config`: the launcher sets no variable for it, and nothing is compiled.
 
-    `mpguard_recipe` and `mpguard_overrides` in `fp8_config` are mpguard's. Other names that begin so,
-    and overrides that are no field of a policy, are read by nobody either.
+    `mpguard_recipe` and `mpguard_overrides` in `fp8_config` are read by mpguard. Other names with that prefix, and
+    overrides that are no field of a policy, are not read either.
 
     ## Fix safety
-    Safe: the key that is read takes the place of the one that is not, where it is plain which one
-    was meant and it is not there already. The value stays; it is in force from then on.
+    Safe: the key is renamed to the one that is read, if it is clear which one is intended and it is not already
+    present. The value is kept, and takes effect from then on.
 
     ## Known limits
-    The keys are those of accelerate 1.15.0. A key that a newer accelerate reads is reported until
-    mpguard knows it. Not checked: SageMaker configs, which accelerate reads in another way.
+    The keys are those of accelerate 1.15.0. A key that a newer accelerate reads is reported until mpguard supports it.
+    SageMaker configs, which accelerate reads in another way, are not checked.
     """
 
     code, name = "MPG801", "unknown-fp8-key"
     severity = "error"
     message = "`{section}.{key}`: nothing reads this key{hint}"
-    help = f"accelerate ({VERSION}) accepts any key in this section and ignores those that it does not know"
+    help = f"accelerate ({VERSION}) accepts any key in this section and ignores unknown ones"
     kinds = ("accelerate",)
     triggers = (any_of(*(section.encode() for section in SECTIONS)),)
     yields_to = ("MPG815",)
@@ -204,21 +202,21 @@ model:
                 help="compile the model in the code, and remove the section",
             )
         entries = list(document.entries())
-        there: dict[str, set[str]] = {}
+        present: dict[str, set[str]] = {}
         for entry in entries:
             if len(entry.path) == 2 and entry.path[0] in SECTIONS:
-                there.setdefault(entry.path[0], set()).add(SECTIONS[entry.path[0]].bare(entry.key))
+                present.setdefault(entry.path[0], set()).add(SECTIONS[entry.path[0]].bare(entry.key))
         for entry in entries:
             if len(entry.path) == 2 and entry.path[0] in SECTIONS:
-                yield from self._key(document, entry, SECTIONS[entry.path[0]], there[entry.path[0]])
+                yield from self._key(document, entry, SECTIONS[entry.path[0]], present[entry.path[0]])
             elif len(entry.path) == 3 and ".".join(entry.path[:2]) == OVERRIDES and entry.key not in FIELD_NAMES:
                 hint = did_you_mean(entry.key, FIELD_NAMES)
                 yield self.at(
                     entry, section=OVERRIDES, key=entry.key, hint=f", a policy has no such field{hint}", help=""
                 )
 
-    def _key(self, document: Document, entry: Entry, section: Section, there: set[str]) -> Iterator[Diagnostic]:
-        """there: the keys of its section."""
+    def _key(self, document: Document, entry: Entry, section: Section, present: set[str]) -> Iterator[Diagnostic]:
+        """Report a key that is not read. `present` has the keys of its section, without prefix."""
         name, bare = entry.path[0], section.bare(entry.key)
         if bare in section.keys or (not section.prefix and entry.key in ARGUMENTS):
             return
@@ -230,40 +228,40 @@ model:
         meant = section.renamed.get(bare) or _typo(bare, section.keys)
         if meant is None:
             hint = did_you_mean(bare, section.keys) if len(bare) > 3 else ""
-        elif meant in there:
-            hint = f"; `{meant}`, which is read, is there too. Remove one"
+        elif meant in present:
+            hint = f"; `{meant}`, which is read, is present too. Remove one"
         else:
-            hint = f"; the one that is read is `{meant}`"
-        yield self.at(entry, section=name, key=entry.key, hint=hint, fix=_rename(document, entry, meant, there))
+            hint = f"; the key that is read is `{meant}`"
+        yield self.at(entry, section=name, key=entry.key, hint=hint, fix=_rename(document, entry, meant, present))
 
 
 def _unread_dynamo(document: Document) -> Entry | None:
-    """`dynamo_config` with a backend in it, where accelerate hands it to no worker."""
+    """Return `dynamo_config` if it has a backend and accelerate passes it to no worker."""
     if accelerate_config.distributed_type(document) != "DEEPSPEED" or accelerate_config.names_recipe(document):
         return None
     backend = accelerate_config.setting(document, "dynamo_config", "backend")
-    asked = backend is not None and isinstance(backend.value, str) and backend.value.lower() != "no"
-    return document.entry("dynamo_config") if asked else None
+    compiles = backend is not None and isinstance(backend.value, str) and backend.value.lower() != "no"
+    return document.entry("dynamo_config") if compiles else None
 
 
 def _own_keys() -> set[str]:
-    """The keys of `fp8_config` that mpguard itself reads."""
+    """Return the keys of `fp8_config` that mpguard itself reads."""
     from mpguard.document.mp_yaml import OVERRIDES, RECIPE
 
     return {key.split(".")[1] for key in (RECIPE, OVERRIDES)}
 
 
 def _typo(key: str, known: frozenset[str]) -> str | None:
-    """The one known key that differs by a slip of the hand; None where two do, or none."""
+    """Return the known key that a typo stands for; None if present is none, or more than one."""
     close = difflib.get_close_matches(key, known, n=2, cutoff=0.9)
     return close[0] if len(close) == 1 else None
 
 
-def _rename(document: Document, entry: Entry, meant: str | None, there: set[str]) -> Fix | None:
-    if meant is None or meant in there:
+def _rename(document: Document, entry: Entry, meant: str | None, present: set[str]) -> Fix | None:
+    if meant is None or meant in present:
         return None
     start, end = entry.key_span
-    written = document.text[start:end]
-    quote = written[0] if written[:1] in ("'", '"') else ""
+    source = document.text[start:end]
+    quote = source[0] if source[:1] in ("'", '"') else ""
     prefix = entry.key[: len(entry.key) - len(SECTIONS[entry.path[0]].bare(entry.key))]
     return Fix(f"Rename it to `{prefix}{meant}`", "safe", (Edit(start, end, f"{quote}{prefix}{meant}{quote}"),))

@@ -12,27 +12,27 @@ if TYPE_CHECKING:
 
 
 class UnknownKey(ConfigRule):
-    """A top-level key of an accelerate config that accelerate does not know.
+    """A top-level key of an accelerate config that accelerate does not have.
 
     ## Why is this bad
-    accelerate 1.15.0 refuses the whole file: `ValueError: The config file ... had unknown keys`. Nothing
-    is launched, and it does not say which key was meant.
+    accelerate 1.15.0 refuses the whole file: `ValueError: The config file ... had unknown keys`. Nothing is launched,
+    and the error does not suggest the intended key.
 
     ## Fix safety
-    Safe: the key gets the name that is known, where one name differs by a slip of the hand and is not
-    there already.
+    Safe: the key is renamed to the known key, if a typo of only one key is possible and that key is not already
+    present.
 
     ## Known limits
-    The keys are those of accelerate 1.15.0; a key that a newer one reads is reported until mpguard
-    knows it. Only files with a `distributed_type`, which accelerate requires, are taken for its configs.
-    A section `..._config` whose name is near no known one is not reported: forks of accelerate have
-    such (KTransformers' `kt_config`).
+    The keys are those of accelerate 1.15.0; a key that a newer version reads is reported until mpguard supports it.
+    Only files with a `distributed_type`, which accelerate requires, count as its configs. A section `..._config` whose
+    name is not similar to a known one is not reported: forks of accelerate have such sections (KTransformers'
+    `kt_config`).
     """
 
     code, name = "MPG813", "unknown-key"
     severity = "error"
     message = "`{key}`: accelerate has no such key and refuses the file{hint}"
-    help = f"the keys are those of accelerate {VERSION}; settings of one's own belong into another file"
+    help = f"the keys are those of accelerate {VERSION}; other settings belong in another file"
     kinds = ("accelerate",)
     triggers = (any_of(b"distributed_type"),)
     examples = (
@@ -109,7 +109,7 @@ mixed_precision: bf16
 
 
 def _typo(key: str, known: frozenset[str]) -> str | None:
-    """The one known key that differs by a slip of the hand; None where two do, or none."""
+    """Return the known key that a typo stands for; None if there is none, or more than one."""
     close = difflib.get_close_matches(key.lower().replace("-", "_"), known, n=2, cutoff=0.85)
     return close[0] if len(close) == 1 else None
 

@@ -19,21 +19,20 @@ _KEYS = {
 
 
 class UnquotedNo(ConfigRule):
-    """`mixed_precision: no`, `dynamo_backend: no` or `distributed_type: NO` without quotes is a boolean in YAML.
+    """Unquoted `mixed_precision: no`, `dynamo_backend: no` or `distributed_type: NO`, which YAML reads as a boolean.
 
     ## Why is this bad
-    YAML 1.1, which accelerate reads, takes `no`, `off`, `yes` and `on` in any case for booleans. With
-    accelerate 1.15.0 `mixed_precision: no` ends in `AttributeError: 'bool' object has no attribute
-    'lower'` at launch, `dynamo_backend: no` in the same about `upper` (accelerate PR#1386 mended the
-    first for a while). `distributed_type: NO` is let through where the file says `num_processes`;
-    without it the launch stops.
+    YAML 1.1, which accelerate reads, treats `no`, `off`, `yes` and `on` in any case as booleans. With accelerate 1.15.0
+    `mixed_precision: no` raises `AttributeError: 'bool' object has no attribute 'lower'` at launch, and
+    `dynamo_backend: no` the same error about `upper` (accelerate PR#1386 fixed the first for a while).
+    `distributed_type: NO` is accepted if the file sets `num_processes`; without it the launch stops.
 
     ## Fix safety
-    Safe: quotes are put around what was written.
+    Safe: the value is put in quotes.
 
     ## Known limits
-    `yes`, `on` and `true` are reported too, and have no fix: what was meant is not clear. Under
-    `DEEPSPEED` dynamo's keys do no harm: accelerate hands them to no worker.
+    `yes`, `on` and `true` are reported too, but have no fix: the intention is not clear. Under `DEEPSPEED` dynamo's
+    keys have no effect: accelerate passes them to no worker.
     """
 
     code, name = "MPG802", "unquoted-no"
@@ -111,20 +110,18 @@ use_cpu: no
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        deepspeed = (
-            accelerate_config.distributed_type(document) == "DEEPSPEED"
-        )  # its workers never get a dynamo setting
+        deepspeed = accelerate_config.distributed_type(document) == "DEEPSPEED"  # the workers get no dynamo setting
         for key, what in _KEYS.items():
             entry = document.entry(key)
             if entry is not None and isinstance(entry.value, bool) and not (deepspeed and "dynamo" in key):
                 yield self._at(document, entry, what)
-        asked = document.entry("distributed_type")
-        if asked is not None and isinstance(asked.value, bool):
+        distributed = document.entry("distributed_type")
+        if distributed is not None and isinstance(distributed.value, bool):
             if "num_processes" in document.data:
-                what = "accelerate lets it through, as long as the file says `num_processes`"
-                yield self._at(document, asked, what, "warning")
+                what = "accelerate accepts it only because the file sets `num_processes`"
+                yield self._at(document, distributed, what, "warning")
             else:
-                yield self._at(document, asked, "without `num_processes` the launch stops")
+                yield self._at(document, distributed, "without `num_processes` the launch stops")
 
     def _at(
         self, document: Document, entry: Entry, what: str, severity: Literal["error", "warning"] = "error"

@@ -16,21 +16,20 @@ class UnresolvedAuto(ConfigRule):
     """`"enabled": "auto"` for the precision in a DeepSpeed config, where nothing fills it in.
 
     ## Why is this bad
-    Only the HF Trainer fills in `"auto"` from its arguments, and accelerate from its `mixed_precision`.
-    DeepSpeed 0.19.8 itself drops such keys: both sections are off, and the run is FP32. accelerate
-    1.15.0 with no `mixed_precision` fills in `false`, with the same end.
+    Only the HF Trainer fills in `"auto"` from its arguments, and accelerate from its `mixed_precision`. DeepSpeed
+    0.19.8 itself drops such keys: both sections are off, and the run is FP32. accelerate 1.15.0 without
+    `mixed_precision` fills in `false`, with the same result.
 
     ## Known limits
-    Reported are a dict that the code hands to `deepspeed.initialize`, and a file that an accelerate
-    config beside it names in `deepspeed_config_file` while it says no `mixed_precision`, if the code
-    beside them builds an `Accelerator` with none and has no Trainer, and no launch line of the tree has
-    `--mixed_precision`. A file that `deepspeed --deepspeed_config` takes is not reported: the script may
-    fill it in.
+    Two cases are reported. The first is a dict that the code passes to `deepspeed.initialize`. The second is a file
+    that an accelerate config in the same folder names in `deepspeed_config_file` without setting `mixed_precision`, if
+    the code there builds an `Accelerator` without it and has no Trainer, and no launch line of the tree has
+    `--mixed_precision`. A file that `deepspeed --deepspeed_config` reads is not reported: the script may fill it in.
     """
 
     code, name = "MPG824", "unresolved-auto"
     severity = "error"
-    message = '`{key}: "auto"` and nothing fills it in: {what}'
+    message = '`{key}: "auto"`, but nothing fills it in: {what}'
     help = "write `true` or `false`"
     kinds = ("deepspeed",)
     triggers = (any_of(b"auto"), any_of(b"bf16", b"fp16", b"bfloat16"))
@@ -149,7 +148,7 @@ engine = deepspeed.initialize(model=model, config=filled)
         if not any(siblings.mentions(path, siblings.FILLS_IN, launches) for path, launches in launched):
             named = Path(configs[0].path).name
             yield self._at(
-                first, f"accelerate fills in `false`, as `{named}` says no `mixed_precision`; the run is FP32"
+                first, f"accelerate fills in `false`, since `{named}` sets no `mixed_precision`; the run is FP32"
             )
 
     def _at(self, entry: Entry, what: str) -> Diagnostic:

@@ -8,42 +8,41 @@ from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, accelerate_con
 if TYPE_CHECKING:
     from mpguard.lint import Document
 
-#: Types that `accelerate launch` (1.15.0, `launch_command`) does not start through the one launcher
+#: Types that `accelerate launch` (1.15.0, `launch_command`) does not start through `simple_launcher`, the only launcher
 #: that exports ACCELERATE_USE_CPU.
 _NOT_SIMPLE = {"FSDP", "DEEPSPEED", "MEGATRON_LM"} | {
     f"MULTI_{device}" for device in ("GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
 }
 _WITHOUT = {
-    "FSDP": "without one FSDP is never applied and each process trains a model of its own",
+    "FSDP": "without one FSDP is never applied and each process trains its own model",
     "DEEPSPEED": "without one a single process runs DeepSpeed on the CPU, and several stop with an error",
 }
 
 
 class UseCpuIsIgnored(ConfigRule):
-    """`use_cpu: true` or `num_processes` beside a `distributed_type` for which the launcher ignores it.
+    """`use_cpu: true` or `num_processes` with a `distributed_type` for which the launcher ignores it.
 
     ## Why is this bad
-    `accelerate launch` (1.15.0) hands `use_cpu` to the workers only where it starts a single process.
-    Under `FSDP`, `DEEPSPEED` and `MULTI_GPU` it does not: with a GPU the run uses the GPU. Without one
-    FSDP is never applied (plain module, `DistributedType.NO`), `MULTI_GPU` with two processes is two
-    trainings that do not know of each other, and DeepSpeed works with one process only.
+    `accelerate launch` (1.15.0) passes `use_cpu` to the workers only if it starts a single process. Under `FSDP`,
+    `DEEPSPEED` and `MULTI_GPU` it does not: with a GPU the run uses the GPU. Without one FSDP is never applied (plain
+    module, `DistributedType.NO`), `MULTI_GPU` with two processes runs two independent trainings, and DeepSpeed works
+    with one process only.
 
-    `MULTI_CPU` is started as one process, whatever `num_processes` says, unless `mpirun_config` names
-    an MPI host file. The run then has one process, without a word.
+    `MULTI_CPU` is started as one process, whatever `num_processes` is, unless `mpirun_config` names an MPI host file.
+    The run then has one process, without a warning.
 
     ## What to do
-    For the CPU: `distributed_type: MULTI_CPU`, started with `mpguard launch` or `torchrun`
-    (and `ACCELERATE_USE_CPU=true`), or through MPI. For GPUs: remove `use_cpu`.
+    For the CPU: `distributed_type: MULTI_CPU`, started with `mpguard launch` or `torchrun` (and
+    `ACCELERATE_USE_CPU=true`), or through MPI. For GPUs: remove `use_cpu`.
 
     ## Known limits
-    `MULTI_CPU` is not reported with several machines, where `mpirun` is usually started by hand
-    around `accelerate launch`; nor where the file names an mpguard recipe: `mpguard launch` starts
-    all processes.
+    `MULTI_CPU` is not reported with several machines, where `mpirun` is usually started by hand around
+    `accelerate launch`, nor if the file names an mpguard recipe: `mpguard launch` starts all processes.
     """
 
     code, name = "MPG811", "use-cpu-is-ignored"
     severity = "error"
-    message = "`use_cpu: true` is ignored beside `distributed_type: {kind}`: with a GPU the run uses it, {without}"
+    message = "`use_cpu: true` is ignored with `distributed_type: {kind}`: with a GPU the run uses it, {without}"
     help = "set `distributed_type: MULTI_CPU`, or remove `use_cpu` and run where there is a GPU"
     kinds = ("accelerate",)
     triggers = (any_of(b"use_cpu", b"MULTI_CPU"),)
@@ -124,15 +123,15 @@ num_processes: 1
         kind = document.entry("distributed_type")
         if kind is None or not isinstance(kind.value, str) or accelerate_config.is_sagemaker(document):
             return
-        asked = Note("this decides how the processes are started", kind.value_span)
+        note = Note("this selects how the processes are started", kind.value_span)
         use_cpu = document.entry("use_cpu")
         if kind.value in _NOT_SIMPLE and use_cpu is not None and use_cpu.value in (True, "true", "True", "yes"):
-            without = _WITHOUT.get(kind.value, "without one each process trains a model of its own")
-            yield self.at(use_cpu, notes=(asked,), kind=kind.value, without=without)
+            without = _WITHOUT.get(kind.value, "without one each process trains its own model")
+            yield self.at(use_cpu, notes=(note,), kind=kind.value, without=without)
         elif kind.value == "MULTI_CPU":
-            yield from self._one_process(document, asked)
+            yield from self._one_process(document, note)
 
-    def _one_process(self, document: Document, asked: Note) -> Iterator[Diagnostic]:
+    def _one_process(self, document: Document, note: Note) -> Iterator[Diagnostic]:
         from mpguard.document.mp_yaml import RECIPE
 
         processes, machines, host_file = map(
@@ -150,7 +149,7 @@ num_processes: 1
             return
         yield self.at(
             processes,
-            notes=(asked,),
+            notes=(note,),
             message="`accelerate launch` starts one process for `MULTI_CPU`, not {asked}: no MPI host file is named",
             asked=processes.value,
             help="start it with `mpguard launch` or `torchrun`, or name a host file in `mpirun_config.mpirun_hostfile`",

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
 
 _NAMES = "deepspeed_config.deepspeed_config_file"
-#: What accelerate 1.15 refuses beside it -> where the DeepSpeed file says it.
+#: Key that accelerate 1.15 refuses together with the file -> its place in the DeepSpeed file.
 _REFUSED = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -29,30 +29,30 @@ _LAUNCH = "accelerate launch --use_deepspeed --deepspeed_config_file "
 
 
 class YamlAgainstDeepspeedJson(ConfigRule):
-    """accelerate is told what only its DeepSpeed file may say, or something else than that file.
+    """accelerate's config sets what only its DeepSpeed file may set, or contradicts that file.
 
     ## Why is this bad
-    With `deepspeed_config_file`, accelerate 1.15.0 stops every process as soon as the script makes its
-    Accelerator: `ValueError: When using deepspeed_config_file, the following accelerate config variables will be
-    ignored`. It does so for `mixed_precision`, even `'no'` and even where both say the same, and for `zero_stage`,
-    `gradient_clipping`, `gradient_accumulation_steps`, `offload_*` and `zero3_save_16bit_model`.
+    With `deepspeed_config_file`, accelerate 1.15.0 stops every process as soon as the script creates its Accelerator:
+    `ValueError: When using deepspeed_config_file, the following accelerate config variables will be ignored`. It does
+    so for `mixed_precision`, even for `'no'` and even if both agree, and for `zero_stage`, `gradient_clipping`,
+    `gradient_accumulation_steps`, `offload_*` and `zero3_save_16bit_model`.
 
-    Where `distributed_type` is not DEEPSPEED, nothing reads the DeepSpeed file: of two precisions the one of the
-    YAML is in force, whatever the file says.
+    If `distributed_type` is not DEEPSPEED, nothing reads the DeepSpeed file: of two precisions the one of the YAML
+    applies, whatever the file sets.
 
-    `--mixed_precision bf16` on the launch line is no key, and is accepted. Beside `"bf16": {"enabled": false}` the file
-    wins without a word: only the other dtype is compared, and the run is FP32.
+    `--mixed_precision bf16` on the launch line is no key, and is accepted. Against `"bf16": {"enabled": false}` the
+    file wins without a warning: accelerate compares only the other dtype, and the run is FP32.
 
     ## Known limits
-    The file is looked for from the present folder and from that of the config. Of the launch line is reported what
-    turns a precision on that the file turns off, if the code beside it builds an `Accelerator`, says no
+    The file is searched for in the current folder and in that of the config. A launch line is reported if it turns on a
+    precision that the file turns off, and the code in the same folder builds an `Accelerator`, sets no
     `mixed_precision` itself and has no Trainer.
     """
 
     code, name = "MPG861", "yaml-against-deepspeed-json"
     severity = "error"
-    message = "`{key}` beside `deepspeed_config_file`: {reason}"
-    help = "say it once: in the DeepSpeed file, or here and without that file"
+    message = "`{key}` together with `deepspeed_config_file`: {reason}"
+    help = "keep it in one place: in the DeepSpeed file, or here and without that file"
     kinds = ("accelerate", "deepspeed")
     triggers = (any_of(b"deepspeed_config_file", b"bf16", b"fp16"),)
     yields_to = ("MPG804",)
@@ -201,10 +201,10 @@ deepspeed_config:
             yield from self._unread(document, other, kind)
 
     def _turned_off(self, document: Document) -> Iterator[Diagnostic]:
-        """What the file turns off, and a launch line on."""
-        said = {name: document.entry(f"{name}.enabled") for name in ("bf16", "fp16", "torch_autocast")}
-        off = {name: entry for name, entry in said.items() if entry is not None and entry.value is False}
-        if document.format == "python" or not off or any(each and each.value is True for each in said.values()):
+        """Report a precision that the file turns off and a launch line turns on."""
+        sections = {name: document.entry(f"{name}.enabled") for name in ("bf16", "fp16", "torch_autocast")}
+        off = {name: entry for name, entry in sections.items() if entry is not None and entry.value is False}
+        if document.format == "python" or not off or any(each and each.value is True for each in sections.values()):
             return
         launched = [
             each
@@ -224,10 +224,10 @@ deepspeed_config:
                     document.path, siblings.FILLS_IN, here
                 ):
                     message = (
-                        f"`{name}.enabled: false` beside `--mixed_precision {name}`: this file wins without a word, and"
-                        " the run is FP32"
+                        f"`{name}.enabled: false` with `--mixed_precision {name}`: this file wins without a warning,"
+                        " and the run is FP32"
                     )
-                    note = Note("the launch line says it here", word.span, os.path.relpath(launch.path))
+                    note = Note("the launch line turns it on here", word.span, os.path.relpath(launch.path))
                     yield self.at(off[name], message=message, help='write `"auto"`, or `true`', notes=(note,))
                     break
 
@@ -240,21 +240,21 @@ deepspeed_config:
                 continue
             if entry.value is None:
                 continue
-            there = None if other is None else _said(other, "mixed_precision" if legacy else bare)
+            there = None if other is None else _deepspeed_entry(other, "mixed_precision" if legacy else bare)
             notes = () if there is None or other is None else (_note(there, other),)
             yield self.at(entry, key=key, reason="accelerate 1.15 refuses it, and every process stops", notes=notes)
 
     def _unread(self, document: Document, other: Document, kind: str) -> Iterator[Diagnostic]:
-        entry, there = accelerate_config.mixed_precision_entry(document), _said(other, "mixed_precision")
+        entry, there = accelerate_config.mixed_precision_entry(document), _deepspeed_entry(other, "mixed_precision")
         mode = accelerate_config.mixed_precision_mode(document)
         if entry is None or there is None or mode is None or there.path[0] == mode:
             return
-        why = f"under {kind} nothing reads that file, which says {there.path[0]}"
+        why = f"under {kind} nothing reads that file, which sets {there.path[0]}"
         yield self.at(entry, key=".".join(entry.path), reason=why, notes=(_note(there, other),))
 
 
-def _said(other: Document, key: str) -> Entry | None:
-    """Where the DeepSpeed file says what a key of the YAML does."""
+def _deepspeed_entry(other: Document, key: str) -> Entry | None:
+    """Return the key of the DeepSpeed file that matches a key of the YAML."""
     if key != "mixed_precision":
         return other.entry(_REFUSED[key])
     enabled = [entry for name in ("bf16", "fp16") if (entry := other.entry(f"{name}.enabled")) and entry.value is True]
@@ -262,4 +262,4 @@ def _said(other: Document, key: str) -> Entry | None:
 
 
 def _note(entry: Entry, other: Document) -> Note:
-    return Note("the DeepSpeed file says it here", entry.span, other.path)
+    return Note("the DeepSpeed file sets it here", entry.span, other.path)
