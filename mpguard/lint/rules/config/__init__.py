@@ -1,1 +1,1 @@
-"""Rules about config files: one file each."""
+"""Rules about config files (MPG8xx)."""

@@ -252,7 +252,7 @@ def _own_keys() -> set[str]:
 
 
 def _typo(key: str, known: frozenset[str]) -> str | None:
-    """Return the known key that a typo stands for; None if present is none, or more than one."""
+    """Return the known key that a typo stands for; None if there is none, or more than one."""
     close = difflib.get_close_matches(key, known, n=2, cutoff=0.9)
     return close[0] if len(close) == 1 else None
 

@@ -64,13 +64,13 @@ def test_a_dict_gets_the_findings_of_the_file_at_the_same_lines(
 
 
 @pytest.mark.parametrize(("rule", "example"), [each for each in JSONS if each.values[1].fixed is not None])  # type: ignore[union-attr]
-def test_a_dict_is_mended_as_the_file_is(rule: type[ConfigRule], example: Bad, tmp_path: Path) -> None:
+def test_a_dict_is_fixed_like_the_file(rule: type[ConfigRule], example: Bad, tmp_path: Path) -> None:
     code = tmp_path / "train.py"
     code.write_text(as_python(example.code.replace("  # !", "")))
-    mended = lint(code, rule.code, fix="unsafe").fix_result
-    assert mended is not None
+    result = lint(code, rule.code, fix="unsafe").fix_result
+    assert result is not None
     namespace: dict[str, object] = {}
-    exec(mended.after.decode(), namespace)
+    exec(result.after.decode(), namespace)
     assert namespace["config"] == json.loads(example.fixed or "")
 
 
@@ -85,9 +85,9 @@ def test_places_are_those_of_the_python_file(tmp_path: Path, newline: str, bom: 
     path.write_bytes(bom + text.replace("\n", newline).encode())
     line = text.splitlines()[6]
     assert found(path, "MPG822") == [("MPG822", 7, line.index('"loss_scale"') + 1)]
-    mended = lint(path, "MPG822", fix="safe").fix_result
-    assert mended is not None
-    assert mended.after == bom + text.replace(', "loss_scale": 0', "").replace("\n", newline).encode()
+    result = lint(path, "MPG822", fix="safe").fix_result
+    assert result is not None
+    assert result.after == bom + text.replace(', "loss_scale": 0', "").replace("\n", newline).encode()
 
 
 BOTH = '"train_batch_size": 8, "bf16": {"enabled": True}, "fp16": {"enabled": True}'
