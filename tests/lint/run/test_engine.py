@@ -107,7 +107,7 @@ def test_a_rule_that_raises_is_a_defect_and_the_others_go_on(tmp_path: Path, mak
     result = report(tmp_path, "alpha  # mpguard: ignore[MPG901]\n", broken, other)
     assert [(f.code, f.line) for f in result.findings] == [("MPG902", 1)], "a rule that failed judges no suppression"
     (defect,) = result.defects
-    assert f"{tmp_path / 'train.py'}: defect in MPG901 (of test_lint_engine): ZeroDivisionError: oops" in str(defect)
+    assert f"{tmp_path / 'train.py'}: defect in MPG901 (of test_engine): ZeroDivisionError: oops" in str(defect)
     assert "ZeroDivisionError" in defect.traceback
 
 
@@ -118,7 +118,7 @@ def test_a_rule_that_recurses_without_end_is_a_defect_of_its_own(tmp_path: Path,
     result = report(tmp_path, "alpha\n", make_rule("MPG901", "alpha", check=endless), make_rule("MPG902", "alpha"))
     assert [(f.code, f.line) for f in result.findings] == [("MPG902", 1)]
     (defect,) = result.defects
-    assert f"{tmp_path / 'train.py'}: defect in MPG901 (of test_lint_engine): RecursionError" in str(defect)
+    assert f"{tmp_path / 'train.py'}: defect in MPG901 (of test_engine): RecursionError" in str(defect)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGVTALRM"), reason="there is no limit here")
@@ -403,8 +403,8 @@ def test_a_worker_that_dies_takes_only_its_file_with_it(tmp_path: Path, make_rul
 
 BESIDE_AN_IDLE_ONE = """
 import os, selectors
-from mpguard.lint import workers
-pool = workers._Pool(range(4), lambda task: task, None, lambda task: 1, 2, told=None)
+from mpguard.lint.run import workers
+pool = workers._Pool(range(4), lambda task: task, None, lambda task: 1, 2, on_progress=None)
 idle = workers._Worker(0, -1, os.pipe()[0], [], bytearray())
 pool._workers.append(idle)
 with selectors.DefaultSelector() as selector:
@@ -426,7 +426,7 @@ def test_a_worker_is_started_beside_one_that_has_nothing_left_to_do() -> None:
 
 CTRL_C = """
 import sys, time
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from pathlib import Path
 from test_engine import engine, many
 from mpguard.lint.model.rule import Rule
@@ -443,7 +443,7 @@ engine(Slow).run(many(Path({folder!r}), 12), jobs=2)
 
 @pytest.mark.parametrize("whole_group", [True, False], ids=["Ctrl-C", "only the parent"])
 def test_an_interrupt_ends_all_workers(tmp_path: Path, whole_group: bool) -> None:
-    code = CTRL_C.format(tests=str(TESTS / "lint" / "run"), folder=str(tmp_path))
+    code = CTRL_C.format(tests=[str(TESTS / "lint" / "run"), str(TESTS / "support")], folder=str(tmp_path))
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         deadline = time.monotonic() + 60
