@@ -1,10 +1,12 @@
 # make demo       what mpguard does, on this machine, in a few minutes
 # make test       everything that has to hold before a change lands
 # make test-lint  the tests of the linter, in an environment without torch
+# make docs       write the generated pages of docs/, and build the site into site/
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+INSTALLED_DOCS := $(VENV)/.installed-docs
 # An environment without torch, accelerate, DeepSpeed and transformers, as the linter's users have it.
 LINT_VENV := .venv-lint
 LINT_INSTALLED := $(LINT_VENV)/.installed
@@ -12,7 +14,7 @@ LINT_TESTS := tests/core tests/policy tests/document tests/lint tests/server tes
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test test-lint check install clean
+.PHONY: demo test test-lint check docs install clean
 
 install: $(INSTALLED)
 
@@ -42,5 +44,13 @@ test-lint: $(LINT_INSTALLED)
 test: check
 	$(BIN)/python -m pytest -n auto
 
+$(INSTALLED_DOCS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@touch $@
+
+docs: $(INSTALLED_DOCS)
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) $(LINT_VENV) demo-run .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LINT_VENV) site demo-run .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,102 @@
+"""Hooks of mkdocs: pages that lie outside docs/, links that leave it, and the pages of the rules in the navigation."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = "https://github.com/mpguard/mpguard"
+
+#: Page of the site -> the file of the repository's root that it shows.
+ROOT_PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+
+#: Inline links of Markdown; code is skipped by `_CODE`.
+_LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
+_CODE = re.compile(r"^```.*?^```$|`[^`\n]+`(?!\])", re.M | re.S)
+
+
+def repository_path(page: str) -> PurePosixPath:
+    """Return the file of the repository that a page of the site is made from."""
+    return PurePosixPath(ROOT_PAGES.get(page, f"docs/{page}"))
+
+
+def site_link(page: str, target: str) -> str:
+    """Return a link on the site for a relative link in the Markdown of a page.
+
+    Links to files that are pages become links between pages; links to other files of the repository lead to its host.
+    A link to a file that does not exist is returned unchanged: mkdocs reports it.
+    """
+    path = _normal(repository_path(page).parent / target)
+    if path is None or not (ROOT / path).exists():
+        return target
+    shown = {file: name for name, file in ROOT_PAGES.items()}.get(str(path))
+    if shown is None and path.parts[0] == "docs" and path.suffix == ".md":
+        shown = str(path.relative_to("docs"))
+    if shown is not None:
+        return "../" * (len(PurePosixPath(page).parts) - 1) + shown
+    return f"{SOURCE}/{'tree' if (ROOT / path).is_dir() else 'blob'}/main/{path}"
+
+
+def rewrite(page: str, markdown: str) -> str:
+    """Return the Markdown of a page with its relative links as `site_link` has them."""
+    parts, end = [], 0
+    for code in _CODE.finditer(markdown):
+        parts += [_LINK.sub(lambda match: site_link(page, match[1]), markdown[end : code.start()]), code[0]]
+        end = code.end()
+    return "".join([*parts, _LINK.sub(lambda match: site_link(page, match[1]), markdown[end:])])
+
+
+def _normal(path: PurePosixPath) -> PurePosixPath | None:
+    """Return a path without `..`; None if it leaves the repository."""
+    parts: list[str] = []
+    for part in path.parts:
+        if part == ".." and not parts:
+            return None
+        if part == "..":
+            parts.pop()
+        else:
+            parts.append(part)
+    return PurePosixPath(*parts) if parts else None
+
+
+def rules_navigation() -> list[Any]:
+    """Return the pages of the rules by group, as an entry of mkdocs' `nav` has them."""
+    groups: dict[str, list[Any]] = {}
+    for path in sorted((ROOT / "docs" / "rules").glob("MPG*.md")):
+        title = path.read_text("utf-8").partition("\n")[0].removeprefix("# ")
+        name = re.sub(r"^(.*) \((MPG\d+)\)$", r"\2 \1", title)
+        groups.setdefault(f"{path.stem[:4]}xx", []).append({name: f"rules/{path.name}"})
+    return [{group: pages} for group, pages in groups.items()]
+
+
+# -- called by mkdocs -------------------------------------------------------------------------------------------------
+
+
+def on_config(config: Any) -> Any:
+    """Put the pages of the rules below their index."""
+    for section in config.nav:
+        for entry in section.get("Linter", []):
+            if isinstance(entry, dict) and "Rules" in entry:
+                entry["Rules"] = [entry["Rules"], *rules_navigation()]
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that lie in the root of the repository."""
+    from mkdocs.structure.files import File
+
+    for page, source in ROOT_PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text("utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Rewrite links that are right in the repository, and not on the site."""
+    return rewrite(page.file.src_uri, markdown)
+
+
+if __name__ == "__main__":
+    sys.exit("docs/hooks.py is run by mkdocs: `make docs`")
