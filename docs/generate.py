@@ -108,9 +108,9 @@ def recipes_page() -> str:
     return _page(
         "# Recipes",
         NOTE,
-        "A recipe is a named policy. `mpguard init RECIPE` writes a config from one, `mpguard apply RECIPE FILE` changes"
-        " existing configs, `mpguard.recipe(name)` returns the policy, and `mpguard recipes RECIPE --for TARGET` prints what"
-        " it becomes in a framework. Names are those of Megatron Bridge where it has the recipe; `-` and `_` are"
+        "A recipe is a named policy. `mpguard init RECIPE` writes a config from one, `mpguard apply RECIPE FILE`"
+        " changes existing configs, `mpguard.recipe(name)` returns the policy, and `mpguard recipes RECIPE --for TARGET`"
+        " prints what it becomes in a framework. Names are those of Megatron Bridge where it has the recipe; `-` and `_` are"
         " the same in them.",
         "FP8 column: library and scaling recipe; `te` is Transformer Engine. GPU columns: `yes` if the GPU can run the"
         " recipe, provided that the library is installed and built for a recent CUDA version. Without a GPU, recipes"
@@ -153,8 +153,8 @@ def targets_page() -> str:
     return _page(
         "# Targets",
         NOTE,
-        "A target is what a policy can be written to: the config of a framework, or one of its objects. Each target is"
-        " one plugin. `policy.to(target, strategy)` returns the object, `mpguard.inject(config, policy, target)` returns"
+        "A target is what a policy can be written to: the config of a framework, or one of its objects. Each target"
+        " is one plugin. `policy.to(target, strategy)` returns the object, `mpguard.inject(config, policy, target)` returns"
         " a changed config and the list of changes, and `mpguard recipes RECIPE --for TARGET` prints both.",
         f"Strategies: {', '.join(f'`{each}`' for each in targets.STRATEGIES)}.",
         "A target *carries* a field if changing the field can change what the target gets. If a policy needs a field"

@@ -1,0 +1,185 @@
+"""The documentation site: its navigation, its links, its code. Without mkdocs, which `make docs` runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from paths import REPOSITORY
+
+from mpguard.cli import main
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DOCS = REPOSITORY / "docs"
+
+
+def _module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hooks = _module("hooks")
+
+#: Pages as mkdocs sees them: path below docs/ -> text.
+PAGES: dict[str, str] = {
+    **{path.relative_to(DOCS).as_posix(): path.read_text("utf-8") for path in sorted(DOCS.rglob("*.md"))},
+    **{page: (REPOSITORY / source).read_text("utf-8") for page, source in hooks.ROOT_PAGES.items()},
+}
+HAND_WRITTEN = [page for page in PAGES if not page.startswith("rules/")]
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads the tags of mkdocs' extensions as text."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda _loader, suffix, _node: suffix)
+
+SITE: dict[str, Any] = yaml.load((REPOSITORY / "mkdocs.yml").read_text("utf-8"), _Loader)
+
+
+def _listed(entry: Any) -> Iterator[str]:
+    """Yield the pages of an entry of `nav`."""
+    if isinstance(entry, str):
+        yield entry
+    elif isinstance(entry, list):
+        for each in entry:
+            yield from _listed(each)
+    else:
+        for each in entry.values():
+            yield from _listed(each)
+
+
+def test_the_navigation_lists_every_page_once() -> None:
+    listed = [*_listed(SITE["nav"]), *_listed(hooks.rules_navigation())]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == set(PAGES)
+
+
+def _links(text: str) -> Iterator[str]:
+    prose = re.sub(r"^```.*?^```$|`[^`\n]+`", "", text, flags=re.M | re.S)
+    yield from (link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match(r"[a-z]+:", link))
+
+
+def _anchors(text: str) -> set[str]:
+    """Return the anchors that mkdocs and GitHub make of the headings, where the two agree."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", prose, re.M)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", HAND_WRITTEN)
+def test_links_lead_to_files_and_headings_that_exist(page: str) -> None:
+    own = hooks.repository_path(page)
+    for link in _links(PAGES[page]):
+        target, _, anchor = link.partition("#")
+        path = (REPOSITORY / own.parent / target).resolve() if target else REPOSITORY / own
+        assert path.exists(), f"{own}: {link}"
+        if anchor and path.suffix == ".md":
+            assert anchor in _anchors(path.read_text("utf-8")), f"{own}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_on_the_site_lead_to_pages_or_to_the_repository(page: str) -> None:
+    for link in _links(hooks.rewrite(page, PAGES[page])):
+        target = link.partition("#")[0]
+        if target:
+            path = hooks._normal(PurePosixPath(page).parent / target)
+            assert str(path) in PAGES, f"{page}: {link}"
+
+
+def test_links_are_rewritten_outside_of_code_only() -> None:
+    text = (
+        "[a](docs/limits.md#proof) `[b](docs/limits.md)` [c](examples) [d](https://x.org/y.md)\n\n"
+        "```\n[e](docs/x.md)\n```\n"
+    )
+    assert hooks.rewrite("index.md", text) == (
+        "[a](limits.md#proof) `[b](docs/limits.md)` [c](https://github.com/mpguard/mpguard/tree/main/examples)"
+        " [d](https://x.org/y.md)\n\n```\n[e](docs/x.md)\n```\n"
+    )
+    assert hooks.site_link("guides/fsdp.md", "../../README.md") == "../index.md"
+    assert hooks.site_link("guides/fsdp.md", "../gone.md") == "../gone.md", "mkdocs reports it"
+
+
+def test_urls_are_the_same_everywhere() -> None:
+    urls = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]["urls"]
+    assert set(urls) == {"Homepage", "Documentation", "Source", "Changelog", "Issues"}
+    assert SITE["site_url"] == urls["Documentation"]
+    assert SITE["repo_url"] == hooks.SOURCE == urls["Source"] == urls["Homepage"]
+    assert not re.search(r"URL-OF-THIS-REPOSITORY|OWNER/REPOSITORY", PAGES["index.md"])
+
+
+def test_the_readme_is_short_and_has_the_words_that_users_search_for() -> None:
+    readme = PAGES["index.md"]
+    assert len(readme.splitlines()) < 200
+    first_screen = "\n".join(readme.splitlines()[:32])
+    for words in ("Accelerate", "DeepSpeed", "FSDP", "Trainer", "Is bf16/fp8 really on?", "## What hurts"):
+        assert words in first_screen, words
+    for strategy in ("single", "ddp", "fsdp1", "fsdp2", "deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3"):
+        assert f"`{strategy}`" in readme
+
+
+def test_the_architecture_draws_the_rooms_that_exist() -> None:
+    drawing = PAGES["architecture.md"].split("```mermaid")[1].split("```")[0]
+    drawn = set(re.findall(r"^    (\w+)\[", drawing, re.M))
+    package = REPOSITORY / "mpguard"
+    rooms = {path.parent.name for path in package.glob("*/__init__.py")}
+    assert drawn == rooms | {"plugins"}
+
+
+# -- programs in the guides -------------------------------------------------------------------------------------------
+
+PROGRAMS = {
+    f"{page} {number}": code
+    for page, text in PAGES.items()
+    if page.startswith("guides/")
+    for number, code in enumerate(re.findall(r"^```python[^\n]*\n(.*?)^```$", text, re.M | re.S), 1)
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_of_a_guide_compiles(name: str) -> None:
+    compile(PROGRAMS[name], name, "exec")
+
+
+def test_the_linter_finds_nothing_in_the_guides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for number, code in enumerate(PROGRAMS.values()):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "train.py").write_text(code)
+    status = main(["lint", "--isolated", "--no-cache", "--format", "json", str(tmp_path)])
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert status == 0, found
+
+
+@pytest.mark.parametrize("page", ["guides/axolotl.md", "guides/megatron.md"])
+def test_a_guide_shows_what_is_printed(page: str, tmp_path: Path) -> None:
+    """Those that need no framework."""
+    text = PAGES[page]
+    if "axolotl" in page:
+        (tmp_path / "config.yml").write_text(
+            re.findall(r'^```yaml title="config.yml"\n(.*?)^```$', text, re.M | re.S)[0]
+        )
+        command = [sys.executable, "-m", "mpguard", "apply", "bf16_mixed", "config.yml"]
+        shown = text.split("to look first\n")[1].split("$ mpguard lint")[0]
+    else:
+        (tmp_path / "x.py").write_text(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)[1])
+        command = [sys.executable, "x.py"]
+        shown = text.split("```text\n")[1].split("```")[0]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == shown
