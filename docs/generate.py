@@ -109,9 +109,9 @@ def recipes_page() -> str:
         "# Recipes",
         NOTE,
         "A recipe is a named policy. `mpguard init RECIPE` writes a config from one, `mpguard apply RECIPE FILE`"
-        " changes existing configs, `mpguard.recipe(name)` returns the policy, and `mpguard recipes RECIPE --for TARGET`"
-        " prints what it becomes in a framework. Names are those of Megatron Bridge where it has the recipe; `-` and `_` are"
-        " the same in them.",
+        " changes existing configs, `mpguard.recipe(name)` returns the policy, and `mpguard recipes RECIPE --for"
+        " TARGET` prints what it becomes in a framework. Names are those of Megatron Bridge where it has the recipe;"
+        " `-` and `_` are the same in them.",
         "FP8 column: library and scaling recipe; `te` is Transformer Engine. GPU columns: `yes` if the GPU can run the"
         " recipe, provided that the library is installed and built for a recent CUDA version. Without a GPU, recipes"
         " without FP8 run in software; FP8 recipes need `fp8_emulate: true` and torchao.",
@@ -154,8 +154,8 @@ def targets_page() -> str:
         "# Targets",
         NOTE,
         "A target is what a policy can be written to: the config of a framework, or one of its objects. Each target"
-        " is one plugin. `policy.to(target, strategy)` returns the object, `mpguard.inject(config, policy, target)` returns"
-        " a changed config and the list of changes, and `mpguard recipes RECIPE --for TARGET` prints both.",
+        " is one plugin. `policy.to(target, strategy)` returns the object, `mpguard.inject(config, policy, target)`"
+        " returns a changed config and the list of changes, and `mpguard recipes RECIPE --for TARGET` prints both.",
         f"Strategies: {', '.join(f'`{each}`' for each in targets.STRATEGIES)}.",
         "A target *carries* a field if changing the field can change what the target gets. If a policy needs a field"
         " that the target does not carry, `inject` and `to` warn `NotCarried`; `mpguard launch`, `mpguard.activate` and"
