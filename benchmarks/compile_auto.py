@@ -1,9 +1,9 @@
-"""Where torch.compile pays for FP8: the facts behind `compile: auto` (mpguard/nn/compile.py).
+"""Measure where torch.compile makes FP8 faster: the facts behind `compile: auto` (mpguard/nn/compile.py).
 
     python benchmarks/compile_auto.py --output benchmarks/results/compile_auto.json
 
 Times steps of a Llama of transformers as `accelerate` trains it (FP32 weights, BF16 autocast, AdamW), converted by
-mpguard, eager and compiled. Needs one Hopper GPU, left alone, Transformer Engine, torchao and transformers.
+mpguard, eager and compiled. Needs one Hopper GPU without other work, Transformer Engine, torchao and transformers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RECIPES: dict[str, Policy | None] = {
 
 
 def milliseconds(size: str, policy: Policy | None, compiled: bool) -> float:
-    """The middle of the timed steps."""
+    """Return the median of the timed steps."""
     blocks, width, inner, heads, batch = SIZES[size]
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -98,7 +98,7 @@ def main() -> int:
             for how in ("eager",) if name == "te delayed" else ("eager", "compiled"):
                 try:
                     own[how] = milliseconds(size, policy, how == "compiled")
-                except Exception as error:  # whatever a library says is the result
+                except Exception as error:  # any error of a library is a result
                     own[how] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
                 print(size, name, how, own[how], flush=True)
                 torch._dynamo.reset()

@@ -5,13 +5,13 @@
     python benchmarks/evidence.py check FOLDER            # 1 if a finding has no verdict, or a verdict no finding
     python benchmarks/evidence.py page > docs/evidence.md # the precision of each rule, from the two JSON files
 
-The packages are fixed by version and SHA-256. Nothing of them is built, imported or run. A verdict is a
-reader's: `{"package", "file", "line", "code", "verdict", "why"}`, true where the author of the code would
+The packages are fixed by version and SHA-256. Nothing of them is built, imported or run. A verdict was
+given by a person: `{"package", "file", "line", "code", "verdict", "why"}`, true if the author of the code would
 have to agree with the finding by the rule's own definition. `list --preview` shows preview rules too;
 they have no verdicts here and do not count.
 
-evidence_unseen.json is another matter: batches of other packages, each judged once, with the rules as they were at its
-commit. It is not kept up: what the rules got wrong there is the figure.
+evidence_unseen.json has batches of other packages, each judged once, with the rules as they were at its commit. It is
+not updated: what the rules got wrong there is the figure.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mpguard.lint.model.rule import rules
 HERE = Path(__file__).parent
 PACKAGES, VERDICTS, UNSEEN = HERE / "evidence_packages.txt", HERE / "evidence.json", HERE / "evidence_unseen.json"
 INDEX = "https://pypi.org/simple/"
-#: So frequent that it would drown the rest.
+#: So frequent that it would dominate the figures; judged by a sample.
 FREQUENT = "MPG302"
 
 Key = tuple[str, str, int, str]
@@ -60,7 +60,7 @@ def packages() -> list[Package]:
 
 
 def fetch(folder: Path) -> None:
-    """Downloads and unpacks what is not there yet. Raises ValueError where a file is not the one that was judged."""
+    """Download and unpack the packages that are missing. Raise ValueError if a file is not the one that was judged."""
     for package in packages():
         target = folder / package.name
         if target.exists():
@@ -106,7 +106,7 @@ def unpack(name: str, data: bytes, folder: Path) -> None:
 
 
 def findings(folder: Path, codes: Iterable[str] = (), preview: bool = False) -> Iterator[dict[str, Any]]:
-    """The findings in all packages, with `package` and `file`. Raises SystemExit where the linter failed."""
+    """Yield the findings in all packages, with `package` and `file`. Raise SystemExit if the linter failed."""
     mpguard = Path(sysconfig.get_path("scripts")) / "mpguard"
     command = [mpguard, "lint", "--format", "json", "--no-cache", "."]
     command += ["--select", ",".join(codes)] * bool(codes) + ["--preview"] * preview
@@ -132,9 +132,9 @@ def show(folder: Path, codes: list[str], preview: bool) -> None:
         lines = (folder / finding["package"] / finding["file"]).read_text("utf-8", "replace").splitlines()
         source = lines[finding["line"] - 1].strip() if finding["line"] <= len(lines) else ""
         verdict = judged.get(key(finding))
-        said = "unjudged" if verdict is None else f"{str(verdict['verdict']).lower()}: {verdict['why']}"
+        judgement = "unjudged" if verdict is None else f"{str(verdict['verdict']).lower()}: {verdict['why']}"
         print(f"{finding['package']}/{finding['file']}:{finding['line']} {finding['code']} {finding['message']}")
-        print(f"    {source}\n    [{said}]")
+        print(f"    {source}\n    [{judgement}]")
 
 
 def check(folder: Path) -> int:
@@ -152,14 +152,14 @@ def check(folder: Path) -> int:
 
 
 def unseen() -> tuple[str, ...]:
-    """A paragraph for each batch of packages that no rule had been mended by, the latest first."""
+    """Return a paragraph for each batch of packages that no rule had been changed for, the latest first."""
     batches = json.loads(UNSEEN.read_text())["batches"]
-    told = (
+    note = (
         "The packages of each were fixed by SHA-256, in three lots, each lot before its findings were read, and linted"
-        " before any rule was mended by them. The later the batch, the more it says about the rules as they are"
-        f" ([benchmarks/{UNSEEN.name}](../benchmarks/{UNSEEN.name}))."
+        " before any rule was changed because of them. The later the batch, the better it describes the rules as they"
+        f" are ([benchmarks/{UNSEEN.name}](../benchmarks/{UNSEEN.name}))."
     )
-    return (*(line for batch in reversed(batches) for line in (_batch(batch), "")), told)
+    return (*(line for batch in reversed(batches) for line in (_batch(batch), "")), note)
 
 
 def _batch(data: dict[str, Any]) -> str:
@@ -171,16 +171,16 @@ def _batch(data: dict[str, Any]) -> str:
         of = verdict["package"], verdict["code"]
         whole[of] = whole.get(of, True) and verdict["verdict"]
     return (
-        f"**On {len(data['packages'])} packages that no rule had been mended by: {right} right,"
+        f"**On {len(data['packages'])} packages that no rule had been changed for: {right} right,"
         f" {len(judged) - right} wrong, precision {right / len(judged):.1%}**"
         f" ({sum(whole.values())} of {len(whole)} where each rule counts once in a package; {FREQUENT}:"
         f" {sum(frequent)} of {len(frequent)} drawn at random), on {data['date']} with commit"
-        f" {data['mpguard commit'][:7]}; those mended since: {', '.join(data['mended since'])}."
+        f" {data['mpguard commit'][:7]}; rules fixed since: {', '.join(data['fixed since'])}."
     )
 
 
 def page() -> str:
-    """docs/evidence.md: a function of the two JSON files, the packages and the rules alone."""
+    """Return docs/evidence.md, which depends on the two JSON files, the packages and the rules only."""
     right: collections.Counter[str] = collections.Counter()
     wrong: collections.Counter[str] = collections.Counter()
     for verdict in verdicts().values():
@@ -201,7 +201,7 @@ def page() -> str:
         f"Every finding of the default rules in {len(packages())} published packages was read and judged"
         f" ([benchmarks/evidence.json](../benchmarks/evidence.json); {FREQUENT} by a sample). The packages are fixed in"
         " [benchmarks/evidence_packages.txt](../benchmarks/evidence_packages.txt);"
-        " `python benchmarks/evidence.py` does it again.",
+        " `python benchmarks/evidence.py` repeats the measurement.",
         "",
         f"**Without {FREQUENT}: {true} right, {false} wrong, precision {true / (true + false):.1%}.**",
         "",
@@ -209,9 +209,9 @@ def page() -> str:
         "",
         *(f"| {' | '.join(row)} |" for row in rows),
         "",
-        "The rules were mended by what was found here, so this is how they are on these packages, not on others.",
+        "Rules were fixed because of these findings, so the table describes them on these packages, not on others.",
         "",
-        f"No hit in these packages, so tested by examples and seeded mistakes only: {', '.join(silent)}.",
+        f"No finding in these packages, so tested by examples and seeded mistakes only: {', '.join(silent)}.",
         "",
         f"Preview, off by default and not judged here: {', '.join(preview)}.",
     )) + "\n"  # fmt: skip

@@ -1,12 +1,12 @@
-"""Every real file is checked by all rules, and every fix is tried: no rule raises, no file hangs, what a fix makes
-parses, the same rule is silent on it, and nothing else changed.
+"""Check real files with all rules, and try every fix: no rule may raise, no file may hang, the result of a fix must
+parse, the same rule must report nothing in it, and nothing else may change.
 
     python benchmarks/fixes.py FOLDER [-j 2] [--every 5] [-o benchmarks/results/fixes.json]
 
-FOLDER is what `evidence.py fetch` unpacked, or any other. Each file with a fixable finding is mended in memory as it
-is, with Windows line endings, and with a byte order mark, by safe and unsafe fixes of all rules, preview ones too.
-The exit status is 1 if a law is broken; no file is written. `slowest` are seconds of computing, without the fixes;
-`not_read` are files in the way of which a limit or their syntax was.
+FOLDER is what `evidence.py fetch` unpacked, or any other. Each file with a fixable finding is fixed in memory as it
+is, with Windows line endings, and with a byte order mark, by safe and unsafe fixes of all rules, preview rules
+included. The exit status is 1 if a condition is violated; no file is written. `slowest` are seconds of CPU time,
+without the fixes; `not_read` are files that a limit or a syntax error excludes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def fixable(report: FileReport) -> collections.Counter[str]:
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of one file. fixes: how many of each rule were tried; broken: the laws that do not hold."""
+    """The outcome of one file. fixes: how many of each rule were tried; broken: the conditions that are violated."""
 
     path: str
     fixes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -85,7 +85,7 @@ def tried(target: Target) -> Outcome:
 
 
 def _mended(target: Target, wrong: list[str]) -> None:
-    """Tries all fixes on the variants of a file."""
+    """Try all fixes on the variants of a file."""
     data = Path(target.path).read_bytes()
     for name, content in variants(data):
         given = Target(target.path, target.kind, named=True, data=content, size=len(content))
@@ -96,7 +96,7 @@ def laws(target: Target, content: bytes) -> Iterator[str]:
     report = MENDING.check(target)
     yield from (f"{each.code} raised {each.error}" for each in report.defects)
     if report.fix_result is None:
-        yield "there are fixable findings, and nothing was mended"
+        yield "there are fixable findings, and nothing was fixed"
         return
     after = report.fix_result.after
     yield from report.fix_result.problems

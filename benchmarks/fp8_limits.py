@@ -2,8 +2,8 @@
 
     python benchmarks/fp8_limits.py --output benchmarks/results/fp8_limits.json
 
-Each check is tried and its outcome kept: what it returned, or the error. Needs one Hopper GPU, Transformer Engine and
-torchao.
+Each check is tried and its outcome recorded: what it returned, or the error. Needs one Hopper GPU, Transformer
+Engine and torchao.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def ddp(order: str, recipe: str) -> str:
 
 
 def step_time(fp8: str, checkpointed: bool, compiled: bool) -> dict[str, Any]:
-    """Milliseconds of one step under FSDP2 on one GPU: the middle of 15, after 5."""
+    """Return the milliseconds of one step under FSDP2 on one GPU: the median of 15, after 5."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torchao.float8 import (
@@ -290,7 +290,7 @@ def main() -> int:
     for name, function in CHECKS.items():
         try:
             found[name] = function()
-        except Exception as error:  # whatever a library says is the result
+        except Exception as error:  # any error of a library is a result
             found[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         print(name, found[name], flush=True)
         torch._dynamo.reset()

@@ -1,14 +1,14 @@
-"""Each strategy with each framework and each recipe on a real GPU: proven by its kernels, or refused before training.
+"""Train each strategy with each framework and recipe on a real GPU: proven by its kernels, or refused before training.
 
     python benchmarks/gpu_matrix.py --output benchmarks/results/gpu_matrix.json            one GPU
     python benchmarks/gpu_matrix.py --output ... --gpus 2 --merge OLD.json                  some cells on two
     python benchmarks/gpu_matrix.py --page                                                  writes docs/gpu.md
 
-A cell writes an mp.yaml with `mpguard init`, and has a program of gpu_programs/ launched with it, which trains 103
-steps. Proven is a cell where the proof says so, every parameter has changed, master weights and reduction are FP32, the
-kernels of the last steps are FP8 where they should be, and the loss is that of the BF16 run. Device time comes in
-pieces: --only takes some cells (with the BF16 runs that they are compared to), --merge keeps those of an earlier file.
-Needs a Hopper GPU, accelerate, transformers, DeepSpeed, Transformer Engine and torchao.
+A cell writes an mp.yaml with `mpguard init`, and launches a program of gpu_programs/ with it, which trains 103 steps.
+A cell is proven if the verdict of the proof is "in force", every parameter has changed, master weights and reduction
+are FP32, the kernels of the last steps are FP8 where they should be, and the loss is that of the BF16 run. It can be
+run in parts: --only runs some cells (with the BF16 runs that they are compared with), --merge keeps those of an
+earlier file. Needs a Hopper GPU, accelerate, transformers, DeepSpeed, Transformer Engine and torchao.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Cell:
 
     @property
     def kept(self) -> bool:
-        """Whether parameters are kept in FP8, and the optimizer has to hold masters of them."""
+        """True if parameters are kept in FP8, so that the optimizer must hold master weights."""
         return "FP8 parameters" in self.recipe
 
     @property
@@ -101,7 +101,7 @@ class Cell:
 
     @property
     def base(self) -> Cell:
-        """The BF16 run that it is compared to."""
+        """Return the BF16 run that it is compared with."""
         return dataclasses.replace(self, recipe="bf16")
 
     def overrides(self, emulate: bool = False) -> dict[str, Any]:
@@ -111,8 +111,11 @@ class Cell:
 
 
 def cells(gpus: int) -> list[Cell]:
-    """On two GPUs DDP, which accelerate and the Trainer do not use for one process, and a recipe of each library under
-    the engines that shard; on one all others."""
+    """Return the cells for a number of GPUs.
+
+    On two: DDP, which accelerate and the Trainer do not use for one process, and a recipe of each library under the
+    engines that shard. On one: all others.
+    """
     every = [
         Cell(framework, strategy, recipe, gpus)
         for recipe in RECIPES
@@ -131,14 +134,14 @@ def cells(gpus: int) -> list[Cell]:
     ]
 
 
-#: init's words go where stdout goes, which is one for all threads.
+#: `mpguard init` prints to stdout, which all threads share.
 PREPARING = threading.Lock()
 
 # -- running ---------------------------------------------------------------------------------------------------------
 
 
 def prepared(cell: Cell, folder: Path, port: int) -> list[str]:
-    """The files of a cell, and the command that launches it."""
+    """Write the files of a cell, and return the command that launches it."""
     from mpguard.cli import main as mpguard
     from mpguard.policy.policy import Policy
 
@@ -152,7 +155,7 @@ def prepared(cell: Cell, folder: Path, port: int) -> list[str]:
     overrides = json.dumps(cell.overrides(emulate))
     Policy(
         bf16=True, **(cell.overrides(emulate) if cell.recipe != "fp16" else {})
-    )  # a mistake here is none of the cell's
+    )  # an error here is not one of the cell
     text = config.read_text().replace(
         f"mpguard_recipe: {recipe}\n", f"mpguard_recipe: {recipe}\n  mpguard_overrides: {overrides}\n"
     )
@@ -182,7 +185,7 @@ def prepared(cell: Cell, folder: Path, port: int) -> list[str]:
 
 
 def _on_cpu(cell: Cell) -> tuple[bool, str]:
-    """For trying this script without a GPU: torchao in software, where accelerate has the strategy there."""
+    """Return the cells for a trial of this script without a GPU: torchao in software."""
     import torch
 
     if torch.cuda.is_available():
@@ -191,7 +194,7 @@ def _on_cpu(cell: Cell) -> tuple[bool, str]:
 
 
 def run(cell: Cell, number: int, timeout: float) -> dict[str, Any]:
-    """A cell's facts: what the program has written, the proof, status, and what was said."""
+    """Run a cell, and return what the program wrote, the proof, the exit status and the output."""
     import torch
 
     devices = max(1, torch.cuda.device_count())
@@ -202,7 +205,7 @@ def run(cell: Cell, number: int, timeout: float) -> dict[str, Any]:
         visible = ",".join(str((number + each) % devices) for each in range(cell.gpus))
         more = {"CUDA_VISIBLE_DEVICES": visible} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
         environment = {**os.environ, **more, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        with (folder / "said").open("w+") as out:
+        with (folder / "output").open("w+") as out:
             child = subprocess.Popen(
                 command, stdout=out, stderr=out, cwd=folder, env=environment, start_new_session=True
             )
@@ -215,20 +218,20 @@ def run(cell: Cell, number: int, timeout: float) -> dict[str, Any]:
             (json.loads(path.read_text()) if (path := folder / each).exists() else {})
             for each in ("facts.json", "proof.json")
         )
-        said = (folder / "said").read_text(errors="replace")
+        output = (folder / "output").read_text(errors="replace")
     return {
         "status": status,
         "seconds": round(time.monotonic() - started, 1),
         "facts": facts,
         "proof": proof,
-        "said": said,
+        "output": output,
     }
 
 
 def judged(cell: Cell, found: dict[str, Any], base: list[float] | None) -> dict[str, Any]:
-    """The cell as it stands in the result file: proven, refused (before training, with its reason), or failed."""
-    facts, proof, said = found["facts"], found["proof"], found["said"].splitlines()
-    line = next((each for each in said if each.startswith("mpguard: ") and "Linear layers in FP8" not in each), None)
+    """Return the cell for the result file: proven, refused (before training, with its reason), or failed."""
+    facts, proof, output = found["facts"], found["proof"], found["output"].splitlines()
+    line = next((each for each in output if each.startswith("mpguard: ") and "Linear layers in FP8" not in each), None)
     result: dict[str, Any] = {
         **dataclasses.asdict(cell), "backend": cell.backend, "state": "failed", "reason": None, "fp8_share": None,
         "unchanged_parameters": None, "loss": None, "loss_bf16": None, "seconds": found["seconds"],
@@ -239,7 +242,7 @@ def judged(cell: Cell, found: dict[str, Any], base: list[float] | None) -> dict[
             "reason": line.removeprefix("mpguard: ").removesuffix("  (--enforce warn to go on anyway)"),
         }
     if found["status"] != 0 or not facts.get("finished"):
-        return result | {"reason": f"status {found['status']}: {line or ''}", "said": said[-25:]}
+        return result | {"reason": f"status {found['status']}: {line or ''}", "output": output[-25:]}
     losses = facts["losses"][COMPARED]
     result |= {
         "fp8_share": facts["fp8_share"] and round(facts["fp8_share"], 4),
@@ -258,12 +261,12 @@ def judged(cell: Cell, found: dict[str, Any], base: list[float] | None) -> dict[
         if not gap <= (most := GAPS.get(cell.recipe, GAP)):
             wrong.append(f"the loss is {100 * gap:.2f} % from the BF16 run's, more than {100 * most:g} %")
     if wrong:
-        return result | {"reason": "; ".join(wrong), "said": said[-25:]}
+        return result | {"reason": "; ".join(wrong), "output": output[-25:]}
     return result | {"state": "proven"}
 
 
 def shortfalls(cell: Cell, facts: dict[str, Any], proof: dict[str, Any]) -> list[str]:
-    """What a training that has run to its end falls short of."""
+    """Return which conditions a completed training does not meet."""
     wrong: list[str] = []
     rows = {row["name"]: row for row in proof.get("rows", ())}
     if proof.get("verdict") != "in force":
@@ -281,11 +284,11 @@ def shortfalls(cell: Cell, facts: dict[str, Any], proof: dict[str, Any]) -> list
     if not facts["losses"][99] < 0.5 * facts["losses"][0]:
         wrong.append(f"the loss did not fall: {facts['losses'][0]:.3f} to {facts['losses'][99]:.3f}")
     products, fp8 = facts["kernels_per_step"], facts["fp8_kernels_per_step"]
-    asked = LAYERS * FP8_OF_3.get(cell.recipe, 3) if cell.backend else 0
+    expected = LAYERS * FP8_OF_3.get(cell.recipe, 3) if cell.backend else 0
     if products < 3 * LAYERS:
         wrong.append(f"only {products:g} matrix kernels a step were seen")
-    if (fp8 < asked) if asked else fp8:
-        wrong.append(f"{fp8:g} matrix kernels a step are FP8, not {asked}")
+    if (fp8 < expected) if expected else fp8:
+        wrong.append(f"{fp8:g} matrix kernels a step are FP8, not {expected}")
     if "all-gather" in cell.recipe and facts["gathered_in_fp8"] != LAYERS:
         wrong.append(f"{facts['gathered_in_fp8']} of {LAYERS} weights are all-gathered in FP8")
     if cell.kept and (facts["kept_in_fp8"] != LAYERS or not rows.get("fp8 weights", {}).get("ok")):
@@ -298,7 +301,7 @@ def shortfalls(cell: Cell, facts: dict[str, Any], proof: dict[str, Any]) -> list
 
 
 class Matrix:
-    """Runs cells side by side, the BF16 runs first, and writes the file after each."""
+    """Run cells in parallel, the BF16 runs first, and write the file after each."""
 
     def __init__(self, output: Path, kept: list[dict[str, Any]], jobs: int, budget: float) -> None:
         self.output, self.jobs, self.lock = output, jobs, threading.Lock()
@@ -307,7 +310,7 @@ class Matrix:
         self.raw: dict[Cell, dict[str, Any]] = {}
 
     def run(self, wanted: list[Cell]) -> list[Cell]:
-        """Returns the cells for which no time was left."""
+        """Return the cells for which no time was left."""
         left: list[Cell] = []
 
         def one(number: int, cell: Cell) -> None:
@@ -323,7 +326,7 @@ class Matrix:
                     "seconds": 0,
                     "facts": {},
                     "proof": {},
-                    "said": f"mpguard: {type(error).__name__}: {error}",
+                    "output": f"mpguard: {type(error).__name__}: {error}",
                 }
             with self.lock:
                 self.raw[cell] = found
@@ -335,7 +338,7 @@ class Matrix:
                 write(self.output, list(self.results.values()))
                 print(f"{result['state']:8} {cell.name} ({found['seconds']} s) {result['reason'] or ''}", flush=True)
 
-        # Processes that wait for each other hold a GPU up: few of those at a time.
+        # Processes that wait for each other block a GPU, so only a few of those run at a time.
         small = [each for each in enumerate(wanted) if each[1].gpus == 1]
         large = [each for each in enumerate(wanted) if each[1].gpus > 1]
         workers = max(1, self.jobs // 6) if large else 0
@@ -411,7 +414,7 @@ def main() -> int:
     for result in bad:
         cell = Cell(*(result[key] for key in ("framework", "strategy", "recipe", "gpus")))
         print(f"\nFAILED {cell.name}: {result['reason']}")
-        print("\n".join(result.pop("said", [])))
+        print("\n".join(result.pop("output", [])))
     states = Counter(cell["state"] for cell in matrix.results.values())
     print(f"{states['proven']} proven, {states['refused']} refused, {states['failed']} failed")
     return 1 if bad or left else 0

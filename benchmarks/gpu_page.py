@@ -1,34 +1,34 @@
-"""docs/gpu.md, from the result file of gpu_matrix.py."""
+"""Write docs/gpu.md from the result file of gpu_matrix.py."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
-#: The columns: DDP with two processes (accelerate and the Trainer wrap no single one), the others with one.
+#: The columns. DDP has two processes, since accelerate and the Trainer do not wrap a single one; the others have one.
 STRATEGIES = ("plain", "DDP, 2 GPUs", "FSDP1", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
-#: What the page says of parameters that are kept in FP8.
+#: The section about parameters that are kept in FP8.
 KEPT = (
     "## Parameters in FP8", "",
     "With `fp8_param` (`fp8_param_gather`) the weights of the converted layers are themselves FP8 tensors of "
-    "Transformer Engine, rounded once a step instead of at each forward pass. Training needs what they were rounded "
-    "from: the optimizer has to be one that holds FP32 masters, "
-    "`transformer_engine.pytorch.optimizers.FusedAdam(model.parameters(), ..., master_weights=True)`; any other is "
-    "refused before it changes a weight. By itself it would make its masters from the rounded weights; mpguard makes "
-    "them the exact ones, bit for bit, and frees the copies. A `state_dict` (so `save_pretrained`, `save_state`, and "
-    "the Trainer's checkpoints) has the exact weights under the plain model's keys, and is loaded with or without "
-    "mpguard; a resumed run continues bit for bit. `mpguard.revert` gives plain layers with exact weights. Under DDP, "
-    "all ranks begin with the exact weights of the first.", "",
-    "Call `mpguard.convert` before DDP; under `mpguard.activate` and `mpguard launch` that is seen to. What reads "
-    "`model.parameters()` sees rounded values: an average of weights is to read `state_dict()`. Under FSDP and "
+    "Transformer Engine, rounded once per step instead of at each forward pass. Training needs the exact values: the "
+    "optimizer must hold FP32 master weights, `transformer_engine.pytorch.optimizers.FusedAdam(model.parameters(), "
+    "..., master_weights=True)`; any other is refused before it changes a weight. By default it would create its "
+    "master weights from the rounded weights; mpguard sets them to the exact values, bit for bit, and frees the "
+    "copies. A `state_dict` (so `save_pretrained`, `save_state`, and the Trainer's checkpoints) contains the exact "
+    "weights under the keys of the plain model, and can be loaded with or without mpguard; a resumed run continues "
+    "bit for bit. `mpguard.revert` gives plain layers with exact weights. Under DDP, all ranks start with the exact "
+    "weights of rank 0.", "",
+    "Call `mpguard.convert` before DDP; `mpguard.activate` and `mpguard launch` do so. Code that reads "
+    "`model.parameters()` gets rounded values: an average of weights must read `state_dict()`. Under FSDP and "
     "DeepSpeed such parameters are refused; FSDP2 has torchao's float8 all-gather.",
 )  # fmt: skip
 
 
 def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
-    """docs/gpu.md: what was proven on a GPU, what is refused there, and what `compile: auto` rests on."""
+    """Return docs/gpu.md: what was proven on a GPU, what is refused, and the measurements behind `compile: auto`."""
     found = result["cells"]
     frameworks = list(dict.fromkeys(cell["framework"] for cell in found))
     strategies = list(STRATEGIES)
@@ -38,13 +38,13 @@ def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
         "# FP8 on a real GPU", "",
         "<!-- written by `python benchmarks/gpu_matrix.py --page` from benchmarks/results/gpu_matrix.json -->", "",
         f"{states['proven']} combinations of framework, strategy and recipe trained 103 steps each through mpguard on "
-        f"an {result['hardware']} and were proven; {states['refused']} were refused before training. None ran as "
-        "something else.", "",
-        f"Measured on {result['date']} with {versions}. Accelerate and the Trainer ran under `mpguard launch`, loops "
-        "of one's own under `torchrun -m mpguard.run`, each with an mp.yaml of `mpguard init`.", "",
-        "Proven means, for each cell: the proof of `mpguard launch` says `in force` (the recipe during the forward "
-        "pass has every field of the policy); every trainable parameter has changed; master weights are FP32, and "
-        "gradients are reduced in FP32; all products of the converted layers run as FP8 kernels, by the kernels' "
+        f"an {result['hardware']} and were proven; {states['refused']} were refused before training. None ran in "
+        "another precision.", "",
+        f"Measured on {result['date']} with {versions}. Accelerate and the Trainer ran under `mpguard launch`, own "
+        "loops under `torchrun -m mpguard.run`, each with an mp.yaml from `mpguard init`.", "",
+        "Proven means, for each cell: the proof of `mpguard launch` has the verdict `in force` (the recipe during the "
+        "forward pass has every field of the policy); every trainable parameter has changed; master weights are FP32, "
+        "and gradients are reduced in FP32; all products of the converted layers run as FP8 kernels, by the kernels' "
         "names; and over steps 81 to 100 the loss is within 1 % of the BF16 run with the same seed (2 % for delayed "
         "scaling). The model is a small Llama of four blocks, whose output head stays in BF16.", "",
         "In the tables: the share of matrix-multiply time in FP8 kernels, and the distance of the loss from BF16. A "
@@ -57,7 +57,7 @@ def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
     lines += [
         "## Two GPUs under FSDP2 and ZeRO-3",
         "",
-        "Ranks have parts of the batch of their own. With delayed scaling they ended with the same scales, here and "
+        "Each rank has its own part of the batch. With delayed scaling they ended with the same scales, here and "
         "under DDP: maxima are reduced across them.",
         "",
         "| framework | strategy | recipe | |",
@@ -79,7 +79,7 @@ def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
 
 
 def _places(cells: list[dict[str, Any]], frameworks: list[str], strategies: list[str]) -> str:
-    """Where cells are, in few words."""
+    """Return the places of cells as a short text."""
     found = {name: [_place(cell) for cell in cells if cell["framework"] == name] for name in frameworks}
     alike = {tuple(places) for places in found.values()}
     if len(alike) == 1:
@@ -88,19 +88,20 @@ def _places(cells: list[dict[str, Any]], frameworks: list[str], strategies: list
 
 
 def _compiled(result: dict[str, Any]) -> list[str]:
-    """What torch.compile does to a step, and what `auto` makes of it."""
+    """Return the section about torch.compile: the time of a step, and what `auto` chooses."""
     sizes = result["milliseconds"]
     columns = [(size, how) for size in sizes for how in ("eager", "compiled")]
     recipes = list(dict.fromkeys(recipe for rows in sizes.values() for recipe in rows))
     lines = [
         "## compile: auto", "",
-        "`compile: auto`, the default, is on for torchao, whose casts cost more than its products gain unless they are "
-        "compiled; it is off for delayed scaling, which Transformer Engine refuses under torch.compile (a model that "
-        "is compiled all the same is refused); for the other recipes the script decides, since compiling helps wide "
-        "layers a little and hurts narrow ones. With an `Accelerator`, so in the Trainer too, accelerate compiles; in "
-        "a loop of your own, and by `mpguard.convert`, the model is compiled in place: objects, names and checkpoints "
-        "stay, and what the script compiles itself is left to it. What was chosen is said, and whether compiled code "
-        "ran is a row of the proof. All engines were proven compiled (the tables above), DDP with torchao too.", "",
+        "`compile: auto`, the default, is on for torchao, whose casts cost more than its products gain unless they "
+        "are compiled; it is off for delayed scaling, which Transformer Engine refuses under torch.compile (a model "
+        "that is compiled nevertheless is refused); for the other recipes the script decides, since compilation "
+        "makes wide layers a little faster and narrow ones slower. With an `Accelerator`, so in the Trainer too, "
+        "accelerate compiles; in a loop of your own, and by `mpguard.convert`, the model is compiled in place: "
+        "objects, names and checkpoints remain, and what the script compiles itself is left unchanged. The choice is "
+        "printed, and whether compiled code ran is a row of the proof. All engines were proven compiled (the tables "
+        "above), DDP with torchao too.", "",
         f"Milliseconds of a training step on one {result['hardware']}, layers converted by mpguard, FP32 weights, BF16 "
         "autocast, AdamW (benchmarks/results/compile_auto.json):", "",
         f"| recipe | {' | '.join(', '.join(column) for column in columns)} |", f"| --- {'| --- ' * len(columns)}|",

@@ -1,15 +1,15 @@
-"""How fast the linter is and how much memory it takes, against ruff and TorchFix in the same run.
+"""Measure the time and memory of the linter, compared with ruff and TorchFix in the same run.
 
     python benchmarks/lint.py EVIDENCE [--runs 5] [-j 2] [--every 20] [-o benchmarks/results/lint.json]
 
 EVIDENCE is a folder; the source distributions of transformers and trl that benchmarks/evidence.py names are fetched
-into it if they are not there, and TorchFix into a virtual environment of its own.
+into it if they are missing, and TorchFix into its own virtual environment.
 
-mpguard and ruff take turns, so that a busy machine slows both alike; the figures are medians, and `load` is how busy
-it was. "Cold" is the ordinary command without any finding kept from before, the writing of the cache included; the
-files are in the system's memory after the first turn, which is left out. "Cached" is the same command again. CPU
+mpguard and ruff run in turn, so that a busy machine slows both equally; the figures are medians, and `load` is its load
+average. "Cold" is the ordinary command with an empty cache, the writing of the cache included; the files are in the
+system's memory after the first round, which is left out. "Cached" is the same command again. CPU
 seconds are those of all processes together. Memory is the sum over all processes of their proportional shares (PSS),
-looked at every 20 ms in a run of its own. "MB parsed" is what libcst had to read, as against what there is.
+sampled every 20 ms in a separate run. "MB parsed" is what libcst parsed, of the whole.
 
 TorchFix takes minutes: it checks every `--every`-th file, once, and its time is scaled by the bytes that those files
 have of all; `--every 1` lets it check all of them.
@@ -38,9 +38,9 @@ from typing import Any, NamedTuple
 import evidence
 
 TORCHFIX = "0.7.0"
-#: What a file of this size is taken for: one that people wait for while they edit it.
+#: Size of the single file: one that users wait for while they edit it.
 ONE_FILE = 40_000
-#: What is asked for on 2 cores: seconds, MiB, and how many times faster than TorchFix.
+#: The targets on 2 cores: seconds, MiB, and how many times faster than TorchFix.
 BOUNDS = {
     "transformers.cold.seconds": 4.0,
     "transformers.cached.seconds": 0.2,
@@ -62,7 +62,7 @@ class Run(NamedTuple):
 def once(command: Sequence[str | Path], folder: Path, cache: Path) -> Run:
     begin = time.perf_counter()
     environment = {**os.environ, "MPGUARD_CACHE_DIR": str(cache), "PYTHONPYCACHEPREFIX": str(COMPILED)}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as installed packages are, by the second run
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # compiled, as installed packages are in the second run
     with subprocess.Popen(
         command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
     ) as process:
@@ -82,7 +82,7 @@ def median(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def compared(folder: Path, what: str, runs: int, jobs: int) -> dict[str, Any]:
-    """mpguard, cold and cached, and ruff, by turns."""
+    """Run mpguard, cold and cached, and ruff in turn."""
     mpguard = [SCRIPTS / "mpguard", "lint", "--exit-zero", "-j", str(jobs), what]
     ruff = [SCRIPTS / "ruff", "check", "--no-cache", "--exit-zero", "--isolated", what]
     turns: dict[str, list[Run]] = {"cold": [], "cached": [], "ruff": []}
@@ -100,7 +100,7 @@ def compared(folder: Path, what: str, runs: int, jobs: int) -> dict[str, Any]:
 
 
 def memory(folder: Path, jobs: int) -> int:
-    """MiB of all processes of a cold run, at most."""
+    """Return the peak memory of all processes of a cold run, in MiB."""
     command = [SCRIPTS / "mpguard", "lint", "--no-cache", "--exit-zero", "-j", str(jobs), "."]
     most = 0.0
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL) as process:
@@ -111,7 +111,7 @@ def memory(folder: Path, jobs: int) -> int:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all below it."""
+    """Return a process and all its descendants."""
     found = [pid]
     for each in found:
         try:
@@ -123,7 +123,7 @@ def family(pid: int) -> list[int]:
 
 
 def pss(pid: int) -> float:
-    """MiB of a process; memory that it shares with others counts by its share."""
+    """Return the MiB of a process; shared memory counts by its share."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -137,17 +137,17 @@ def pss(pid: int) -> float:
 
 
 def parsed(folder: Path) -> dict[str, float]:
-    """What one whole run parses: files and megabytes, of how many."""
+    """Return what one whole run parses: files and megabytes, and the totals."""
     from mpguard.lint.facts import file as facts
     from mpguard.lint.model.rule import rules
     from mpguard.lint.run.engine import Engine, Options
     from mpguard.lint.source.files import collect
 
-    asked: list[facts.Facts] = []
+    created: list[facts.Facts] = []
 
     class Counted(facts.Facts):
         def __init__(self, *given: Any, **named: Any) -> None:
-            asked.append(self)
+            created.append(self)
             super().__init__(*given, **named)
 
     original, facts.Facts = facts.Facts, Counted  # type: ignore[misc]
@@ -159,13 +159,13 @@ def parsed(folder: Path) -> dict[str, float]:
     return {
         "files": len(targets),
         "mb": round(sum(target.size for target in targets) / 1e6, 1),
-        "files_parsed": len({each.path for each in asked}),
-        "mb_parsed": round(sum(each.parsed_bytes for each in asked) / 1e6, 2),
+        "files_parsed": len({each.path for each in created}),
+        "mb_parsed": round(sum(each.parsed_bytes for each in created) / 1e6, 2),
     }
 
 
 def one_file(folder: Path) -> Path:
-    """Of the files that a rule could speak about, the one nearest to `ONE_FILE` bytes."""
+    """Return the file nearest to `ONE_FILE` bytes of those that pass the prefilter."""
     from mpguard.lint.model.rule import Rule, rules
     from mpguard.lint.run.prefilter import relevant
 
@@ -178,7 +178,7 @@ def one_file(folder: Path) -> Path:
 
 
 def torchfix(folder: Path, home: Path, every: int) -> dict[str, Any]:
-    """Its seconds for all files of a folder, from those for every so many of them."""
+    """Return its seconds for all files of a folder, extrapolated from a sample."""
     environment = home / f".torchfix-{TORCHFIX}"
     if not environment.exists():
         venv.create(environment, with_pip=True)
@@ -240,7 +240,7 @@ def cpu() -> str:
 
 
 def fetched(home: Path) -> None:
-    """Downloads and unpacks what is measured, if it is not there."""
+    """Download and unpack the package that is measured, if it is missing."""
     original = evidence.packages
     wanted = [package for package in original() if package.name in ("transformers", "trl")]
     evidence.packages = lambda: wanted

@@ -1,8 +1,8 @@
-"""What the parts of a lint run cost: CPU seconds over transformers' source distribution, and what was tried instead.
+"""Measure the parts of a lint run: CPU seconds over transformers' source distribution, and of rejected alternatives.
 
     python benchmarks/lint_parts.py EVIDENCE/transformers [-o benchmarks/results/lint_parts.json]
 
-CPU seconds of one process, the best of three: a busy machine changes them little. docs/performance.md draws on them.
+CPU seconds of one process, the best of three: a busy machine changes them little. docs/performance.md cites them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def cpu(work: Callable[[], object], times: int = 3) -> float:
 
 
 def start(code: str) -> float:
-    """CPU seconds of a Python process that runs some code, beyond one that runs none; modules are compiled."""
+    """Return the CPU seconds of a Python process that runs some code, minus one that runs none."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
 
     def spent(program: str) -> float:

@@ -1,14 +1,14 @@
-"""Broken files break no rule: random changes of real files, linted with all rules, preview ones too.
+"""Lint randomly changed real files with all rules, preview rules included: no rule may raise or hang.
 
     python benchmarks/mutants.py FOLDER [--mutants 200000] [--seed 1] [-j 2] [-o benchmarks/results/mutants.json]
 
 FOLDER is what `evidence.py fetch` unpacked, or any other with Python and config files. A mutant is a file in which
-bytes, tokens, names or lines were changed, moved or cut off; from files up to 16 KB about which a rule could speak, so
-that the rules see them, and small ones more often. Reported: rules that raised, files that a worker died of, files that
-took longer than 10 s. The exit status is 1 if there was any.
+bytes, tokens, names or lines were changed, moved or cut off; from files up to 16 KB that pass the prefilter, so
+that the rules run on them, and small ones more often. Reported: rules that raised, files that killed a worker, files
+that took longer than 10 s. The exit status is 1 if there was any.
 
-With `-o`, a file that is there is gone on with: mutants are numbered, those that failed before are tried again first,
-and it is written after every part. `linters` says how many were tried by which state of the linter's code.
+With `-o`, an existing result file is continued: mutants are numbered, those that failed before are tried again first,
+and it is written after every part. `linters` counts the mutants that each state of the linter's code was tried with.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from mpguard.lint.run.engine import Engine, Options
 from mpguard.lint.source.files import Target, collect, kind_of
 
 LARGEST = 16 << 10
-#: Computing longer than this is a hang; waiting for a busy machine is none.
+#: More CPU time than this is a hang; waiting for a busy machine is not.
 SECONDS = 10
 #: Mutants between two writes of the results.
 PART = 2_000
 _TOKEN = re.compile(rb"\w+|\s+|[^\w\s]")
-#: What rules look for, put where it was not.
+#: Words that rules search for, inserted where they were not.
 _WORDS = [
     *b"half float16 scaler scale backward step autocast with lambda self if else for while try except yield".split(),
     *rb"None 0 '' \ @ class def return await * ** ( ) [ ] : = := ,".split(),
@@ -60,7 +60,7 @@ _STATEMENT = re.compile(rb" *[A-Za-z_][^()\[\]{}:\"']*(?:\([^()\[\]{}]*\)[^()\[\
 
 
 class Outcome(NamedTuple):
-    """What became of one mutant. seconds: of computing; failed: who failed, and how."""
+    """The outcome of one mutant. seconds: CPU time; failed: which rule failed, and how."""
 
     seconds: float
     findings: int
@@ -69,7 +69,7 @@ class Outcome(NamedTuple):
 
 
 class Hang(BaseException):
-    """A mutant took too long. No Exception, so that nothing on the way swallows it."""
+    """A mutant took too long. A BaseException, so that no handler on the way catches it."""
 
 
 def _bytes(data: bytes, random: random.Random) -> bytes:
@@ -89,7 +89,7 @@ def _tokens(data: bytes, random: random.Random) -> bytes:
 
 
 def _names(data: bytes, random: random.Random) -> bytes:
-    """Names become other names of the file, numbers other numbers: most still parses, and reaches the rules."""
+    """Replace names and numbers by others of the file: most of it still parses and reaches the rules."""
     tokens = _TOKEN.findall(data)
     names, numbers = [], []
     for place, token in enumerate(tokens):
@@ -105,7 +105,7 @@ def _names(data: bytes, random: random.Random) -> bytes:
 
 
 def _statements(data: bytes, random: random.Random) -> bytes:
-    """Lines that are a statement are left out, doubled, or become others of the same indentation."""
+    """Remove or double lines that are a statement, or replace them by others of the same indentation."""
     lines = data.splitlines(keepends=True)
     whole = [i for i, line in enumerate(lines) if _STATEMENT.fullmatch(line)]
     depth = {i: len(lines[i]) - len(lines[i].lstrip(b" ")) for i in whole}
@@ -175,7 +175,7 @@ def _hang(*_: object) -> None:
 
 
 def files(folder: Path) -> list[str]:
-    """The files that mutants are made of."""
+    """Return the files that mutants are made from."""
     python = [rule for rule in rules(own_only=True).values() if issubclass(rule, Rule) and rule.triggers]
     chosen = []
     for target in collect([str(folder)]).targets:
@@ -188,7 +188,7 @@ def files(folder: Path) -> list[str]:
 
 
 class Tries:
-    """Checks mutants, and keeps count in what becomes the results file."""
+    """Checks mutants, and counts the outcomes for the result file."""
 
     def __init__(self, folder: Path, result: dict[str, Any], jobs: int) -> None:
         self.paths, self.result, self._jobs, self._folder = files(folder), result, jobs, folder
@@ -197,12 +197,12 @@ class Tries:
         self._linter = linter()
 
     def again(self) -> None:
-        """Those that failed before."""
+        """Return the mutants that failed before."""
         failed = [Mutant(str(self._folder / each["file"]), each["seed"]) for each in self.result["failed"]]
         if failed:
             self.result["failed"] = []
             self._check(failed)
-            self.result["mended"] += len(failed) - len(self.result["failed"])
+            self.result["fixed"] += len(failed) - len(self.result["failed"])
 
     def part(self, mutants: int) -> None:
         done, seed = self.result["mutants"], self.result["seed"]
@@ -235,7 +235,7 @@ class Tries:
 
 
 def linter() -> str:
-    """Which state of the linter's code this is."""
+    """Return a digest of the linter's code."""
     folder = Path(mpguard.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -244,7 +244,7 @@ def linter() -> str:
 
 
 def described() -> dict[str, Any]:
-    """What the next part is run with."""
+    """Return the arguments of the next part."""
     return {
         "date": datetime.date.today().isoformat(),
         "versions": {name: importlib.metadata.version(name) for name in ("mpguard", "libcst")}
@@ -254,13 +254,13 @@ def described() -> dict[str, Any]:
 
 
 def begun(output: Path | None, seed: int) -> dict[str, Any]:
-    """The results so far."""
+    """Return the results so far."""
     if output is not None and output.exists():
         result: dict[str, Any] = json.loads(output.read_text())
         if result["seed"] != seed:
             sys.exit(f"{output}: is of seed {result['seed']}, not {seed}; give that, or another file")
         return result | described()
-    zeros = dict.fromkeys(("mutants", "findings", "parsed", "mended", "seconds", "memory_mib"), 0)
+    zeros = dict.fromkeys(("mutants", "findings", "parsed", "fixed", "seconds", "memory_mib"), 0)
     return described() | {"seed": seed, **zeros, "slowest_seconds": 0.0, "linters": {}, "failed": []}
 
 

@@ -1,11 +1,12 @@
-"""How long an editor waits for `mpguard server`: a real client over stdio, typing into real and made-up files.
+"""Measure how long an editor waits for `mpguard server`: a client types into real and synthetic files over stdio.
 
     python benchmarks/server.py [FOLDER [--files 100]] [--edits 60] [-o benchmarks/results/server.json]
 
 From a keystroke to its diagnostics, with the pause in which the server waits for a further keystroke; and the CPU time
 of the server for it, which a busy machine changes less. `check_alone` is one check of the same text in a new engine in
-this process, without what a server keeps from the version before; it takes turns with the keystrokes. Beside
-the files of FOLDER stands what libcst takes to parse them: a server that kept nothing would have to at each key.
+this process, without what a server keeps from the previous version; it is run in turn with the keystrokes. For
+the files of FOLDER, the time that libcst takes to parse them is measured too: a server without a cache would need it at
+each keystroke.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from mpguard.server.session import TYPING
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from editor import Editor, editor
 
-#: What the issue asks for a file of 1,000 lines, after the first.
+#: The targets for a file of 1,000 lines, after the first check.
 BOUND_MS = 100
 
 
-#: Of a file that counts as one of 1,000 lines.
+#: Lines of a file that counts as one of 1,000 lines.
 LINES = (850, 1150)
 
 
 def files() -> Iterator[tuple[str, str, str]]:
-    """What is typed into: what it is, its name and its text."""
+    """A text that is typed into: its kind, name and content."""
     yield "training loops one after another, made up", "train.py", training_script(33_000)
     yield "a launch config with many comments, made up", "mp.yaml", launch_config(1_000)
     for name in ("accelerate.utils.fsdp_utils", "transformers.trainer_seq2seq", "torch.amp.grad_scaler"):
@@ -62,7 +63,7 @@ def files() -> Iterator[tuple[str, str, str]]:
 
 
 def launch_config(lines: int) -> str:
-    """Accelerate's, with what people leave in it."""
+    """Return an accelerate config with comments and old keys, as in real projects."""
     keys = "distributed_type: FSDP\nmixed_precision: fp8\nfp8_config:\n  backend: TE\n  amax_history_length: 16\n"
     own = "".join(
         f"  fsdp_own_{n}: {{a: [1, 2], b: text}}\n" + "  # as before: fsdp_version: 1\n" * 19
@@ -72,13 +73,13 @@ def launch_config(lines: int) -> str:
 
 
 def cpu_ms(process: int) -> float:
-    """CPU time that a process has taken."""
+    """Return the CPU time of a process."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * 1000 / os.sysconf("SC_CLK_TCK")
 
 
 def alone_ms(text: str, path: str) -> float:
-    """CPU time of one check in a new engine."""
+    """Return the CPU time of one check in a new engine."""
     engine = Engine(rules(own_only=True), Options())
     target = Target(path, kind_of(path) or "python", data=text.encode())
     gc.collect()
@@ -88,7 +89,7 @@ def alone_ms(text: str, path: str) -> float:
 
 
 def parse_ms(text: str) -> float:
-    """CPU time in which libcst, the parser alone, reads the whole text."""
+    """Return the CPU time in which libcst parses the whole text."""
     gc.collect()
     begin = time.process_time()
     libcst.parse_module(text)
@@ -96,7 +97,7 @@ def parse_ms(text: str) -> float:
 
 
 class Typist:
-    """Types into one text that is open, a character at a time, and takes the time until something is said of it."""
+    """Types into an open text, a character at a time, and measures the time until findings are published."""
 
     def __init__(self, client: Editor, uri: str, text: str) -> None:
         assert client._server is not None
@@ -106,7 +107,7 @@ class Typist:
         self.cpu = 0.0
 
     def places(self, count: int) -> list[int]:
-        """Lines in the middle of a text, and between there and its ends, in which something is set."""
+        """Return lines with an assignment in the middle of a text, and between the middle and its ends."""
         found = [n for n, line in enumerate(self.lines) if line.startswith("    ") and "=" in line]
         found = found or list(range(len(self.lines)))
         return [found[len(found) * part // (count + 1)] for part in range(1, count + 1)]
@@ -128,7 +129,7 @@ class Typist:
 
 
 async def typed(client: Editor, folder: Path, name: str, text: str, edits: int) -> dict[str, Any]:
-    """One file: opened, then a character typed at a time in the middle of a line in the middle of it."""
+    """Open one file, then type one character at a time in the middle of a line in its middle."""
     path = folder / name
     begin = time.perf_counter()
     found = await client.open(path.as_uri(), text, "python" if name.endswith(".py") else "yaml")
@@ -156,7 +157,7 @@ async def typed(client: Editor, folder: Path, name: str, text: str, edits: int) 
 
 
 def awake(folder: Path, most: int) -> list[Path]:
-    """The largest files of some 1,000 lines below a folder about which a rule could speak, each content once."""
+    """Return the largest files of about 1,000 lines below a folder that pass the prefilter, each content once."""
     on = [rule for rule in rules(own_only=True).values() if issubclass(rule, Rule)]
     found: dict[bytes, Path] = {}
     for path in sorted(folder.rglob("*.py")):
@@ -167,7 +168,7 @@ def awake(folder: Path, most: int) -> list[Path]:
 
 
 async def typed_into(client: Editor, folder: Path, path: Path) -> dict[str, float] | None:
-    """The same for one of many: at three places of it, four characters each. None for what libcst does not read."""
+    """Do the same for one of many files, at three positions. Return None if libcst cannot parse it."""
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         parse = min(parse_ms(text) for _ in range(2))
@@ -229,10 +230,10 @@ async def measured(edits: int, source: Path | None, most: int) -> dict[str, Any]
 
 
 def before(given: str) -> dict[str, Any]:
-    """What another revision's result says of the folder, without single files."""
+    """Return the result of another revision for the folder, without single files."""
     revision, _, file = given.partition("=")
     folder = json.loads(Path(file).read_text(encoding="utf-8"))["folder"]
-    return {"revision": revision, **{what: said for what, said in folder.items() if what != "slowest"}}
+    return {"revision": revision, **{what: figure for what, figure in folder.items() if what != "slowest"}}
 
 
 def main() -> int:
@@ -241,7 +242,7 @@ def main() -> int:
     parser.add_argument("--edits", type=int, default=60)
     parser.add_argument("--files", type=int, default=100, help="so many of the folder's, the largest")
     parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent / "results" / "server.json")
-    parser.add_argument("--before", metavar="REVISION=FILE", help="what this wrote for another revision: kept beside")
+    parser.add_argument("--before", metavar="REVISION=FILE", help="the result of another revision, which is included")
     options = parser.parse_args()
     load = [round(each, 2) for each in os.getloadavg()]
     result = {

@@ -1,8 +1,8 @@
-"""How long a user waits for mpguard to start: medians in milliseconds, and ratios to `python -c pass`.
+"""Measure how long mpguard takes to start: medians in milliseconds, and ratios to `python -c pass`.
 
     python benchmarks/startup.py [--runs 25] [-o benchmarks/results/startup.json]
 
-The commands take turns, so that a busy machine slows all of them alike. The start-up cost of the hook
+The commands are run in turn, so that a busy machine slows all of them equally. The start-up cost of the hook
 is that of its line in a throw-away environment, against the same environment without it.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 
 from mpguard.cli.hook import LINE, NAME
 
-#: What issue 3 asks for, where `python -c pass` takes 11 ms.
+#: The targets on a machine where `python -c pass` takes 11 ms.
 BOUNDS_MS = {"version": 100, "lint_one_file": 450, "hook": 1}
 
 _LOOP = """\
@@ -40,7 +40,7 @@ _LOOP = """\
 
 
 def training_script(size: int) -> str:
-    """A clean script of about `size` bytes that every rule about training has to read."""
+    """Return a clean script of about `size` bytes that every rule about training must check."""
     parts = ["import torch\n\nscaler = torch.amp.GradScaler()\n"]
     while sum(map(len, parts)) < size:
         number = len(parts)
@@ -49,14 +49,14 @@ def training_script(size: int) -> str:
 
 
 def once(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> float:
-    """Milliseconds from start to end of one process."""
+    """Return the milliseconds from start to end of one process."""
     begin = time.perf_counter()
     subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     return (time.perf_counter() - begin) * 1000
 
 
 def measured(commands: Mapping[str, Sequence[str]], folder: Path, runs: int) -> dict[str, list[float]]:
-    """The times of all commands, taking turns; the first turn, which fills the caches, is left out."""
+    """Return the times of all commands, run in turn; the first round, which fills the caches, is left out."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "MPGUARD_POLICY")}
     times: dict[str, list[float]] = {name: [] for name in commands}
     for run in range(runs + 1):
@@ -68,17 +68,17 @@ def measured(commands: Mapping[str, Sequence[str]], folder: Path, runs: int) -> 
 
 
 def environment_with(folder: Path, hook: bool) -> str:
-    """The Python of a new, empty environment, with or without the hook's line."""
+    """Return the Python of a new, empty environment, with or without the hook's line."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     if hook:
-        asked = subprocess.run(
+        printed = subprocess.run(
             [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
             capture_output=True,
             text=True,
             check=True,
         )
-        Path(asked.stdout.strip(), NAME).write_text(LINE)
+        Path(printed.stdout.strip(), NAME).write_text(LINE)
     return str(python)
 
 

@@ -1,8 +1,8 @@
-"""The main job of mpguard, for real, on this machine: `make demo` runs it.
+"""Show what mpguard does, on this machine: `make demo` runs it.
 
 Lints scripts with mistakes; writes an mp.yaml from a recipe; trains a small GPT on the source of Python's
-standard library with two processes, BF16 in force and proven; and shows a run that the stock
-launcher lets degrade in silence, and how it is refused. Needs no GPU (and uses none).
+standard library with two processes, with BF16 enforced and proven; and shows a run that the stock
+launcher degrades without a message, and that mpguard refuses. Needs no GPU (and uses none).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).resolve().parent
 FOLDER = EXAMPLES.parent / "demo-run"
 BIN = Path(sys.executable).parent
 
-#: Runs of several processes share the cores; one thread each keeps them out of each other's way.
+#: The processes of a run share the cores, so each gets one thread.
 ENVIRONMENT = os.environ | {
     "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
     "CUDA_VISIBLE_DEVICES": "",
@@ -48,7 +48,7 @@ def title(text: str) -> None:
 
 
 def run(command: str, expected: int) -> None:
-    """Runs a command as a user types it; the demo fails where its exit status is not the expected one."""
+    """Run a command as a user types it; exit if its exit status is not the expected one."""
     print(f"$ {command}", flush=True)
     status = subprocess.run(shlex.split(command), cwd=EXAMPLES.parent, env=ENVIRONMENT, check=False).returncode
     print(f"[exit status {status}, {time.monotonic() - started:.0f} s since the start]", flush=True)
@@ -63,16 +63,16 @@ def main() -> None:
     title("1. Mistakes are found before a GPU is rented")
     run("mpguard lint examples/mistakes", expected=1)
 
-    title("2. Precision is said once")
+    title("2. Precision is declared once")
     run("mpguard init bf16_mixed --strategy ddp --num-processes 2 -o demo-run/mp.yaml", expected=0)
 
-    title("3. A GPT trains with two processes, and what runs is compared with what was asked for")
+    title("3. A GPT trains with two processes, and what runs is compared with the policy")
     run("mpguard launch --config demo-run/mp.yaml examples/train_accelerate.py --steps 60", expected=0)
 
-    title("4. The stock launcher: the same file, two processes asked for, one started, no word about it")
+    title("4. The stock launcher: the same file, two processes in the config, one is started, without a message")
     run("accelerate launch --config_file demo-run/mp.yaml examples/train_accelerate.py --steps 1", expected=0)
 
-    title("5. FSDP asked for where it will never be applied: the stock launcher trains all the same")
+    title("5. FSDP on a machine where it is never applied: the stock launcher trains nevertheless")
     (FOLDER / "fsdp.yaml").write_text(FSDP_WITHOUT_GPU, encoding="utf-8")
     run("accelerate launch --config_file demo-run/fsdp.yaml examples/train_accelerate.py --steps 1", expected=0)
 

@@ -50,7 +50,7 @@ class GPT(nn.Module):
 
 
 def corpus(megabytes: float = 2) -> torch.Tensor:
-    """The first so many megabytes of the standard library's source, as int64 bytes."""
+    """Return the first megabytes of the standard library's source, as int64 bytes."""
     wanted = int(megabytes * 1e6)
     text = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -61,7 +61,7 @@ def corpus(megabytes: float = 2) -> torch.Tensor:
 
 
 class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Windows of `context` tokens; the labels are the same, one byte later."""
+    """Windows of `context` tokens; the labels are the window one byte later."""
 
     def __init__(self, text: torch.Tensor, context: int = 128) -> None:
         self.text, self.context = text, context
@@ -83,7 +83,7 @@ def loader(batch: int = 16, context: int = 128, seed: int = 0) -> torch.utils.da
 
 
 def batches(steps: int, rank: int = 0, batch: int = 16) -> Iterator[dict[str, torch.Tensor]]:
-    """So many batches for one rank of a loop of one's own; each rank has its own order."""
+    """Yield batches for one rank of a loop without a framework; each rank has its own order."""
     for step, each in enumerate(loader(batch, seed=rank)):
         if step == steps:
             return
@@ -91,5 +91,5 @@ def batches(steps: int, rank: int = 0, batch: int = 16) -> Iterator[dict[str, to
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats per byte, in FP32; a uniform guess is ln 256 = 5.55."""
+    """Return the mean cross entropy in nats per byte, in FP32; a uniform guess is ln 256 = 5.55."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())

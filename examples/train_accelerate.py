@@ -1,4 +1,4 @@
-"""Accelerate: nothing here says what precision it trains in. mp.yaml does.
+"""Accelerate: the precision is not in this script. It is in mp.yaml.
 
 mpguard launch --config examples/mp_accelerate.yaml examples/train_accelerate.py --steps 60
 """

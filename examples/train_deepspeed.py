@@ -1,9 +1,9 @@
-"""DeepSpeed ZeRO in a loop of one's own: ds_config.json says the precision, and the policy has the last word.
+"""DeepSpeed ZeRO without a framework around it: the precision is in ds_config.json, and the policy overrides it.
 
     torchrun --nproc_per_node 2 -m mpguard.run --config examples/mp_deepspeed.yaml examples/train_deepspeed.py
 
 Runs on the CPU too (gloo). Another ZeRO stage: `mpguard init bf16_mixed --strategy deepspeed-zero3` writes mp.yaml and
-ds_config.json; give the latter as `--deepspeed_config`.
+ds_config.json; pass the latter as `--deepspeed_config`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--deepspeed_config", type=Path, default=Path(__file__).with_name("ds_config.json"))
-    parser.add_argument("--local_rank", type=int, default=0, help="the deepspeed launcher gives it")
+    parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     options = parser.parse_args()
 
     config = json.loads(options.deepspeed_config.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""FSDP2 in a loop of one's own: what is sharded, gathered and reduced in which dtype comes from the policy.
+"""FSDP2 without a framework around it: the dtypes of shards, all-gather and reduction come from the policy.
 
     torchrun --nproc_per_node 2 -m mpguard.run --config examples/mp_fsdp2.yaml examples/train_fsdp2.py
 
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
 
-    policy = mpguard.activate()  # the one that mp.yaml names
+    policy = mpguard.activate()  # the policy of mp.yaml
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -1,4 +1,4 @@
-"""A training loop of one's own in plain torch: autocast and GradScaler come from the policy.
+"""A training loop in plain torch: autocast and GradScaler come from the policy.
 
     mpguard launch --config examples/mp_torch.yaml examples/train_torch.py --steps 20
 
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
 
-    policy = mpguard.activate()  # the one that mp.yaml names
+    policy = mpguard.activate()  # the policy of mp.yaml
     precision = policy.to("torch")
     device = "cuda" if torch.cuda.is_available() else "cpu"
 

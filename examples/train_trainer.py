@@ -1,4 +1,4 @@
-"""The Trainer of transformers: TrainingArguments say nothing of precision. mp.yaml does.
+"""The Trainer of transformers: the precision is not in TrainingArguments. It is in mp.yaml.
 
 mpguard launch --config examples/mp_trainer.yaml examples/train_trainer.py --steps 20
 """
@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 
 class Model(torch.nn.Module):
-    """What the Trainer asks of a model: named inputs, and the loss in what it returns."""
+    """A model as the Trainer needs it: named inputs, and the loss in the output."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,13 +8,13 @@ from common import ROWS, Chain, Probe, adam, model, options, world
 
 
 def main() -> None:
-    asked = options()
+    parsed = options()
     accelerator = Accelerator()
     net = model()
-    optimizer = adam(net.parameters(), asked.masters)
-    loader = torch.utils.data.DataLoader(Chain(asked.steps, world()[1]), batch_size=ROWS)
+    optimizer = adam(net.parameters(), parsed.masters)
+    loader = torch.utils.data.DataLoader(Chain(parsed.steps, world()[1]), batch_size=ROWS)
     trained, optimizer, data = accelerator.prepare(net, optimizer, loader)
-    probe = Probe(asked.out)
+    probe = Probe(parsed.out)
     engine = trained if hasattr(trained, "communication_data_type") else None
     probe.begin(engine.module if engine is not None else trained, engine)
     for batch in data:

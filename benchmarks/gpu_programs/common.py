@@ -1,4 +1,4 @@
-"""What the three training programs of the GPU matrix share: model, data, and the probe that looks at the training.
+"""Shared by the three training programs of the GPU matrix: model, data, and the probe that observes the training.
 
 The data is a Markov chain, so the loss falls within 100 steps to a floor well above zero, where two
 runs can be compared by their relative difference.
@@ -39,7 +39,7 @@ def options() -> argparse.Namespace:
 
 
 def model() -> LlamaForCausalLM:
-    """A Llama of four blocks, FP32; the same for each seed."""
+    """Return a Llama of four blocks in FP32; the same for each seed."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=BLOCKS,
@@ -59,7 +59,7 @@ def adam(parameters: Iterable[nn.Parameter], masters: bool) -> torch.optim.Optim
 
 
 class Chain(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Sequences of a Markov chain: 9 of 10 tokens follow from the one before."""
+    """Yield sequences of a Markov chain: 9 of 10 tokens follow from the previous one."""
 
     def __init__(self, steps: int, ranks: int = 1) -> None:
         random = torch.Generator().manual_seed(1)
@@ -79,7 +79,7 @@ class Chain(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def world() -> tuple[int, int]:
-    """This process and how many there are, as the launcher says."""
+    """Return the rank and the number of processes, as the launcher set them."""
     return int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
 
 
@@ -93,14 +93,14 @@ class Probe:
         self.products: dict[str, list[float]] = {}
 
     def begin(self, trained: nn.Module, engine: Any = None) -> None:
-        """Once everything is wrapped, before the first step. All ranks."""
+        """Call this on all ranks when everything is wrapped, before the first step."""
         self.model, self.engine = trained, engine
         self.before = weights(trained)
-        if world()[0] == 0:  # a refusal that comes later has not come before training
+        if world()[0] == 0:  # a refusal after this was not before training
             self.out.write_text(json.dumps({"finished": False}))
 
     def step(self, loss: Any) -> None:
-        """After each optimizer step."""
+        """Call this after each optimizer step."""
         self.losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         if not torch.cuda.is_available():
             return
@@ -118,7 +118,7 @@ class Probe:
                     found[1] += event.device_time
 
     def end(self) -> None:
-        """All ranks."""
+        """Call this on all ranks."""
         after = weights(self.model)
         agree = scales_agree(self.model)
         unchanged = [name for name, weight in after.items() if torch.equal(weight, self.before[name])]
@@ -144,7 +144,7 @@ class Probe:
 
 
 def weights(trained: nn.Module) -> dict[str, torch.Tensor]:
-    """What the optimizer updates, by name: full FP32 weights, or this rank's own shard under FSDP2."""
+    """Return what the optimizer updates, by name: full FP32 weights, or the shard of this rank under FSDP2."""
     import contextlib
 
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -167,12 +167,12 @@ def _full(parameter: Any) -> torch.Tensor:
 
 
 def _local(parameter: Any) -> Any:
-    """This rank's shard; in torchao's wrapper, which has a `_tensor`, where it is all-gathered in FP8."""
+    """Return the shard of this rank; it is in torchao's wrapper (`_tensor`) if it is all-gathered in FP8."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def scales_agree(trained: nn.Module) -> bool | None:
-    """Whether delayed scaling has the same scales on all ranks, whose data differ; None without any. All ranks."""
+    """True if delayed scaling has the same scales on all ranks; None without any. Call this on all ranks."""
     metas = [getattr(module, "fp8_meta", {}).get("scaling_fwd") for module in trained.modules()]
     own = [meta.scale.tolist() for meta in metas if hasattr(meta, "amax_history")]
     if not own or world()[1] == 1:
@@ -183,7 +183,7 @@ def scales_agree(trained: nn.Module) -> bool | None:
 
 
 def reduced_in(trained: Any, engine: Any) -> str:
-    """The dtype that the engine is set to reduce gradients in; DDP, and one process alone, do it in theirs."""
+    """Return the dtype in which the engine reduces gradients; DDP and a single process use that of the gradients."""
     if engine is not None:
         return str(engine.communication_data_type).removeprefix("torch.")
     fsdp1, fsdp2 = getattr(trained, "mixed_precision", None), getattr(trained, "_get_fsdp_state", None)

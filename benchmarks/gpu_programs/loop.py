@@ -1,4 +1,4 @@
-"""A loop of one's own under torchrun: plain torch, DDP, FSDP1, FSDP2 or DeepSpeed, in the policy's precision.
+"""A loop without a framework under torchrun: plain torch, DDP, FSDP1, FSDP2 or DeepSpeed, in the policy's precision.
 
 torchrun --nproc_per_node 1 -m mpguard.run --config mp.yaml loop.py --strategy fsdp2 --out facts.json
 """
@@ -18,7 +18,7 @@ from mpguard.policy.policy import Policy
 
 
 def wrapped(net: nn.Module, strategy: str, policy: Policy, device: torch.device) -> nn.Module:
-    """The model as an engine of torch spreads it."""
+    """Return the model as wrapped by an engine of torch."""
     if strategy == "single":
         return net
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -63,7 +63,7 @@ def by_deepspeed(net: nn.Module, stage: int, data: Any, probe: Probe, masters: b
 
 
 def by_torch(net: nn.Module, strategy: str, data: Any, probe: Probe, masters: bool) -> None:
-    policy = mpguard.activate()  # the one that mp.yaml names
+    policy = mpguard.activate()  # the policy of mp.yaml
     precision = policy.to("torch", strategy)
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -85,15 +85,15 @@ def by_torch(net: nn.Module, strategy: str, data: Any, probe: Probe, masters: bo
 
 
 def main() -> None:
-    asked = options()
+    parsed = options()
     rank, ranks = world()
-    chain, probe = Chain(asked.steps, ranks), Probe(asked.out)
-    mine = chain.tokens.view(asked.steps, ranks, ROWS, -1)[:, rank]
+    chain, probe = Chain(parsed.steps, ranks), Probe(parsed.out)
+    mine = chain.tokens.view(parsed.steps, ranks, ROWS, -1)[:, rank]
     data = ({"input_ids": rows, "labels": rows} for rows in mine)
-    if asked.strategy.startswith("deepspeed"):
-        by_deepspeed(model(), int(asked.strategy[-1]), data, probe, asked.masters)
+    if parsed.strategy.startswith("deepspeed"):
+        by_deepspeed(model(), int(parsed.strategy[-1]), data, probe, parsed.masters)
     else:
-        by_torch(model(), asked.strategy, data, probe, asked.masters)
+        by_torch(model(), parsed.strategy, data, probe, parsed.masters)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
 class Look(TrainerCallback):
-    """Hands what the Trainer does to the probe."""
+    """Reports the steps of the Trainer to the probe."""
 
     def __init__(self, probe: Probe) -> None:
         self.probe, self.trainer = probe, None
@@ -27,19 +27,19 @@ class Look(TrainerCallback):
 
 
 def main() -> None:
-    asked = options()
-    probe = Probe(asked.out)
+    parsed = options()
+    probe = Probe(parsed.out)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            output_dir=folder, max_steps=asked.steps, per_device_train_batch_size=ROWS, learning_rate=RATE,
+            output_dir=folder, max_steps=parsed.steps, per_device_train_batch_size=ROWS, learning_rate=RATE,
             weight_decay=0.0, lr_scheduler_type="constant", optim="adamw_torch", logging_steps=1,
             logging_nan_inf_filter=False, save_strategy="no", report_to=[], disable_tqdm=True,
         )  # fmt: skip
         look = Look(probe)
         net = model()
         trainer = Trainer(
-            model=net, args=arguments, train_dataset=Chain(asked.steps, world()[1]), callbacks=[look],
-            optimizers=(adam(net.parameters(), asked.masters) if asked.masters else None, None),
+            model=net, args=arguments, train_dataset=Chain(parsed.steps, world()[1]), callbacks=[look],
+            optimizers=(adam(net.parameters(), parsed.masters) if parsed.masters else None, None),
         )  # fmt: skip
         look.trainer = trainer  # type: ignore[assignment]
         trainer.train()

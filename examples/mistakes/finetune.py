@@ -1,4 +1,4 @@
-"""Scales the loss, and then steps around the scaler."""
+"""Scales the loss, and then bypasses the scaler with `optimizer.step()`."""
 
 import torch
 
