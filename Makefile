@@ -44,7 +44,9 @@ test-lint: $(LINT_INSTALLED)
 test: check
 	$(BIN)/python -m pytest -n auto
 
-$(INSTALLED_DOCS): $(INSTALLED)
+# Needs no torch and no framework, so it does not wait for `install`.
+$(INSTALLED_DOCS): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
