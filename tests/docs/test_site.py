@@ -142,6 +142,14 @@ def test_the_architecture_draws_the_rooms_that_exist() -> None:
     assert drawn == rooms | {"plugins"}
 
 
+def test_the_page_of_refusals_has_every_row_of_the_proof() -> None:
+    compare = (REPOSITORY / "mpguard" / "runtime" / "proof" / "compare.py").read_text("utf-8")
+    rows = set(re.findall(r'Row\(\s*"([^"]+)"', compare))
+    assert len(rows) > 10
+    headings = "\n".join(re.findall(r"^### .*$", PAGES["refused.md"], re.M))
+    assert [row for row in sorted(rows) if row not in headings] == []
+
+
 # -- programs in the guides -------------------------------------------------------------------------------------------
 
 PROGRAMS = {
