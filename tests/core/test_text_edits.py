@@ -37,6 +37,11 @@ def test_neighbouring_edits_are_compatible() -> None:
     assert compatible([Edit(1, 4, "x")], [Edit(4, 5, "y"), Edit(0, 1, "z"), Edit(4, 4, "w")])
 
 
+def test_different_insertions_at_one_place_are_not_compatible() -> None:
+    assert not compatible([Edit(4, 4, "  key: 1\n")], [Edit(4, 4, "section:\n")])
+    assert compatible([Edit(4, 4, "import a\n")], [Edit(4, 4, "import a\n"), Edit(5, 5, "b")])
+
+
 @given(st.text(max_size=60), st.data())
 def test_text_outside_the_edits_stays(text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=4, max_size=4, unique=True)

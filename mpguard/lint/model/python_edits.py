@@ -128,15 +128,39 @@ def indentation(facts: Facts, offset: int) -> str:
     return text[start:end]
 
 
+def _statement_of_shared_line(facts: Facts, node: cst.CSTNode, at: Record) -> tuple[int, int] | None:
+    """Return the span of the statement of `at` if its line holds more than that statement, else None.
+
+    Such a line holds several statements (`a(); b()`), or is the body of a compound statement (`if x: a()`):
+    a new line above or below it would be at the wrong place.
+    """
+    line = node if isinstance(node, (cst.SimpleStatementLine, cst.SimpleStatementSuite)) else None
+    if line is None and isinstance(node, cst.BaseSmallStatement):
+        line = facts.walker.parents.get(node)  # type: ignore[assignment]
+    if line is None or (isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1):
+        return None
+    spans = [at.chunk.span(statement) for statement in line.body]
+    return next((span for span in spans if span[0] <= at.span[0] < span[1]), None)
+
+
 def line_before(facts: Facts, node: cst.CSTNode, at: Record, code: str) -> Edit:
-    """A new line above the statement `node`."""
+    """Return the edit that inserts `code` above the statement `node`; before the statement of `at` on a shared line."""
+    shared = _statement_of_shared_line(facts, node, at)
+    if shared is not None:
+        return Edit(shared[0], shared[0], f"{code}; ")
     first = at.chunk.span(node)[0]
     start = line_start(facts, first)
     return Edit(start, start, f"{indentation(facts, first)}{code}\n")
 
 
 def line_after(facts: Facts, node: cst.CSTNode, at: Record, code: str) -> Edit:
-    """A new line below the simple statement `node`, after the comment on its line."""
+    """Return the edit that inserts `code` below the simple statement `node` and the comment on its line.
+
+    On a shared line the code is inserted after the statement of `at`.
+    """
+    shared = _statement_of_shared_line(facts, node, at)
+    if shared is not None:
+        return Edit(shared[1], shared[1], f"; {code}")
     first, last = at.chunk.span(node)
     text = facts.source.text
     while last < len(text) and text[last] not in "\r\n":
@@ -156,6 +180,9 @@ def moved_out(facts: Facts, call: Call, item: With) -> list[Edit] | None:
     place = next((i for i, (first, last) in enumerate(spans) if first <= call.span[0] < last), 0)
     if place == 0:
         return None
+    line = node.body.body[place]
+    if isinstance(line, cst.SimpleStatementLine) and call.chunk.span(line.body[0])[1] <= call.span[0]:
+        return None  # the statements before it on its line would be moved too
     start, end = line_start(facts, spans[place][0]), spans[-1][1]
     text = facts.source.text[start:end]
     outer = indentation(facts, call.chunk.span(node)[0])

@@ -1,7 +1,7 @@
-"""The one test that drives all rules, of Python and of configs, through the engine as a user runs it.
+"""Run the examples of all rules, of Python and of configs, through the engine as a user runs it.
 
-Each example of a rule becomes files in a folder: exactly the marked lines must be reported, all fixes
-together must give `fixed`, and the rule must be silent on that.
+Each example becomes files in a folder. Exactly the marked lines must be reported; all fixes together must give
+`fixed`, on which the rule reports nothing. An example without `fixed` must have no fix: no fix goes unchecked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXAMPLES = [
 
 
 def lint(rule: type[BaseRule], example: Example, code: str, folder: Path, fix: str | None = None) -> FileReport:
-    """One run over an example with nothing but its rule (those of the engine need the others beside them)."""
+    """Check an example with its rule alone; with all rules if the engine itself reports it (suppressions need them)."""
     name = example.name or ("mp.yaml" if issubclass(rule, ConfigRule) else "example.py")
     folder.mkdir(exist_ok=True)
     for other, text in example.files.items():
@@ -56,12 +56,13 @@ def check(rule: type[BaseRule], example: Example, folder: Path) -> None:
     assert lines(rule, lint(rule, example, code, folder)) == marked
     if not isinstance(example, Bad):
         return
-    mended = lint(rule, example, code, folder, fix="unsafe").fix_result
+    result = lint(rule, example, code, folder, fix="unsafe").fix_result
     if example.fixed is None:
+        assert result is None, "the rule has a fix for it, and the example has no `fixed`"
         return
-    assert mended is not None, "there is no fix"
-    assert not mended.problems
-    assert mended.after.decode() == example.fixed
+    assert result is not None, "there is no fix"
+    assert not result.problems
+    assert result.after.decode() == example.fixed
     assert lines(rule, lint(rule, example, example.fixed, folder)) == []
 
 
@@ -94,7 +95,7 @@ def test_one_rule_is_one_file() -> None:
 
 
 def test_codes_are_an_interface() -> None:
-    """None goes, and none comes unseen. 311, 508 and the gaps of groups 6 and 8 were never given out."""
+    """No code is removed, and each new one is listed. 311, 508 and the gaps of groups 6 and 8 were never assigned."""
     ranges = (
         (0, 3), (101, 111), (201, 217), (301, 310), (312, 313), (401, 417), (501, 507), (509, 515), (601, 606),
         (609, 609), (701, 704), (801, 815), (821, 828), (841, 844), (861, 866),
@@ -113,7 +114,7 @@ def test_page_shows_an_example_without_marks(rule: type[BaseRule]) -> None:
     assert "## Example" in text and "# !" not in text
 
 
-# -- the driver can fail -----------------------------------------------------------------------------
+# -- the driver fails where it must ------------------------------------------------------------------
 
 WIZARD = "distributed_type: FSDP\nfp8_config:\n  amax_history_length: 16{}\n"
 READ = "distributed_type: FSDP\nfp8_config:\n  amax_history_len: 16\n"
@@ -128,6 +129,7 @@ READ = "distributed_type: FSDP\nfp8_config:\n  amax_history_len: 16\n"
         pytest.param(Bad(WIZARD.format("  # !"), fixed=READ + "\n"), id="another result"),
         pytest.param(Bad("distributed_type: FSDP\nfp8_config:\n  recipe: x  # !\n", fixed=READ), id="no fix at all"),
         pytest.param(Bad(READ), id="nothing marked"),
+        pytest.param(Bad(WIZARD.format("  # !")), id="a fix that is not checked"),
     ],
 )
 def test_the_driver_fails_on(wrong: Example, tmp_path: Path) -> None:

@@ -101,10 +101,38 @@ def train(args, model, loader, optimizer):
         decoder_input_ids = batch.decoder_input_ids.half()  # !
         other = batch["input_ids"].to(dtype=cast_dtype)  # !
         input_ids = batch[1][0].to("cuda", dtype=cast_dtype, non_blocking=True)  # !
+        model(**batch, other=other, ids=decoder_input_ids, more=input_ids)
+""",
+            fixed="""\
+import torch
+
+def get_cast_dtype(precision):
+    cast_dtype = None
+    if precision == "bf16":
+        cast_dtype = torch.bfloat16
+    elif precision == "fp16":
+        cast_dtype = torch.float16
+    return cast_dtype
+
+def train(args, model, loader, optimizer):
+    cast_dtype = get_cast_dtype(args.precision)
+    for batch in loader:
+        decoder_input_ids = batch.decoder_input_ids
+        other = batch["input_ids"]
+        input_ids = batch[1][0].to("cuda", non_blocking=True)
+        model(**batch, other=other, ids=decoder_input_ids, more=input_ids)
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def train(args, model, loader, optimizer):
+    for batch in loader:
         batch = {k: v.to("cuda", torch.float16) for k, v in batch.items()}  # !
         for key, value in batch.items():
             batch[key] = value.half()  # !
-        model(**batch, other=other, ids=decoder_input_ids, more=input_ids)
+        model(batch["input_ids"], batch["attention_mask"])
 """
         ),
         Good(

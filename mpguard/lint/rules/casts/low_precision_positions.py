@@ -94,7 +94,25 @@ class Embedding(th.nn.Module):
         positions = positions.to(self.dtype)  # !
         other = th.arange(0, 4096, dtype=self.dtype)  # !
         return positions * other
-"""
+""",
+            fixed="""\
+import torch as th
+from torch import bfloat16
+
+class Embedding(th.nn.Module):
+    def __init__(self, dim, fp16):
+        super().__init__()
+        self.dtype = th.float16 if fp16 else th.float32
+        self.steps = th.linspace(0, 1, 1000, dtype=th.float32)
+        self.periods = 100.0 ** th.arange(0, 1, 4 / dim, dtype=th.float32)
+        self.inv_freq = 1.0 / (1e4 ** (th.arange(0, dim, 2, dtype=th.int64).to(th.float32) / dim))
+
+    def forward(self, x):
+        positions = th.arange(x.shape[1], device=x.device)
+        positions = positions.to(th.float32)
+        other = th.arange(0, 4096, dtype=th.float32)
+        return positions * other
+""",
         ),
         Bad(
             """\
@@ -104,10 +122,21 @@ def ids(prompt):
     found = torch.zeros(prompt.shape[0], 3, dtype=torch.bfloat16)
     found[:, 0] = torch.arange(prompt.shape[0], dtype=torch.bfloat16)  # !
     return found
+"""
+        ),
+        Bad(
+            """\
+import torch
 
 def column(length):
     return torch.arange(length, dtype=torch.bfloat16)[:, None]  # !
-"""
+""",
+            fixed="""\
+import torch
+
+def column(length):
+    return torch.arange(length, dtype=torch.float32)[:, None]
+""",
         ),
         Good(
             """\

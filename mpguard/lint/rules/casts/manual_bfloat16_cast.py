@@ -120,6 +120,42 @@ def sharded(loader, model):
         model(x.to(bf16)).sum().backward()  # !
         optimizer.step()
 """,
+            fixed="""\
+import torch as th
+from accelerate import Accelerator
+from torch import bfloat16 as bf16
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+
+class Loop:
+    def __init__(self, net):
+        self.net = net.train()
+        self.optimizer = th.optim.SGD(self.net.parameters(), 0.1)
+
+    def step(self, batch):
+        x = self.move(batch["x"])
+        with th.autocast("cuda", bf16):
+            loss = self.net(x).mean()
+        loss.backward()
+        self.optimizer.step()
+
+    def move(self, x):
+        return x
+
+def prepared(loader, model):
+    accelerator = Accelerator(mixed_precision="bf16")
+    optimizer = th.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+
+def sharded(loader, model):
+    model = FSDP(model, mixed_precision=MixedPrecision(param_dtype=bf16))
+    optimizer = th.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
         ),
         Good(
             """\

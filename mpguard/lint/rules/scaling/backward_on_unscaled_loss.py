@@ -113,7 +113,38 @@ def arms(args, model, loader, optimizer, scaler):
         else:
             loss.backward()
             optimizer.step()
-"""
+""",
+            fixed="""\
+import torch
+
+class Run:
+    def __init__(self, model):
+        self.scaler = torch.cuda.amp.GradScaler()
+        self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def apply(self):
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def run(self, args, model, loader):
+        for i, (x, y) in enumerate(loader):
+            self.scaler.scale(model(x)).backward()
+            self.scaler.scale(model(y).sum()).backward()
+            if i % args.accumulate == 0:
+                self.apply()
+
+def arms(args, model, loader, optimizer, scaler):
+    for x in loader:
+        loss = model(x)
+        if args.amp:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+""",
         ),
         Bad(
             """\

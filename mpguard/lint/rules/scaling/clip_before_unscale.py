@@ -142,6 +142,28 @@ def train(model, losses, optimizer):
         ),
         Bad(
             """\
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+def train(model, losses, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for loss in losses:
+        scaler.scale(loss).backward(); clip_grad_norm_(model.parameters(), 1.0)  # !
+        scaler.step(optimizer); scaler.update()
+""",
+            fixed="""\
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+def train(model, losses, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for loss in losses:
+        scaler.scale(loss).backward(); scaler.unscale_(optimizer); clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer); scaler.update()
+""",
+        ),
+        Bad(
+            """\
 from functools import partial
 
 import torch

@@ -174,7 +174,27 @@ def main(loader):
     model = torch.nn.Linear(8, 8)
     run_epoch(model, loader, torch.optim.SGD(model.parameters(), 0.1))
     run_epoch(model, loader)
-"""
+""",
+            fixed="""\
+import torch
+from functools import partial
+
+def run_epoch(model, loader, optimizer=None):
+    amp = partial(torch.autocast, device_type="cuda", dtype=torch.float16)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.set_grad_enabled(optimizer is not None), amp():
+            loss = model(x).sum()
+        if optimizer is not None:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+def main(loader):
+    model = torch.nn.Linear(8, 8)
+    run_epoch(model, loader, torch.optim.SGD(model.parameters(), 0.1))
+    run_epoch(model, loader)
+""",
         ),
         Bad(
             """\
@@ -193,7 +213,26 @@ def train(loader, epochs):
             loss = forward(model, batch)
             (loss / 4).backward()  # !
             optimizer.step()
-"""
+""",
+            fixed="""\
+import torch
+from torch.cuda.amp import autocast
+
+def forward(model, batch):
+    with autocast():
+        return model(batch).sum()
+
+def train(loader, epochs):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for epoch in range(epochs):
+        for batch in loader:
+            loss = forward(model, batch)
+            scaler.scale(loss / 4).backward()
+            scaler.step(optimizer)
+            scaler.update()
+""",
         ),
         Bad(
             """\
@@ -555,6 +594,8 @@ def peak_memory(model):
                 continue
             if each.subject is None or not set(loops[:1]) <= set(each.call.loops) or facts.is_inference(each.call):
                 return None
+            if not compatible(each.guard, guard):
+                return None  # an exclusive arm, which may scale its loss in another way, steps through the scaler too
             loss = facts.text(each.subject, each.call)
             inner = loss[1:-1] if loss.startswith("(") and loss.endswith(")") and ")" not in loss[1:-1] else loss
             edits.append(Edit(*each.call.chunk.outer_span(each.subject), f"{scaler}.scale({inner})"))

@@ -31,8 +31,9 @@ class MissingScalerUpdate(Rule):
     One `update` after the steps of several optimizers is right.
 
     ## Fix safety
-    The fix adds `scaler.update()` below the step. It is unsafe, as an update may be meant for another place:
-    after more steps, or at the end of a helper.
+    The fix adds `scaler.update()` below the step. It is unsafe because the update may belong elsewhere: after
+    further steps, or at the end of a helper. There is no fix if the scaler is updated after the loop: that update
+    has to move into the loop, since an `update()` with no step since the last one raises.
 
     ## Known limits
     Only for a GradScaler of torch that the file makes, in a loop whose scaled `backward` and `step` are both
@@ -92,13 +93,6 @@ class Run:
             self.scaler.scale(loss).backward()
             self.apply()
 
-def at_the_end(model, loader, optimizer):
-    scaler = GradScaler()
-    for x in loader:
-        scaler.scale(model(x)).backward()
-        scaler.step(optimizer)  # !
-    scaler.update()
-
 def one_arm(args, model, loader, optimizer):
     scaler = GradScaler()
     for x in loader:
@@ -109,6 +103,48 @@ def one_arm(args, model, loader, optimizer):
             model(x).backward()
             optimizer.step()
             scaler.update()
+""",
+            fixed="""\
+from torch.cuda.amp import GradScaler
+
+class Run:
+    def __init__(self, model, args):
+        self.scaler = GradScaler(enabled=args.amp)
+        self.one, self.two = args.one, args.two
+
+    def apply(self):
+        self.scaler.step(self.one)
+        self.scaler.step(self.two)
+        self.scaler.update()
+
+    def run(self, losses):
+        for loss in losses:
+            self.scaler.scale(loss).backward()
+            self.apply()
+
+def one_arm(args, model, loader, optimizer):
+    scaler = GradScaler()
+    for x in loader:
+        if args.amp:
+            scaler.scale(model(x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            model(x).backward()
+            optimizer.step()
+            scaler.update()
+""",
+        ),
+        Bad(
+            """\
+from torch.cuda.amp import GradScaler
+
+def at_the_end(model, loader, optimizer):
+    scaler = GradScaler()
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)  # !
+    scaler.update()
 """
         ),
         Good(
@@ -182,11 +218,20 @@ class Gan:
                 backward = next(each for _, each in trace_facts.before(trace, place) if each.scale is not None)
                 notes = (Note("its loss is scaled here", backward.span),)
                 fix = None
-                if step.call.is_statement:
+                if step.call.is_statement and not self._updated_elsewhere(trace, step, facts):
                     edit = python_edits.line_after(facts, step.call.line, step.call, f"{scaler}.update()")
                     fix = Fix("Update the scaler after the step", "unsafe", (edit,))
                 expr = facts.short(step.call.node)
                 yield self.at(step, expr=expr, scaler=scaler, notes=notes, fix=fix)
+
+    def _updated_elsewhere(self, trace: Trace, step: TraceStep, facts: Facts) -> bool:
+        """True if the scaler is updated outside the loop: after one more `update()` in it that one would raise."""
+        return any(
+            each.kind == "update"
+            and compatible(each.guard, step.guard)
+            and not facts.traces.differ(step.scaler, step.record, each.scaler, each.record)
+            for each in trace
+        )
 
     def _never_updated(self, trace: Trace, place: int, facts: Facts) -> bool:
         step, traces = trace[place], facts.traces

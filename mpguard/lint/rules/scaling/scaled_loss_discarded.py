@@ -81,7 +81,20 @@ class Run:
         out.loss.backward(retain_graph=True)
         self.scaler.step(optimizer)
         self.scaler.update()
-"""
+""",
+            fixed="""\
+import torch
+
+class Run:
+    def __init__(self, args):
+        self.scaler = torch.cuda.amp.GradScaler(enabled=args.amp)
+
+    def step(self, out, optimizer):
+        optimizer.zero_grad()
+        self.scaler.scale(out.loss).backward(retain_graph=True)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+""",
         ),
         Good(
             """\

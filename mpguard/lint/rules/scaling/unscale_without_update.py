@@ -109,7 +109,10 @@ def two_checks(model, loader, optimizer, scaler):
             scaler.step(optimizer)
             scaler.update()  # !
         optimizer.zero_grad()
-
+"""
+        ),
+        Bad(
+            """\
 class Run:
     def train_step(self, batch):
         self.scaler.scale(self.model(batch)).backward()
@@ -119,7 +122,19 @@ class Run:
             return None  # !
         self.scaler.step(self.optimizer)
         self.scaler.update()
-"""
+""",
+            fixed="""\
+class Run:
+    def train_step(self, batch):
+        self.scaler.scale(self.model(batch)).backward()
+        self.scaler.unscale_(self.optimizer)
+        if self.norm() > 100:
+            self.optimizer.zero_grad()
+            self.scaler.update()
+            return None
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
         ),
         Good(
             """\
