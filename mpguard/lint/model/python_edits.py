@@ -69,10 +69,17 @@ def through(facts: Facts, backward: Event, owner: str) -> Edit | None:
 
 
 def without_statement(facts: Facts, record: Call) -> Edit:
-    """The statement is removed with its line; `pass` where a block would be left empty."""
+    """Return the edit that removes a statement and its line; it becomes `pass` where a block would be left empty.
+
+    Of a line with several statements only this one is removed.
+    """
     first, last = record.chunk.span(record.statement)
     line = record.line
-    if not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
+    if isinstance(line, (cst.SimpleStatementLine, cst.SimpleStatementSuite)) and len(line.body) > 1:
+        spans = [record.chunk.span(each) for each in line.body]
+        place = spans.index((first, last))
+        return Edit(first, spans[place + 1][0], "") if place + 1 < len(spans) else Edit(spans[place - 1][1], last, "")
+    if not isinstance(line, cst.SimpleStatementLine):
         return Edit(first, last, "pass")
     block = facts.walker.parents.get(line)
     if isinstance(block, cst.IndentedBlock) and len(block.body) == 1:

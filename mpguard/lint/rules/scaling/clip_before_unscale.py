@@ -164,6 +164,22 @@ def train(model, losses, optimizer):
         ),
         Bad(
             """\
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+def in_one_arm_and_after_it(args, model, head, losses, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for loss in losses:
+        scaler.scale(loss).backward()
+        if args.clip_model:
+            clip_grad_norm_(model.parameters(), 1.0)  # !
+        clip_grad_norm_(head.parameters(), 1.0)  # !
+        scaler.step(optimizer)
+        scaler.update()
+"""
+        ),
+        Bad(
+            """\
 from functools import partial
 
 import torch
@@ -372,7 +388,12 @@ def of_ones_own(model, loader, optimizer, scaler):
             return None  # one `unscale_` is enough: the next round sees what is left
         if any(each.kind == "unscale" and compatible(each.guard, guard) for each in trace[place:]):
             return None  # it would be the second
-        if not isinstance(clip.call.line, cst.SimpleStatementLine) or step.optimizer is None:
+        later = (each for each in trace[place + 1 : trace.index(step)] if each.kind == "clip")
+        if any(clip.guard - each.guard and compatible(each.guard, guard) for each in later):
+            return None  # it would run with or without the `unscale_` of this arm
+        if step.optimizer is None:
+            return None
+        if not isinstance(clip.call.line, (cst.SimpleStatementLine, cst.SimpleStatementSuite)):
             return None
         optimizer = facts.text(step.optimizer, step.record)
         edit = python_edits.line_before(facts, clip.call.line, clip.call, f"{scaler}.unscale_({optimizer})")

@@ -280,6 +280,73 @@ def train(args, loader):
             """\
 import torch
 
+def clips_each_microbatch(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for i, x in enumerate(loader):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        loss.backward()  # !
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if i % 4 == 3:
+            optimizer.step()
+
+def skips_a_batch(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, valid in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        if valid:
+            loss.backward()  # !
+        optimizer.step()
+        optimizer.zero_grad()
+
+def steps_more_often(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        loss.backward()  # !
+        for _ in range(2):
+            optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def two_ways_to_clip(args, model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16): loss = model(x).sum()
+        loss.backward()  # !
+        if args.clip == "norm":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        optimizer.step(); optimizer.zero_grad()
+""",
+            fixed="""\
+import torch
+
+def two_ways_to_clip(args, model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16): loss = model(x).sum()
+        scaler.scale(loss).backward()
+        if args.clip == "norm":
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
 from transformers import AutoModel
 
 model = AutoModel.from_pretrained("gpt2", dtype=torch.float16).cuda()
@@ -573,6 +640,8 @@ def peak_memory(model):
         together = step.scope is scope and loops and set(loops[:1]) <= set(step.call.loops)
         if torch is None or not together or step.subject is None or step.call.node.args or facts.repeated(scope):
             return None
+        if backward.guard - step.guard or not set(step.call.loops) <= set(backward.call.loops):
+            return None  # a step without a backward before it: `scaler.step` would find no gradients to check
         if not step.call.is_statement or not isinstance(step.call.line, cst.SimpleStatementLine):
             return None
         if [event for event in facts.events("step") if event.scope is scope] != [step]:
@@ -599,13 +668,30 @@ def peak_memory(model):
             loss = facts.text(each.subject, each.call)
             inner = loss[1:-1] if loss.startswith("(") and loss.endswith(")") and ")" not in loss[1:-1] else loss
             edits.append(Edit(*each.call.chunk.outer_span(each.subject), f"{scaler}.scale({inner})"))
-        for clip in facts.events("clip"):
-            if clip.scope is scope and backward.order < clip.order < step.order:
-                edits.append(
-                    python_edits.line_before(facts, clip.call.line, clip.call, f"{scaler}.unscale_({optimizer})")
-                )
-                break
+        clips = self._clips(backward, step, facts)
+        if clips is None:
+            return None
+        unscale = f"{scaler}.unscale_({optimizer})"
+        edits += [python_edits.line_before(facts, clip.call.line, clip.call, unscale) for clip in clips]
         return Fix("Create a GradScaler, scale the loss, step and update through it", "unsafe", tuple(edits))
+
+    def _clips(self, backward: Event, step: Event, facts: Facts) -> list[Event] | None:
+        """Return the clips before which the gradients have to be unscaled: the first one of each arm.
+
+        None if `unscale_` would run more often than the step, or if a later clip may run with or without it.
+        """
+        first: list[Event] = []
+        for clip in facts.events("clip"):
+            if clip.scope is not step.scope or not backward.order < clip.order < step.order:
+                continue
+            earlier = [each for each in first if compatible(each.guard, clip.guard)]
+            if any(not (each.guard - clip.guard) for each in earlier):
+                continue
+            line = isinstance(clip.call.line, (cst.SimpleStatementLine, cst.SimpleStatementSuite))
+            if earlier or not line or step.guard - clip.guard or clip.call.loops != step.call.loops:
+                return None
+            first.append(clip)
+        return first
 
     def _enabled(self, region: Region, guard: PathCondition, backward: Event, torch: str, facts: Facts) -> str | None:
         """The scaler's `enabled=` argument: it scales where the region is FP16; None where no expression says so."""

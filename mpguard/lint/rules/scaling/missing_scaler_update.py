@@ -145,6 +145,13 @@ def at_the_end(model, loader, optimizer):
         scaler.scale(model(x)).backward()
         scaler.step(optimizer)  # !
     scaler.update()
+
+def several(model, loader, optimizers):
+    scaler = GradScaler()
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)  # !
 """
         ),
         Good(
@@ -218,7 +225,8 @@ class Gan:
                 backward = next(each for _, each in trace_facts.before(trace, place) if each.scale is not None)
                 notes = (Note("its loss is scaled here", backward.span),)
                 fix = None
-                if step.call.is_statement and not self._updated_elsewhere(trace, step, facts):
+                together = set(step.loops) <= set(backward.loops)  # otherwise the update has to follow the inner loop
+                if step.call.is_statement and together and not self._updated_elsewhere(trace, step, facts):
                     edit = python_edits.line_after(facts, step.call.line, step.call, f"{scaler}.update()")
                     fix = Fix("Update the scaler after the step", "unsafe", (edit,))
                 expr = facts.short(step.call.node)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
+    All,
     Bad,
     Call,
     Diagnostic,
@@ -22,6 +23,7 @@ from mpguard.lint import (
     any_of,
     compatible,
     implies,
+    negated,
     python_edits,
 )
 
@@ -241,6 +243,23 @@ def updated_before(model, other, loader):
         scaler.step(one)
         scaler.update()
         two.step()  # !
+
+def skips_a_batch(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x, valid in loader:
+        if valid:
+            scaler.scale(model(x).sum()).backward()
+        optimizer.step()  # !
+        optimizer.zero_grad()
+
+def steps_more_often(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        for _ in range(2):
+            optimizer.step()  # !
 """
         ),
         Good(
@@ -421,6 +440,8 @@ class DividedOutByAdam:
         module = scaler in facts.module.bindings and scaler not in step.scope.bindings
         if not (here or module) or step.subject is None or not self._right_in_all_arms(bypass, facts):
             return None
+        if not self._always_after_backward(bypass):
+            return None
         together = [each.step for each in found if each.scale is scale and each.step.scope is step.scope]
         block = facts.walker.parents.get(step.call.line)
         for each in together:
@@ -446,6 +467,18 @@ class DividedOutByAdam:
         elif step is together[-1]:
             edits.append(python_edits.line_after(facts, step.call.line, step.call, f"{scaler}.update()"))
         return Fix("Step through the scaler", "safe", tuple(edits))
+
+    def _always_after_backward(self, bypass: _Bypass) -> bool:
+        """True if a backward comes before each step: with no new gradients, `scaler.step` raises or unscales twice."""
+        step, without = bypass.step, bypass.step.guard
+        for backward in bypass.before:
+            if backward is None or (backward.scope is step.scope and not set(step.call.loops) <= set(backward.loops)):
+                return False
+            conditions = PathCondition(backward.guard - step.guard)
+            if not conditions:
+                return True
+            without = without.given(negated(All(tuple(conditions))))
+        return not without.possible
 
     def _right_in_all_arms(self, bypass: _Bypass, facts: Facts) -> bool:
         """Whether the scaler is there wherever the step is, and switched off where the loss is not scaled."""

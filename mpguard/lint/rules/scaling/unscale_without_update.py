@@ -109,6 +109,18 @@ def two_checks(model, loader, optimizer, scaler):
             scaler.step(optimizer)
             scaler.update()  # !
         optimizer.zero_grad()
+
+def unscaled_for_clipping_only(args, model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        if args.clip:
+            scaler.unscale_(optimizer)
+        norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters())
+        if not torch.isfinite(norm):
+            optimizer.zero_grad()
+            continue  # !
+        scaler.step(optimizer)
+        scaler.update()
 """
         ),
         Bad(
@@ -336,6 +348,8 @@ def skipped(model, x, optimizer, scaler):
     def _fix(self, found: TraceStep, unscale: TraceStep, scaler: str, facts: Facts) -> Fix | None:
         if found.kind != "exit" or found.record.scope is not unscale.record.scope:
             return None
+        if unscale.guard - found.guard:
+            return None  # where nothing was unscaled, `update()` raises
         line = facts.walker.parents.get(found.record.node)
         if not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
             return None
