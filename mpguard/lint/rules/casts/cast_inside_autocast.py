@@ -19,26 +19,27 @@ from mpguard.lint import (
 
 
 class CastInsideAutocast(Rule):
-    """A tensor is cast to a low dtype by hand inside an autocast region that would cast it anyway.
+    """A tensor is cast to a low dtype by hand inside an autocast region, which would cast it anyway.
 
     ## What it does
-    Reports a cast to FP16 or BF16 within an enabled autocast region whose value goes, as it is, into a model or
-    into one of torch's matrix products and convolutions.
+    Reports a cast to FP16 or BF16 within an enabled autocast region if the value is passed unchanged to a model or to
+    one of torch's matrix products and convolutions.
 
     ## Why is this bad
-    It keeps the books twice. Autocast casts the inputs of the operations that are safe in low precision, and keeps
-    the others in FP32; a cast by hand rounds the input for those too (a norm, a softmax, a loss on top of it). With
-    another dtype than the region's, the value is rounded twice: 8 bits of BF16 and then FP16's range.
+    Autocast casts the inputs of the operations that are safe in low precision and keeps the others in FP32. A cast by
+    hand rounds the input of those others too (a norm, a softmax, a loss on top of it). If its dtype is not the
+    region's, the value is rounded twice: to the 8 bits of BF16 and to the range of FP16.
 
     ## Fix safety
-    The fix removes the cast and keeps a device move. It is unsafe: what else reads the value sees FP32 then.
+    The fix removes the cast and keeps a device move. It is unsafe because all other code that reads the value gets
+    FP32.
 
     ## Known limits
-    Only casts that stand in the region's own block, and values that are handed on as they are. Where an option
-    switches the region off (`enabled=args.amp`) and not the cast, the run without the region may need it: silent.
-    Casts for kernels that autocast does not know (flash attention, extensions), for storing, and in inference are
-    not reported. Where an FP16 cast is trained with, MPG101 speaks. Preview: it has not been right yet on code that
-    its authors had not seen. In 344 published packages it spoke twice, wrong both times, and is silent there since.
+    Reports only casts in the region's own block, and only values that are passed on unchanged. Silent if an option
+    switches the region off (`enabled=args.amp`) but not the cast: without the region the model may need it. Casts for
+    kernels that autocast does not cover (flash attention, extensions), for storage, and in inference are not reported.
+    An FP16 cast of what is trained is reported by MPG101. Preview: the rule has not yet been right on code that its
+    authors had not seen. In 344 published packages it reported two casts, both wrongly, and is silent on those since.
     """
 
     code, name = "MPG105", "cast-inside-autocast"
@@ -206,7 +207,7 @@ def train(self, loader):
                 )
 
     def _region(self, cast: Event, facts: Facts) -> Call | None:
-        """The autocast in which the cast stands, if what takes its value stands in it too."""
+        """Return the autocast region that holds both the cast and what takes its value."""
         low = [(dtype, guard) for dtype in ("float16", "bfloat16") for guard in cast.may_be(dtype)]
         if not low or not self._around(cast.call, low[0][1], facts) or facts.is_inference(cast.call):
             return None
@@ -219,7 +220,7 @@ def train(self, loader):
         return None
 
     def _around(self, call: Call, guard: PathCondition, facts: Facts) -> Call | None:
-        """A region that is in force wherever the call happens: without it the model may need the cast."""
+        """Return a region that is active wherever the call is reached: without one the model may need the cast."""
         regions = facts.contexts.autocasts(call, 0)
-        sure = ((region.call, both) for region, both in regions if not region.guard - call.guard)
-        return next((made for made, both in sure if compatible(both, guard)), None)
+        unconditional = ((region.call, both) for region, both in regions if not region.guard - call.guard)
+        return next((made for made, both in unconditional if compatible(both, guard)), None)

@@ -10,24 +10,24 @@ class DefaultDtypeHalf(Rule):
     """The default dtype is FP16 or BF16 in code that trains.
 
     ## What it does
-    Reports `torch.set_default_dtype(torch.float16)`, `torch.set_default_tensor_type(torch.HalfTensor)` and the
-    same with BF16 where the program runs a backward pass and steps, and nothing sets the default back.
+    Reports `torch.set_default_dtype(torch.float16)`, `torch.set_default_tensor_type(torch.HalfTensor)` and the same
+    calls with BF16 if the program runs a backward pass and steps, and nothing restores the default.
 
     ## Why is this bad
-    Every parameter, buffer and constant that is created from then on is in that dtype: positions
-    (`torch.arange(..., dtype=None)` of floats, `linspace`), running statistics, losses, the optimizer's state. The
-    weights have no FP32 masters, and `GradScaler` refuses FP16 gradients. Mixed precision leaves the default alone
-    and lets autocast, or the framework's policy, choose.
+    Every parameter, buffer and constant that is created afterwards has that dtype: positions (`torch.arange` of floats
+    without a dtype, `linspace`), running statistics, losses, the optimizer's state. The weights have no FP32 master
+    copy, and `GradScaler` refuses FP16 gradients. Mixed precision keeps the default at FP32 and lets autocast, or the
+    framework's policy, choose the dtype.
 
     ## Known limits
-    Silent where the file sets the default again, to anything but FP16 or BF16 (after model creation, in a
-    `finally`, on leaving a context manager), and where DeepSpeed runs the training, which keeps FP32 masters
-    of what was created so. Silent for an unknown dtype.
+    Silent if the file sets the default to another dtype elsewhere (after the model is created, in a `finally`, on
+    leaving a context manager), and if DeepSpeed runs the training, since it keeps FP32 masters of such parameters.
+    Silent for an unknown dtype.
     """
 
     code, name = "MPG104", "default-dtype-half"
     severity = "error"
-    message = "`{expr}` makes all that is created from here on {dtype}, in code that trains"
+    message = "`{expr}` makes {dtype} the dtype of everything that is created from here on, in code that trains"
     help = "leave the default at FP32 and compute in {dtype} by autocast, or set it back after the model is created"
     triggers = (
         any_of(b"set_default_dtype", b"set_default_tensor_type"),

@@ -23,7 +23,7 @@ from mpguard.lint import (
 from mpguard.policy.dtype import Dtype
 
 _EMA = re.compile(r"(?i)(?:^|_)(?:m?ema|averaged?|shadow)(?:_|$)|(?:model|params?|weights?|net|unet)ema$")
-#: Classes that keep an average of the model that they are given.
+#: Classes that keep an average of the model that is passed to them.
 _CLASSES = frozenset(
     {"AveragedModel", "ExponentialMovingAverage", "EMAModel", "ModelEma", "ModelEmaV2", "ModelEMA", "EMA"}
 )
@@ -34,17 +34,17 @@ class EmaInHalf(Rule):
     """An exponential moving average of weights is kept in FP16 or BF16.
 
     ## What it does
-    Reports a cast of a model that the file calls an average (`ema`, `shadow`) and updates, and a model that was cast
-    before it is handed to `AveragedModel`, `EMAModel` and the like.
+    Reports a cast of a model whose name marks it as an average (`ema`, `shadow`) and which the file updates, and a
+    model that is cast before it is passed to `AveragedModel`, `EMAModel` and the like.
 
     ## Why is this bad
-    Each step adds (1 - decay) of a difference. With decay 0.999 that is below half of BF16's last bit (2^-9): an
-    average of 1.0 that follows weights of 2.0 is still 1.0 after 1,000 steps, where FP32 is at 1.63 (torch 2.13); FP16
-    lags too (1.46).
+    Each step adds (1 - decay) times a difference. With decay 0.999 that is less than half of BF16's last bit (2^-9): an
+    average of 1.0 that follows weights of 2.0 is still 1.0 after 1,000 steps, where FP32 is at 1.63 (torch 2.13). FP16
+    lags as well (1.46).
 
     ## Known limits
-    Averages are known by their names or classes. A copy that is cast for a checkpoint (`deepcopy(ema).half()`) or for
-    inference is fine and silent, as is an average that nothing in the file updates.
+    Averages are recognized by their names or classes. A copy that is cast for a checkpoint (`deepcopy(ema).half()`) or
+    for inference is not reported, nor is an average that nothing in the file updates.
     """
 
     code, name = "MPG109", "ema-in-half"
@@ -155,7 +155,7 @@ def step(other_ema, model):
                 yield self.at(cast, ema=ema or facts.short(cast.subject), dtype=Dtype.label_of(low), notes=notes)
 
     def _average(self, cast: Event) -> str:
-        """The name of the average that is cast in place, or that a cast makes."""
+        """Return the name of the average that is cast in place or that a cast creates; empty if there is none."""
         if cast.call.is_statement:
             return cast.key if _EMA.search(cast.key.rsplit(".", 1)[-1]) else ""
         node: cst.CSTNode = cast.call.node
@@ -166,7 +166,7 @@ def step(other_ema, model):
         copied = cast.subject.args if isinstance(cast.subject, cst.Call) else ()
         if any(_EMA.search(dotted(arg.value).rsplit(".", 1)[-1]) for arg in copied):
             return ""  # a copy of the average, for a checkpoint
-        while value is not node:  # what is done to the model after the cast: `.cuda().eval()`
+        while value is not node:  # methods after the cast that return the model: `.cuda().eval()`
             if not isinstance(value, cst.Call) or not isinstance(value.func, cst.Attribute):
                 return ""
             if value.func.attr.value not in library_names.SAME - {"float", "double"}:
@@ -176,7 +176,7 @@ def step(other_ema, model):
         return key if _EMA.search(key.rsplit(".", 1)[-1]) else ""
 
     def _keeper(self, cast: Event, facts: Facts) -> Call | None:
-        """The class that keeps the average and is given the model in its low dtype."""
+        """Return the call that creates the average from the model in its low dtype."""
         for name in _CLASSES:
             for call in facts.calls.get(name, ()):
                 given = call.argument(0, "model", "parameters")
@@ -194,7 +194,7 @@ def step(other_ema, model):
         return None
 
     def _updated(self, ema: str, cast: Event, facts: Facts) -> bool:
-        """Whether the file updates the average after the cast: by a method, or by its parameters beside others."""
+        """True if the file updates the average after the cast: with a method, or through its parameters."""
         if not any(name in facts.calls for name in _UPDATES):
             return False
         wanted = {f"{ema}.{name}" for name in _UPDATES | {"parameters", "named_parameters"}}

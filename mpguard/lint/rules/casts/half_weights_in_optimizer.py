@@ -20,28 +20,27 @@ from mpguard.lint import (
 
 
 class HalfWeightsInOptimizer(Rule):
-    """A model is loaded in FP16 and its weights are handed to an optimizer.
+    """A model is loaded in FP16 and its weights are passed to an optimizer.
 
     ## What it does
     Follows `from_pretrained`, `from_config` and the like with an FP16 dtype (`torch_dtype=torch.float16`,
-    `dtype="float16"`, under any name) to an optimizer that is built from the model's parameters, or to a
-    Trainer that trains all of them.
+    `dtype="float16"`, under any name) to an optimizer that is built from the model's parameters, or to a Trainer that
+    trains all of them.
 
     ## Why is this bad
-    FP16 weights have no FP32 master copy. An update below 2^-12 of a weight is lost; Adam's `eps` of 1e-8 is 0 in
-    FP16 and so is the second moment of a gradient of 1e-3, so that the first step makes infinities (torch 2.13);
-    and `GradScaler` raises "Attempting to unscale FP16 gradients". Mixed precision keeps the weights in FP32 and
-    computes in FP16.
+    FP16 weights have no FP32 master copy. An update below 2^-12 of a weight is lost. In FP16, Adam's `eps` of 1e-8 is
+    0, and so is the second moment of a gradient of 1e-3: the first step produces infinities (torch 2.13). `GradScaler`
+    raises "Attempting to unscale FP16 gradients". Mixed precision keeps the weights in FP32 and computes in FP16.
 
     ## Fix safety
-    The fix loads the weights in FP32. It is unsafe: they take twice the memory, and without autocast the
-    whole model computes in FP32.
+    The fix loads the weights in FP32. It is unsafe: they take twice the memory, and without autocast the whole model
+    computes in FP32.
 
     ## Known limits
-    Silent for adapters (LoRA, a `peft_config`), quantized loads, frozen models, and for arguments that come
-    by `**kwargs`. Silent in a file that mentions DeepSpeed, FSDP, Megatron or an FP16 optimizer of its own:
-    they may keep masters. Of optimizers, those of torch, bitsandbytes, torchao and transformers are known;
-    a Trainer is judged where its `TrainingArguments` are in the file. A cast by hand is MPG101's.
+    Silent for adapters (LoRA, a `peft_config`), quantized loads, frozen models, and for arguments that are passed as
+    `**kwargs`. Silent in a file that mentions DeepSpeed, FSDP, Megatron or an FP16 optimizer of its own, which may keep
+    masters. The optimizers of torch, bitsandbytes, torchao and transformers are recognized; a Trainer is checked if its
+    `TrainingArguments` are in the file. A cast by hand is reported by MPG101.
     """
 
     code, name = "MPG103", "half-weights-in-optimizer"

@@ -11,23 +11,23 @@ class HalfWeightsInResumeCheckpoint(Rule):
 
     ## What it does
     Reports a cast to FP16 or BF16 whose result is written by the same call as an optimizer's `state_dict()`: a
-    checkpoint with an optimizer's state is there to resume from.
+    checkpoint with an optimizer's state is written to resume from.
 
     ## Why is this bad
-    The run trains FP32 master weights, and every resume rounds them to 11 (FP16) or 8 (BF16) bits. Updates since
-    the last time that were smaller than that are gone, and the optimizer's moments belong to other weights. A value
-    above 65504 becomes infinite in FP16.
+    The run trains FP32 master weights, and every resume rounds them to 11 (FP16) or 8 (BF16) bits. Updates that were
+    smaller than that are lost, and the optimizer's moments belong to other weights. A value above 65504 becomes
+    infinite in FP16.
 
     ## Known limits
     Preview: some projects save a half copy on purpose, to save space, and document what a resume loses. Weights and
-    optimizer in separate files are not seen, nor a checkpoint that another module writes.
+    optimizer in separate files are not recognized, nor is a checkpoint that another module writes.
     """
 
     code, name = "MPG111", "half-weights-in-resume-checkpoint"
     severity = "warning"
     preview = True
     message = "`{expr}` stores the weights in {dtype} in a checkpoint to resume from"
-    help = "save the FP32 weights there, and a half copy for inference in a file of its own"
+    help = "save the FP32 weights in it, and a half copy for inference in a separate file"
     triggers = (
         any_of(b".half(", b".bfloat16(", b"float16", b".half", b" half"),
         any_of(b".state_dict("),
@@ -87,7 +87,7 @@ def convert(path):
             if written is not None:
                 short = Dtype.label_of(dtype)
                 notes = (
-                    Note("the optimizer's state beside it", resumed[written].span),
+                    Note("the optimizer's state in the same checkpoint", resumed[written].span),
                     Note("written here", written.span),
                 )
                 yield self.at(cast, expr=facts.short(cast.call.node), dtype=short, notes=notes)

@@ -6,25 +6,25 @@ from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Ref, Rule, any_of, 
 
 
 class HardCodedAutocastDtype(Rule):
-    """An autocast's dtype is a literal in a script that has a precision option.
+    """The dtype of an autocast is a literal in a script that has an option for the precision.
 
     ## What it does
-    Reports `torch.autocast(..., dtype=torch.bfloat16)` with the dtype written out, where the same file has an option
-    for it (argparse, click, a field of a settings class: `dtype`, `precision`, `mixed_precision`, `amp_dtype`) and
-    the region does not depend on that option.
+    Reports `torch.autocast(..., dtype=torch.bfloat16)` with a literal dtype if the same file defines an option for it
+    (argparse, click, a field of a settings class: `dtype`, `precision`, `mixed_precision`, `amp_dtype`) and the region
+    does not depend on that option.
 
     ## Why is this bad
-    The option says one thing and the region does another: a run with `--precision fp32` computes in BF16.
+    The option has no effect on the region: a run with `--precision fp32` computes in BF16.
 
     ## Known limits
-    Preview: the option may be meant for the weights, or for export, alone. Silent where the region, or the function it
-    stands in, is under a condition that names the option.
+    Preview: the option may be meant for the weights, or for export, only. Silent if the region, or the function that
+    holds it, is under a condition that names the option.
     """
 
     code, name = "MPG106", "hard-coded-autocast-dtype"
     severity = "info"
     preview = True
-    message = "`{expr}` says its dtype, and the script has the option `{option}`"
+    message = "`{expr}` has a literal dtype, but the script has the option `{option}`"
     help = "pass the option's dtype to the autocast"
     triggers = (any_of(b"autocast("), any_of(b"dtype", b"precision"), any_of(b"float16", b"half"))
     yields_to = ("MPG105", "MPG310")
@@ -100,8 +100,8 @@ def train(model, loader):
                 continue
             path = facts.called_path(event.call)
             flags = event.guard.joined(facts.enabled(event.call, path)).flags()
-            said = {option.name for option in options}
-            if any(name in flag for flag in flags for name in said) or "enabled" in event.call.keywords:
+            names = {option.name for option in options}
+            if any(name in flag for flag in flags for name in names) or "enabled" in event.call.keywords:
                 continue
             notes = (Note("the option", options[0].span),)
             yield self.at(event, expr=facts.short(event.call.node), option=options[0].name, notes=notes)

@@ -22,7 +22,7 @@ from mpguard.lint import (
 )
 from mpguard.policy.dtype import Dtype
 
-#: What holds ids and nothing else, by the conventions of Hugging Face.
+#: Names that hold only ids by the conventions of Hugging Face.
 _IDS = frozenset({"input_ids", "decoder_input_ids", "token_ids", "label_ids", "token_type_ids", "output_ids"})
 _BATCH = re.compile(r"(?i)(?:^|_|\.)(?:batch|inputs?|model_inputs|examples?|samples?|encod(?:ing|ed)s?|features)$")
 _FLOATING = re.compile(r"is_floating|float|dtype|isinstance|pixel|not in|!=")
@@ -32,21 +32,22 @@ class IntegersCastToComputeDtype(Rule):
     """Token ids, or a whole batch that holds them, are cast to FP16 or BF16.
 
     ## What it does
-    Reports casts to a low dtype of `input_ids` and its kin (also `batch["input_ids"]`), and of every value of a batch's
-    dict (`{k: v.half() for k, v in batch.items()}`) in a file that reads ids from it.
+    Reports casts to a low dtype of `input_ids` and similar names (also `batch["input_ids"]`), and casts of every value
+    of a batch's dict (`{k: v.half() for k, v in batch.items()}`) in a file that reads ids from it.
 
     ## Why is this bad
-    FP16 holds integers exactly up to 2048, BF16 up to 256: id 2049 becomes 2048, and a vocabulary has 32,000
-    and more. `Embedding` refuses float indices; code that casts back (`.long()`) or looks them up another way trains on
-    other tokens without a word.
+    FP16 holds integers exactly up to 2048, BF16 up to 256: id 2049 becomes 2048, and a vocabulary has 32,000 or more.
+    `Embedding` refuses float indices; code that casts back (`.long()`) or looks them up another way silently trains on
+    other tokens.
 
     ## Fix safety
-    The fix removes the cast from the ids and keeps a device move; code that wanted floats stops working: unsafe. There
-    is none for a whole dict: cast what is floating point (`v.half() if v.is_floating_point() else v`).
+    The fix removes the cast from the ids and keeps a device move. It is unsafe because code that needs floats stops
+    working. There is no fix for a whole dict: cast only what is floating point
+    (`v.half() if v.is_floating_point() else v`).
 
     ## Known limits
-    Ids are known by their names; `labels`, `indices` and boxes may be floats and are silent. So are `BatchFeature.to`
-    and `BatchEncoding.to`, which cast floating point tensors only.
+    Ids are recognized by their names; `labels`, `indices` and boxes may be floats and are not reported.
+    `BatchFeature.to` and `BatchEncoding.to` are not reported either: they cast floating point tensors only.
     """
 
     code, name = "MPG110", "integers-cast-to-compute-dtype"
@@ -178,7 +179,7 @@ def convert(state_dict):
             )
 
     def _ids(self, node: cst.CSTNode | None) -> str:
-        """The name of the ids that an expression is, through moves."""
+        """Return the name of the ids in an expression, also after moves and views; empty if it is none."""
         while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
             if node.func.attr.value not in ("to", "cuda", "contiguous", "view", "reshape", "clone", "detach"):
                 return ""
@@ -191,14 +192,14 @@ def convert(state_dict):
         return name if name in _IDS else ""
 
     def _becomes(self, cast: Event, facts: Facts) -> str:
-        """The name of ids that the cast value gets at once: `input_ids = batch[1].to(dtype=...)`."""
+        """Return the name of ids that the cast value is assigned to: `input_ids = batch[1].to(dtype=...)`."""
         above = facts.walker.parents.get(cast.call.node)
         if not isinstance(above, cst.Assign) or len(above.targets) != 1:
             return ""
         return self._ids(above.targets[0].target)
 
     def _whole(self, cast: Event, facts: Facts) -> str:
-        """The batch of whose dict every value is cast."""
+        """Return the name of the batch if every value of its dict is cast; else empty."""
         if not cast.key or "." in cast.key:
             return ""
         for binding in facts.values.reaching(cast.key, cast.scope, cast.order, cast.call.guard):

@@ -24,33 +24,34 @@ from mpguard.lint import (
 )
 from mpguard.policy.dtype import Dtype
 
-#: Up to here a dtype holds all integers.
+#: The largest integer up to which a dtype holds all integers.
 _EXACT = {"float16": 2048, "bfloat16": 256}
-#: What says how many examples there are: more than 256 at once are rare.
+#: Names for the number of examples in a batch, which is seldom above 256.
 _BATCH = re.compile(r"(?i)(?:^|[._])(?:batch_?size|bsz|bs|num_?examples)$")
 _TESTS = re.compile(r"(?:^|[/\\])(?:tests?|testing)[/\\]|(?:^|[/\\])(?:test_[^/\\]*|conftest)\.py$|_test\.py$")
 
 
 class LowPrecisionPositions(Rule):
-    """Positions (`arange`, `linspace`, and what is computed from them) are made in FP16 or BF16.
+    """Positions (`arange`, `linspace`, and what is computed from them) are created in FP16 or BF16.
 
     ## What it does
-    Reports `torch.arange(n, dtype=torch.bfloat16)`, `torch.linspace(..., dtype=torch.float16)` and `arange` that is
+    Reports `torch.arange(n, dtype=torch.bfloat16)`, `torch.linspace(..., dtype=torch.float16)` and an `arange` that is
     cast before anything is computed from it (`torch.arange(0, dim, 2).half() / dim`).
 
     ## Why is this bad
-    BF16 holds all integers up to 256, FP16 up to 2048: of 4,096 positions in BF16 769 different numbers are left, of
-    5,000 in FP16 3,299 (torch 2.13). Tokens far from the beginning get the same rotary angles or sinusoids.
-    A table that is computed in FP32 and stored in BF16 at the end is fine.
+    BF16 holds all integers up to 256, FP16 up to 2048: of 4,096 positions in BF16, 769 different numbers are left, of
+    5,000 in FP16, 3,299 (torch 2.13). Tokens far from the beginning get the same rotary angles or sinusoids. A table
+    that is computed in FP32 and stored in BF16 at the end is fine.
 
     ## Fix safety
-    In FP32 what is computed from the positions becomes FP32 too: unsafe. None for what is stored in another tensor
-    (`ids[:, 0] = torch.arange(n, dtype=...)`), whose dtype it gets.
+    The fix computes the positions in FP32. It is unsafe because results computed from them become FP32 too. There is no
+    fix for positions that are stored in another tensor (`ids[:, 0] = torch.arange(n, dtype=...)`), whose dtype they
+    get.
 
     ## Known limits
-    Silent for ends that are literals and small enough, or the size of a batch, for a `linspace` of unknown length,
-    for dtypes that are unknown (`dtype=x.dtype`), and in tests, which use `arange` for data. Silent for the rows and
-    columns of a grid (`meshgrid`, `[:, None]` beside `[None, :]`) too: the sides of feature maps seldom pass 256.
+    Silent if the end is a small enough literal or the size of a batch, for a `linspace` of unknown length, for an
+    unknown dtype (`dtype=x.dtype`), and in tests, which use `arange` for data. Silent for the rows and columns of a
+    grid (`meshgrid`, `[:, None]` together with `[None, :]`): the sides of feature maps are seldom longer than 256.
     """
 
     code, name = "MPG108", "low-precision-positions"
@@ -195,7 +196,7 @@ def ids(height, width, device):
                 if given is None or facts.called_path(call) != f"torch.{name}":
                     continue
                 if name == "linspace" and self._most(call, facts) is None:
-                    continue  # data as often as positions
+                    continue  # as often data as positions
                 low = self._low(facts.dtypes(given, call), call, call, facts)
                 if low and not self._of_a_grid(call, facts):
                     edit = python_edits.replaced(given, call, f"{python_edits.name_of_torch(facts)}.float32")
@@ -212,20 +213,20 @@ def ids(height, width, device):
         return self.at(call, dtype=Dtype.label_of(dtype), exact=f"{_EXACT[dtype]:,}", fix=fix)
 
     def _low(self, dtypes: tuple[tuple[object, str | None], ...], made: Call, at: Record, facts: Facts) -> str:
-        """The low dtype that positions have, if it cannot hold them."""
+        """Return the low dtype of positions if it cannot hold them; else empty."""
         if any(scope.kind == "function" and scope.name.startswith("test") for scope in at.scope.within()):
             return ""
         most = self._most(made, facts)
         return next((name for _, name in dtypes if name in _EXACT and not (most and most <= _EXACT[name])), "") or ""
 
     def _most(self, call: Call, facts: Facts) -> float | None:
-        """The largest position, where it is a literal."""
+        """Return the largest position; None if it is unknown."""
         if call.name == "linspace":
             steps = facts.scalars.number(call.argument(2, "steps"), call)
             return steps.value if steps is not None else None
         step = call.argument(2, "step")
         if step is not None and not isinstance(step, cst.Integer):
-            return None  # fractions
+            return None  # fractions between the positions
         end = call.argument(1 if len(call.positional) > 1 else 0, "end")
         if dotted(end) and _BATCH.search(dotted(end)):
             return 1
@@ -233,7 +234,7 @@ def ids(height, width, device):
         return abs(number.value) if number is not None else None
 
     def _of_a_grid(self, call: Call, facts: Facts) -> bool:
-        """Whether these are the rows or columns of a grid: handed to `meshgrid`, or set across others."""
+        """True for the rows or columns of a grid: an argument of `meshgrid`, or one of two axes (`[:, None]`)."""
         parents = facts.walker.parents
         bound = parents.get(call.node)
         names = {dotted(each.target) for each in bound.targets} if isinstance(bound, cst.Assign) else set()
@@ -242,12 +243,12 @@ def ids(height, width, device):
                 axis is call.node or dotted(axis) in names for axis in _elements(mesh.positional)
             ):
                 return True
-        way = _orientation(parents.get(call.node))
+        axis_order = _orientation(parents.get(call.node))
         others = (parents.get(other.node) for other in facts.calls.get(call.name, ()) if other.scope is call.scope)
-        return way is not None and any(_orientation(other) == (not way) for other in others)
+        return axis_order is not None and any(_orientation(other) == (not axis_order) for other in others)
 
     def _arange(self, cast: Event, facts: Facts) -> Call | None:
-        """The `arange` that is cast: at once, moved, or under its name."""
+        """Return the `arange` that is cast: directly, after a move, or through its name."""
         node: cst.CSTNode | None = cast.subject
         for _ in range(4):
             call = facts.walker.call_of.get(node) if node is not None else None
@@ -277,14 +278,14 @@ def ids(height, width, device):
 
 
 def _elements(arguments: list[cst.BaseExpression]) -> list[cst.BaseExpression]:
-    """Arguments; for one that is a list or a tuple, what is in it."""
+    """Return the arguments; the elements if there is only one and it is a list or a tuple."""
     if len(arguments) == 1 and isinstance(arguments[0], (cst.List, cst.Tuple)):
         return [element.value for element in arguments[0].elements]
     return arguments
 
 
 def _orientation(node: cst.CSTNode | None) -> bool | None:
-    """Of `x[:, None]` True, of `x[None, :]` False."""
+    """Return True for `x[:, None]`, False for `x[None, :]`, None for anything else."""
     if not isinstance(node, cst.Subscript) or len(node.slice) != 2:
         return None
     new = [isinstance(s.slice, cst.Index) and dotted(s.slice.value) == "None" for s in node.slice]

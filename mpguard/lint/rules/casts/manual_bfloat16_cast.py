@@ -20,7 +20,7 @@ from mpguard.lint import (
     python_edits,
 )
 
-#: A dtype under such a flag follows the launcher's policy.
+#: Flags under which a dtype follows the launcher's policy.
 _POLICY = re.compile(r"mixed_precision|bf16_enabled")
 
 
@@ -28,21 +28,21 @@ class ManualBfloat16Cast(Rule):
     """An input, activation or loss is cast to BF16 by hand where the policy casts.
 
     ## What it does
-    Reports a cast of a tensor to BF16 that goes into a model which runs under autocast, under an
-    `Accelerator(mixed_precision=...)`, or in FSDP with a mixed-precision policy, and is trained with.
+    Reports a cast of a tensor to BF16 whose result is passed to a model that is trained and runs under autocast, under
+    an `Accelerator(mixed_precision=...)`, or in FSDP with a mixed-precision policy.
 
     ## Why is this bad
-    The policy casts the inputs of the operations that are safe in BF16 and keeps the others in FP32. A cast by
-    hand rounds to 8 bits before it is asked: coordinates, timesteps and targets lose their lower digits, the first
-    norm works on rounded values, and a change of the policy changes nothing.
+    The policy casts the inputs of the operations that are safe in BF16 and keeps the others in FP32. A cast by hand
+    rounds to 8 bits before the policy applies: coordinates, timesteps and targets lose their lower digits, the first
+    norm computes with rounded values, and a change of the policy has no effect.
 
     ## Fix safety
-    The fix removes the cast and keeps a device move. It is unsafe: what was BF16 becomes what the policy says.
+    The fix removes the cast and keeps a device move. It is unsafe because the value then has the policy's dtype.
 
     ## Known limits
-    Silent where the file casts or loads any model in BF16 (its inputs have to be BF16), for the inputs of a
-    DeepSpeed engine (its parameters are BF16 and it casts nothing), for frozen models, in inference, and where an
-    Accelerator's precision is not a literal. Inside the autocast region MPG105 speaks; FP16 is MPG101's.
+    Silent if the file casts or loads any model in BF16 (its inputs have to be BF16), for the inputs of a DeepSpeed
+    engine (its parameters are BF16 and it casts nothing), for frozen models, in inference, and if the precision of an
+    Accelerator is not a literal. Casts inside the autocast region are reported by MPG105, FP16 casts by MPG101.
     """
 
     code, name = "MPG102", "manual-bfloat16-cast"
@@ -238,7 +238,7 @@ for x in loader:
                 )
 
     def _policy(self, cast: Event, facts: Facts) -> Call | None:
-        """What casts the inputs of a model that the value goes into."""
+        """Return the call that sets the policy of a model to which the value is passed."""
         guards = [guard for guard in cast.may_be("bfloat16") if not any(map(_POLICY.search, guard.flags()))]
         training = facts.trained.cast(cast, "bfloat16", guards)
         if training is None:
@@ -253,12 +253,13 @@ for x in loader:
         return None
 
     def _mixed(self, wrap: Wrap, facts: Facts) -> Call | None:
-        """The Accelerator or the FSDP wrapper with a mixed precision in sight; DeepSpeed's engine casts no inputs."""
+        """Return the Accelerator or FSDP wrapper with a known mixed precision; DeepSpeed's engine casts no inputs."""
         if wrap.kind == "accelerate" and wrap.call.receiver is not None:
             for each in facts.evaluate(wrap.call.receiver, wrap.call):
                 made = each.atom.call if isinstance(each.atom, Object) else None
-                said = facts.evaluate(made.keywords.get("mixed_precision"), made) if made is not None else ()
-                if said and all(isinstance(s.atom, Constant) and s.atom.value in ("bf16", "fp16") for s in said):
+                values = facts.evaluate(made.keywords.get("mixed_precision"), made) if made is not None else ()
+                atoms = [value.atom for value in values]
+                if atoms and all(isinstance(atom, Constant) and atom.value in ("bf16", "fp16") for atom in atoms):
                     return made
         policy = wrap.call.argument(None, "mixed_precision", "mp_policy")
         return wrap.call if wrap.kind.startswith("fsdp") and policy is not None else None

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, any_of, python_edits
 
-#: A dtype under such a flag follows the launcher's policy.
+#: Flags under which a dtype follows the launcher's policy.
 _POLICY = re.compile(r"mixed_precision|fp16_enabled")
 
 
@@ -14,31 +14,29 @@ class ManualHalfCast(Rule):
 
     ## What it does
     Follows each cast to FP16 (`x.half()`, `x.to(torch.float16)`, `x.to("cuda", torch.half)`,
-    `x.type("torch.cuda.HalfTensor")`, a dtype under any name) through the file, and reports it
-    where the result is trained with: it reaches `backward`, an optimizer, `Accelerator.prepare`,
-    `deepspeed.initialize`, a Trainer, FSDP or DDP.
+    `x.type("torch.cuda.HalfTensor")`, a dtype under any name) through the file, and reports it if the result is trained
+    with: it reaches `backward`, an optimizer, `Accelerator.prepare`, `deepspeed.initialize`, a Trainer, FSDP or DDP.
 
     ## Why is this bad
-    Under autocast, Accelerate or DeepSpeed the policy chooses the dtype of each operation. A cast
-    by hand overrides it: a tensor that policy keeps in FP32 is FP16 there, and a change of the
-    policy to BF16 changes nothing. An FP16 *parameter* has no FP32 master copy: updates below
-    2^-11 of a weight are lost, and `GradScaler` raises "Attempting to unscale FP16 gradients".
+    Under autocast, Accelerate or DeepSpeed the policy chooses the dtype of each operation. A cast by hand overrides it:
+    a tensor that the policy keeps in FP32 is FP16, and a change of the policy to BF16 has no effect. An FP16
+    *parameter* has no FP32 master copy: updates below 2^-11 of a weight are lost, and `GradScaler` raises "Attempting
+    to unscale FP16 gradients".
 
     ## Fix safety
-    The fix removes the cast and keeps a device move. It is unsafe: what was FP16 becomes what the
-    policy says, and code that relied on FP16 (a kernel that takes nothing else) stops working. There
-    is none where nothing but the cast stands in an arm: the flag should go with it; nor for the other casts
-    of such a file, as a model and its inputs change their dtype together.
+    The fix removes the cast and keeps a device move. It is unsafe: the value then has the policy's dtype, and code that
+    needs FP16 (a kernel that takes nothing else) stops working. There is no fix if a branch holds only the cast, since
+    the flag should be removed with it; then the other casts of the file have none either, because a model and its
+    inputs must change their dtype together.
 
     ## Known limits
-    Casts are silent for inference: under `no_grad`, in functions called `evaluate`, `predict`,
-    `generate`, `export` and the like, for frozen models and what is fed to them, for copies made for
-    a checkpoint, for `.half().float()` rounding, and for the inputs of a DeepSpeed engine, whose
-    parameters may be FP16. A dtype that follows `accelerator.mixed_precision` follows the policy.
-    An optimizer alone, or a `backward`, is no training where nothing in sight steps.
-    Where something may keep FP32 masters (`FP16_Optimizer`, `optimizer.backward(loss)`, a framework's
-    own FP16 module), all casts of the file are silent: FP16 parameters are its way.
-    A library's module whose training is elsewhere is not judged.
+    Casts for inference are not reported: under `no_grad`, in functions called `evaluate`, `predict`, `generate`,
+    `export` and the like, for frozen models and their inputs, for copies written to a checkpoint, for `.half().float()`
+    rounding, and for the inputs of a DeepSpeed engine, whose parameters may be FP16. A dtype that follows
+    `accelerator.mixed_precision` follows the policy. An optimizer alone, or a `backward`, does not count as training if
+    the file takes no step. Where something may keep FP32 masters (`FP16_Optimizer`, `optimizer.backward(loss)`, a
+    framework's own FP16 module), no cast of the file is reported: such code has FP16 parameters by design. A library's
+    module that is trained elsewhere is not checked.
     """
 
     code, name = "MPG101", "manual-half-cast"
@@ -562,12 +560,12 @@ def train(args, loader, dtype):
             if training is not None:
                 fix = None if cast.kind == "construct" else python_edits.without_cast(facts, cast)
                 found.append((cast, training, fix))
-        whole = all(fix is not None for _, _, fix in found)  # a model and its inputs change together
+        all_fixable = all(fix is not None for _, _, fix in found)  # a model and its inputs change together
         for cast, training, fix in found:
             yield self.at(
                 cast,
                 message="`{expr}` makes FP16 weights in code that trains" if cast.kind == "construct" else None,
                 expr=facts.short(cast.call.node),
                 notes=(Note("trained with here", training.sink.call.span),),
-                fix=fix if whole else None,
+                fix=fix if all_fixable else None,
             )

@@ -9,19 +9,19 @@ class NoMasterWeights(Rule):
     """All parameters are BF16 and a plain optimizer updates them.
 
     ## What it does
-    Reports a model that is cast to BF16, or loaded in BF16, and whose parameters go to an optimizer of torch,
-    bitsandbytes or torchao that updates them where they are.
+    Reports a model that is cast to BF16, or loaded in BF16, if its parameters are passed to an optimizer of torch,
+    bitsandbytes or torchao that updates them in place.
 
     ## Why is this bad
-    BF16 has 8 bits of precision: an update below 2^-9 of a weight (0.2 %) rounds away. Adam moves a weight
-    by about the learning rate; with 1e-5 every weight above 0.005 stands still. Mixed precision keeps FP32
-    master weights: load in FP32 and use BF16 autocast, or FSDP's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.
+    BF16 has 8 bits of precision: an update below 2^-9 of a weight (0.2 %) is rounded away. Adam moves a weight by about
+    the learning rate; with 1e-5, no weight above 0.005 changes. Mixed precision keeps FP32 master weights: load in FP32
+    and use BF16 autocast, or FSDP's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.
 
     ## Known limits
     Silent for adapters, quantized loads and frozen models; for optimizers with stochastic rounding
-    (`bf16_stochastic_round=True`), Kahan summation or FP32 masters, which are none of those that it knows; and
-    in a file that mentions DeepSpeed, FSDP or Megatron, whose optimizers may keep masters. A Trainer is judged
-    where its `TrainingArguments` are in the file.
+    (`bf16_stochastic_round=True`), Kahan summation or FP32 masters, which are not among the recognized ones; and in a
+    file that mentions DeepSpeed, FSDP or Megatron, whose optimizers may keep masters. A Trainer is checked if its
+    `TrainingArguments` are in the file.
     """
 
     code, name = "MPG107", "no-master-weights"

@@ -7,19 +7,18 @@ class UnreadablePython(EngineRule):
     """A file cannot be read as Python, so nothing in it was checked.
 
     ## Why is this bad
-    What is not checked looks like what is clean. The finding stands at the first bad place: a syntax
-    error, bytes that are not in the file's encoding (UTF-8, or what its `coding:` line says), a NUL
-    byte, nesting or size beyond the limits of the parser, a file without read permission. The other
-    files are checked all the same.
+    A file that was not checked looks like a file without findings. The finding is at the first error: a syntax error,
+    bytes that are not in the file's encoding (UTF-8, or that of its `coding:` line), a NUL byte, nesting or size beyond
+    the limits of the parser, a file without read permission. The other files are checked nevertheless.
 
     ## Known limits
-    mpguard checks precision, not syntax. Of a file in a folder, only the statements are parsed that
-    another rule could have anything to say about; syntax errors in the others are found where a rule
-    finds something, and not otherwise. Files named on the command line are parsed as a whole in any
-    case, and all files are where `--select` or the settings name MPG000.
+    mpguard checks precision, not syntax. In a file that was found in a folder, only the statements are parsed that
+    another rule could report; syntax errors in the others are reported only if a rule reports something in the file.
+    Files named on the command line are always parsed completely, and so are all files if `--select` or the settings
+    name MPG000.
 
-    What the Python that runs mpguard refuses and its own parser (libcst) takes is no syntax error:
-    newer syntax than that of this Python, and `except A, B:`, which is valid again since Python 3.14.
+    Code that the Python that runs mpguard refuses but that mpguard's own parser (libcst) accepts is not a syntax error:
+    syntax newer than that Python, and `except A, B:`, which is valid again since Python 3.14.
     """
 
     code, name = "MPG000", "syntax-error"

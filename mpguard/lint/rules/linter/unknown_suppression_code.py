@@ -7,8 +7,8 @@ class UnknownSuppressionCode(EngineRule):
     """A suppression names a code that no rule has, or is misspelt, and has no effect.
 
     ## Why is this bad
-    It looks like a decision that was made and holds. The finding that it was written for is still
-    there, or comes back unseen under its right code.
+    It looks as if a finding were suppressed on purpose. The finding that it was written for is still reported, or is
+    reported again later under its correct code.
     """
 
     code, name = "MPG001", "unknown-suppression-code"

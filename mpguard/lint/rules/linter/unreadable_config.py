@@ -4,17 +4,17 @@ from mpguard.lint import Bad, EngineRule, Good
 
 
 class UnreadableConfig(EngineRule):
-    """A YAML or JSON config does not parse, or means something else than it says.
+    """A YAML or JSON config does not parse, or its meaning differs from what is written.
 
     ## Why is this bad
-    A config that does not parse stops the launch; that is the harmless case. A key that is there twice
-    does not: accelerate and DeepSpeed take the last one, in silence, and the first one is what people
-    read. Tags (`!!python/...`) are refused by accelerate; mpguard never executes them.
+    A config that does not parse stops the launch; that is the harmless case. A duplicate key does not: accelerate and
+    DeepSpeed silently take the last one, while people read the first one. accelerate refuses tags (`!!python/...`);
+    mpguard never executes them.
 
     ## Known limits
-    A YAML or JSON that is found in a folder is a config if it has the keys of one (of accelerate,
-    DeepSpeed or axolotl), or, where it does not parse, lines that look like them. Others are none of
-    mpguard's business, unless they are named on the command line.
+    A YAML or JSON file that is found in a folder is a config if it has the keys of one (of accelerate, DeepSpeed or
+    axolotl), or, if it does not parse, lines that resemble them. Other files are ignored unless they are named on the
+    command line.
     """
 
     code, name = "MPG003", "unreadable-config"

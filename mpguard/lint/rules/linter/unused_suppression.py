@@ -4,19 +4,19 @@ from mpguard.lint import Bad, EngineRule, Good
 
 
 class UnusedSuppression(EngineRule):
-    """A suppression covers nothing that would be reported.
+    """A suppression matches no finding.
 
     ## Why is this bad
-    The mistake that it was for is gone, or the comment stands at the wrong line. Left there, it will
-    hide the next one.
+    The mistake that it was written for has been fixed, or the comment is on the wrong line. If it stays, it will hide
+    the next mistake.
 
     ## What is judged
-    Codes of mpguard in `# noqa: ...`, and `# mpguard: ignore` and `ignore-file` with and without
-    codes. A plain `# noqa` and the codes of other tools never are; neither are codes whose rules did
-    not run: not selected, off for the file, or the file could not be read.
+    Codes of mpguard in `# noqa: ...`, and `# mpguard: ignore` and `ignore-file` with and without codes. A plain
+    `# noqa` and the codes of other tools are never reported; nor are codes whose rules did not run: not selected, off
+    for the file, or the file could not be read.
 
     ## Fix safety
-    Safe: only the comment changes, and of it only what mpguard judges.
+    Safe: only the comment changes, and only the part that belongs to mpguard.
     """
 
     code, name = "MPG002", "unused-suppression"
