@@ -375,7 +375,7 @@ async def test_what_rests_on_an_unsaved_file_is_checked_as_that_is_typed(folder:
         assert codes(await client.open(second, importing)) == ["MPG302"]
         assert await client.open(config.as_uri(), config.read_text(), "yaml") == []
         await client.write(config.as_uri(), config.read_text().replace("bf16", "fp16"), 2)
-        await until(first, "is `bf16`, the launch config says `fp16`")
+        await until(first, "is `bf16`, the launch config has `fp16`")
         close(config)
         await until(first, "is `bf16` in the launch config already")
         await client.open(module.as_uri(), module.read_text().replace("bfloat16", "float16"))

@@ -223,4 +223,4 @@ def train(self, loader):
         """Return a region that is active wherever the call is reached: without one the model may need the cast."""
         regions = facts.contexts.autocasts(call, 0)
         unconditional = ((region.call, both) for region, both in regions if not region.guard - call.guard)
-        return next((made for made, both in unconditional if compatible(both, guard)), None)
+        return next((region_call for region_call, both in unconditional if compatible(both, guard)), None)

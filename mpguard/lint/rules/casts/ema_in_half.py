@@ -149,9 +149,9 @@ def step(other_ema, model):
             low = next((name for name in ("bfloat16", "float16") if cast.may_be(name)), None)
             if low is None or facts.is_inference(cast.call):
                 continue
-            ema, keeper = self._average(cast), self._keeper(cast, facts)
-            if keeper is not None or (ema and self._updated(ema, cast, facts)):
-                notes = (Note("averaged here", keeper.span),) if keeper is not None else ()
+            ema, averaging = self._average(cast), self._averaging_call(cast, facts)
+            if averaging is not None or (ema and self._updated(ema, cast, facts)):
+                notes = (Note("averaged here", averaging.span),) if averaging is not None else ()
                 yield self.at(cast, ema=ema or facts.short(cast.subject), dtype=Dtype.label_of(low), notes=notes)
 
     def _average(self, cast: Event) -> str:
@@ -175,7 +175,7 @@ def step(other_ema, model):
         key = dotted(statement.targets[0].target)
         return key if _EMA.search(key.rsplit(".", 1)[-1]) else ""
 
-    def _keeper(self, cast: Event, facts: Facts) -> Call | None:
+    def _averaging_call(self, cast: Event, facts: Facts) -> Call | None:
         """Return the call that creates the average from the model in its low dtype."""
         for name in _CLASSES:
             for call in facts.calls.get(name, ()):

@@ -165,8 +165,8 @@ def convert(state_dict):
             low = next((name for name in ("bfloat16", "float16") if cast.may_be(name)), None)
             if low is None:
                 continue
-            name = self._ids(cast.subject) or self._becomes(cast, facts)
-            whole = self._whole(cast, facts) if not name else ""
+            name = self._ids(cast.subject) or self._assigned_ids(cast, facts)
+            whole = self._whole_batch(cast, facts) if not name else ""
             if not name and not whole:
                 continue
             yield self.at(
@@ -191,14 +191,14 @@ def convert(state_dict):
             name = dotted(node).rsplit(".", 1)[-1]
         return name if name in _IDS else ""
 
-    def _becomes(self, cast: Event, facts: Facts) -> str:
+    def _assigned_ids(self, cast: Event, facts: Facts) -> str:
         """Return the name of ids that the cast value is assigned to: `input_ids = batch[1].to(dtype=...)`."""
         above = facts.walker.parents.get(cast.call.node)
         if not isinstance(above, cst.Assign) or len(above.targets) != 1:
             return ""
         return self._ids(above.targets[0].target)
 
-    def _whole(self, cast: Event, facts: Facts) -> str:
+    def _whole_batch(self, cast: Event, facts: Facts) -> str:
         """Return the name of the batch if every value of its dict is cast; else empty."""
         if not cast.key or "." in cast.key:
             return ""

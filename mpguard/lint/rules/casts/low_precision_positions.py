@@ -195,15 +195,15 @@ def ids(height, width, device):
                 given = call.argument(None, "dtype")
                 if given is None or facts.called_path(call) != f"torch.{name}":
                     continue
-                if name == "linspace" and self._most(call, facts) is None:
+                if name == "linspace" and self._largest(call, facts) is None:
                     continue  # as often data as positions
-                low = self._low(facts.dtypes(given, call), call, call, facts)
+                low = self._low_dtype(facts.dtypes(given, call), call, call, facts)
                 if low and not self._of_a_grid(call, facts):
                     edit = python_edits.replaced(given, call, f"{python_edits.name_of_torch(facts)}.float32")
                     yield self._at(call, low, edit if python_edits.name_of_torch(facts) else None)
         for cast in facts.events("cast"):
-            made = self._arange(cast, facts)
-            low = self._low(cast.dtypes, made, cast.call, facts) if made is not None else ""
+            arange = self._arange(cast, facts)
+            low = self._low_dtype(cast.dtypes, arange, cast.call, facts) if arange is not None else ""
             if low:
                 yield self._at(cast.call, low, self._upcast(cast, facts))
 
@@ -212,14 +212,16 @@ def ids(height, width, device):
         fix = Fix("Compute in float32", "unsafe", (edit,)) if edit is not None and not stored else None
         return self.at(call, dtype=Dtype.label_of(dtype), exact=f"{_EXACT[dtype]:,}", fix=fix)
 
-    def _low(self, dtypes: tuple[tuple[object, str | None], ...], made: Call, at: Record, facts: Facts) -> str:
+    def _low_dtype(self, dtypes: tuple[tuple[object, str | None], ...], arange: Call, at: Record, facts: Facts) -> str:
         """Return the low dtype of positions if it cannot hold them; else empty."""
         if any(scope.kind == "function" and scope.name.startswith("test") for scope in at.scope.within()):
             return ""
-        most = self._most(made, facts)
-        return next((name for _, name in dtypes if name in _EXACT and not (most and most <= _EXACT[name])), "") or ""
+        largest = self._largest(arange, facts)
+        return (
+            next((name for _, name in dtypes if name in _EXACT and not (largest and largest <= _EXACT[name])), "") or ""
+        )
 
-    def _most(self, call: Call, facts: Facts) -> float | None:
+    def _largest(self, call: Call, facts: Facts) -> float | None:
         """Return the largest position; None if it is unknown."""
         if call.name == "linspace":
             steps = facts.scalars.number(call.argument(2, "steps"), call)

@@ -256,10 +256,14 @@ for x in loader:
         """Return the Accelerator or FSDP wrapper with a known mixed precision; DeepSpeed's engine casts no inputs."""
         if wrap.kind == "accelerate" and wrap.call.receiver is not None:
             for each in facts.evaluate(wrap.call.receiver, wrap.call):
-                made = each.atom.call if isinstance(each.atom, Object) else None
-                values = facts.evaluate(made.keywords.get("mixed_precision"), made) if made is not None else ()
+                accelerator = each.atom.call if isinstance(each.atom, Object) else None
+                values = (
+                    facts.evaluate(accelerator.keywords.get("mixed_precision"), accelerator)
+                    if accelerator is not None
+                    else ()
+                )
                 atoms = [value.atom for value in values]
                 if atoms and all(isinstance(atom, Constant) and atom.value in ("bf16", "fp16") for atom in atoms):
-                    return made
+                    return accelerator
         policy = wrap.call.argument(None, "mixed_precision", "mp_policy")
         return wrap.call if wrap.kind.startswith("fsdp") and policy is not None else None

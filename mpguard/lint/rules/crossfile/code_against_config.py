@@ -20,31 +20,30 @@ from mpguard.policy.dtype import Dtype
 
 
 class CodeAgainstConfig(Rule):
-    """The script's own precision is not that of the config that it is launched with.
+    """The script's own precision differs from that of the config that it is launched with.
 
     ## What it does
-    Compares `Accelerator(mixed_precision=...)`, the dtype of autocast regions around what is
-    trained, a GradScaler, and the dtype that a trained model is loaded in, with the launch configs:
-    those of `--config`, of `[tool.mpguard] configs`, those that launch lines in the tree name for the script
+    Compares `Accelerator(mixed_precision=...)`, the dtype of autocast regions around what is trained, a GradScaler, and
+    the dtype that a trained model is loaded in, with the launch configs: those of `--config`, of
+    `[tool.mpguard] configs`, those that launch lines in the tree name for the script
     (`accelerate launch --config_file fsdp.yaml train.py` in shell scripts, Makefiles, workflows, READMEs; their
-    `--mixed_precision` beats the config), or found beside it.
+    `--mixed_precision` takes precedence over the config), or those in the same folder.
 
     ## Why is this bad
-    The code wins, and nothing says so: accelerate 1.15 takes `mixed_precision` of the code before
-    that of the config, and an autocast region of one's own before both. The run computes something
-    else than its config says, and the next edit of the config changes nothing.
+    The code silently takes precedence: accelerate 1.15 uses `mixed_precision` of the code instead of that of the
+    config, and an autocast region in the code overrides both. The run computes something else than its config states,
+    and the next edit of the config has no effect.
 
     ## Known limits
-    Only settings that are in force for certain are compared: not an autocast with `enabled=args.amp`, and not
-    what stands under an option for precision. Where there are several configs, nothing says
-    which one is used: a setting is reported only if it contradicts all of them. Under a config
-    that says `no`, autocast of one's own is taken as meant.
+    Only settings that are known to apply are compared: not an autocast with `enabled=args.amp`, and nothing under an
+    option for precision. If there are several configs, it is unknown which one is used: a setting is reported only if
+    it contradicts all of them. Under a config with `no`, autocast in the code is assumed to be intended.
     """
 
     code, name = "MPG862", "code-against-config"
     severity = "error"
-    message = "{what} is {found}, the launch config says {wanted}"
-    help = "say the precision in one place: leave it to the config, or change the config"
+    message = "{what} is {found}, the launch config has {wanted}"
+    help = "set the precision in one place: leave it to the config, or change the config"
     triggers = (
         any_of(b"mixed_precision", b"autocast", b"GradScaler", *(name.encode() for name in library_names.LOADERS)),
         any_of(b"Accelerator(", b".backward(", b"Trainer(", b"deepspeed"),
@@ -244,7 +243,7 @@ accelerator = Accelerator(mixed_precision="fp16")
                 yield self._against(event, "the dtype of the trained weights", Dtype.label_of(loaded), configs)
 
     def _trained_regions(self, facts: Facts) -> list[tuple[Record, str]]:
-        """The autocast calls around what a backward pass comes from, with their dtype."""
+        """Return the autocast calls around what a backward pass is computed from, with their dtype."""
         found: dict[Record, str] = {}
         for backward in (*facts.events("backward"), *facts.events("framework")):
             loss = backward.subject if backward.kind == "backward" else backward.call.argument(0)
@@ -268,11 +267,11 @@ accelerator = Accelerator(mixed_precision="fp16")
         ):
             return None
         if region.facts.enabled(region.call, region.facts.called_path(region.call)):
-            return None  # it may be off
+            return None  # it may be disabled
         return launch_expectations.low([name for _, name in region.dtypes])
 
     def _scalers(self, facts: Facts, configs: launch_expectations.Configs) -> Iterator[Diagnostic]:
-        """A scaler that is always on is for FP16, whatever the regions say."""
+        """Yield the scalers that are always enabled: they are for FP16, whatever the dtype of the regions."""
         if not launch_expectations.contradicts("float16", configs) or not facts.events("scale"):
             return
         for event in facts.events("scaler"):

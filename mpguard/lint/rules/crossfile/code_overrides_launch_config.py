@@ -6,29 +6,27 @@ from mpguard.lint import Bad, Diagnostic, Facts, Fix, Good, Rule, any_of, consta
 
 
 class CodeOverridesLaunchConfig(Rule):
-    """`Accelerator(mixed_precision="...")` says what the launch config says already.
+    """`Accelerator(mixed_precision="...")` repeats what the launch config sets already.
 
     ## What it does
-    Looks for a literal `mixed_precision` where all launch configs of the script (`--config`, `[tool.mpguard]
-    configs`, those that launch lines name, those beside it) say the same. A different value is MPG862's.
+    Reports a literal `mixed_precision` if all launch configs of the script (`--config`, `[tool.mpguard] configs`, those
+    that launch lines name, those in the same folder) have the same value. A different value is reported by MPG862.
 
     ## Why is this bad
-    accelerate 1.15 takes the value of the code before that of the config and of `--mixed_precision`. The next one who
-    edits the config changes nothing, and is not told.
+    accelerate 1.15 uses the value of the code instead of that of the config and of `--mixed_precision`. The next edit
+    of the config silently has no effect.
 
     ## Fix safety
     Safe: the argument is removed; launched with its config, the program is the same. Started without one
     (`python train.py`) it would compute in FP32.
 
     ## Known limits
-    Values that are computed, or come from an option, are the script's own business and not reported.
+    Values that are computed, or come from an option, are the script's own decision and not reported.
     """
 
     code, name = "MPG514", "code-overrides-launch-config"
     severity = "warning"
-    message = (
-        "`mixed_precision` is {found} in the launch config already; from here it would override the next edit of it"
-    )
+    message = "`mixed_precision` is {found} in the launch config already; this argument would override an edit of it"
     help = "leave it to the config"
     triggers = (any_of(b"mixed_precision"), any_of(b"Accelerator("))
     needs_config = True
@@ -98,7 +96,7 @@ accelerator = Accelerator(mixed_precision="bf16")
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         configs = launch_expectations.configs(facts)
-        if not configs or any(not _says(config.said_at, config.entry("mixed_precision")) for config in configs):
+        if not configs or any(not _sets(config.said_at, config.entry("mixed_precision")) for config in configs):
             return
         for event in facts.events("accelerator"):
             given = event.call.argument(2, "mixed_precision")
@@ -120,6 +118,6 @@ accelerator = Accelerator(mixed_precision="bf16")
             )
 
 
-def _says(*places: object) -> bool:
-    """Whether accelerate's own key, or flag, says it; where a DeepSpeed file does, more than that follows from it."""
+def _sets(*places: object) -> bool:
+    """True if accelerate's own key, or flag, sets it; a DeepSpeed file that does has further effects."""
     return any(place is not None for place in places)

@@ -9,36 +9,36 @@ from mpguard.core.errors import ConfigError
 from mpguard.lint import Bad, Diagnostic, Edit, Fix, Good, Launch, LaunchRule, Note, Word, any_of, siblings
 
 _OPTIONS = ("--config", "--config_file", "--config-file")
-#: What a file that is not there yet is for, by its name: mpguard's own (`mpguard init` writes it), or accelerate's.
+#: Names of launch configs that do not exist yet: mpguard's own (`mpguard init` writes it) and accelerate's.
 _LAUNCH_CONFIG = re.compile(r"(?:^|/)(?:mp|[\w-]*accelerate[\w-]*)\.ya?ml$")
 
 
 class ConfigAfterScript(LaunchRule):
-    """The launch config stands after the script in an `accelerate launch` line, and goes to the script.
+    """In an `accelerate launch` line, the launch config is after the script and becomes an argument of the script.
 
     ## What it does
-    Reads the launch lines of shell scripts, Makefiles, GitHub workflows and READMEs, and looks at what the
-    option `--config` (or `--config_file`) behind the script names: an accelerate config by its content, or, where the
-    file is not there, by a name that says so (`mp.yaml`, `accelerate_config.yaml`).
+    Reads the launch lines of shell scripts, Makefiles, GitHub workflows and READMEs, and checks the value of the option
+    `--config` (or `--config_file`) after the script: it is reported if the file is an accelerate config by its content,
+    or, if it does not exist, has the name of one (`mp.yaml`, `accelerate_config.yaml`).
 
     ## Why is this bad
-    Everything behind the script is the script's. The launcher runs without the config: one process or all the
-    GPUs there are, in FP32, or whatever `accelerate config` once wrote to the home folder. A script that ignores
-    unknown arguments does not even complain (accelerate 1.15.0).
+    All arguments after the script are the script's. The launcher runs without the config: with one process or all GPUs,
+    in FP32, or with what `accelerate config` once wrote to the home folder. A script that ignores unknown arguments
+    does not even report it (accelerate 1.15.0).
 
     ## Fix safety
     Safe: the config moves to where `accelerate launch` reads it, as `--config_file`; stock accelerate refuses
     `--config`. The script loses an argument that was not meant for it.
 
     ## Known limits
-    A line whose config cannot be found and has no such name, or has a variable in it, is not reported; neither is
-    one that has a config in front of the script too, and one whose config is not there while the script has an option
-    of that name.
+    A line is not reported if its config does not exist and has no such name, if the name contains a variable, if the
+    line has a config before the script too, or if the config does not exist while the script has an option of that
+    name.
     """
 
     code, name = "MPG866", "config-after-script"
     severity = "error"
-    message = "`{option}` stands after the script `{script}`: {launcher} runs without {config}"
+    message = "`{option}` is after the script `{script}`: {launcher} runs without {config}"
     help = "put it before the script, as `--config_file`"
     triggers = (any_of(b"accelerate"), any_of(b"--config"))
     examples = (
@@ -118,19 +118,19 @@ echo "accelerate launch config.yaml"
                 launcher="accelerate launch",
                 config=value.text,
                 fix=Fix("Put it before the script", "safe", self._moved(launch, option, value)),
-                notes=(Note("the script, and from here on its own arguments", launch.script.span),),
+                notes=(Note("the script; what follows are its own arguments", launch.script.span),),
             )
 
     def _is_launch_config(self, name: str, option: str, launch: Launch) -> bool:
         if not name.endswith((".yaml", ".yml", ".json")):
             return False
-        there = self.project.named_in(name, launch.path)
-        if there is None:
+        path = self.project.named_in(name, launch.path)
+        if path is None:
             return _LAUNCH_CONFIG.search(name) is not None and not self._is_scripts(option, launch)
-        return _is_accelerates(there)
+        return _is_accelerates(path)
 
     def _is_scripts(self, option: str, launch: Launch) -> bool:
-        """Whether the script, as far as it lies in the tree, has an option of that name."""
+        """True if the script is in the tree and has an option of that name."""
         name = launch.script.text if launch.script is not None else None
         script = self.project.named_in(name, launch.path) if name else None
         try:

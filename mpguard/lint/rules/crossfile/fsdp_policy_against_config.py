@@ -6,31 +6,31 @@ from mpguard.lint import Bad, Diagnostic, Facts, Good, HasSpan, Rule, any_of, la
 from mpguard.policy.dtype import Dtype
 
 _PLUGIN = "FullyShardedDataParallelPlugin"
-#: accelerate's short forms of a policy.
+#: accelerate's short forms of a policy, and the dtypes in which they compute.
 _SPELLED = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
 
 
 class FsdpPolicyAgainstConfig(Rule):
-    """The FSDP policy that the code gives Accelerate computes in another dtype than `mixed_precision` says.
+    """The FSDP policy that the code passes to Accelerate computes in another dtype than `mixed_precision`.
 
     ## What it does
     Compares the `param_dtype` of `MixedPrecision` and `MixedPrecisionPolicy`, and accelerate's short
     `mixed_precision_policy="fp16"`, with the launch configs of a script that uses Accelerate.
 
     ## Why is this bad
-    accelerate 1.15 never compares the two: the policy computes, and `mixed_precision` decides about everything else.
-    A policy in FP16 beside `mixed_precision: bf16` trains in FP16 with no GradScaler, and gradients below 6e-8 are
-    lost; one in BF16 beside `fp16` scales a loss that needs no scaling (seen to happen).
+    accelerate 1.15 never compares the two: the policy sets the dtype of the computation, `mixed_precision` everything
+    else. A policy in FP16 with `mixed_precision: bf16` trains in FP16 with no GradScaler, and gradients below 6e-8 are
+    lost; one in BF16 with `fp16` scales a loss that needs no scaling (observed).
 
     ## Known limits
-    Only dtypes that are certain are compared, and only in files that use Accelerate. Under a config that says
-    `no`, the policy is taken as meant.
+    Only dtypes that are known are compared, and only in files that use Accelerate. Under a config with `no`, the policy
+    is assumed to be intended.
     """
 
     code, name = "MPG864", "fsdp-policy-against-config"
     severity = "error"
-    message = "the FSDP policy computes in {found}, the launch config says {wanted}"
-    help = "leave the policy to the config, or make both say the same"
+    message = "the FSDP policy computes in {found}, the launch config has {wanted}"
+    help = "leave the policy to the config, or use the same dtype in both"
     triggers = (any_of(b"MixedPrecision", b"mixed_precision_policy"), any_of(b"ccelerat"))
     needs_config = True
     examples = (
@@ -100,8 +100,8 @@ model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(param_dty
                 yield self._against(policy, dtype, configs)
         for call in plugins:
             given = call.argument(None, "mixed_precision_policy")
-            said = launch_expectations.literal(facts.evaluate(given, call)) if given is not None else None
-            dtype = _SPELLED.get(said or "")
+            short_form = launch_expectations.literal(facts.evaluate(given, call)) if given is not None else None
+            dtype = _SPELLED.get(short_form or "")
             if given is not None and dtype is not None and launch_expectations.contradicts(dtype, configs):
                 yield self._against(facts.span(given, call), dtype, configs)
 

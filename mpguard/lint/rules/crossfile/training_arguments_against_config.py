@@ -6,26 +6,26 @@ from mpguard.lint import Bad, Constant, Diagnostic, Event, Facts, Good, Rule, an
 
 
 class TrainingArgumentsAgainstConfig(Rule):
-    """`TrainingArguments(bf16=True)` or `fp16=True` under a launcher that says something else.
+    """`TrainingArguments(bf16=True)` or `fp16=True` under a launch config with another precision.
 
     ## What it does
-    Compares the precision that `TrainingArguments`, and the classes that are made of it (`SFTConfig`, `DPOConfig`,
-    `Seq2SeqTrainingArguments`, ...), ask for with the launch configs of the script.
+    Compares the precision of `TrainingArguments`, and of the classes that derive from it (`SFTConfig`, `DPOConfig`,
+    `Seq2SeqTrainingArguments`, ...), with the launch configs of the script.
 
     ## Why is this bad
-    The Trainer takes the launcher's `mixed_precision` only where neither `fp16` nor `bf16` is set: it overrides it,
-    and says nothing. Under a config that says `fp8`, `bf16=True` switches FP8 off: the run is slower than it was
-    paid for, and the loss looks as it should (transformers 5.23, training_args.py, seen to happen; transformers#34027).
-    With a DeepSpeed file that says otherwise the run stops.
+    The Trainer uses the launcher's `mixed_precision` only if neither `fp16` nor `bf16` is set; otherwise it silently
+    overrides it. Under a config with `fp8`, `bf16=True` disables FP8: the run is slower than expected, and the loss
+    looks normal (transformers 5.23, training_args.py, observed; transformers#34027). With a DeepSpeed file that has
+    another precision the run stops.
 
     ## Known limits
-    Only arguments that are True for certain are compared; what a command line or a YAML brings is not seen. With
-    several configs all of them must say otherwise. Under a config that says `no` the arguments are taken as meant.
+    Only arguments that are known to be True are compared; the values of a command line or a YAML file are unknown. With
+    several configs all of them must differ. Under a config with `no` the arguments are assumed to be intended.
     """
 
     code, name = "MPG863", "training-arguments-against-config"
     severity = "error"
-    message = "`{option}=True` overrides the launch config, which says {wanted}{off}"
+    message = "`{option}=True` overrides the launch config, which has {wanted}{off}"
     help = "remove the argument, so that the config decides, or change the config"
     triggers = (any_of(b"TrainingArguments", b"from trl", b"import trl"), any_of(b"fp16", b"bf16"))
     needs_config = True
@@ -86,17 +86,17 @@ args = TrainingArguments("out", bf16=True)
         if not configs or any(config.mixed_precision not in ("fp16", "bf16", "fp8") for config in configs):
             return
         for made in facts.events("arguments"):
-            said = [option for option in ("fp16", "bf16") if self._is_true(made, option, facts)]
+            options = [option for option in ("fp16", "bf16") if self._is_true(made, option, facts)]
             if (
-                len(said) != 1
+                len(options) != 1
                 or not launch_expectations.decided(made.guard, made.call)
-                or any(config.mixed_precision == said[0] for config in configs)
+                or any(config.mixed_precision == options[0] for config in configs)
             ):
                 continue
             off = ": FP8 is off" if any(config.mixed_precision == "fp8" for config in configs) else ""
             yield self.at(
-                facts.span(made.call.keywords[said[0]], made.call),
-                option=said[0],
+                facts.span(made.call.keywords[options[0]], made.call),
+                option=options[0],
                 wanted=launch_expectations.wanted(configs),
                 off=off,
                 notes=launch_expectations.places(configs),

@@ -21,30 +21,31 @@ from mpguard.lint import (
     trace_facts,
 )
 
-#: What ends the gradients of a loss: something applies them, or throws them away.
+#: Steps of a trace after which the gradients of a loss are gone: something applies or discards them.
 _APPLIED: tuple[Kind, ...] = ("zero_grad", "step", "other_step", "scaler_step", "framework")
 
-_FORGOTTEN = "`{expr}` runs on a loss of FP16 autocast that the GradScaler has not scaled"
+_UNUSED_SCALER = "`{expr}` runs on a loss of FP16 autocast that the GradScaler has not scaled"
 
 
 class BackwardOnUnscaledLoss(Rule):
-    """A GradScaler steps on the gradients of a loss that it never scaled.
+    """A GradScaler steps on the gradients of a loss that it has not scaled.
 
     ## What it does
-    Reports `loss.backward()` where the step that surely applies its gradients is `scaler.step`, and no scaler may
-    have scaled the loss; and where FP16 autocast computes the loss and a scaler is made that scales nothing.
+    Reports `loss.backward()` if `scaler.step` applies its gradients on every path and no scaler can have scaled the
+    loss; and if FP16 autocast computes the loss and a scaler is created that scales nothing.
 
     ## Why is this bad
-    `scaler.step` divides the gradients by the scale, 65536 at first, that they never had: the step is as good as
-    none under SGD, and of underflowed gradients under Adam. Where the scaler scales no loss at all, it raises
-    "Attempted step but _scale is None".
+    `scaler.step` divides the gradients by the scale, 65536 at first, although they were never multiplied by it: SGD
+    hardly moves the weights, and Adam steps on gradients that underflowed. If the scaler has not scaled any loss, it
+    raises "Attempted step but _scale is None".
 
     ## Fix safety
-    The fix is `scaler.scale(loss).backward()`. It is unsafe, as the run computes something else (what was meant).
+    The fix is `scaler.scale(loss).backward()`. It is unsafe because the run computes something else (what was
+    intended).
 
     ## Known limits
-    Silent where another arm of some flag scales the loss, where a plain `optimizer.step()` comes first (its
-    network may train without a scaler), and where the loss is handed its gradient (`backward(gradient=...)`).
+    Silent if another branch of a flag scales the loss, if a plain `optimizer.step()` comes first (its network may train
+    without a scaler), and if a gradient is passed to `backward` (`backward(gradient=...)`).
     """
 
     code, name = "MPG202", "backward-on-unscaled-loss"
@@ -277,13 +278,13 @@ def thrown_away(model, loader, optimizer):
                 if backward.kind != "backward" or backward.record in reported:
                     continue
                 step = self._stepped_through(trace, place, facts)
-                made = self._forgotten(trace, place, facts) if step is None else None
-                if made is not None:
+                unused = self._unused_scaler(trace, place, facts) if step is None else None
+                if unused is not None:
                     reported.add(backward.record)
-                    notes = (Note("the scaler is created here, and scales nothing", made.span),)
+                    notes = (Note("the scaler is created here, and scales nothing", unused.span),)
                     expr, loss = facts.short(backward.call.node), facts.short(backward.call.receiver)
                     help = self.help.format(scaler="scaler", loss=loss) + ", and step and update through the scaler"
-                    yield self.at(backward, notes=notes, help=help, message=_FORGOTTEN.format(expr=expr))
+                    yield self.at(backward, notes=notes, help=help, message=_UNUSED_SCALER.format(expr=expr))
                 if step is None:
                     continue
                 reported.add(backward.record)
@@ -298,7 +299,7 @@ def thrown_away(model, loader, optimizer):
                 )
 
     def _discarded(self, trace: Trace, place: int, facts: Facts) -> bool:
-        """Whether the loss was scaled just before, and the result thrown away: MPG213 says so."""
+        """True if the loss was scaled before and the result was discarded, which MPG213 reports."""
         backward = trace[place]
         loss = facts.short(backward.call.receiver).strip("()")
         return any(
@@ -311,13 +312,17 @@ def thrown_away(model, loader, optimizer):
         )
 
     def _stepped_through(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
-        """The scaler's step that applies the gradients of a loss that nothing has scaled."""
+        """Return the scaler's step that applies the gradients of a loss that nothing has scaled."""
         backward, traces = trace[place], facts.traces
-        if backward.call in traces.may_scale or "gradient" in backward.call.keywords or self._arms(trace, place):
+        if (
+            backward.call in traces.may_scale
+            or "gradient" in backward.call.keywords
+            or self._scaled_in_another_branch(trace, place)
+        ):
             return None
         if any(each.kind == "handed" and compatible(each.guard, backward.guard) for each in trace):
-            return None  # scaled out of sight
-        if self._by_hand(backward, facts) or self._discarded(trace, place, facts):
+            return None  # other code may scale it
+        if self._reads_scale(backward, facts) or self._discarded(trace, place, facts):
             return None
         for index in range(place + 1, len(trace)):
             step = trace[index]
@@ -332,25 +337,30 @@ def thrown_away(model, loader, optimizer):
                 return step
         return None
 
-    def _by_hand(self, backward: TraceStep, facts: Facts) -> bool:
-        """Whether the loss is computed with the scale."""
+    def _reads_scale(self, backward: TraceStep, facts: Facts) -> bool:
+        """True if the loss is computed with the scale (`get_scale`)."""
         assert backward.call.receiver is not None
         records = facts.flow.backward(backward.call.receiver, backward.call, depth=1)
         return any(isinstance(record, Call) and record.name == "get_scale" for record in records)
 
-    def _forgotten(self, trace: Trace, place: int, facts: Facts) -> Event | None:
-        """A scaler that is made and scales nothing, where FP16 autocast computes this loss and a plain step follows."""
+    def _unused_scaler(self, trace: Trace, place: int, facts: Facts) -> Event | None:
+        """Return a scaler that scales nothing although FP16 autocast computes this loss and a plain step follows."""
         backward = trace[place]
         if facts.events("scale") or any(each.kind == "handed" for each in trace):
             return None
         if not any(each.kind == "step" and compatible(each.guard, backward.guard) for each in trace[place:]):
             return None
-        for made in facts.events("scaler"):
-            assert made.subject is not None
-            guard = backward.guard.joined(made.guard, facts.traces.enabled(made.subject, made.call))
+        for creation in facts.events("scaler"):
+            assert creation.subject is not None
+            guard = backward.guard.joined(creation.guard, facts.traces.enabled(creation.subject, creation.call))
             scope = backward.record.scope
-            near = made.scope in scope.within() or (scope.owner is not None and made.scope.owner is scope.owner)
-            if near and guard.possible and facts.traces.own(made.subject, made.call) and self._unused(made, facts):
+            near = creation.scope in scope.within() or (scope.owner is not None and creation.scope.owner is scope.owner)
+            if (
+                near
+                and guard.possible
+                and facts.traces.own(creation.subject, creation.call)
+                and self._only_calls_methods(creation, facts)
+            ):
                 records = facts.flow.backward(backward.call.receiver or backward.call.node, backward.call, depth=1)
                 if any(
                     state.dtype == "float16" and compatible(state.guard, guard)
@@ -358,13 +368,15 @@ def thrown_away(model, loader, optimizer):
                     if isinstance(record, Call)
                     for state in facts.autocasting.at(record)
                 ):
-                    return made
+                    return creation
         return None
 
-    def _unused(self, made: Event, facts: Facts) -> bool:
-        """Whether the name that a scaler gets is only ever asked for its methods: nobody else scales with it."""
-        keys = [key for key, bindings in made.scope.bindings.items() for b in bindings if b.value is made.call.node]
-        if len(keys) != 1 or (keys[0].startswith("self.") and facts.base_unknown(made.scope.owner)):
+    def _only_calls_methods(self, creation: Event, facts: Facts) -> bool:
+        """True if a scaler has one name, which the file uses only to call its methods: no other code scales with it."""
+        keys = [
+            key for key, bindings in creation.scope.bindings.items() for b in bindings if b.value is creation.call.node
+        ]
+        if len(keys) != 1 or (keys[0].startswith("self.") and facts.base_unknown(creation.scope.owner)):
             return False
         last = keys[0].rsplit(".", 1)[-1]
         return not any(
@@ -374,8 +386,8 @@ def thrown_away(model, loader, optimizer):
             for use in uses
         )
 
-    def _arms(self, trace: Trace, place: int) -> bool:
-        """Whether another arm of a flag scales the loss: in this one, the scaler is meant to do nothing."""
+    def _scaled_in_another_branch(self, trace: Trace, place: int) -> bool:
+        """True if another branch of a flag scales the loss: in this one, the scaler is meant to do nothing."""
         backward = trace[place]
         return any(
             each.kind == "backward" and each.scale is not None and not compatible(each.guard, backward.guard)

@@ -29,22 +29,22 @@ class ClipBeforeUnscale(Rule):
     """Gradients are clipped while they are still multiplied by the loss scale.
 
     ## What it does
-    Reports `clip_grad_norm_` and `clip_grad_value_` on gradients of a scaled loss, with no
+    Reports `clip_grad_norm_` and `clip_grad_value_` on gradients of a scaled loss if there is no
     `scaler.unscale_(optimizer)` between `backward` and the clip.
 
     ## Why is this bad
-    The gradients are larger than the true ones by the scale, 65536 at first: every one is clipped, and after
-    `scaler.step` has divided by the scale, the step's norm is `max_norm / 65536`. The model hardly trains, and
-    how hard it is clipped changes whenever the scale does.
+    The gradients are larger than the true ones by the scale, 65536 at first: all of them are clipped, and after
+    `scaler.step` has divided by the scale, the norm of the step is `max_norm / 65536`. The model hardly trains, and the
+    strength of the clipping changes whenever the scale does.
 
     ## Fix safety
-    Safe: `scaler.unscale_(optimizer)` above the clip divides by the scale, and `scaler.step` knows that it has
-    been done. There is no fix where several optimizers step, or where one clips for each micro-batch and
-    steps once for several: `unscale_` may be called once per step only.
+    Safe: `scaler.unscale_(optimizer)` before the clip divides by the scale, and `scaler.step` does not divide again.
+    There is no fix if several optimizers step, if the clip runs for each micro-batch and the step once for several
+    (`unscale_` may be called once per step only), or if a later clip runs with or without the first one.
 
     ## Known limits
-    What happens in one function and the helpers of its file is followed; a `backward` in another module is not.
-    Silent where something between may unscale: `get_scale`, code out of sight that is handed the scaler.
+    Follows one function and the helpers of its file; a `backward` in another module is not found. Silent if something
+    in between may unscale: `get_scale`, or a call of unknown code that takes the scaler.
     """
 
     code, name = "MPG205", "clip-before-unscale"
@@ -342,11 +342,11 @@ def of_ones_own(model, loader, optimizer, scaler):
         atoms = [each.atom for each in facts.evaluate(clip.call.func, clip.call)]
         if any(isinstance(atom, Ref) and atom.path.startswith("torch.nn.utils.") for atom in atoms):
             return True
-        made = [atom for atom in atoms if atom != Constant(None)]  # or nothing to clip by
-        return bool(made) and all(isinstance(atom, Object) and atom.path in library_names.CLIPS for atom in made)
+        clips = [atom for atom in atoms if atom != Constant(None)]  # None: the clipping is switched off
+        return bool(clips) and all(isinstance(atom, Object) and atom.path in library_names.CLIPS for atom in clips)
 
     def _scaled(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
-        """The backward pass whose gradients are clipped and still scaled."""
+        """Return the backward pass whose gradients are clipped while they are still scaled."""
         clip = trace[place]
         for index, backward in trace_facts.before(trace, place):
             if backward.scale is None or not facts.traces.like_torch(backward.scaler, backward.scale.call):
@@ -383,14 +383,14 @@ def of_ones_own(model, loader, optimizer, scaler):
         if step.record.scope is not clip.record.scope or step.loops != clip.loops or step.guard - guard:
             return None
         if backward.guard - clip.guard:
-            return None  # a scaler that may be none in the other arm
+            return None  # the scaler may be None in the other branch
         if any(each.kind == "clip" and each.record in reported for each in trace[:place]):
-            return None  # one `unscale_` is enough: the next round sees what is left
+            return None  # one `unscale_` is enough: the next round of fixes handles what is left
         if any(each.kind == "unscale" and compatible(each.guard, guard) for each in trace[place:]):
-            return None  # it would be the second
+            return None  # a second `unscale_` raises
         later = (each for each in trace[place + 1 : trace.index(step)] if each.kind == "clip")
         if any(clip.guard - each.guard and compatible(each.guard, guard) for each in later):
-            return None  # it would run with or without the `unscale_` of this arm
+            return None  # the later clip runs with or without the `unscale_` of this branch
         if step.optimizer is None:
             return None
         if not isinstance(clip.call.line, (cst.SimpleStatementLine, cst.SimpleStatementSuite)):

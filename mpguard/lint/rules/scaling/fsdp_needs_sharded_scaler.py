@@ -33,26 +33,26 @@ _IMPORT = f"from torch.distributed.fsdp.sharded_grad_scaler import {_SHARDED}"
 
 
 class FsdpNeedsShardedScaler(Rule):
-    """A model sharded by FSDP1 trains in FP16 with a plain GradScaler, or with none.
+    """A model sharded by FSDP1 trains in FP16 with a plain GradScaler, or without one.
 
     ## What it does
-    Reports a `GradScaler` of torch's that scales the loss of a model in `FullyShardedDataParallel`, and a
-    `backward` of such a loss that nothing scales, where FP16 computes it: an FP16 autocast, or
+    Reports a `GradScaler` of torch that scales the loss of a model in `FullyShardedDataParallel`, and a `backward` of
+    such a loss that nothing scales, if the loss is computed in FP16: under an FP16 autocast, or with
     `MixedPrecision(param_dtype=torch.float16)`.
 
     ## Why is this bad
-    Each rank of FSDP1 holds other shards of the gradients. A plain GradScaler looks for infinities in its own
-    shards alone: the rank that finds one skips its step, the others step, and from there on the shards
-    belong to different models and the scales differ. `ShardedGradScaler` asks all ranks (torch 2.13). With
-    no scaler the gradients that are too small for FP16 are zero.
+    Each rank of FSDP1 holds different shards of the gradients. A plain GradScaler checks only its own shards for
+    infinities: the rank that finds one skips its step while the others step. From then on the shards belong to
+    different models and the scales differ. `ShardedGradScaler` combines the result of all ranks (torch 2.13). Without a
+    scaler, gradients that are too small for FP16 are zero.
 
     ## Fix safety
-    Safe where a scaler exists: `ShardedGradScaler` takes the same arguments and does the same on one rank.
-    There is no fix where none exists, and for positional arguments, whose order differs.
+    Safe if a scaler exists: `ShardedGradScaler` takes the same arguments and behaves the same on one rank. There is no
+    fix if none exists, nor for positional arguments whose order differs.
 
     ## Known limits
-    `fully_shard` (FSDP2) is not reported: its gradients are DTensors, which a plain GradScaler reduces
-    itself. `ShardingStrategy.NO_SHARD` is silent too. A scaler, optimizer or model from outside is unknown.
+    `fully_shard` (FSDP2) is not reported: its gradients are DTensors, over which a plain GradScaler reduces by itself.
+    `ShardingStrategy.NO_SHARD` is not reported either. A scaler, optimizer or model from outside the file is unknown.
     """
 
     code, name = "MPG211", "fsdp-needs-sharded-scaler"
@@ -261,7 +261,7 @@ def outside(net, loader, scaler):
                 continue
             records = [r for r in facts.flow.backward(backward.subject, backward.call, depth=3) if isinstance(r, Call)]
             scale = next((scales[record] for record in records if record in scales), None)
-            for wrap, guard in self._half(backward, facts):
+            for wrap, guard in self._float16_models(backward, facts):
                 if scale is not None:
                     found = self._plain(scale, wrap, guard, facts)
                 else:
@@ -272,25 +272,25 @@ def outside(net, loader, scaler):
                         yield found
                     break
 
-    def _half(self, backward: Event, facts: Facts) -> Iterator[tuple[Wrap, PathCondition]]:
-        """The FSDP1 models that the loss comes from where FP16 computes it, and the guard under which both is so."""
+    def _float16_models(self, backward: Event, facts: Facts) -> Iterator[tuple[Wrap, PathCondition]]:
+        """Yield the FSDP1 models that compute the loss in FP16, each with the condition under which they do."""
         for call, wrap in facts.prepared.differentiated(backward.subject, backward.call, "fsdp1"):
             strategy = wrap.call.argument(None, "sharding_strategy")
             if strategy is not None and "NO_SHARD" in facts.short(strategy):
                 continue
-            for guard in self._low(call, wrap, facts):
+            for guard in self._float16_conditions(call, wrap, facts):
                 both = guard.joined(wrap.guard, backward.guard, facts.guard_of(call))
                 if both.possible:
                     yield wrap, both
 
-    def _low(self, call: Call, wrap: Wrap, facts: Facts) -> Iterator[PathCondition]:
+    def _float16_conditions(self, call: Call, wrap: Wrap, facts: Facts) -> Iterator[PathCondition]:
         regions = facts.autocasts(call)
         for region, guard in regions:
             for low in region.may_be("float16"):
                 yield low.joined(guard)
-        made = wrappers.policy_of(wrap)
-        for policy in facts.events("policy") if made is not None and not regions else ():
-            if made is not None and policy.call is made[0]:
+        policy_argument = wrappers.policy_of(wrap)
+        for policy in facts.events("policy") if policy_argument is not None and not regions else ():
+            if policy_argument is not None and policy.call is policy_argument[0]:
                 yield from policy.may_be("float16")
 
     # -- a scaler that is not sharded ---------------------------------------------------------------
@@ -300,20 +300,20 @@ def outside(net, loader, scaler):
             atom = each.atom
             if not isinstance(atom, Object) or atom.call is None or atom.path not in _PLAIN:
                 continue
-            made = facts.of(atom.call)
-            if made is facts and compatible(guard, each.guard, scale.guard, facts.enabled(atom.call, atom.path)):
+            origin = facts.of(atom.call)
+            if origin is facts and compatible(guard, each.guard, scale.guard, facts.enabled(atom.call, atom.path)):
                 notes = (Note("sharded here", wrap.call.span),)
-                what = f"`{facts.short(atom.call.node)}` sees infinities in its own rank's shards alone"
+                what = f"`{facts.short(atom.call.node)}` checks only the shards of its own rank for infinities"
                 fix = self._fix(atom.call, wrap, facts)
                 return self.at(atom.call, what=what, help=f"FSDP1 needs `{_SHARDED}`", notes=notes, fix=fix)
         return None
 
-    def _fix(self, made: Call, wrap: Wrap, facts: Facts) -> Fix | None:
-        legacy = ".cuda." in facts.called_path(made)
-        if made.starred or len(made.positional) > (0 if legacy else 2):
+    def _fix(self, created: Call, wrap: Wrap, facts: Facts) -> Fix | None:
+        legacy = ".cuda." in facts.called_path(created)
+        if created.starred or len(created.positional) > (0 if legacy else 2):
             return None
-        edits = [python_edits.replaced(made.func, made, _SHARDED)]
-        unused = self._import_of(made, facts)
+        edits = [python_edits.replaced(created.func, created, _SHARDED)]
+        unused = self._import_of(created, facts)
         if unused is not None and (unused.name != "GradScaler" or self._uses(unused, facts) != 1):
             unused = None
         if _SHARDED not in facts.module.bindings:
@@ -329,7 +329,7 @@ def outside(net, loader, scaler):
         return Fix(f"Use `{_SHARDED}`", "safe", tuple(edits))
 
     def _import_of(self, call: Call, facts: Facts) -> Binding | None:
-        """The top-level import that gives a call its name."""
+        """Return the top-level import that binds the name of a call."""
         bindings = facts.module.bindings.get(call.path.split(".", 1)[0], [])
         return bindings[0] if len(bindings) == 1 and bindings[0].kind in ("from", "import") else None
 
@@ -337,12 +337,12 @@ def outside(net, loader, scaler):
         return sum(len(scope.uses.get(binding.key, ())) for scope in facts.walker.scopes)
 
     def _names(self, binding: Binding) -> Sequence[cst.CSTNode]:
-        """The names that the import of a binding takes."""
+        """Return the names in the import statement of a binding."""
         names = getattr(binding.statement, "names", ())
         return names if isinstance(names, Sequence) else ()
 
     def _without(self, binding: Binding, facts: Facts) -> Edit:
-        """One name of several is removed from an import, with its comma."""
+        """Return the edit that removes one name of several, and its comma, from an import."""
         names = self._names(binding)
         spans = [facts.span(alias, binding) for alias in names]
         place = next(i for i, alias in enumerate(names) if alias is binding.node)

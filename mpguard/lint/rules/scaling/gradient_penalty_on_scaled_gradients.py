@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, Scope, aliases, any_of, called, constant
 
-#: The scale by another name: `inv_scale`, `scaler._scale`.
+#: Other names of the scale: `inv_scale`, `scaler._scale`.
 _FACTOR = re.compile(r"(?i)(?:inv|loss|grad|amp|fp16)\w*_scale(?!r)|^_scale$|unscale(?!_$)")
 
 
@@ -13,17 +13,17 @@ class GradientPenaltyOnScaledGradients(Rule):
     """`torch.autograd.grad` of a scaled loss, and the gradients are used without dividing by the scale.
 
     ## What it does
-    Reports `torch.autograd.grad(outputs=scaler.scale(loss), ...)` in code that never asks for the scale.
+    Reports `torch.autograd.grad(outputs=scaler.scale(loss), ...)` in code that never reads the scale.
 
     ## Why is this bad
-    The gradients are larger than the true ones by the scale, 65536 at first: a penalty such as
-    `(norm - 1) ** 2` then pulls towards gradients of 1/65536, and its size changes whenever the scale does.
-    torch's AMP examples divide by `scaler.get_scale()` before the penalty is computed, and scale the sum again.
+    The gradients are larger than the true ones by the scale, 65536 at first: a penalty such as `(norm - 1) ** 2` then
+    pulls towards gradients of 1/65536, and its size changes whenever the scale does. torch's AMP examples divide by
+    `scaler.get_scale()` before they compute the penalty, and scale the sum again.
 
     ## Known limits
-    Only where a penalty can be: with `create_graph=True`. The scaled output must be seen to be one. Any question for
-    the scale in the function, its class or its callers
-    (`get_scale`, `inv_scale`) is taken for the division; so is a call that is handed gradients and scaler.
+    Only calls with `create_graph=True`, which a penalty needs, and only if the output is known to be scaled. Any use of
+    the scale in the function, its class or its callers (`get_scale`, `inv_scale`) counts as the division; so does a
+    call that takes both gradients and scaler.
     """
 
     code, name = "MPG214", "gradient-penalty-on-scaled-gradients"
@@ -101,16 +101,20 @@ def helper(out, x, scaler):
             if "torch.autograd.grad" not in (path for _, path in facts.paths(call)):
                 continue
             if constant(call.keywords.get("create_graph")) != (True,):
-                continue  # no penalty: gradients to be handed to a `backward`, say
+                continue  # no penalty: the gradients may be passed to a `backward`, for example
             outputs = call.argument(0, "outputs")
             records = facts.flow.backward(outputs, call, depth=1) if outputs is not None else []
             scale = next((scales[r] for r in records if isinstance(r, Call) and r in scales), None)
-            if scale is None or not facts.traces.like_torch(scale.subject, scale.call) or self._asks(call, facts):
+            if (
+                scale is None
+                or not facts.traces.like_torch(scale.subject, scale.call)
+                or self._reads_scale(call, facts)
+            ):
                 continue
             yield self.at(call, expr=facts.short(call.func), notes=(Note("the output is scaled here", scale.span),))
 
-    def _asks(self, call: Call, facts: Facts) -> bool:
-        """Whether the scale, or a place where the gradients may be divided by it, is in sight."""
+    def _reads_scale(self, call: Call, facts: Facts) -> bool:
+        """True if the code around the call reads the scale, or may divide the gradients elsewhere."""
         around: set[Scope] = {call.scope, *(caller.scope for caller in facts.callers(call.scope))}
         around |= set(call.scope.owner.descendants()) if call.scope.owner is not None else set()
         if any(event.scope in around for event in facts.events("get_scale")):
@@ -120,6 +124,4 @@ def helper(out, x, scaler):
             for scope in around
             for uses in scope.uses.values()
             for use in uses
-        ) or any(
-            moment.kind == "handed" and moment.record.scope in around for trace in facts.traces.all for moment in trace
-        )
+        ) or any(step.kind == "handed" and step.record.scope in around for trace in facts.traces.all for step in trace)

@@ -22,7 +22,7 @@ from mpguard.lint import (
     dotted,
 )
 
-#: Names of a factor that scales a loss against underflow; one of ranks or of accumulation is none.
+#: Names of a factor that scales a loss against underflow (not one for ranks or for accumulation).
 _SCALE = re.compile(r"(?i)(?:loss|grad|amp|fp16|static|dynamic)_?scal(?:e|ing)|^scal(?:e|ing)(?:_?factor)?$")
 #: The smallest constant that is taken for a loss scale.
 _LEAST = 8
@@ -35,22 +35,22 @@ class HandWrittenLossScaling(Rule):
     """A loss is multiplied by a constant before `backward`, and the gradients are divided by it again.
 
     ## What it does
-    Reports `(loss * 1024).backward()` where the gradients (`p.grad`) are divided by the same constant, or by the same
-    name of a loss scale.
+    Reports `(loss * 1024).backward()` if the gradients (`p.grad`) are divided by the same constant, or by the same name
+    of a loss scale.
 
     ## Why is this bad
-    The largest FP16 number is 65504: a scale that fits at the start overflows later, or underflows. By hand nothing
-    notices an infinite gradient, skips its step, or adapts the scale; `torch.amp.GradScaler` does all three.
+    The largest FP16 number is 65504: a scale that fits at the start overflows or underflows later. Hand-written scaling
+    does not detect an infinite gradient, skip its step, or adapt the scale; `torch.amp.GradScaler` does all three.
 
     ## Known limits
-    Both halves must be in the file and name the same factor. Optimizers that keep FP32 masters of FP16 weights scale
-    by themselves, and are no finding. Constants below 8 are taken for weights of a loss.
-    A function that asks for overflows itself does what a GradScaler does: silent.
+    Both the multiplication and the division must be in the file and name the same factor. Optimizers that keep FP32
+    masters of FP16 weights scale by themselves and are not reported. Constants below 8 are taken for weights of a loss.
+    A function that checks for overflows itself is not reported: it does what a GradScaler does.
     """
 
     code, name = "MPG212", "hand-written-loss-scaling"
     severity = "warning"
-    message = "the loss is scaled by hand with `{factor}`, and nothing looks for overflows"
+    message = "the loss is scaled by hand with `{factor}`, and nothing checks for overflows"
     help = "use `torch.amp.GradScaler`: it skips the steps that overflow, and adapts the scale"
     triggers = (any_of(b".backward("), any_of(b".grad"), any_of(b"*", b".mul(", b".mul_("))
     examples = (
@@ -149,7 +149,7 @@ def scaler(model, loader, optimizer, scaler):
         if not divisions:
             return
         for backward in facts.events("backward"):
-            if facts.is_inference(backward.call) or self._looks_for_overflows(backward):
+            if facts.is_inference(backward.call) or self._checks_overflows(backward):
                 continue
             for factor in self._factors(backward, facts):
                 undone = next(
@@ -161,12 +161,12 @@ def scaler(model, loader, optimizer, scaler):
                     yield self.at(backward, factor=factor, notes=notes)
                     break
 
-    def _looks_for_overflows(self, backward: Event) -> bool:
-        """Whether the function of a backward pass asks for overflows, which is what nothing does as a rule."""
+    def _checks_overflows(self, backward: Event) -> bool:
+        """True if the function of a backward pass checks for overflows."""
         return any(_OVERFLOW.search(call.name) for call in backward.scope.calls)
 
     def _factors(self, backward: Event, facts: Facts) -> Iterator[str]:
-        """What the loss is multiplied with, where that may be a loss scale."""
+        """Yield the factors of the loss that may be a loss scale."""
         assert backward.subject is not None
         expressions: list[cst.CSTNode] = [backward.subject]
         for record in facts.flow.backward(backward.subject, backward.call, depth=0):
@@ -189,7 +189,7 @@ def scaler(model, loader, optimizer, scaler):
         return bool(_SCALE.search(dotted(node).rsplit(".", 1)[-1]))
 
     def _divisions(self, facts: Facts) -> Iterator[tuple[str, Record]]:
-        """What gradients are divided by, in place or by assignment."""
+        """Yield what gradients are divided by, in place or by assignment."""
         for scope in facts.walker.scopes:
             for key, bindings in scope.bindings.items():
                 if not _GRAD.search(key):
@@ -221,7 +221,7 @@ def scaler(model, loader, optimizer, scaler):
             yield inverse, call
 
     def _inverse(self, node: cst.CSTNode, facts: Facts) -> str:
-        """What `1 / x` divides by."""
+        """Return the divisor of `1 / x`; empty for any other expression."""
         if not isinstance(node, cst.BinaryOperation) or not isinstance(node.operator, cst.Divide):
             return ""
         return facts.short(node.right) if constant(node.left) in ((1,), (1.0,)) else ""

@@ -27,39 +27,39 @@ from mpguard.lint import (
     unscaled_steps,
 )
 
-#: Folders (the file's, and two above) whose loops train nothing: they measure, or prove what happens.
-_TESTS = frozenset({"test", "tests"})
+#: Folders (the file's, and two above) whose loops do not train: they measure or test something.
+_TEST_FOLDERS = frozenset({"test", "tests"})
 
 
 class MissingGradScaler(Rule):
     """FP16 autocast, or FP16 weights, and the gradients are never scaled.
 
     ## What it does
-    Looks at each `loss.backward()` that an optimizer's `step()` follows. If the loss is computed in
-    an FP16 autocast region, or with weights that are loaded in FP16, and no GradScaler, apex, DeepSpeed, Accelerate,
-    Lightning or Trainer is in sight of the loop in the same arm of the flags, it reports the
-    `backward`. `torch.cuda.amp.autocast()` and `torch.autocast("cuda")` without a dtype are FP16.
+    Checks each `loss.backward()` that an optimizer's `step()` follows. It is reported if the loss is computed in an
+    FP16 autocast region, or with weights that are loaded in FP16, and the code around the loop uses no GradScaler,
+    apex, DeepSpeed, Accelerate, Lightning or Trainer in the same branch of the flags. `torch.cuda.amp.autocast()` and
+    `torch.autocast("cuda")` without a dtype are FP16.
 
     ## Why is this bad
-    The smallest normal FP16 number is 6.1e-5, the smallest at all 6.0e-8 (IEEE 754 binary16).
-    Gradients are often below both: those in between lose precision, those below become zero, and
-    the weights behind them do not train. A GradScaler multiplies the loss (by 65536 at first), so
-    that they stay in range, and skips the steps that overflow.
+    The smallest normal FP16 number is 6.1e-5, the smallest at all 6.0e-8 (IEEE 754 binary16). Gradients are often below
+    both: those in between lose precision, those below become zero, and the weights behind them do not train. A
+    GradScaler multiplies the loss (by 65536 at first), so that they stay in range, and skips the steps that overflow.
 
     ## Fix safety
-    The fix creates a scaler before the loop, scales the loss, and steps and updates through it. It
-    is unsafe: the run computes something else (what was meant), checkpoints should hold the
-    scaler's state from now on, and code between `backward` and `step` that reads gradients must
-    unscale them first. The scaler is enabled where the region is FP16. Where the loop is not in one
-    function there is no fix, nor where it is run once per epoch (the scaler must outlive it), where
-    several optimizers step, where a flag around the region decides, nor for FP16 weights:
-    GradScaler raises "Attempting to unscale FP16 gradients" for those; load them in FP32.
+    The fix creates a scaler before the loop, scales the loss, and steps and updates through it. It is unsafe: the run
+    computes something else (what was intended), checkpoints should contain the scaler's state, and code between
+    `backward` and `step` that reads gradients must unscale them first. The scaler is enabled where the region is FP16.
+    There is no fix if the loop is not in one function, if it runs once per epoch (the scaler must outlive it), if
+    several optimizers step, if a step can come without a backward before it, if gradients are clipped more often than
+    they are applied, if another branch of a flag computes the loss (with apex, for example), if a flag around the
+    region decides, nor for FP16 weights: GradScaler raises "Attempting to unscale FP16 gradients" for those; load them
+    in FP32.
 
     ## Known limits
-    A scaler, optimizer or loss that comes from outside the linted tree makes absence unknown, and
-    the rule silent: a parameter that nobody in sight fills, an attribute that nobody sets, a base
-    class out of sight. BF16 needs no scaler. A model that is cast to FP16 by hand is MPG101's.
-    Files under `test` or `tests` are passed over: their loops measure or prove something.
+    If a scaler, optimizer or loss comes from outside the linted tree, it is unknown whether a scaler exists, and the
+    rule is silent: for a parameter without a known argument, an attribute that is not set in the tree, a base class
+    that is not in the tree. BF16 needs no scaler. A model that is cast to FP16 by hand is reported by MPG101. Files
+    under `test` or `tests` are skipped: their loops measure or test something.
     """
 
     code, name = "MPG201", "missing-grad-scaler"
@@ -564,7 +564,7 @@ def peak_memory(model):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference" or facts.masters or _TESTS & {*Path(facts.path).parts[-4:-1]}:
+        if facts.declared == "inference" or facts.masters or _TEST_FOLDERS & {*Path(facts.path).parts[-4:-1]}:
             return
         reported: set[Scope] = set()
         for backward in facts.events("backward"):
@@ -584,7 +584,7 @@ def peak_memory(model):
                     Note("FP16 from here", where.span, facts.elsewhere(where)),
                     Note("this step applies the gradients", step.span),
                 )
-                # GradScaler refuses gradients of FP16 parameters: no fix for those.
+                # There is no fix for FP16 weights: GradScaler refuses gradients of FP16 parameters.
                 here = region is not None and facts.elsewhere(where) is None
                 fix = self._fix(backward, step, region, guard, facts) if region is not None and here else None
                 what = "FP16 autocast" if region is not None else "FP16 weights"
@@ -594,17 +594,17 @@ def peak_memory(model):
     # -- what makes the gradients FP16 --------------------------------------------------------------
 
     def _low_precision(self, backward: Event, facts: Facts) -> Iterator[tuple[Region | None, Call, PathCondition]]:
-        """What computes this loss in FP16: a region (none: weights), its call, the guard under which both happen."""
+        """Yield what computes this loss in FP16: the region (None: weights), its call, the condition for both."""
         assert backward.subject is not None
         records: list[Record] = [backward.call, *facts.flow.backward(backward.subject, backward.call)]
         for record in records:
             around = facts.regions(record)
             for place, region in enumerate(around):
-                for guard in self._half(region, around[place + 1 :], around):
+                for guard in self._float16_conditions(region, around[place + 1 :], around):
                     both = guard.joined(record.guard, backward.guard)
                     if both.possible and not _of_accelerate(both, facts):
                         assert region.call is not None
-                        if region.call not in facts.forgotten_dtypes:  # BF16 was meant: MPG310 says so
+                        if region.call not in facts.forgotten_dtypes:  # BF16 was intended, which MPG310 reports
                             yield region, region.call, both
         for load in facts.events("load"):
             for guard in load.may_be("float16"):
@@ -612,8 +612,10 @@ def peak_memory(model):
                 if both.possible and self._weights(load, backward, both, facts):
                     yield None, load.call, both
 
-    def _half(self, region: Region, inner: tuple[Region, ...], around: tuple[Region, ...]) -> list[PathCondition]:
-        """The guards under which an FP16 region is in force: nothing inside it says otherwise, gradients are made."""
+    def _float16_conditions(
+        self, region: Region, inner: tuple[Region, ...], around: tuple[Region, ...]
+    ) -> list[PathCondition]:
+        """Return the conditions under which a region is FP16, no inner region overrides it, and gradients are computed."""
         if region.kind != "autocast" or region.call is None or any(other.kind == "no_grad" for other in around):
             return []
         if any(o.kind == "autocast" and (not o.guard.possible or compatible(o.guard, region.guard)) for o in inner):
@@ -621,7 +623,7 @@ def peak_memory(model):
         return region.may_be("float16")
 
     def _weights(self, load: Event, backward: Event, guard: PathCondition, facts: Facts) -> bool:
-        """Whether the load makes the weights FP16 that this backward gives gradients."""
+        """True if the load creates FP16 weights whose gradients this backward computes."""
         if facts.is_inference(load.call) or facts.kinds(load.subject, load.call) != {"model"}:
             return False
         if _of_accelerate(guard, facts) or facts.frozen.value(load.call.node):
@@ -664,7 +666,9 @@ def peak_memory(model):
             if each.subject is None or not set(loops[:1]) <= set(each.call.loops) or facts.is_inference(each.call):
                 return None
             if not compatible(each.guard, guard):
-                return None  # an exclusive arm, which may scale its loss in another way, steps through the scaler too
+                return (
+                    None  # an exclusive branch, which may scale its loss in another way, would step through the scaler
+                )
             loss = facts.text(each.subject, each.call)
             inner = loss[1:-1] if loss.startswith("(") and loss.endswith(")") and ")" not in loss[1:-1] else loss
             edits.append(Edit(*each.call.chunk.outer_span(each.subject), f"{scaler}.scale({inner})"))
@@ -676,7 +680,7 @@ def peak_memory(model):
         return Fix("Create a GradScaler, scale the loss, step and update through it", "unsafe", tuple(edits))
 
     def _clips(self, backward: Event, step: Event, facts: Facts) -> list[Event] | None:
-        """Return the clips before which the gradients have to be unscaled: the first one of each arm.
+        """Return the clips before which the gradients have to be unscaled: the first one of each branch.
 
         None if `unscale_` would run more often than the step, or if a later clip may run with or without it.
         """
@@ -694,7 +698,7 @@ def peak_memory(model):
         return first
 
     def _enabled(self, region: Region, guard: PathCondition, backward: Event, torch: str, facts: Facts) -> str | None:
-        """The scaler's `enabled=` argument: it scales where the region is FP16; None where no expression says so."""
+        """Return the scaler's `enabled=` argument, true where the region is FP16; None if no expression gives that."""
         call = region.call
         assert call is not None
         legacy = facts.called_path(call).startswith("torch.cuda.amp.")
@@ -709,8 +713,8 @@ def peak_memory(model):
                 guard = PathCondition(guard - conditional)
             conditions.append((dtype, f"{dotted(dtype)} == {torch}.float16"))
         for node, _ in conditions:
-            made = scope.bindings.get(dotted(node).split(".", 1)[0], ())
-            if not dotted(node) or call.scope is not scope or any(each.span[0] >= before for each in made):
+            bindings = scope.bindings.get(dotted(node).split(".", 1)[0], ())
+            if not dotted(node) or call.scope is not scope or any(each.span[0] >= before for each in bindings):
                 return None
         if guard:
             return None
@@ -718,5 +722,5 @@ def peak_memory(model):
 
 
 def _of_accelerate(guard: PathCondition, facts: Facts) -> bool:
-    """Whether a guard asks for the precision that Accelerate is given too: it brings the scaler."""
+    """True if a condition tests the precision that Accelerate gets as well: Accelerate then creates the scaler."""
     return "mixed_precision" in guard.flags() and "accelerat" in facts.source.text

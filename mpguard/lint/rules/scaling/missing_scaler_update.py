@@ -20,24 +20,25 @@ from mpguard.lint import (
 
 
 class MissingScalerUpdate(Rule):
-    """`scaler.step(optimizer)` and never `scaler.update()`.
+    """`scaler.step(optimizer)` is called and `scaler.update()` never is.
 
     ## What it does
     Reports the (last) `scaler.step` of a training loop in which the scaler is not updated.
 
     ## Why is this bad
-    `update` begins the next step: without it the second `scaler.step` raises "step() has already been
-    called since the last update()", and the scale neither grows nor, after an overflow, shrinks.
-    One `update` after the steps of several optimizers is right.
+    `update` starts the next step: without it the second `scaler.step` raises "step() has already been called since the
+    last update()", and the scale neither grows nor, after an overflow, shrinks. One `update` after the steps of several
+    optimizers is right.
 
     ## Fix safety
-    The fix adds `scaler.update()` below the step. It is unsafe because the update may belong elsewhere: after
-    further steps, or at the end of a helper. There is no fix if the scaler is updated after the loop: that update
-    has to move into the loop, since an `update()` with no step since the last one raises.
+    The fix adds `scaler.update()` after the step. It is unsafe because the update may belong elsewhere, such as at the
+    end of a helper. There is no fix if the optimizers step in an inner loop, after which the update belongs, or if the
+    scaler is updated after the training loop: that update has to move into the loop, since `update()` raises if no step
+    came before it.
 
     ## Known limits
-    Only for a GradScaler of torch that the file makes, in a loop whose scaled `backward` and `step` are both
-    in sight. A scaler that is handed to code out of sight may be updated there.
+    Only for a GradScaler of torch that the file creates, in a loop whose scaled `backward` and `step` are both in the
+    file. A scaler that is passed to code elsewhere may be updated there.
     """
 
     code, name = "MPG204", "missing-scaler-update"
@@ -225,7 +226,7 @@ class Gan:
                 backward = next(each for _, each in trace_facts.before(trace, place) if each.scale is not None)
                 notes = (Note("its loss is scaled here", backward.span),)
                 fix = None
-                together = set(step.loops) <= set(backward.loops)  # otherwise the update has to follow the inner loop
+                together = set(step.loops) <= set(backward.loops)  # else the update belongs after the inner loop
                 if step.call.is_statement and together and not self._updated_elsewhere(trace, step, facts):
                     edit = python_edits.line_after(facts, step.call.line, step.call, f"{scaler}.update()")
                     fix = Fix("Update the scaler after the step", "unsafe", (edit,))
@@ -233,7 +234,7 @@ class Gan:
                 yield self.at(step, expr=expr, scaler=scaler, notes=notes, fix=fix)
 
     def _updated_elsewhere(self, trace: Trace, step: TraceStep, facts: Facts) -> bool:
-        """True if the scaler is updated outside the loop: after one more `update()` in it that one would raise."""
+        """True if the scaler is updated outside the loop, where `update()` raises after one in the loop."""
         return any(
             each.kind == "update"
             and compatible(each.guard, step.guard)
@@ -262,5 +263,5 @@ class Gan:
             if each.kind == "handed" or (each.kind == "update" and not other(each)):
                 return False
             if each.kind == "scaler_step" and index > place and not other(each):
-                return False  # the last step is the place
+                return False  # only the last step is reported
         return True

@@ -25,13 +25,13 @@ from mpguard.lint import (
 #: Methods that measure a gradient, and functions that measure or log one.
 _MEASURES = frozenset({"norm", "abs", "mean", "std", "var", "max", "min", "sum", "pow", "square", "item", "median"})
 _FUNCTIONS = re.compile(r"(?:^|_)norm$|histogram|^Histogram$|^add_scalar|^log_|^log$|^print$")
-#: Views of a gradient: measured all the same.
+#: Views and copies of a gradient; measuring them measures the gradient.
 _VIEWS = frozenset({"data", "detach", "clone", "float", "double", "view", "flatten", "reshape", "cpu", "ravel", "to"})
-#: What asks only whether a gradient is finite, or there at all: it is the same with the scale.
-_LOOKS = frozenset({"isfinite", "isnan", "isinf", "any", "all", "is_nonzero", "count_nonzero", "nonzero"})
+#: Checks whose result is the same with and without the scale.
+_SCALE_INDEPENDENT = frozenset({"isfinite", "isnan", "isinf", "any", "all", "is_nonzero", "count_nonzero", "nonzero"})
 
 
-#: What ends the time in which gradients are scaled, or may end it.
+#: Steps of a trace after which gradients are not scaled any more, or may not be.
 _ENDS: tuple[Kind, ...] = (
     "unscale",
     "clip",
@@ -49,15 +49,15 @@ class ReadsScaledGradients(Rule):
 
     ## What it does
     Reports `p.grad.norm()` and the like between the `backward` of a scaled loss and `unscale_` or `step`; under
-    `Accelerator(mixed_precision="fp16")` before `clip_grad_norm_` or `unscale_gradients`.
+    `Accelerator(mixed_precision="fp16")`, before `clip_grad_norm_` or `unscale_gradients`.
 
     ## Why is this bad
-    The number is larger than the true one by the scale, 65536 at first, and jumps by two whenever the scale
-    changes: the plot shows the scaler, not the training.
+    The number is larger than the true one by the scale, 65536 at first, and changes by a factor of two whenever the
+    scale does: the plot shows the scaler, not the training.
 
     ## Known limits
-    Only for scalers that the file makes itself. Questions that have the same answer with the scale (is it finite, is it
-    zero, is it there) are none. A gradient that is changed in place (averaged, summed over ranks) is none.
+    Only for scalers that the file creates itself. Checks whose result does not depend on the scale (finite, zero, None)
+    are not reported, nor are gradients that are changed in place (averaged, summed over ranks).
     """
 
     code, name = "MPG215", "reads-scaled-gradients"
@@ -213,14 +213,14 @@ def clipped_first(model, loader, optimizer):
         return None
 
     def _accelerated(self, backward: TraceStep, facts: Facts) -> bool:
-        """Whether an Accelerator with its own scaler runs it: FP16 by a literal."""
+        """True if an Accelerator with a scaler of its own runs it: its precision is a literal `fp16`."""
         calls = [getattr(each.atom, "call", None) for each in facts.evaluate(backward.call.receiver, backward.record)]
         return "accelerator" in facts.kinds(backward.call.receiver, backward.record) and all(
             call is not None and constant(call.argument(None, "mixed_precision")) == ("fp16",) for call in calls
         )
 
     def _measures(self, use: object, facts: Facts) -> bool:
-        """Whether what is done with a gradient depends on its size."""
+        """True if the use of a gradient depends on its size."""
         assert isinstance(use, Use)
         parents, node = facts.walker.parents, use.node
         rest = use.path.split(".grad", 1)[1].split(".")[1:]
@@ -234,7 +234,7 @@ def clipped_first(model, loader, optimizer):
             if isinstance(parent, cst.Call) and parent.func is node:
                 pass
             elif isinstance(parent, cst.Attribute):
-                if parent.attr.value in _LOOKS:
+                if parent.attr.value in _SCALE_INDEPENDENT:
                     return False
                 measured = measured or parent.attr.value in _MEASURES
                 if not measured and parent.attr.value not in _VIEWS:
@@ -242,7 +242,7 @@ def clipped_first(model, loader, optimizer):
             elif isinstance(parent, cst.Arg):
                 call = parents[parent]
                 name = dotted(call.func).rsplit(".", 1)[-1] if isinstance(call, cst.Call) else ""
-                if name in _LOOKS:
+                if name in _SCALE_INDEPENDENT:
                     return False
                 measured = measured or bool(_FUNCTIONS.search(name))
                 if not measured:

@@ -19,26 +19,27 @@ from mpguard.lint import (
 
 
 class ScaledLossDiscarded(Rule):
-    """`scaler.scale(loss)` is a statement of its own, and the loss goes to `backward()` as it was.
+    """The result of `scaler.scale(loss)` is discarded, and `backward()` runs on the loss that is not scaled.
 
     ## What it does
-    Reports a call of `scale` whose result nobody takes, where `backward` of the same loss follows.
+    Reports a call of `scale` whose result is not used, if `backward` of the same loss follows.
 
     ## Why is this bad
-    `scale` returns the scaled loss and leaves its argument alone. The gradients stay small, underflow in FP16, and
-    `scaler.step` then divides them by the scale that they never had: steps of 1/65536 of their size.
+    `scale` returns the scaled loss and does not change its argument. The gradients stay small and underflow in FP16,
+    and `scaler.step` then divides them by a scale that they were not multiplied by: the steps have 1/65536 of their
+    size.
 
     ## Fix safety
-    The fix makes it `scaler.scale(loss).backward()`. It is unsafe, as the gradients become other ones: a learning
-    rate that was tuned for the wrong ones does not fit.
+    The fix is `scaler.scale(loss).backward()`. It is unsafe because the gradients change: a learning rate that was
+    tuned for the wrong ones does not fit.
 
     ## Known limits
-    The loss must go by the same name in both places.
+    The loss must have the same name in both places.
     """
 
     code, name = "MPG213", "scaled-loss-discarded"
     severity = "error"
-    message = "the result of `{expr}` is thrown away"
+    message = "the result of `{expr}` is discarded"
     help = "`scale` returns the scaled loss: call `backward()` on that"
     triggers = (any_of(b".scale("), any_of(b".backward("), any_of(b"scaler", b"Scaler"))
     examples = (
@@ -130,7 +131,7 @@ def arms(args, loss, scaler):
                 if backward is None:
                     continue
                 reported.add(scale.record)
-                notes = (Note("this runs on the loss as it was", backward.span),)
+                notes = (Note("this runs on the loss that is not scaled", backward.span),)
                 yield self.at(
                     scale,
                     expr=facts.short(scale.call.node),

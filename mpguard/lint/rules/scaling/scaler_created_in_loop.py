@@ -22,30 +22,30 @@ from mpguard.lint import (
     dotted,
 )
 
-#: Methods that a framework, or a loop out of sight, calls once for each batch.
+#: Methods that a framework, or a loop in another file, calls once for each batch.
 _STEP = re.compile(r"_?train(?:ing)?_(?:one_|on_|a_)?(?:step|batch|iter(?:ation)?|minibatch)")
 
 
 class ScalerCreatedInLoop(Rule):
-    """A GradScaler is built anew for each step, or for each epoch.
+    """A GradScaler is created again for each step, or for each epoch.
 
     ## What it does
-    Reports the creation of a scaler in a loop, or in a function that is called in one, where the optimizer that it
-    steps outlives the loop; and in a method that trains one batch (`training_step`, `train_batch`).
+    Reports the creation of a scaler in a loop, or in a function that is called in one, if the optimizer that it steps
+    outlives the loop; and in a method that trains one batch (`training_step`, `train_batch`).
 
     ## Why is this bad
-    The scale begins at 65536 again each time. It is doubled after 2,000 steps without an overflow and halved after
-    one: a scaler that lives for a step never adapts, one that lives for an epoch skips its first steps in each.
+    The scale starts at 65536 again each time. It is doubled after 2,000 steps without an overflow and halved after one:
+    a scaler that lives for a step never adapts, one that lives for an epoch skips its first steps in each epoch.
 
     ## Known limits
-    A loop that builds the optimizer too (folds, configurations, seeds) is right and silent, as is one whose
-    optimizer comes from out of sight, and a scaler that is only built where there is none yet.
+    A loop that creates the optimizer as well (folds, configurations, seeds) is right and not reported. Silent for an
+    optimizer from outside the file, and for a scaler that is only created if there is none yet.
     """
 
     code, name = "MPG209", "scaler-created-in-loop"
     severity = "error"
-    message = "the GradScaler is built {often}: its scale never adapts"
-    help = "build it once, where the optimizer is built"
+    message = "the GradScaler is created {often}: its scale never adapts"
+    help = "create it once, where the optimizer is created"
     triggers = (any_of(b"GradScaler("), any_of(b".scale("), any_of(b".step("))
     examples = (
         Bad(
@@ -175,27 +175,27 @@ def sweep(model, loader):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        for made in facts.events("scaler"):
+        for creation in facts.events("scaler"):
             for trace in facts.traces.all:
-                step = next((each for each in trace if self._steps(each, made, facts)), None)
+                step = next((each for each in trace if self._steps(each, creation, facts)), None)
                 if step is None:
                     continue
-                often = self._often(made.call, step, facts)
+                often = self._frequency(creation.call, step, facts)
                 if often:
-                    yield self.at(made, often=often, notes=(Note("its optimizer outlives it", step.span),))
+                    yield self.at(creation, often=often, notes=(Note("its optimizer outlives it", step.span),))
                     break
 
-    def _steps(self, each: TraceStep, made: Event, facts: Facts) -> bool:
+    def _steps(self, each: TraceStep, creation: Event, facts: Facts) -> bool:
         return each.kind == "scaler_step" and any(
-            isinstance(found.atom, Object) and found.atom.call is made.call
+            isinstance(found.atom, Object) and found.atom.call is creation.call
             for found in facts.evaluate(each.scaler, each.record)
         )
 
-    def _often(self, built: Call, step: TraceStep, facts: Facts) -> str:
-        """How often the scaler is built while its optimizer lives; empty where it is once, or unknown."""
+    def _frequency(self, built: Call, step: TraceStep, facts: Facts) -> str:
+        """Return how often the scaler is created while its optimizer lives; empty for once or unknown."""
         scope = built.scope
         if step.record.scope is not scope or built.guard - scope.guard - step.record.guard:
-            return ""  # built where there is none yet, as a rule
+            return ""  # usually created only if there is none yet
         around = _loops(built)
         if around:
             inside = around[-1] in step.record.loops and self._outlives(step.optimizer, step.record, around[-1], facts)
@@ -204,12 +204,12 @@ def sweep(model, loader):
             for call in facts.callers(scope):
                 if _loops(call) and self._outlives(step.optimizer, step.record, _loops(call)[-1], facts, call):
                     return "by each call in a loop"
-            if _STEP.fullmatch(scope.name) and not step.loops and self._given(step.optimizer, step.record):
+            if _STEP.fullmatch(scope.name) and not step.loops and self._not_created_in(step.optimizer, step.record):
                 return "by each training step"
         return ""
 
-    def _given(self, node: cst.BaseExpression | None, at: Record) -> bool:
-        """Whether a method finds an object rather than making it: an attribute that it sets nowhere, a parameter."""
+    def _not_created_in(self, node: cst.BaseExpression | None, at: Record) -> bool:
+        """True if a method does not create an object: it is a parameter, or an attribute that the method does not set."""
         key = dotted(node)
         kinds = {each.kind for each in at.scope.bindings.get(key, ())}
         return at.scope.owner is not None and (kinds == {"param"} or (key.startswith("self.") and not kinds))
@@ -217,7 +217,7 @@ def sweep(model, loader):
     def _outlives(
         self, node: cst.BaseExpression | None, at: Record, loop: cst.CSTNode, facts: Facts, call: Call | None = None
     ) -> bool:
-        """Whether an object is surely bound outside a loop: one of its function, or one around a call of that."""
+        """True if an object is bound outside a loop on all paths; the loop may be around a call of its function."""
         key = dotted(node)
         bindings = [
             each

@@ -19,32 +19,32 @@ from mpguard.lint import (
 
 
 class ScalerNotInCheckpoint(Rule):
-    """A checkpoint to resume from holds the optimizer's state and not the GradScaler's.
+    """A checkpoint to resume from contains the optimizer's state but not the GradScaler's.
 
     ## What it does
-    Reports a saved `optimizer.state_dict()` in a file that also reads an optimizer's state back, scales its losses
-    with a GradScaler of its own and saves no `scaler.state_dict()`; and a scaler whose state is saved where the
-    optimizer's is read back and the scaler's is not.
+    Reports a saved `optimizer.state_dict()` in a file that also loads an optimizer's state, scales its losses with a
+    GradScaler of its own and saves no `scaler.state_dict()`; and a scaler whose state is saved but not loaded where the
+    optimizer's is.
 
     ## Why is this bad
-    A new GradScaler begins at a scale of 65536. The run that is resumed overflows again until the scale has come
-    down: each of these steps is skipped, while the schedule and the count of steps go on. Where the scale had grown,
-    small gradients underflow until it has grown again, 2,000 steps for a factor of two. The resumed run
-    is another one than the run that went on.
+    A new GradScaler starts at a scale of 65536. The resumed run overflows again until the scale has come down: each of
+    these steps is skipped, while the schedule and the step count advance. If the scale had grown, small gradients
+    underflow until it has grown again, 2,000 steps for a factor of two. The resumed run differs from the run that was
+    not interrupted.
 
     ## Known limits
-    Checkpoints without an optimizer's state are for inference and not reported, nor those of a file that never loads
-    one: whether they are resumed from can't be seen. A scaler under BF16 is MPG207's, one that each epoch builds anew
-    is MPG209's: there is nothing to carry on. Silent where the scaler comes from
-    outside, is handed to a function that may save it, or goes by a name that cannot be followed (a loop over
-    objects), and where nothing calls `update()`: the scale never changes then. A base class out of sight may save it;
-    the rule then looks at the file's own checkpoint only.
+    Checkpoints without an optimizer's state are for inference and not reported, nor are those of a file that never
+    loads one: whether a run resumes from them is unknown. A scaler under BF16 is reported by MPG207, one that is
+    created in each epoch by MPG209: it has no state to restore. Silent if the scaler comes from outside the file, is
+    passed to a function that may save it, or has a name that cannot be followed (a loop over objects), and if nothing
+    calls `update()`: the scale then never changes. An unknown base class may save the scaler; the rule then considers
+    only the checkpoint of the file itself.
     """
 
     code, name = "MPG208", "scaler-not-in-checkpoint"
     severity = "warning"
     message = "the checkpoint holds `{expr}`, but not the GradScaler's state"
-    help = "save `scaler.state_dict()` beside it, and load it on resuming"
+    help = "save `scaler.state_dict()` too, and load it on resuming"
     triggers = (
         any_of(b"Scaler"),
         any_of(b".scale("),
@@ -379,11 +379,11 @@ class Tests:
             return
         states = checkpoints.of("state", "scaler")
         if not states and not checkpoints.unclear("state") and checkpoints.resumed():
-            told: set[Scope | None] = set()
+            reported: set[Scope | None] = set()
             for saved in checkpoints.saved("optimizer"):
                 scaler = next((each for each in scalers if self._together(each, saved, facts)), None)
-                if scaler is not None and (part := saved.scope.owner or saved.scope) not in told:
-                    told.add(part)  # one for a class: the other files of its checkpoint are the same mistake
+                if scaler is not None and (part := saved.scope.owner or saved.scope) not in reported:
+                    reported.add(part)  # one for a class: its other checkpoint files are the same mistake
                     notes = (Note("the scaler is created here", scaler.span),)
                     yield self.at(saved, expr=facts.short(saved.call.node), notes=notes)
         restored = checkpoints.of("restore", "optimizer")
@@ -391,12 +391,12 @@ class Tests:
         if states and restored and lost:
             yield self.at(
                 states[0],
-                message=f"`{facts.short(states[0].call.node)}` is saved, and never loaded beside the optimizer's state",
+                message=f"`{facts.short(states[0].call.node)}` is saved, but not loaded with the optimizer's state",
                 notes=(Note("the optimizer's state is loaded here", restored[0].span),),
             )
 
     def _adapts(self, scaler: Event, facts: Facts) -> bool:
-        """Whether the scale of a scaler changes: something scales with it and updates it."""
+        """True if the scale of a scaler changes: the code scales with it and updates it."""
         near = facts.reachable(scaler.scope)
         if not scaler.guard.possible or not all(
             any(event.scope in near for event in facts.events(kind)) for kind in ("scale", "update")
@@ -406,7 +406,7 @@ class Tests:
         return bfloat16_region(scaler, enabled, facts) is None
 
     def _keys(self, scaler: Event, facts: Facts) -> Iterator[str]:
-        """The names that a scaler is bound to."""
+        """Yield the names that a scaler is bound to."""
         for scope in facts.walker.scopes:
             for key, bindings in scope.bindings.items():
                 if any(self._binds(binding, scaler) for binding in bindings):
@@ -416,7 +416,7 @@ class Tests:
         return binding.statement is scaler.call.statement and binding.scope is scaler.scope
 
     def _together(self, scaler: Event, saved: Event, facts: Facts) -> bool:
-        """Whether a scaler and a checkpoint belong to one run."""
+        """True if a scaler and a checkpoint belong to one run."""
         near = facts.reachable(saved.scope)
         if not near & {scaler.scope, scaler.scope.owner} or not compatible(scaler.guard, saved.guard):
             return False
@@ -428,7 +428,7 @@ class Tests:
         return saved.key.startswith("self.") and not facts.repeated(scaler.scope)
 
     def _below(self, scope: Scope, facts: Facts) -> set[Scope]:
-        """A function and those that run within its calls: what its local names live through."""
+        """Return a function and those that run within its calls, while its local names exist."""
         found, pending = {scope}, [scope]
         while pending:
             current = pending.pop()

@@ -18,7 +18,7 @@ from mpguard.lint import (
     trace_facts,
 )
 
-#: The rhythm of gradient accumulation, and nothing else: `(i + 1) % n == 0`.
+#: Conditions of gradient accumulation only: `(i + 1) % n == 0`.
 _ACCUMULATES = re.compile(r"(?i)%|accum")
 
 
@@ -26,16 +26,16 @@ class ScalerUpdateEveryMicrobatch(Rule):
     """The scaler is updated, or steps, at each micro-batch while gradients accumulate over several.
 
     ## What it does
-    Reports `scaler.update()` outside the `if` that holds `scaler.step`, and `scaler.step` outside the `if` that holds
-    `zero_grad`, where that `if` is the rhythm of gradient accumulation.
+    Reports `scaler.update()` outside the `if` that contains `scaler.step`, and `scaler.step` outside the `if` that
+    contains `zero_grad`, if the condition of that `if` is that of gradient accumulation.
 
     ## Why is this bad
     An update changes the scale in the middle of an accumulation: the gradients of two micro-batches are then summed at
-    two scales. Without an `unscale_` or `step` since the last one it raises (torch 2.13): "No inf checks were
-    recorded prior to update". A `step` at each micro-batch unscales gradients to which scaled ones are added next.
+    two scales. Without an `unscale_` or `step` since the last one it raises (torch 2.13): "No inf checks were recorded
+    prior to update". A `step` at each micro-batch unscales gradients to which scaled ones are added next.
 
     ## Known limits
-    Only an `if` whose condition is a remainder (`%`) or says "accum" is taken for the rhythm.
+    Only an `if` whose condition is a remainder (`%`) or contains "accum" is taken for gradient accumulation.
     """
 
     code, name = "MPG210", "scaler-update-every-microbatch"
@@ -112,30 +112,30 @@ def critic_now_and_then(generator, critic, loader, one, two, scaler):
                     continue
                 if not facts.traces.like_torch(each.scaler, each.record):
                     continue
-                seldom = self._seldom(trace, each)
-                if seldom is None:
+                rare = self._less_frequent(trace, each)
+                if rare is None:
                     continue
                 reported.add(each.record)
-                expr, other = facts.short(each.call.node), f"`{facts.short(seldom.call.func)}`"
-                notes = (Note("this comes once for several", seldom.span),)
+                expr, other = facts.short(each.call.node), f"`{facts.short(rare.call.func)}`"
+                notes = (Note("this runs once for several", rare.span),)
                 yield self.at(each, expr=expr, other=other, notes=notes)
 
-    def _seldom(self, trace: Trace, moment: TraceStep) -> TraceStep | None:
-        """What should go with it and comes more seldom, in the rhythm of accumulation."""
-        own = [each for _, each in trace_facts.iteration(trace, moment) if compatible(each.guard, moment.guard)]
+    def _less_frequent(self, trace: Trace, step: TraceStep) -> TraceStep | None:
+        """Return the call that should run as often as the step, but runs once per accumulated batch."""
+        own = [each for _, each in trace_facts.iteration(trace, step) if compatible(each.guard, step.guard)]
         scaled = [each for each in own if each.kind == "backward" and each.scale is not None]
-        if not scaled or any(each.kind == "handed" for each in own) or not self._each_time(moment, scaled):
+        if not scaled or any(each.kind == "handed" for each in own) or not self._each_time(step, scaled):
             return None
-        wanted = "scaler_step" if moment.kind == "update" else "zero_grad"
-        others = [each for each in own if each.kind == wanted]
-        if moment.kind == "scaler_step" and any(each.kind == "scaler_step" and each is not moment for each in own):
+        partner = "scaler_step" if step.kind == "update" else "zero_grad"
+        others = [each for each in own if each.kind == partner]
+        if step.kind == "scaler_step" and any(each.kind == "scaler_step" and each is not step for each in own):
             return None
-        if others and all(self._rhythmic(each, moment) for each in others):
+        if others and all(self._rhythmic(each, step) for each in others):
             return others[0]
         return None
 
-    def _each_time(self, moment: TraceStep, scaled: list[TraceStep]) -> bool:
-        return all(not self._rhythmic(moment, each) and not (moment.guard - each.guard) for each in scaled)
+    def _each_time(self, step: TraceStep, scaled: list[TraceStep]) -> bool:
+        return all(not self._rhythmic(step, each) and not (step.guard - each.guard) for each in scaled)
 
     def _rhythmic(self, each: TraceStep, than: TraceStep) -> bool:
         return any(

@@ -28,7 +28,7 @@ from mpguard.lint import (
 )
 
 _BF16 = re.compile(r"(?i)(?:use_|is_|with_|torch\.)?(?:bf16|bfloat16)(?:[-_]mixed|_enabled)?")
-#: A condition that asks for FP16: the scaler is for that arm.
+#: Conditions on FP16: the scaler is meant for that branch.
 _FP16 = re.compile(r"(?i)fp16|float16|half|dtype|precision|\b16")
 
 
@@ -36,28 +36,28 @@ class ScalerWithBfloat16(Rule):
     """A GradScaler scales the losses of a BF16 run.
 
     ## What it does
-    Reports a GradScaler whose `enabled` asks for BF16 (`enabled=dtype in ("float16", "bfloat16")`), and one that is
-    active where the loss that it scales is computed under a BF16 autocast, and never under an FP16 one.
+    Reports a GradScaler whose `enabled` argument is true for BF16 (`enabled=dtype in ("float16", "bfloat16")`), and one
+    that is active while the loss that it scales is computed under a BF16 autocast, and never under an FP16 one.
 
     ## Why is this bad
-    BF16 has the exponents of FP32: its gradients don't underflow, there is nothing to scale. The scaler still costs a
-    pass over all gradients and a synchronisation with the GPU at each step, steps fewer times (it skips the steps
-    whose scaled gradients overflow, while it searches a scale), and doubles the scale each 2000 steps until it
-    overflows again. Code that reads or clips gradients has to unscale them for nothing.
+    BF16 has the exponent range of FP32: its gradients don't underflow, and nothing needs scaling. The scaler still
+    costs a pass over all gradients and a synchronization with the GPU at each step, takes fewer steps (it skips those
+    whose scaled gradients overflow, while it searches for a scale), and doubles the scale every 2000 steps until it
+    overflows again. Code that reads or clips gradients has to unscale them unnecessarily.
 
     ## Fix safety
-    Unsafe: the fix switches the scaler off (`enabled=False`), or has its condition ask for FP16 alone. The run takes
-    the steps that were skipped.
+    Unsafe: the fix disables the scaler (`enabled=False`), or restricts its condition to FP16. The run then takes the
+    steps that were skipped.
 
     ## Known limits
-    A region whose dtype is unknown makes the rule silent, as does a scaler whose `enabled` is tied to FP16, and a loss
-    that comes from outside the file.
+    Silent if the dtype of a region is unknown, if the scaler's `enabled` depends on FP16, and for a loss that comes
+    from outside the file.
     """
 
     code, name = "MPG207", "scaler-with-bfloat16"
     severity = "warning"
     message = "this GradScaler is active under BF16, which needs no loss scaling"
-    help = "enable the scaler for FP16 alone, or drop it"
+    help = "enable the scaler for FP16 only, or remove it"
     triggers = (any_of(b"GradScaler"), any_of(b"bfloat16", b"bf16", b"BF16"))
     examples = (
         Bad(
@@ -289,9 +289,11 @@ def from_outside(loss):
             if path.rsplit(".", 1)[-1] not in ("GradScaler", "ShardedGradScaler") or not path.startswith("torch."):
                 continue
             given, enabled = enabled_argument(scaler.call, path), facts.enabled(scaler.call, path)
-            asked = [flag for condition in enabled for flag in _bf16_flags(condition) if enabled.given(flag).possible]
-            if asked:
-                alone = any(flag in enabled for flag in asked)
+            bf16_flags = [
+                flag for condition in enabled for flag in _bf16_flags(condition) if enabled.given(flag).possible
+            ]
+            if bf16_flags:
+                alone = any(flag in enabled for flag in bf16_flags)
                 fix = self._off(given, scaler, facts) if alone else self._condition(given, scaler, facts)
                 yield self.at(scaler, fix=fix)
             elif enabled.possible and not any(_FP16.search(flag) for flag in enabled.flags()):
@@ -308,7 +310,7 @@ def from_outside(loss):
         return Fix("Switch the scaler off", "unsafe", (edit,))
 
     def _condition(self, given: cst.BaseExpression | None, scaler: Event, facts: Facts) -> Fix | None:
-        """`dtype in ("float16", "bfloat16")` becomes `dtype == "float16"`, `fp16 or bf16` becomes `fp16`."""
+        """Return the fix of a condition: `dtype in ("float16", "bfloat16")` becomes `dtype == "float16"`."""
         if isinstance(given, cst.BooleanOperation):
             sides = (given.left, given.right)
             kept = [each for each in sides if not _BF16.fullmatch(dotted(each).rpartition(".")[2])]
@@ -322,16 +324,16 @@ def from_outside(loss):
             text = None
         if text is None or given is None:
             return None
-        return Fix("Enable it for FP16 alone", "unsafe", (python_edits.replaced(given, scaler.call, text),))
+        return Fix("Enable it for FP16 only", "unsafe", (python_edits.replaced(given, scaler.call, text),))
 
 
 def _inactive(scaler: Event, region: Region) -> bool:
-    """Whether the region is the CPU's and the scaler for a GPU: it switches itself off there."""
+    """True if the region is for the CPU and the scaler for a GPU: torch disables the scaler then."""
     return region.device == "cpu" and constant(scaler.call.argument(0, "device")) != ("cpu",)
 
 
 def _bf16_flags(condition: Condition) -> Iterator[Flag]:
-    """The flags for BF16 that are among those for which a condition holds."""
+    """Yield the BF16 flags of a condition."""
     if isinstance(condition, Flag):
         if _BF16.fullmatch(condition.name if condition.equals is None else str(condition.equals)):
             yield condition

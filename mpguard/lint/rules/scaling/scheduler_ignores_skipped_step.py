@@ -6,26 +6,26 @@ from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, Trace, TraceS
 
 
 class SchedulerIgnoresSkippedStep(Rule):
-    """The learning rate schedule steps after `scaler.step`, though that may have skipped the optimizer's step.
+    """The learning rate schedule steps after `scaler.step`, which may have skipped the optimizer's step.
 
     ## What it does
-    Reports a `scheduler.step()` that follows `scaler.step` in the same iteration, where nothing looks at the scale.
+    Reports a `scheduler.step()` that follows `scaler.step` in the same iteration if nothing checks the scale.
 
     ## Why is this bad
-    The first steps of a run often overflow, since the scale begins at 65536: the optimizer has not stepped, the
-    schedule has. torch then warns "Detected call of `lr_scheduler.step()` before `optimizer.step()`", and a warm-up
-    is a few steps shorter than it was meant to be.
+    The first steps of a run often overflow, since the scale starts at 65536: the schedule steps although the optimizer
+    has not. torch then warns "Detected call of `lr_scheduler.step()` before `optimizer.step()`", and a warm-up is a few
+    steps shorter than intended.
 
     ## Known limits
-    Preview, since in a run of many steps it hardly matters, and most code in the wild does it. A scheduler that steps
-    once per epoch is no finding.
+    Preview, since it hardly matters in a run of many steps, and most published code does it. A scheduler that steps
+    once per epoch is not reported.
     """
 
     code, name = "MPG216", "scheduler-ignores-skipped-step"
     severity = "info"
     preview = True
-    message = "`{expr}` steps also where `{scaler}` has skipped the optimizer's step"
-    help = "step the schedule only where `{scaler}.get_scale()` has not gone down"
+    message = "`{expr}` also steps if `{scaler}` has skipped the optimizer's step"
+    help = "step the schedule only if `{scaler}.get_scale()` has not decreased"
     triggers = (any_of(b".scale("), any_of(b"sched"), any_of(b".step("), any_of(b"scaler", b"Scaler"))
     examples = (
         Bad(
@@ -95,7 +95,7 @@ def other_arm(args, model, loader, optimizer, scheduler, scaler):
                 )
 
     def _step(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
-        """The scaler's step that is taken, or skipped, before each step of the schedule."""
+        """Return the scaler's step that is taken, or skipped, before each step of the schedule."""
         scheduler = trace[place]
         loop = scheduler.loops[-1]
         if any(each.kind in ("get_scale", "handed") and loop in each.loops for each in trace):

@@ -27,7 +27,7 @@ from mpguard.lint import (
     python_edits,
 )
 
-#: A condition on overflow: what the scaler would do is done by hand.
+#: Conditions on overflow: the code does by hand what the scaler would do.
 _CHECKS = re.compile(r"(?i)finite|inf|nan|overflow")
 
 
@@ -36,7 +36,7 @@ _NO_BACKWARD = frozenset({"step", "scale", "zero_grad", "update"})
 
 @dataclasses.dataclass(frozen=True)
 class _Bypass:
-    """A step on scaled gradients; `before`: the backward passes that it may follow, one per arm."""
+    """A step on scaled gradients. before: the backward passes that it may follow, one per branch."""
 
     step: Event
     scale: Event
@@ -48,26 +48,26 @@ class StepBypassesScaler(Rule):
     """`optimizer.step()` on gradients that a GradScaler has scaled.
 
     ## What it does
-    Reports an optimizer's `step()` where the `backward` before it ran on `scaler.scale(loss)`.
+    Reports an optimizer's `step()` if the `backward` before it ran on `scaler.scale(loss)`.
 
     ## Why is this bad
-    The gradients are larger than the true ones by the scale, 65536 at first. Adam hides the factor
-    and still steps on infinities, SGD multiplies its step by it; and without `scaler.step` nothing
-    skips a step whose gradients overflowed, nor adapts the scale.
+    The gradients are larger than the true ones by the scale, 65536 at first. Adam hides the factor but still steps on
+    infinities, SGD multiplies its step by it; and without `scaler.step` nothing skips a step whose gradients
+    overflowed, nor adapts the scale.
 
     ## Fix safety
-    Safe: `scaler.step(optimizer)` unscales and does what was meant. Where no `scaler.update()`
-    follows it is added, after the last of several steps, since the scaler refuses a second step
-    without one. There is no fix for a step with a closure (GradScaler takes none), for one that is
-    no statement of its own, where an update may happen elsewhere, and where one arm of a flag does
-    not scale the loss: a scaler that is enabled there would unscale what was never scaled.
+    Safe: `scaler.step(optimizer)` unscales and takes the intended step. `scaler.update()` is added if none follows,
+    after the last of several steps, since the scaler refuses a second step without one. There is no fix for a step with
+    a closure (GradScaler takes none), for one that is not a statement of its own, for one that may come without a
+    backward before it (`scaler.step` raises), if an update may happen elsewhere, and if one branch of a flag does not
+    scale the loss: a scaler that is enabled there would unscale gradients that were not scaled.
 
     ## Known limits
-    A step that one arm of a flag scales for is judged where it surely follows that arm.
-    Silent where something between `backward` and `step` asks for the scale (`get_scale`: the
-    gradients may be unscaled by hand), and where the step happens under a check of finiteness.
-    `unscale_` alone is not enough: nothing then skips a step that overflowed. A constant scale by choice
-    (`GradScaler(2**10)`, never stepped nor updated) before Adam, which divides it out, is silent.
+    If only one branch of a flag scales the loss, the step is reported if it always follows that branch. Silent if code
+    between `backward` and `step` reads the scale (`get_scale`: the gradients may be unscaled by hand), and if the step
+    is under a check of finiteness. `unscale_` alone is not enough: nothing then skips a step that overflowed. A
+    constant scale by choice (`GradScaler(2**10)`, never stepped nor updated) before Adam, which divides it out, is not
+    reported.
     """
 
     code, name = "MPG203", "step-bypasses-scaler"
@@ -360,7 +360,7 @@ class DividedOutByAdam:
     def _bypass(
         self, step: Event, before: list[Call | None], scaled: dict[Call, Event], facts: Facts
     ) -> _Bypass | None:
-        """The step with what was scaled before it, if that is what it applies."""
+        """Return the step with the scaled backward before it; None if it applies other gradients."""
         for place, backward in enumerate(before):
             if backward not in scaled or backward is None or self._by_hand(backward, step, facts):
                 continue
@@ -374,24 +374,29 @@ class DividedOutByAdam:
         return None
 
     def _constant(self, scale: Event, step: Event, facts: Facts) -> bool:
-        """Whether the scale is a constant that was chosen, and Adam divides it out: `GradScaler(2**10)`, of which
-        neither `step` nor `update` is called."""
+        """True if the scale is a constant by choice, which Adam divides out.
+
+        Such a scaler is created with a scale, `GradScaler(2**10)`, and neither its `step` nor `update` is called.
+        """
         if facts.events("scaler_step") or facts.events("update"):
             return False
-        made = [each.atom for each in facts.evaluate(scale.subject, scale.call)]
+        scalers = [each.atom for each in facts.evaluate(scale.subject, scale.call)]
         stepped = [each.atom for each in facts.evaluate(step.subject, step.call)]
-        chosen = [isinstance(atom, Object) and atom.call is not None and bool(atom.call.positional) for atom in made]
+        chosen = [isinstance(atom, Object) and atom.call is not None and bool(atom.call.positional) for atom in scalers]
         adam = [isinstance(atom, Object) and atom.call is not None and "Adam" in atom.call.name for atom in stepped]
         return bool(chosen and adam) and all(chosen + adam)
 
     def _surely_after(self, backward: Call, step: Event) -> bool:
-        """Whether the step happens wherever the backward does, but for the rhythm of gradient accumulation."""
+        """True if the step follows the backward under all conditions except those of gradient accumulation."""
         more = (PathCondition([condition]).flags() for condition in step.call.guard - backward.guard)
         return all(any("%" in flag for flag in flags) for flags in more)
 
     def _before(self, step: Event, backwards: dict[Call, Event], facts: Facts) -> list[Call | None]:
-        """The backward passes whose gradients the step may apply: the last before it, in its function, in one that
-        it calls or in its closure, and those in arms that exclude the last one; None for one out of sight."""
+        """Return the backward passes whose gradients the step may apply; None for an unknown one.
+
+        They are the last one before it, in its function, in one that it calls or in its closure, and those in branches
+        that exclude the last one.
+        """
         found: list[Call | None] = []
         for each in facts.evaluate(step.call.argument(0, "closure"), step.call) if step.call.node.args else ():
             if isinstance(each.atom, Function):
@@ -419,7 +424,7 @@ class DividedOutByAdam:
         return None
 
     def _by_hand(self, backward: Call, step: Event, facts: Facts) -> bool:
-        """Whether the gradients may be unscaled and checked by hand, or were stepped through the scaler in between."""
+        """True if the gradients may be unscaled and checked by hand, or the scaler stepped in between."""
         if any(_CHECKS.search(flag) for flag in step.guard.flags()):
             return True
         for call in step.scope.calls:
@@ -438,7 +443,7 @@ class DividedOutByAdam:
         scaler = facts.short(scale.subject)
         here = scale.scope is step.scope or (scaler.startswith("self.") and scale.scope.owner is step.scope.owner)
         module = scaler in facts.module.bindings and scaler not in step.scope.bindings
-        if not (here or module) or step.subject is None or not self._right_in_all_arms(bypass, facts):
+        if not (here or module) or step.subject is None or not self._right_in_all_branches(bypass, facts):
             return None
         if not self._always_after_backward(bypass):
             return None
@@ -460,7 +465,7 @@ class DividedOutByAdam:
         ]
         after = [u for u in updates if u.scope is step.scope and u.order > together[-1].order]
         if len(after) != len(updates):
-            return None  # one that comes before, or in another method: who knows when
+            return None  # an update before the step, or in another method: its order is unknown
         if after:
             if not any(u.call.loops == step.call.loops and implies(step.guard, u.guard) for u in after):
                 return None
@@ -469,7 +474,7 @@ class DividedOutByAdam:
         return Fix("Step through the scaler", "safe", tuple(edits))
 
     def _always_after_backward(self, bypass: _Bypass) -> bool:
-        """True if a backward comes before each step: with no new gradients, `scaler.step` raises or unscales twice."""
+        """True if a backward precedes each step; without new gradients `scaler.step` raises or unscales twice."""
         step, without = bypass.step, bypass.step.guard
         for backward in bypass.before:
             if backward is None or (backward.scope is step.scope and not set(step.call.loops) <= set(backward.loops)):
@@ -480,13 +485,13 @@ class DividedOutByAdam:
             without = without.given(negated(All(tuple(conditions))))
         return not without.possible
 
-    def _right_in_all_arms(self, bypass: _Bypass, facts: Facts) -> bool:
-        """Whether the scaler is there wherever the step is, and switched off where the loss is not scaled."""
+    def _right_in_all_branches(self, bypass: _Bypass, facts: Facts) -> bool:
+        """True if the scaler exists wherever the step runs, and is disabled where the loss is not scaled."""
         step, scale = bypass.step, bypass.scale
         if bypass.all_scaled and all(call is not None and not (call.guard - step.guard) for call in bypass.before):
             return True
-        made = facts.evaluate(scale.subject, scale.call)
-        if not all(isinstance(each.atom, Object) and implies(step.guard, each.guard) for each in made):
+        scalers = facts.evaluate(scale.subject, scale.call)
+        if not all(isinstance(each.atom, Object) and implies(step.guard, each.guard) for each in scalers):
             return False
         enabled = facts.traces.enabled(scale.subject, scale.call)
         return all(

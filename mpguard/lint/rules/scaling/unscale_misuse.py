@@ -18,7 +18,7 @@ from mpguard.lint import (
     trace_facts,
 )
 
-#: Flags that are the same in each micro-batch: whether to clip, whether to scale.
+#: Flags that have the same value in each micro-batch: clipping, scaling.
 _OPTION = re.compile(r"(?i)clip|norm|amp(?!l)|scal|16")
 
 
@@ -26,16 +26,16 @@ class UnscaleMisuse(Rule):
     """`unscale_` is called twice for one step of an optimizer, or after the step.
 
     ## What it does
-    Reports an `unscale_` that surely follows another `unscale_`, or a `scaler.step`, of the same optimizer with no
-    `update()` between; and one for each micro-batch where `step` and `update` come once for several.
+    Reports an `unscale_` that always follows another `unscale_`, or a `scaler.step`, of the same optimizer with no
+    `update()` in between; and one for each micro-batch if `step` and `update` run once for several.
 
     ## Why is this bad
-    It raises (torch 2.13): "unscale_() has already been called on this optimizer since the last update()",
-    "unscale_() is being called after step()". With gradient accumulation that is at the second micro-batch.
+    It raises (torch 2.13): "unscale_() has already been called on this optimizer since the last update()", "unscale_()
+    is being called after step()". With gradient accumulation that happens at the second micro-batch.
 
     ## Known limits
-    Two calls that are under different flags are taken for alternatives. Optimizers that are elements of a list are
-    not told apart.
+    Two calls under different flags are taken for alternatives. Optimizers that are elements of a list are not
+    distinguished.
     """
 
     code, name = "MPG206", "unscale-misuse"
@@ -196,11 +196,11 @@ def both_halves(model, loader, optimizer, scaler):
                 continue
             if any(trace_facts.between(trace, index, place, "exit", guard=each.guard)):
                 continue
-            return ("comes a second time" if each.kind == "unscale" else "comes after the step"), each
+            return ("is the second one for the step" if each.kind == "unscale" else "runs after the step"), each
         return None
 
     def _each_microbatch(self, trace: Trace, place: int, facts: Facts) -> tuple[str, TraceStep] | None:
-        """Whether it is called for each micro-batch, and the update comes once for several."""
+        """Return the finding if it is called for each micro-batch, and the update once for several."""
         unscale = trace[place]
         if not unscale.loops:
             return None
@@ -228,10 +228,10 @@ def both_halves(model, loader, optimizer, scaler):
             return None
         if not here and not any(set(each.loops) < set(unscale.loops) for each in updates):
             return None
-        return "comes for each micro-batch, the step once for several", step
+        return "runs for each micro-batch, the step once for several", step
 
     def _each_time(self, unscale: TraceStep, backward: TraceStep) -> bool:
-        """Whether it happens as often as a backward, but for options of the run."""
+        """True if it runs as often as a backward, apart from options of the run."""
         return all(
             _OPTION.search(flag) and not trace_facts.rhythm(PathCondition([more]))
             for more in unscale.guard - backward.guard

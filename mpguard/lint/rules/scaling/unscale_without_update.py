@@ -29,20 +29,21 @@ class UnscaleWithoutUpdate(Rule):
 
     ## What it does
     Reports a `continue` (or a `return` of the function that is one step) between `unscale_` and `update()`, and an
-    `update()` that only happens where the gradients are finite.
+    `update()` that runs only if the gradients are finite.
 
     ## Why is this bad
-    The scaler believes that this step is not over. The next `unscale_` raises "unscale_() has already been called
-    on this optimizer since the last update()"; where the next step is without `unscale_`, its gradients are taken
-    for unscaled, and 65536 times too large ones are applied. It strikes at the first bad batch, hours into a run.
+    For the scaler, this step has not ended. The next `unscale_` raises "unscale_() has already been called on this
+    optimizer since the last update()"; if the next step has no `unscale_`, its gradients are taken for unscaled, and
+    gradients that are 65536 times too large are applied. It happens at the first bad batch, hours into a run.
     `scaler.step` skips such a step by itself.
 
     ## Fix safety
-    The fix calls `scaler.update()` before the `continue`. It is unsafe, as the scale goes down where the batch
-    was skipped for an overflow: as it should, but as it did not before.
+    The fix calls `scaler.update()` before the `continue`. It is unsafe because the scale then decreases after a batch
+    that is skipped for an overflow, which is right but did not happen before. There is no fix if the gradients are
+    unscaled in one branch only: `update()` raises if nothing was unscaled.
 
     ## Known limits
-    A skip that raises, ends the loop or leaves the function that holds the loop is no finding.
+    A skip that raises, ends the loop or leaves the function that contains the loop is not reported.
     """
 
     code, name = "MPG217", "unscale-without-update"
@@ -279,7 +280,7 @@ def skipped(model, x, optimizer, scaler):
                 )
 
     def _skip(self, trace: Trace, place: int) -> TraceStep | None:
-        """What leaves the step after an unscale, where an update comes otherwise; or an update under a check."""
+        """Return what leaves the step between an unscale and its update, or the update under a check."""
         unscale = trace[place]
         updates = [i for i in range(place, len(trace)) if self._updates(trace[i], unscale)]
         if not updates:
@@ -295,12 +296,12 @@ def skipped(model, x, optimizer, scaler):
         return each.kind == "update" and compatible(each.guard, unscale.guard) and same
 
     def _leaves_step(self, each: TraceStep, unscale: TraceStep) -> bool:
-        """Whether it is a `continue` of a loop around the unscale, or a `return` from the step that it is in."""
+        """True for a `continue` of a loop around the unscale, and for a `return` from the step that contains it."""
         more = PathCondition(each.guard - unscale.guard)
         if each.kind != "exit" or not more or trace_facts.rhythm(more) or not compatible(each.guard, unscale.guard):
             return False
         if not trace_facts.unrelated(each.guard, unscale.guard):
-            return False  # the arm of a flag that goes by two names
+            return False  # the branch of a flag that has two names
         if each.ends(cst.Continue):
             return bool(each.loops) and each.loops[-1] in unscale.loops
         if each.ends(cst.Return):
@@ -316,9 +317,9 @@ def skipped(model, x, optimizer, scaler):
         return False
 
     def _updated_after(self, trace: Trace, place: int, index: int) -> Iterator[TraceStep]:
-        """The updates before an exit, and those of the callers after it."""
+        """Yield the updates before an exit, and those of the callers after it."""
         exits = trace[index]
-        # a plain step: the other arm of a flag that goes by two names
+        # A plain step marks the other branch of a flag that has two names.
         yield from trace_facts.between(trace, place, index, "update", "handed", "step", "other_step", guard=exits.guard)
         for each in trace[index:]:
             if exits.ends(cst.Return):
@@ -329,7 +330,7 @@ def skipped(model, x, optimizer, scaler):
                 yield each
 
     def _checked(self, trace: Trace, place: int, updates: list[int]) -> TraceStep | None:
-        """The update that a check of the gradients guards, where there is no other."""
+        """Return the update that is under a check of the gradients, if there is no other."""
         unscale, update = trace[place], trace[updates[0]]
         more = PathCondition(update.guard - unscale.guard)
         if not more or not all(trace_facts.exceptional(PathCondition([condition])) for condition in more):
