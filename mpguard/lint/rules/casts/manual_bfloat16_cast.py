@@ -257,11 +257,9 @@ for x in loader:
         if wrap.kind == "accelerate" and wrap.call.receiver is not None:
             for each in facts.evaluate(wrap.call.receiver, wrap.call):
                 accelerator = each.atom.call if isinstance(each.atom, Object) else None
-                values = (
-                    facts.evaluate(accelerator.keywords.get("mixed_precision"), accelerator)
-                    if accelerator is not None
-                    else ()
-                )
+                if accelerator is None:
+                    continue
+                values = facts.evaluate(accelerator.keywords.get("mixed_precision"), accelerator)
                 atoms = [value.atom for value in values]
                 if atoms and all(isinstance(atom, Constant) and atom.value in ("bf16", "fp16") for atom in atoms):
                     return accelerator

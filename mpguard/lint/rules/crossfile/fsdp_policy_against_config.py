@@ -91,12 +91,12 @@ model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(param_dty
             return
         for policy in facts.events("policy"):
             dtype = launch_expectations.low([name for _, name in policy.dtypes])
-            meant = (
+            contradicts = (
                 dtype is not None
                 and launch_expectations.contradicts(dtype, configs)
                 and launch_expectations.decided(policy.guard, policy.call)
             )
-            if dtype is not None and meant and not facts.is_inference(policy.call):
+            if dtype is not None and contradicts and not facts.is_inference(policy.call):
                 yield self._against(policy, dtype, configs)
         for call in plugins:
             given = call.argument(None, "mixed_precision_policy")

@@ -85,24 +85,24 @@ args = TrainingArguments("out", bf16=True)
         configs = launch_expectations.configs(facts)
         if not configs or any(config.mixed_precision not in ("fp16", "bf16", "fp8") for config in configs):
             return
-        for made in facts.events("arguments"):
-            options = [option for option in ("fp16", "bf16") if self._is_true(made, option, facts)]
+        for arguments in facts.events("arguments"):
+            options = [option for option in ("fp16", "bf16") if self._is_true(arguments, option, facts)]
             if (
                 len(options) != 1
-                or not launch_expectations.decided(made.guard, made.call)
+                or not launch_expectations.decided(arguments.guard, arguments.call)
                 or any(config.mixed_precision == options[0] for config in configs)
             ):
                 continue
             off = ": FP8 is off" if any(config.mixed_precision == "fp8" for config in configs) else ""
             yield self.at(
-                facts.span(made.call.keywords[options[0]], made.call),
+                facts.span(arguments.call.keywords[options[0]], arguments.call),
                 option=options[0],
                 wanted=launch_expectations.wanted(configs),
                 off=off,
                 notes=launch_expectations.places(configs),
             )
 
-    def _is_true(self, made: Event, option: str, facts: Facts) -> bool:
-        given = made.call.keywords.get(option)
-        values = facts.evaluate(given, made.call) if given is not None else ()
+    def _is_true(self, arguments: Event, option: str, facts: Facts) -> bool:
+        given = arguments.call.keywords.get(option)
+        values = facts.evaluate(given, arguments.call) if given is not None else ()
         return bool(values) and all(isinstance(each.atom, Constant) and each.atom.value is True for each in values)

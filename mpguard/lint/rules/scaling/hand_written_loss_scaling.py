@@ -25,7 +25,7 @@ from mpguard.lint import (
 #: Names of a factor that scales a loss against underflow (not one for ranks or for accumulation).
 _SCALE = re.compile(r"(?i)(?:loss|grad|amp|fp16|static|dynamic)_?scal(?:e|ing)|^scal(?:e|ing)(?:_?factor)?$")
 #: The smallest constant that is taken for a loss scale.
-_LEAST = 8
+_SMALLEST_SCALE = 8
 _DIVIDES, _MULTIPLIES = frozenset({"div_", "div", "divide_"}), frozenset({"mul_", "mul", "multiply_"})
 _OVERFLOW = re.compile(r"(?i)overflow|isfinite|isinf|isnan|inf_or_nan|nan_or_inf")
 _GRAD = re.compile(r"\.grad(?:\.data)?$")
@@ -185,7 +185,7 @@ def scaler(model, loader, optimizer, scaler):
     def _is_scale(self, node: cst.CSTNode) -> bool:
         literal = constant(node)
         if literal is not None:
-            return isinstance(literal[0], (int, float)) and literal[0] >= _LEAST
+            return isinstance(literal[0], (int, float)) and literal[0] >= _SMALLEST_SCALE
         return bool(_SCALE.search(dotted(node).rsplit(".", 1)[-1]))
 
     def _divisions(self, facts: Facts) -> Iterator[tuple[str, Record]]:

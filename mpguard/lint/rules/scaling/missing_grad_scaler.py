@@ -615,7 +615,7 @@ def peak_memory(model):
     def _float16_conditions(
         self, region: Region, inner: tuple[Region, ...], around: tuple[Region, ...]
     ) -> list[PathCondition]:
-        """Return the conditions under which a region is FP16, no inner region overrides it, and gradients are computed."""
+        """Return the conditions under which a region is FP16, not overridden inside, and gradients are computed."""
         if region.kind != "autocast" or region.call is None or any(other.kind == "no_grad" for other in around):
             return []
         if any(o.kind == "autocast" and (not o.guard.possible or compatible(o.guard, region.guard)) for o in inner):

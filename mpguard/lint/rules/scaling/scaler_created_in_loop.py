@@ -209,7 +209,7 @@ def sweep(model, loader):
         return ""
 
     def _not_created_in(self, node: cst.BaseExpression | None, at: Record) -> bool:
-        """True if a method does not create an object: it is a parameter, or an attribute that the method does not set."""
+        """True if a method does not create an object: it is a parameter, or an attribute that is set elsewhere."""
         key = dotted(node)
         kinds = {each.kind for each in at.scope.bindings.get(key, ())}
         return at.scope.owner is not None and (kinds == {"param"} or (key.startswith("self.") and not kinds))

@@ -381,7 +381,7 @@ class Tests:
         if not states and not checkpoints.unclear("state") and checkpoints.resumed():
             reported: set[Scope | None] = set()
             for saved in checkpoints.saved("optimizer"):
-                scaler = next((each for each in scalers if self._together(each, saved, facts)), None)
+                scaler = next((each for each in scalers if self._same_run(each, saved, facts)), None)
                 if scaler is not None and (part := saved.scope.owner or saved.scope) not in reported:
                     reported.add(part)  # one for a class: its other checkpoint files are the same mistake
                     notes = (Note("the scaler is created here", scaler.span),)
@@ -415,19 +415,19 @@ class Tests:
     def _binds(self, binding: Binding, scaler: Event) -> bool:
         return binding.statement is scaler.call.statement and binding.scope is scaler.scope
 
-    def _together(self, scaler: Event, saved: Event, facts: Facts) -> bool:
+    def _same_run(self, scaler: Event, saved: Event, facts: Facts) -> bool:
         """True if a scaler and a checkpoint belong to one run."""
         near = facts.reachable(saved.scope)
         if not near & {scaler.scope, scaler.scope.owner} or not compatible(scaler.guard, saved.guard):
             return False
         if any(key.startswith("self.") for key in self._keys(scaler, facts)) or scaler.scope.kind != "function":
             return True
-        lived = self._below(scaler.scope, facts)
+        lived = self._called_scopes(scaler.scope, facts)
         if saved.scope in lived:
             return True
         return saved.key.startswith("self.") and not facts.repeated(scaler.scope)
 
-    def _below(self, scope: Scope, facts: Facts) -> set[Scope]:
+    def _called_scopes(self, scope: Scope, facts: Facts) -> set[Scope]:
         """Return a function and those that run within its calls, while its local names exist."""
         found, pending = {scope}, [scope]
         while pending:

@@ -124,20 +124,20 @@ def critic_now_and_then(generator, critic, loader, one, two, scaler):
         """Return the call that should run as often as the step, but runs once per accumulated batch."""
         own = [each for _, each in trace_facts.iteration(trace, step) if compatible(each.guard, step.guard)]
         scaled = [each for each in own if each.kind == "backward" and each.scale is not None]
-        if not scaled or any(each.kind == "handed" for each in own) or not self._each_time(step, scaled):
+        if not scaled or any(each.kind == "handed" for each in own) or not self._at_each_microbatch(step, scaled):
             return None
         partner = "scaler_step" if step.kind == "update" else "zero_grad"
         others = [each for each in own if each.kind == partner]
         if step.kind == "scaler_step" and any(each.kind == "scaler_step" and each is not step for each in own):
             return None
-        if others and all(self._rhythmic(each, step) for each in others):
+        if others and all(self._only_when_accumulated(each, step) for each in others):
             return others[0]
         return None
 
-    def _each_time(self, step: TraceStep, scaled: list[TraceStep]) -> bool:
-        return all(not self._rhythmic(step, each) and not (step.guard - each.guard) for each in scaled)
+    def _at_each_microbatch(self, step: TraceStep, scaled: list[TraceStep]) -> bool:
+        return all(not self._only_when_accumulated(step, each) and not (step.guard - each.guard) for each in scaled)
 
-    def _rhythmic(self, each: TraceStep, than: TraceStep) -> bool:
+    def _only_when_accumulated(self, each: TraceStep, than: TraceStep) -> bool:
         return any(
             all(_ACCUMULATES.search(flag) for flag in PathCondition([condition]).flags())
             for condition in each.guard - than.guard

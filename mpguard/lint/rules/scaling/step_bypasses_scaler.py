@@ -402,15 +402,17 @@ class DividedOutByAdam:
             if isinstance(each.atom, Function):
                 found += [call for call in each.atom.scope.calls if call in backwards][-1:]
                 return found
-        arms: list[PathCondition] = []
+        branches: list[PathCondition] = []
         for call in reversed(step.scope.calls):
             if call.order >= step.order or call.name in _NO_BACKWARD or not compatible(call.guard, step.guard):
                 continue
             inner = call if call in backwards else self._inside(call, backwards, facts)
-            if (inner is None and call.name != "backward") or any(compatible(call.guard, arm) for arm in arms):
+            if (inner is None and call.name != "backward") or any(
+                compatible(call.guard, branch) for branch in branches
+            ):
                 continue
             found.append(inner)
-            arms.append(call.guard)
+            branches.append(call.guard)
             if not (call.guard - step.call.guard):
                 break
         return found

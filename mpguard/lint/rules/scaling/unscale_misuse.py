@@ -212,7 +212,7 @@ def both_halves(model, loader, optimizer, scaler):
             return None
         updates = [e for e in trace if e.kind == "update" and compatible(e.guard, unscale.guard)]
         here = [each for each in updates if unscale.loops[-1] in each.loops]
-        if any(not trace_facts.rhythm(_more(each, unscale)) for each in here):
+        if any(not trace_facts.rhythm(_extra_conditions(each, unscale)) for each in here):
             return None
         steps = [
             each
@@ -224,7 +224,7 @@ def both_halves(model, loader, optimizer, scaler):
         if not updates or not steps:
             return None
         step = steps[0]
-        if here and not trace_facts.rhythm(_more(step, unscale)):
+        if here and not trace_facts.rhythm(_extra_conditions(step, unscale)):
             return None
         if not here and not any(set(each.loops) < set(unscale.loops) for each in updates):
             return None
@@ -239,5 +239,5 @@ def both_halves(model, loader, optimizer, scaler):
         )
 
 
-def _more(each: TraceStep, unscale: TraceStep) -> PathCondition:
+def _extra_conditions(each: TraceStep, unscale: TraceStep) -> PathCondition:
     return PathCondition(each.guard - unscale.guard)
