@@ -1,4 +1,4 @@
-"""Shapes of real code that the Python rules must tell apart; `# !CODE` marks each reported line."""
+"""Code as people write it, which the Python rules must distinguish; `# !CODE` marks each reported line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARK = re.compile(r"#\s*!(MPG\d+(?:,MPG\d+)*)\s*$")
 
 
 def found(code: str) -> set[tuple[int, str]]:
-    """What a user sees of the default rules, and of the preview rules that are marked."""
+    """Return the findings of the default rules, and of the preview rules that are marked."""
     selectors = Selectors(extend_select=tuple({code for _, code in marked(code)}))
     report = Engine(RULES, Options(selectors)).check(Target("example.py", "python", named=True, data=code.encode()))
     assert not report.defects, report.defects[0].traceback
@@ -34,7 +34,7 @@ def marked(code: str) -> set[tuple[int, str]]:
 
 
 SHAPES = {
-    "a class of one's own, cast where it is built": """
+    "a class of the file, cast where it is created": """
         import torch
         class Net(torch.nn.Module):
             def forward(self, x):
@@ -56,7 +56,7 @@ SHAPES = {
                 loss.backward()
                 optimizer.step()
     """,
-    "casts in a tuple and in an arm": """
+    "casts in a tuple and in a branch": """
         import torch
         def train(args, model, loader, device):
             optimizer = torch.optim.Adam(model.parameters())
@@ -140,7 +140,7 @@ SHAPES = {
         engine.backward(loss)
         engine.step()
     """,
-    "parameters of a caller out of sight": """
+    "parameters of an unknown caller": """
         import torch
         def train_step(model_engine, batch):
             loss = model_engine(batch.half())
@@ -162,7 +162,7 @@ SHAPES = {
                     self.gs.step(self.optimizer)
                     self.gs.update()
     """,
-    "BF16 in the arm that runs, FP16 in the other": """
+    "BF16 in the branch that runs, FP16 in the other": """
         import torch
         def main(args, model, loader):
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -179,7 +179,7 @@ SHAPES = {
                     scaler.step(optimizer)
                     scaler.update()
     """,
-    "nanoGPT's way": """
+    "nanoGPT's autocast in a variable": """
         import torch
         from contextlib import nullcontext
         dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
@@ -275,7 +275,7 @@ SHAPES = {
                     return loss
                 optimizer.step(closure)
     """,
-    "autocast of a context manager of one's own": """
+    "autocast in a context manager of the file": """
         import contextlib
         import torch
         @contextlib.contextmanager
@@ -324,7 +324,7 @@ SHAPES = {
             scaler.step(optimizer)
             scaler.update()
     """,
-    "a data scaler is no GradScaler": """
+    "a data scaler is not a GradScaler": """
         import torch
         from sklearn.preprocessing import StandardScaler
         scaler = StandardScaler()
@@ -348,7 +348,7 @@ SHAPES = {
             accelerator.backward(loss)
             optimizer.step()
     """,
-    "hand-made scaling is another rule's": """
+    "hand-written scaling is reported by another rule": """
         import torch
         def main(loader, loss_scale):
             model = torch.nn.Linear(8, 8)
@@ -361,7 +361,7 @@ SHAPES = {
                     p.grad.div_(loss_scale)
                 optimizer.step()
     """,
-    "step past the scaler in one arm only": """
+    "a step that bypasses the scaler in one branch only": """
         import torch
         def main(args, loader, model):
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -375,7 +375,7 @@ SHAPES = {
                     scaler.step(optimizer)
                 scaler.update()
     """,
-    "a scheduler steps beside the scaler": """
+    "a scheduler that steps after the scaler": """
         import torch
         def main(loader, model, ema, profiler, env):
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -390,7 +390,7 @@ SHAPES = {
                 profiler.step()
                 env.step(x)
     """,
-    "float8 on the way of a class, compiled by a decorator elsewhere": """
+    "float8 in a class, compiled by a decorator on another method": """
         import torch
         from torchao.float8 import convert_to_float8_training as to_fp8
         class Run:
@@ -401,7 +401,7 @@ SHAPES = {
             def step(self, x):
                 return self.model(x)
     """,
-    "float8 of a class, never compiled": """
+    "float8 in a class, never compiled": """
         import torch
         from torchao.float8 import convert_to_float8_training as to_fp8
         class Run:
@@ -418,8 +418,8 @@ def test_shape(code: str) -> None:
     assert found(code) == marked(code)
 
 
-UNMENDED = {
-    "an input's cast is alone in its arm, so the model's stays too": """
+WITHOUT_FIX = {
+    "a branch that holds only the cast of an input: the cast of the model has no fix either": """
         import torch
         def main(args, loader):
             model = torch.nn.Linear(8, 8)
@@ -433,7 +433,7 @@ UNMENDED = {
                 model(x).sum().backward()
                 optimizer.step()
     """,
-    "positions get the dtype of the tensor that they are put into": """
+    "positions get the dtype of the tensor that they are stored in": """
         import torch
         def ids(prompt):
             found = torch.zeros(prompt.shape[0], 3, dtype=torch.bfloat16)
@@ -443,7 +443,7 @@ UNMENDED = {
 }
 
 
-@pytest.mark.parametrize("code", UNMENDED.values(), ids=list(UNMENDED))
+@pytest.mark.parametrize("code", WITHOUT_FIX.values(), ids=list(WITHOUT_FIX))
 def test_no_fix(code: str) -> None:
     data = textwrap.dedent(code).encode()
     report = Engine(RULES, Options(Selectors())).check(Target("example.py", "python", named=True, data=data))
