@@ -94,7 +94,7 @@ def edited(seed: int) -> Iterator[str]:
         "\n        # c\n",
     )
     good = list(lines)
-    for _ in range(24):
+    for _ in range(32):
         yield "\n".join(lines)
         place = chance.randrange(len(lines))
         end = min(place + chance.randint(1, 6), len(lines))
