@@ -28,7 +28,7 @@ class Piece:
     """
 
     def __init__(self, made: Cut) -> None:
-        self.module = libcst_internals.parsed(made.before + made.code)
+        self.module = libcst_internals.parse_module(made.before + made.code)
         self.user: Tree | None = None
         self.depth = made.depth
         self._holes = _holes(self.module, made) if made.holes else []
@@ -53,7 +53,7 @@ class Piece:
         for block, own in zip(self._holes, self._own, strict=True):
             _put(block, *own)
         try:
-            return libcst_internals.spans(self.module)
+            return libcst_internals.node_spans(self.module)
         finally:
             for block, suite in zip(self._holes, filled, strict=True):
                 _put(block, *suite)
@@ -231,5 +231,4 @@ def _holes(module: cst.Module, made: Cut) -> list[cst.IndentedBlock]:
 
 def _put(block: cst.IndentedBlock, body: Sequence[cst.BaseStatement], footer: Sequence[cst.EmptyLine]) -> None:
     """Another content for a suite of a tree that nobody uses yet, or any more: libcst's nodes are frozen."""
-    object.__setattr__(block, "body", body)
-    object.__setattr__(block, "footer", footer)
+    libcst_internals.set_fields(block, body=body, footer=footer)

@@ -1,40 +1,80 @@
-"""libcst's parser, and where the nodes that it makes stand."""
+"""The private parts of libcst that the linter uses, behind named functions. No other module touches one.
+
+- `CSTNode.__post_init__`: replaced while a thread parses, so that new nodes are not validated (`parse_module`).
+- `libcst._nodes.internal.CodegenState` and `CSTNode._codegen`: the positions of nodes (`node_spans`), and their code
+  without positions (`node_code`).
+- Nodes are frozen dataclasses: `set_fields` writes their fields all the same.
+
+A minor release of libcst may change any of them. `pyproject.toml` therefore has an upper bound for libcst, and
+tests/lint/source/test_libcst_internals.py names the part that differs; run it before the bound is raised.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import libcst as cst
 from libcst._nodes.internal import CodegenState
 
-#: Enough for `depth.MOST_TERMS`, a few Python frames each.
+#: Enough for `parser_limits.MOST_TERMS`, a few Python frames each.
 _FRAMES = 12_000
 
-#: Where a node stands: without parentheses around it; and with them, a statement with the comments above and the
-#: line's end.
+#: The offsets of a node: start and end without the parentheses around it; start and end with them, and for a statement
+#: with the comments above it and the end of its line.
 Spans = tuple[int, int, int, int]
 
+# -- parsing ----------------------------------------------------------------------------------------
 
-_CHECK_NODE = cst.CSTNode.__post_init__
+_VALIDATE = cst.CSTNode.__post_init__
+#: The threads that are parsing, by identifier, and how many calls of `parse_module` each is in.
+_parsing: Counter[int] = Counter()
+_lock = threading.Lock()
 
 
-def parsed(text: str) -> cst.Module:
-    """libcst's tree of some code. The nodes do not check themselves: that takes long, and refuses `return.5`."""
-    cst.CSTNode.__post_init__ = _is_sound  # type: ignore[method-assign, assignment]
+def parse_module(text: str) -> cst.Module:
+    """Return the tree of some code, without validating its nodes. Raises libcst's `ParserSyntaxError`.
+
+    Validation rejects code that Python accepts (`return.5`), and takes a tenth of the time.
+    """
+    with _without_validation(), Frames():
+        return cst.parse_module(text)
+
+
+@contextlib.contextmanager
+def _without_validation() -> Iterator[None]:
+    """Turn off the validation of nodes that this thread creates.
+
+    libcst's parser has no option for it, and calls `__post_init__` of every node. The method is replaced for the
+    process, but validates as before in threads that are not parsing.
+    """
+    thread = threading.get_ident()
+    with _lock:
+        _parsing[thread] += 1
+        cst.CSTNode.__post_init__ = _validate_in_other_threads  # type: ignore[method-assign]
     try:
-        with Frames():
-            return cst.parse_module(text)
+        yield
     finally:
-        cst.CSTNode.__post_init__ = _CHECK_NODE  # type: ignore[method-assign]
+        with _lock:
+            _parsing[thread] -= 1
+            if not _parsing[thread]:
+                del _parsing[thread]
+            if not _parsing:
+                cst.CSTNode.__post_init__ = _VALIDATE  # type: ignore[method-assign]
 
 
-def _is_sound(_node: cst.CSTNode) -> None:
-    """Stands in for a node's own check."""
+def _validate_in_other_threads(self: cst.CSTNode) -> None:
+    """Take the place of `CSTNode.__post_init__`."""
+    if threading.get_ident() not in _parsing:
+        _VALIDATE(self)
 
 
 class Frames:
-    """Lets Python recurse deeper for a while: long expressions are deep trees."""
+    """Raise Python's recursion limit within a `with` block: long expressions are deep trees."""
 
     def __enter__(self) -> None:
         self.before = sys.getrecursionlimit()
@@ -44,8 +84,41 @@ class Frames:
         sys.setrecursionlimit(self.before)
 
 
-def spans(module: cst.Module) -> dict[cst.CSTNode, Spans]:
-    """Where the nodes of a tree stand in its code."""
+# -- frozen nodes -----------------------------------------------------------------------------------
+
+
+def set_fields(node: cst.CSTNode, **fields: object) -> None:
+    """Write fields of a node in place; `with_changes` would copy the node, and its identity is the key of all facts."""
+    for name, value in fields.items():
+        object.__setattr__(node, name, value)
+
+
+# -- code and positions -----------------------------------------------------------------------------
+
+
+def node_code(node: cst.CSTNode) -> str:
+    """Return the code of a node; in two thirds of the time of the public `Module.code_for_node`."""
+    state = _CodeOnly("    ", "\n")
+    node._codegen(state)
+    return "".join(state.tokens)
+
+
+_NO_POSITION = contextlib.nullcontext()
+
+
+class _CodeOnly(CodegenState):
+    """Generates code without the context manager that libcst creates for the position of each node."""
+
+    def record_syntactic_position(self, node: Any, **_: Any) -> Any:  # noqa: ARG002
+        return _NO_POSITION
+
+
+def node_spans(module: cst.Module) -> dict[cst.CSTNode, Spans]:
+    """Return the offsets of all nodes of a tree in its code.
+
+    libcst's `PositionProvider` and `WhitespaceInclusivePositionProvider` copy the tree, take a pass each, and return
+    lines and columns.
+    """
     state = _Positions(module.default_indent, module.default_newline)
     with Frames():
         module._codegen(state)
@@ -53,7 +126,7 @@ def spans(module: cst.Module) -> dict[cst.CSTNode, Spans]:
 
 
 class _Positions(CodegenState):
-    """Writes code, and remembers for each node the offsets between which it was written."""
+    """Generates code and records, for each node, the offsets between which its code is."""
 
     def __init__(self, default_indent: str, default_newline: str) -> None:
         super().__init__(default_indent, default_newline)
@@ -79,11 +152,11 @@ class _Positions(CodegenState):
         self.spans[node] = (*self.exact.pop(node, (first, self.offset)), first, self.offset)
 
     def record_syntactic_position(self, node: Any, *, start_node: Any = None, end_node: Any = None) -> Any:
-        return _Recorded(self, node, start_node, end_node)
+        return _SyntacticPosition(self, node, start_node, end_node)
 
 
-class _Recorded:
-    """libcst's hook for the place of a node without its parentheses, comments and line end."""
+class _SyntacticPosition:
+    """Records the offsets of a node without its parentheses, comments and line end."""
 
     def __init__(self, state: _Positions, node: cst.CSTNode, start: Any, end: Any) -> None:
         self.state, self.node, self.start, self.end = state, node, start, end

@@ -17,7 +17,7 @@ import libcst as cst
 
 from mpguard.lint.source import incremental, parser_limits
 from mpguard.lint.source.incremental import Tree
-from mpguard.lint.source.libcst_internals import parsed
+from mpguard.lint.source.libcst_internals import parse_module
 from mpguard.lint.source.suites import logical_lines
 from mpguard.lint.source.text import STRING, Text, Unparsable
 
@@ -168,7 +168,7 @@ class Source(Text):
                 ast.parse(self.text)
         except SyntaxError as error:
             try:
-                parsed(self.normal)  # syntax newer than the Python that runs us
+                parse_module(self.normal)  # syntax newer than the Python that runs us
             except (cst.ParserSyntaxError, cst.CSTValidationError):
                 line = error.lineno or 1
                 raise Unparsable(f"syntax error: {error.msg}", line, max(error.offset or 1, 1)) from None

@@ -245,13 +245,13 @@ def test_comments_and_blank_lines_go_where_the_parser_puts_them(step: int) -> No
 
 def test_what_has_not_changed_is_not_parsed_again_and_serves_once(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
-    trees, parse = Trees(), libcst_internals.parsed
+    trees, parse = Trees(), libcst_internals.parse_module
 
     def counted(code: str) -> Any:
         parsed.append(code)
         return parse(code)
 
-    monkeypatch.setattr(libcst_internals, "parsed", counted)
+    monkeypatch.setattr(libcst_internals, "parse_module", counted)
 
     def chunks(text: str) -> tuple[Chunk, ...]:
         parsed.clear()
@@ -274,8 +274,8 @@ def test_what_has_not_changed_is_not_parsed_again_and_serves_once(monkeypatch: p
 @pytest.mark.usefixtures("small_pieces")
 def test_of_a_changed_class_one_suite_is_parsed_also_after_a_syntax_error(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
-    parse = libcst_internals.parsed
-    monkeypatch.setattr(libcst_internals, "parsed", lambda code: (parsed.append(code), parse(code))[1])
+    parse = libcst_internals.parse_module
+    monkeypatch.setattr(libcst_internals, "parse_module", lambda code: (parsed.append(code), parse(code))[1])
     methods = [f"    def f{n}(self):\n        x = {n}\n        return x + {n} + {n}\n\n" for n in range(9)]
     code = "class A:\n" + "".join(methods)
     version = Version({})

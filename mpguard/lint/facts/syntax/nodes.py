@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import libcst as cst
-from libcst._nodes.internal import CodegenState
+
+from mpguard.lint.source.libcst_internals import node_code
 
 
 def dotted(node: cst.CSTNode | None) -> str:
@@ -24,21 +23,9 @@ def dotted(node: cst.CSTNode | None) -> str:
     return ".".join(reversed(parts))
 
 
-class _Text(CodegenState):
-    """Writes code and takes no notice of places, for which libcst makes a context manager at each node."""
-
-    def record_syntactic_position(self, node: Any, **_: Any) -> Any:  # noqa: ARG002
-        return _NO_PLACE
-
-
-_NO_PLACE = contextlib.nullcontext()
-
-
 def text_of(node: cst.CSTNode) -> str:
     """The code of a node, without white space: what two equal conditions have in common."""
-    state = _Text("    ", "\n")
-    node._codegen(state)
-    return "".join("".join(state.tokens).split())
+    return "".join(node_code(node).split())
 
 
 def constant(node: cst.CSTNode | None) -> tuple[object] | None:
