@@ -75,7 +75,7 @@ def blocks(text: str) -> list[Block]:
     return [block for block in _fenced(text) if _parses(block.program)]
 
 
-def kept(inside: list[Block], encode: Callable[[str], bytes]) -> Callable[[str], bytes]:
+def keeping(inside: list[Block], encode: Callable[[str], bytes]) -> Callable[[str], bytes]:
     """`encode`, for texts in which all blocks of Python still parse; raises `Unwritable` for another one."""
 
     def encoded(text: str) -> bytes:

@@ -1,0 +1,66 @@
+"""YAML and JSON: configs of accelerate, DeepSpeed and axolotl. Most YAML and JSON is neither, and is passed over."""
+
+from __future__ import annotations
+
+import re
+
+from mpguard.lint.model import suppressions
+from mpguard.lint.model.finding import Lines
+from mpguard.lint.model.result import CONFIG, Defect, FileCheck
+from mpguard.lint.model.rule import ConfigRule, Diagnostic
+from mpguard.lint.run import prefilter
+from mpguard.lint.run.readers.context import Context, RuleOutput, not_checked
+
+#: A YAML or JSON that is found and longer than this is data; configs are far smaller.
+LARGEST_FOUND = 256 << 10
+#: What a file must hold to be a config of accelerate, DeepSpeed or axolotl: one of their keys.
+_CONFIG_LIKE = re.compile(
+    rb"(?:^|[{,])[ \t]*[\"']?(?:compute_environment|distributed_type|mixed_precision"
+    rb"|(?:fp8|fsdp|deepspeed|dynamo)_config|zero_optimization|train_(?:micro_)?batch_size\w*|torch_autocast|bf16|fp16|bfloat16|float16|fp8|base_model"
+    rb"|data_types)[\"']?[ \t]*:",
+    re.M,
+)
+#: What a config that does not parse must hold to be reported: a key that other files do not have, at a line's start.
+_BROKEN_CONFIG = re.compile(
+    rb"^[ \t{]*[\"']?(?:compute_environment|distributed_type|(?:fp8|fsdp|deepspeed)_config|zero_optimization)"
+    rb"[\"']?[ \t]*:",
+    re.M,
+)
+_SUPPRESSION = re.compile(rb"noqa|mpguard\s*:\s*i", re.I)
+
+
+def check(data: bytes, context: Context) -> FileCheck:
+    """Check a YAML or JSON file, if it was named or is a config that mpguard knows."""
+    named = context.target.named
+    if not named and not _CONFIG_LIKE.search(data):
+        return not_checked(recognized=False)
+    from mpguard import document
+
+    read = document.decode(data, context.path)
+    lines = Lines(read.text)
+    kind = None if read.root is None else read.kind
+    diagnostics: list[Diagnostic] = []
+    defects: list[Defect] = []
+    ran = set(context.selection.codes)
+    # A found file with problems that is not a config is another program's YAML, with tags or templates of its own.
+    broken = read.root is None and _BROKEN_CONFIG.search(data) is not None
+    if read.problems and context.is_on(CONFIG) and (named or kind is not None or broken):
+        diagnostics = [Diagnostic(CONFIG, each.span, each.message) for each in read.problems]
+    if kind is not None and isinstance(read.data, dict):
+        rules = [
+            rule
+            for rule in context.selected(ConfigRule)
+            if kind in rule.kinds and prefilter.matches(rule.triggers, data)
+        ]
+        found, defects = context.run_rules(rules, read)
+        diagnostics += found
+        ran -= {defect.code for defect in defects}
+    elif read.problems:
+        ran = set()
+    comments = suppressions.NONE
+    if read.format == "yaml" and (kind is not None or named) and _SUPPRESSION.search(data):
+        comments = suppressions.in_yaml(lines)
+    encode = None if read.root is None and read.problems else read.encoded
+    checked = context.finish(RuleOutput(lines, diagnostics, ran, comments, defects, encode))
+    checked.recognized = named or kind is not None or bool(checked.findings)
+    return checked

@@ -1,0 +1,131 @@
+"""Python code. Most files are decided on their bytes: where no rule's triggers are met, nothing is parsed."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from mpguard.lint.model import suppressions
+from mpguard.lint.model.finding import Lines
+from mpguard.lint.model.result import SYNTAX, Defect, FileCheck
+from mpguard.lint.model.rule import ConfigRule, Diagnostic, Rule
+from mpguard.lint.run import prefilter, runner
+from mpguard.lint.run.readers.context import Context, RuleOutput, not_checked, replaced_text
+
+if TYPE_CHECKING:
+    from mpguard.document import Document
+    from mpguard.lint.facts.file import Facts
+
+
+def check(data: bytes, context: Context) -> FileCheck:
+    """Check Python code."""
+    rules = [
+        rule
+        for rule in prefilter.relevant(data, context.selected(Rule))
+        if not rule.needs_config or context.project.configs_for(context.path)
+    ]
+    dict_rules = _rules_about_dicts(data, context)
+    has_suppressions = suppressions.may_be_judged(data)
+    strict = context.target.named or SYNTAX in context.selection.asked
+    if not rules and not dict_rules and not has_suppressions and not strict:
+        return not_checked()
+
+    from mpguard.lint.source.source import Source
+    from mpguard.lint.source.text import Unparsable
+
+    diagnostics: list[Diagnostic] = []
+    defects: list[Defect] = []
+    try:
+        parse = bool(rules or dict_rules) or strict
+        source = Source.parse(data, context.path, check_syntax=strict) if parse else Source(data, context.path)
+        if rules or dict_rules:
+            from mpguard.lint.facts.file import Facts
+
+            if context.trees is not None:
+                source.tree_of = context.trees.begin(source.path).parse
+            facts = Facts(source, context.project)
+            diagnostics, defects = context.run_rules(rules, facts, (Unparsable,))
+            if dict_rules:
+                more, failed = _check_dicts(dict_rules, facts, context)
+                diagnostics += more
+                defects += failed
+            if diagnostics and not strict:  # findings are reported for programs that Python accepts
+                source.check_syntax()
+    except (Unparsable, RecursionError) as error:
+        imported = getattr(error, "path", "")
+        if imported and imported != context.path:
+            context.project.forget(imported)
+            return check(data, context)
+        return _unparsable(data, context, _python_error(error, data, context.path))
+    ran = set(context.selection.codes) - {defect.code for defect in defects}
+    lines = Lines(source.text)
+    comments = suppressions.in_python(lines) if has_suppressions or diagnostics else suppressions.NONE
+    encode = functools.partial(_encoded, encoding=source.encoding, bom=source.bom)
+    return context.finish(RuleOutput(lines, diagnostics, ran, comments, defects, encode))
+
+
+def _rules_about_dicts(data: bytes, context: Context) -> list[type[ConfigRule]]:
+    """Return the config rules that may report a DeepSpeed config in Python code."""
+    if not prefilter.may_hold_deepspeed_config(data):
+        return []
+    return prefilter.relevant(data, [rule for rule in context.selected(ConfigRule) if "deepspeed" in rule.kinds])
+
+
+def _check_dicts(
+    rules: list[type[ConfigRule]], facts: Facts, context: Context
+) -> tuple[list[Diagnostic], list[Defect]]:
+    """Run config rules on the DeepSpeed configs that are dicts in Python code."""
+    from mpguard.lint.source.text import Unparsable
+
+    diagnostics: list[Diagnostic] = []
+    defects: list[Defect] = []
+    try:
+        documents = _config_dicts(facts)
+    except Unparsable:
+        raise
+    except Exception as error:
+        return [], [runner.make_defect(context.path, rule.code, error, rule) for rule in rules]
+    for document in documents:
+        more, failed = context.run_rules(rules, document)
+        diagnostics += more
+        defects += failed
+    return diagnostics, defects
+
+
+def _config_dicts(facts: Facts) -> list[Document]:
+    # This imports PyYAML, which most runs over Python do not need.
+    from mpguard.lint.facts.domain.config_dicts import configs
+
+    return configs(facts)
+
+
+def _unparsable(data: bytes, context: Context, error: Exception) -> FileCheck:
+    """Report that a file cannot be parsed."""
+    from mpguard.lint.source.text import Unparsable
+
+    message = error.message if isinstance(error, Unparsable) else "parse limit: the code is nested too deeply"
+    line, column = (error.line, error.column) if isinstance(error, Unparsable) else (1, 1)
+    lines = Lines(replaced_text(data))
+    line = min(max(line, 1), len(lines.starts))
+    start = min(lines.offset(line, max(column, 1)), len(lines.text))
+    width = 1 if lines.text[start : start + 1].strip() else 0
+    diagnostic = Diagnostic(SYNTAX, (start, start + width), message, context.rules[SYNTAX].help)
+    comments = suppressions.in_python(lines) if b"mpguard" in data else suppressions.NONE
+    return context.finish(RuleOutput(lines, [diagnostic] if context.is_on(SYNTAX) else [], set(), comments))
+
+
+def _python_error(error: Exception, data: bytes, path: str) -> Exception:
+    """Return Python's own syntax error, if it has one, in place of that of a statement which did not parse."""
+    from mpguard.lint.source.source import Source
+    from mpguard.lint.source.text import Unparsable
+
+    try:
+        if isinstance(error, Unparsable) and error.path:
+            Source(data, path).check_syntax()
+    except Unparsable as syntax_error:
+        return syntax_error
+    return error
+
+
+def _encoded(text: str, encoding: str, bom: bool) -> bytes:
+    return (b"\xef\xbb\xbf" if bom else b"") + text.encode(encoding)
