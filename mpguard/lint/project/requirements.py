@@ -1,27 +1,33 @@
-"""Which versions of a package the project of a file asks for, as pyproject.toml, requirements*.txt and the like say."""
+"""The versions of a package that the project of a file requires: by pyproject.toml, requirements*.txt and others."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mpguard.core import tracked_fs
 from mpguard.core.tracked_fs import cached_per_run
 
+if TYPE_CHECKING:
+    from packaging.version import Version
+
 #: Files that name requirements; `requirements/*.txt` too.
 _FILES = ("pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "environment.yaml", "Dockerfile")
 _LARGEST = 1 << 18
-#: Folders above a file that are looked at.
-_DEEP = 12
+#: The number of folders that are searched: a file's own, and those above it.
+_MOST_FOLDERS = 12
 _CUDA = re.compile(r"(?:\bcu(1[1-3])(\d)\b|\bnvidia/cuda:(\d\d)\.(\d+))")
+_CLAUSE = re.compile(r"([<>=!~^]=?=?)\s*v?(\d+(?:\.\d+)*)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Required:
     """The versions that all requirements of a package allow; None where nothing bounds them.
 
-    low: from this one on. below: up to before this one. cuda: of the builds of torch that are asked for (`+cu124`).
+    low: the lowest version. below: the lowest version that is too high. cuda: the CUDA version of the required builds
+    of torch (`+cu124`).
     """
 
     low: tuple[int, ...] | None = None
@@ -29,52 +35,55 @@ class Required:
     cuda: tuple[int, int] | None = None
 
     def since(self, version: tuple[int, ...]) -> bool:
-        """Whether nothing older than a version is allowed."""
-        return self.low is not None and _release(self.low) >= _release(version)
+        """True if no version older than this one is allowed."""
+        return self.low is not None and _version(self.low) >= _version(version)
 
     def before(self, version: tuple[int, ...]) -> bool:
-        """Whether only what is older than a version is allowed."""
-        return self.below is not None and _release(self.below) <= _release(version)
+        """True if only versions older than this one are allowed."""
+        return self.below is not None and _version(self.below) <= _version(version)
 
 
-def _release(version: tuple[int, ...]) -> tuple[int, ...]:
-    """A version as it is compared: 2.4 and 2.4.0 are one (PEP 440)."""
-    while version and version[-1] == 0:
-        version = version[:-1]
-    return version
+def _version(parts: tuple[int, ...]) -> Version:
+    """Return a version in the order of PEP 440, in which 2.4 and 2.4.0 are equal."""
+    from packaging.version import Version  # only files that require a package with a version need it
+
+    return Version(".".join(map(str, parts)))
 
 
 @cached_per_run
 def required(folder: str, top: str, package: str) -> Required:
-    """What the nearest files that name a package say about it, from a folder up to the top of its tree."""
+    """Return what the nearest files that name a package require of it, from a folder up to the top of its tree.
+
+    The files are searched as text: only some of them (pyproject.toml, METADATA) have requirements in the syntax that
+    `packaging.requirements` reads, and the others are setup.py, Dockerfiles, and tables of Poetry and conda.
+    """
     name = re.sub(r"[-_.]", "[-_.]", re.escape(package).replace(r"\-", "-").replace(r"\_", "_"))
     wanted = re.compile(
         rf"(?<![\w./-]){name}(?:[-_](?:torch|cu\d+))?(?:\[[\w, -]*\])?(?:[\"']?\s*=\s*[\"']|\s*[(\"']?)\s*"
         r"((?:[<>=!~^]=?=?\s*v?[\d.*]+(?:\s*,\s*)?)+)",
         re.IGNORECASE,
     )
-    here, last = Path(folder), Path(top)
-    if tracked_fs.is_file(
-        last / "__init__.py"
-    ):  # a project without a pyproject.toml: its setup.py lies beside the package
+    start, last = Path(folder), Path(top)
+    if tracked_fs.is_file(last / "__init__.py"):  # without a pyproject.toml, setup.py is next to the package
         last = last.parent
-    for place in [here, *here.parents][:_DEEP]:
-        bounds: list[str] = []
+    for place in [start, *start.parents][:_MOST_FOLDERS]:
+        specifiers: list[str] = []
         cuda: set[tuple[int, int]] = set()
         for file in _files(place):
             text = _text(file)
             if file.name == "METADATA":
                 text = text.partition("\n\n")[0]  # the README follows
-            bounds += wanted.findall(text)
+            specifiers += wanted.findall(text)
             cuda |= {(int(a or c), int(b or d)) for a, b, c, d in _CUDA.findall(text)}
-        if bounds or cuda:
-            return _bounds(bounds, next(iter(cuda)) if len(cuda) == 1 else None)
+        if specifiers or cuda:
+            return _bounds(specifiers, next(iter(cuda)) if len(cuda) == 1 else None)
         if place == last:
             break
     return Required()
 
 
 def _files(folder: Path) -> list[Path]:
+    """Return the files of a folder that may name requirements."""
     found = [folder / name for name in _FILES if tracked_fs.is_file(folder / name)]
     found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if "requirements" in name]
     wheels = tracked_fs.list_names(folder, (".dist-info",))
@@ -86,6 +95,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _text(path: Path) -> str:
+    """Return the text of a file; empty for one that cannot be read."""
     try:
         return (tracked_fs.read_up_to(path, _LARGEST) or b"").decode("utf-8", "replace")
     except OSError:
@@ -93,23 +103,29 @@ def _text(path: Path) -> str:
 
 
 def _bounds(specifiers: list[str], cuda: tuple[int, int] | None) -> Required:
-    """The widest range: a version is ruled out only where every requirement rules it out."""
+    """Return the widest range: a version is ruled out only where every requirement rules it out.
+
+    `packaging` tests single versions, but has no bounds of a specifier, and reads neither Poetry's `^2.11` nor conda's
+    `=2.11`.
+    """
+    from packaging.version import Version
+
     lows: list[tuple[int, ...] | None] = []
     highs: list[tuple[int, ...] | None] = []
     for specifier in specifiers:
         low = below = None
-        for sign, text in re.findall(r"([<>=!~^]=?=?)\s*v?([\d.]*\d)", specifier):
-            version = tuple(int(part) for part in text.split(".") if part)
-            if sign in (">=", ">", "==", "===", "~=", "^"):
+        for operator, text in _CLAUSE.findall(specifier):
+            version = Version(text).release
+            if operator in (">=", ">", "==", "===", "~=", "^"):
                 low = version
-            if sign in ("==", "==="):
+            if operator in ("==", "==="):
                 below = (*version[:-1], version[-1] + 1)
-            elif sign == "~=" and len(version) > 1:
+            elif operator == "~=" and len(version) > 1:
                 below = (*version[:-2], version[-2] + 1)
-            elif sign == "^" and version[0]:
+            elif operator == "^" and version[0]:
                 below = (version[0] + 1,)
-            elif sign in ("<", "<="):
-                below = version if sign == "<" else (*version, 1)
+            elif operator in ("<", "<="):
+                below = version if operator == "<" else (*version, 1)
         lows.append(low)
         highs.append(below)
     return Required(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,9 @@ def lint(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, 
         fenced("x = 1", fence="~~~"),
         fenced("x = 1", fence="````"),
         "- item\n\n" + fenced("x = 1", indent="  "),
+        "- " + fenced("x = 1", indent="  ").lstrip(),
+        '=== "Tab"\n\n' + fenced("x = 1", indent="    "),
+        "<details>\n" + fenced("x = 1") + "</details>\n",
         fenced("x = 1", indent="> "),
         "Inline ``` is `` no fence ```python\n" + fenced("x = 1"),
         fenced("x = (", "text") + fenced("x = 1"),
@@ -77,6 +82,19 @@ def test_every_block_is_a_program_of_its_own() -> None:
     assert programs(text) == ["x = 1\n", "if x:\n    y = 2\n"]
 
 
+def test_other_line_separators_of_unicode_end_no_line() -> None:
+    assert programs("```python\nx = '\f\v\x85\u2028'\n```\n") == ["x = '\f\v\x85\u2028'\n"]
+
+
+def test_the_markdown_parser_is_not_imported_without_a_block_of_python() -> None:
+    code = (
+        "import sys\nfrom mpguard.lint.embedded.markdown import blocks\n"
+        "assert not blocks('# a\\n```bash\\nls\\n```\\n')\nassert 'markdown_it' not in sys.modules\n"
+        "assert blocks('```python\\nx\\n```\\n')\nassert 'markdown_it' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 # -- findings and fixes -------------------------------------------------------------------------------
 
 
@@ -96,6 +114,12 @@ def test_places_are_those_of_the_file(capsys: pytest.CaptureFixture[str]) -> Non
     assert "cell" not in found[0]
     assert main(["lint", "--select", "MPG302", "--include-markdown", "a.md"]) == 1
     assert "6 |    from torch.cuda.amp import GradScaler\n" in capsys.readouterr().out
+
+
+def test_new_lines_of_a_fix_get_the_prefix_of_the_block() -> None:
+    (block,) = blocks("> - " + fenced("x = 1\ny = 2", indent=">   ").removeprefix(">   "))
+    assert (block.program, block.prefix) == ("x = 1\ny = 2\n", ">   ")
+    assert block.text[block.end :] == "```\n"
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])

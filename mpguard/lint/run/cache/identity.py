@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from mpguard.core import tracked_fs
 
 #: Distributions that read the files which are linted: another version may see something else in them.
-_READERS = re.compile(r"(?i)(?:libcst|pyyaml|pathspec)[-.]")
+_READERS = re.compile(r"(?i)(?:libcst|pyyaml|pathspec|markdown[-_]it[-_]py|packaging)[-.]")
 _OURS = re.compile(r"(?i)mpguard-")
 _VALUE = re.compile(r"^[^\s=\[]+\s*=\s*(\w+)", re.MULTILINE)
 
