@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from email.message import Message
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -16,7 +18,7 @@ import jsonschema
 import pytest
 
 from mpguard.cli import main
-from mpguard.lint.formats import document
+from mpguard.lint.formats import document, terminal
 from mpguard.lint.formats.terminal import Outcome
 from mpguard.lint.model.finding import Finding, PlacedNote
 from mpguard.lint.model.rule import rules
@@ -296,3 +298,66 @@ def test_output_file_leaves_a_summary_and_a_device_a_device(lint: Lint, capsys: 
     assert main(["lint", "--output-file", "/dev/null", "mp.yaml"]) == 1
     assert capsys.readouterr().err.startswith("Found 1 problem in 1 file")
     assert Path("/dev/null").is_char_device()
+
+
+# -- the page of a rule ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def project_urls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Replace the installed package's `[project.urls]`; None: it is not installed."""
+
+    def metadata(urls: dict[str, str] | None) -> Message:
+        if urls is None:
+            raise importlib.metadata.PackageNotFoundError("mpguard")
+        message = Message()
+        for label, url in urls.items():
+            message["Project-URL"] = f"{label}, {url}"
+        return message
+
+    def use(urls: dict[str, str] | None) -> None:
+        terminal._documentation_url.cache_clear()
+        monkeypatch.setattr(importlib.metadata, "metadata", lambda _: metadata(urls))
+
+    yield use
+    terminal._documentation_url.cache_clear()
+
+
+@pytest.mark.parametrize("address", ["https://example.org/docs", "https://example.org/docs/"])
+def test_a_rule_has_a_page_below_the_documentation_of_the_project(
+    address: str, project_urls: Callable[..., None], lint: Lint
+) -> None:
+    project_urls({"Homepage": "https://example.org", "Documentation": address})
+    assert terminal.manual_url("MPG201") == "https://example.org/docs/rules/MPG201/"
+    assert terminal.manual_url("ABC201") == "", "a rule of another package"
+    Path("mp.yaml").write_text(CONFIG)
+    (finding,) = json.loads(lint("--format", "json", "mp.yaml")[1])["findings"]
+    assert finding["url"] == f"https://example.org/docs/rules/{finding['code']}/"
+    (rule,) = sarif(lint("--format", "sarif", "mp.yaml")[1])["tool"]["driver"]["rules"]
+    assert rule["helpUri"] == finding["url"]
+
+
+@pytest.mark.parametrize("urls", [None, {}, {"Homepage": "https://example.org"}])
+def test_without_a_documentation_there_is_no_page(
+    urls: dict[str, str] | None, project_urls: Callable[..., None], lint: Lint
+) -> None:
+    project_urls(urls)
+    assert terminal.manual_url("MPG201") == ""
+    Path("mp.yaml").write_text(CONFIG)
+    (finding,) = json.loads(lint("--format", "json", "mp.yaml")[1])["findings"]
+    assert finding["url"] == ""
+    (rule,) = sarif(lint("--format", "sarif", "mp.yaml")[1])["tool"]["driver"]["rules"]
+    assert "helpUri" not in rule
+
+
+def test_metadata_are_read_only_for_a_report_with_links(tmp_path: Path) -> None:
+    (tmp_path / "mp.yaml").write_text(CONFIG)
+    code = (
+        "import sys\nfrom mpguard.lint.formats import terminal\n"
+        "terminal._documentation_url = lambda: print('read', file=sys.stderr) or ''\n"
+        "from mpguard.cli import main\nmain(['lint', '--format', {!r}, 'mp.yaml'])\n"
+    )
+    for name, output in (("concise", ""), ("github", ""), ("json", "read\n")):
+        command = [sys.executable, "-c", code.format(name)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.stderr == output
