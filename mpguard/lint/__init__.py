@@ -1,4 +1,4 @@
-"""The linter. What the author of a rule needs is imported from here:
+"""The linter. Rules import what they need from here:
 
     from mpguard.lint import Bad, Diagnostic, Facts, Fix, Good, Rule, any_of
 
@@ -118,7 +118,7 @@ _NAMES = {
     "mpguard.lint.project.launch_lines": ("Launch", "Word"),
 }
 
-#: Modules of functions, and the names that they have here.
+#: Modules of functions, by the names that they have here.
 _MODULES = {
     "accelerate_config": "mpguard.lint.configs.accelerate_config",
     "autocast_ops": "mpguard.lint.facts.domain.autocast_ops",

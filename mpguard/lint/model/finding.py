@@ -1,4 +1,4 @@
-"""What a run reports: plain data with lines and columns, in JSON as it is, cheap to send between processes."""
+"""What a run reports: plain data with lines and columns, as in JSON, and cheap to send between processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Position = tuple[int, int]
 
 
 class Lines:
-    """Lines and columns of a text: both from 1, columns in code points; LF, CRLF and CR end a line."""
+    """Lines and columns of a text: both start at 1, columns count code points; LF, CRLF and CR end a line."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -24,14 +24,16 @@ class Lines:
         self._line = functools.lru_cache(64)(self._cut)  # many findings in one long line share it
 
     def position(self, offset: int) -> Position:
+        """Return the line and column of an offset."""
         line = bisect.bisect_right(self.starts, offset)
         return line, offset - self.starts[line - 1] + 1
 
     def offset(self, line: int, column: int) -> int:
+        """Return the offset of a line and column."""
         return self.starts[line - 1] + column - 1
 
     def line(self, number: int) -> str:
-        """The text of a line without its end; empty for one that is not there."""
+        """Return the text of a line without its end; empty for a line that does not exist."""
         return self._line(number)
 
     def _cut(self, number: int) -> str:
@@ -43,7 +45,7 @@ class Lines:
 
 @dataclasses.dataclass(frozen=True)
 class PlacedEdit:
-    """An edit with lines and columns for its offsets. cell: in which one of a notebook."""
+    """An edit with lines and columns instead of offsets. cell: the number of the notebook's cell."""
 
     start: Position
     end: Position
@@ -53,6 +55,8 @@ class PlacedEdit:
 
 @dataclasses.dataclass(frozen=True)
 class PlacedFix:
+    """A fix with lines and columns."""
+
     title: str
     applicability: Applicability
     edits: tuple[PlacedEdit, ...]
@@ -60,7 +64,7 @@ class PlacedFix:
 
 @dataclasses.dataclass(frozen=True)
 class PlacedNote:
-    """A remark; with `start` a second place, in `path` (None: the finding's file). `source` is its line."""
+    """A remark; with `start` a second place, in `path` (None: the finding's file). source: the text of its line."""
 
     message: str
     path: str | None = None
@@ -71,9 +75,10 @@ class PlacedNote:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing to report. `source`: the lines around it with their numbers, for people.
+    """One problem, with its place.
 
-    cell: of a notebook, from 1; lines and columns are those of the cell's source then.
+    source: the lines around it with their numbers, for readers of the report.
+    cell: the number of the notebook's cell, from 1; lines and columns are then those of the cell's source.
     """
 
     code: str
@@ -93,16 +98,17 @@ class Finding:
 
     @property
     def file(self) -> str:
-        """The file, with the cell in it, as reports name it."""
+        """The file, and the cell in it, as reports name it."""
         return self.path if self.cell is None else f"{self.path}:cell {self.cell}"
 
     @property
     def order(self) -> tuple[Any, ...]:
+        """The key that findings are sorted by."""
         return self.path, self.cell or 0, self.line, self.column, self.code, self.message
 
 
 def placed(diagnostic: Diagnostic, rule: type[BaseRule], path: str, lines: Lines, others: dict[str, Lines]) -> Finding:
-    """A diagnostic with lines and columns. others: the texts of other files that notes point into."""
+    """Return a diagnostic with lines and columns. others: the texts of the other files that notes point into."""
     start, end = lines.position(diagnostic.span[0]), lines.position(max(diagnostic.span))
     fix = None
     if diagnostic.fix is not None:
@@ -124,8 +130,8 @@ def placed(diagnostic: Diagnostic, rule: type[BaseRule], path: str, lines: Lines
 
 
 def _note(note: Note, lines: Lines, others: dict[str, Lines]) -> PlacedNote:
-    there = lines if note.path is None else others.get(note.path)
-    if note.span is None or there is None:
+    text = lines if note.path is None else others.get(note.path)
+    if note.span is None or text is None:
         return PlacedNote(note.message, note.path)
-    start, end = there.position(note.span[0]), there.position(max(note.span))
-    return PlacedNote(note.message, note.path, start, end, there.line(start[0]))
+    start, end = text.position(note.span[0]), text.position(max(note.span))
+    return PlacedNote(note.message, note.path, start, end, text.line(start[0]))

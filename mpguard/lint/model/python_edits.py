@@ -1,7 +1,7 @@
-"""Edits of Python code: what the rules' fixes have in common.
+"""Edits of Python code that several rules' fixes use.
 
-All are text edits at spans of libcst nodes. What is removed takes its line with it where nothing
-else stands there; new lines get the indentation of the line that they stand beside.
+All are text edits at the spans of libcst nodes. A statement that is alone on its line is removed with
+the line; new lines get the indentation of the line next to them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 def replaced(node: cst.CSTNode, at: Record, text: str) -> Edit:
-    """The node's code becomes `text`."""
+    """Replace the code of a node by `text`."""
     return Edit(*at.chunk.span(node), text)
 
 
 def without_method(call: Call, instead: str = "") -> Edit:
-    """`receiver.method(...)` becomes `receiver`, or `receiver` and what is given instead."""
+    """Replace `receiver.method(...)` by `receiver`, followed by `instead`."""
     assert call.receiver is not None
     return Edit(call.chunk.outer_span(call.receiver)[1], call.span[1], instead)
 
 
 def without_argument(call: Call, value: cst.BaseExpression) -> Edit:
-    """One argument of a call is removed, with its keyword and one comma."""
+    """Remove one argument of a call, with its keyword and one comma."""
     spans = [(arg.value, call.chunk.outer_span(arg)) for arg in call.node.args]
     place = next(i for i, (each, _) in enumerate(spans) if each is value)
     first, last = spans[place][1]
@@ -43,12 +43,12 @@ def without_argument(call: Call, value: cst.BaseExpression) -> Edit:
         before = call.node.args[place - 1]
         keyword = before.keyword if before.keyword is not None else before.value
         end = max(call.chunk.outer_span(before.value)[1], call.chunk.outer_span(keyword)[1])
-        return Edit(end, call.chunk.outer_span(value)[1], "")  # a comma behind it, and the line of the bracket, stay
+        return Edit(end, call.chunk.outer_span(value)[1], "")  # a trailing comma, and the line of the bracket, stay
     return Edit(first, last, "")
 
 
 def with_argument(facts: Facts, call: Call, text: str) -> Edit:
-    """One more argument at the end of a call's."""
+    """Add an argument to the end of a call."""
     if call.node.args:
         end = call.chunk.outer_span(call.node.args[-1].value)[1]
         return Edit(end, end, f", {text}")
@@ -57,15 +57,15 @@ def with_argument(facts: Facts, call: Call, text: str) -> Edit:
 
 
 def through(facts: Facts, backward: Event, owner: str) -> Edit | None:
-    """`loss.backward(...)` becomes `owner.backward(loss, ...)`; None where a gradient is handed to it."""
+    """Replace `loss.backward(...)` by `owner.backward(loss, ...)`; None if it is given a gradient."""
     call, loss = backward.call, backward.subject
     if call.positional or call.starred or loss is None:
         return None
-    given = "".join(f", {name}={facts.text(value, call)}" for name, value in call.keywords.items())
+    keywords = "".join(f", {name}={facts.text(value, call)}" for name, value in call.keywords.items())
     inner = facts.source.text[slice(*facts.span(loss, call))]  # without its own parentheses
     if isinstance(loss, (cst.Tuple, cst.GeneratorExp, cst.Yield, cst.NamedExpr)):
         inner = facts.text(loss, call)
-    return replaced(call.node, call, f"{owner}.backward({inner}{given})")
+    return replaced(call.node, call, f"{owner}.backward({inner}{keywords})")
 
 
 def without_statement(facts: Facts, record: Call) -> Edit:
@@ -93,12 +93,12 @@ def without_statement(facts: Facts, record: Call) -> Edit:
 
 
 def without_cast(facts: Facts, cast: Event) -> Fix | None:
-    """Removes a cast by hand and keeps a device move; None where an arm or a conditional would be left empty."""
+    """Remove a manual cast and keep a device move; None where a branch or a conditional would be empty."""
     call, title = cast.call, "Remove the cast"
     if call.receiver is not cast.subject:  # torch.Tensor.half(x)
         return Fix(title, "unsafe", (replaced(call.node, call, facts.text(call.node.args[0].value, call)),))
-    given = [arg for arg in call.node.args if arg.keyword is None or arg.keyword.value in ("device", "dtype")]
-    if call.name == "to" and len(given) > 1:
+    arguments = [arg for arg in call.node.args if arg.keyword is None or arg.keyword.value in ("device", "dtype")]
+    if call.name == "to" and len(arguments) > 1:
         dtype = call.keywords.get("dtype")
         edit = without_argument(call, call.positional[1] if dtype is None else dtype)
         return Fix("Remove the cast, keep the move", "unsafe", (edit,))
@@ -121,13 +121,13 @@ def without_cast(facts: Facts, cast: Event) -> Fix | None:
 
 
 def line_start(facts: Facts, offset: int) -> int:
-    """Where the line of an offset begins."""
+    """Return the offset at which the line of an offset begins."""
     text = facts.source.text
     return max(text.rfind("\n", 0, offset), text.rfind("\r", 0, offset)) + 1
 
 
 def indentation(facts: Facts, offset: int) -> str:
-    """The white space before the code of a line."""
+    """Return the white space before the code of the line of an offset."""
     text, start = facts.source.text, line_start(facts, offset)
     end = start
     while end < len(text) and text[end] in " \t":
@@ -176,9 +176,9 @@ def line_after(facts: Facts, node: cst.CSTNode, at: Record, code: str) -> Edit:
 
 
 def moved_out(facts: Facts, call: Call, item: With) -> list[Edit] | None:
-    """The statement of a call, and all below it in the block of a `with`, are moved out of the block.
+    """Move the statement of a call, and all that follow it in the block of a `with`, out of the block.
 
-    None where the `with` has other items, or nothing would stay in it. Comments, line endings and tabs stay.
+    None where the `with` has other items, or its block would be empty. Comments, line endings and tabs stay.
     """
     node = item.node
     if not isinstance(node, cst.With) or len(node.items) != 1 or not isinstance(node.body, cst.IndentedBlock):
@@ -195,7 +195,7 @@ def moved_out(facts: Facts, call: Call, item: With) -> list[Edit] | None:
     outer = indentation(facts, call.chunk.span(node)[0])
     inner = indentation(facts, call.chunk.span(node.body.body[place])[0])
     if any(sign in text for sign in ('"""', "'''", "\\\n", "\\\r")) or not inner.startswith(outer) or inner == outer:
-        return None  # a string over several lines would change
+        return None  # a string that spans several lines would change
     lines = [
         match.start() for match in re.finditer(r"^", text.replace("\r\n", " \n").replace("\r", "\n"), re.MULTILINE)
     ]
@@ -207,7 +207,7 @@ def moved_out(facts: Facts, call: Call, item: With) -> list[Edit] | None:
 
 
 def name_of_torch(facts: Facts) -> str | None:
-    """What the file calls torch (`import torch as th`), None where it does not import it as a whole."""
+    """Return the file's name for torch (`import torch as th`); None if it does not import the whole of it."""
     for key, bindings in facts.module.bindings.items():
         if any(binding.kind == "import" and binding.target == "torch" for binding in bindings):
             return key

@@ -1,4 +1,4 @@
-"""What becomes of a linted file: findings, defects of rules, fixes that were applied. Plain data."""
+"""The results for a linted file: findings, defects of rules, fixes that were applied. Plain data."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from mpguard.lint.model.finding import Finding, Lines
     from mpguard.lint.model.rule import Diagnostic
 
-#: What the engine itself says: of Python, and of a config, that it cannot read.
+#: The codes of the engine itself: Python, and a config, that it cannot read.
 SYNTAX, CONFIG = "MPG000", "MPG003"
 
 
 @dataclasses.dataclass
 class FileCheck:
-    """One version of one file's content: what the rules said of it, and what it takes to change it.
+    """The check of one version of a file's content: its diagnostics, and what a fix needs to change it.
 
     findings: the diagnostics with their places, one for each and in the same order.
-    encode: a new text as the file's bytes; None where the content could not be read.
-    ours: it is Python, or a config that mpguard knows.
+    encode: encodes a new text as the file's bytes; None where the content could not be read.
+    recognized: it is Python, or a config that mpguard knows.
     edited: the file's bytes with edits of the text, where the text is not the file's own (a notebook's program).
     """
 
@@ -40,9 +40,9 @@ class FileCheck:
 
 @dataclasses.dataclass(frozen=True)
 class Defect:
-    """A rule, or the engine, that failed on a file: a fault of mpguard's, not of the file.
+    """A rule, or the engine, that failed on a file: an error of mpguard, not of the file.
 
-    module: where the rule is from, if it is none of ours.
+    module: the module of the rule, if another package defines it.
     """
 
     path: str
@@ -52,15 +52,14 @@ class Defect:
     module: str = ""
 
     def __str__(self) -> str:
-        who, whom = (f"{self.code} (of {self.module})", " to its authors") if self.module else (self.code, "")
-        return (
-            f"{self.path}: defect in {who}: {self.error}. Its findings in this file are missing; please report it{whom}"
-        )
+        rule, recipient = (f"{self.code} (of {self.module})", " to its authors") if self.module else (self.code, "")
+        missing = "Its findings in this file are missing; please report it"
+        return f"{self.path}: defect in {rule}: {self.error}. {missing}{recipient}"
 
 
 @dataclasses.dataclass(frozen=True)
 class FixResult:
-    """A file with fixes applied. problems: why some of them were not."""
+    """A file's content before and after its fixes. problems: why some fixes were not applied."""
 
     before: bytes
     after: bytes
@@ -70,11 +69,11 @@ class FixResult:
 
 @dataclasses.dataclass(frozen=True)
 class FileReport:
-    """What became of one file. With fixes asked for, the findings are those that are left.
+    """The result for one file. In a run that fixes, the findings are those that are left.
 
-    unmended: the findings without the fixes, for where they cannot be written.
-    ours: whether it is Python, or a config that mpguard knows; others are passed over.
-    trace: what the findings rest on; None where they are not to be kept: there was trouble, or nobody keeps any.
+    recognized: it is Python, or a config that mpguard knows; other files are passed over.
+    trace: what the findings depend on; None where they must not be cached (there was a defect), or there is no cache.
+    before_fixes: the findings before the fixes, for the case that the fixed content cannot be written.
     """
 
     target: Target

@@ -1,4 +1,4 @@
-"""What a rule is, and the plain data that it yields.
+"""The base classes of rules, and the plain data that they yield.
 
 One rule is one file in `mpguard/lint/rules/` (Python) or `mpguard/lint/rules/config/` (YAML, JSON):
 a class with a docstring (its manual page), a code, a name, a severity, a message, triggers and
@@ -28,7 +28,7 @@ Applicability = Literal["safe", "unsafe"]
 
 @dataclasses.dataclass(frozen=True)
 class Fix:
-    """Edits of one file that mend one finding.
+    """Edits of one file that fix one finding.
 
     title: what the fix does, in the imperative ("Step through the scaler").
     """
@@ -40,7 +40,7 @@ class Fix:
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """A second place, or a remark without one. `path` is another file's; None is the finding's own."""
+    """A second place, or a remark without one. path: the file of the place; None is the finding's own."""
 
     message: str
     span: Span | None = None
@@ -51,7 +51,7 @@ class Note:
 class Diagnostic:
     """What a rule yields: offsets in one file's text (code points), no syntax-tree node.
 
-    The engine turns it into a `Finding` with path, lines and columns. severity: where it is not the rule's.
+    The engine turns it into a `Finding` with path, lines and columns. severity: only where it differs from the rule's.
     """
 
     code: str
@@ -64,14 +64,14 @@ class Diagnostic:
 
 
 class HasSpan(Protocol):
-    """Anything in a file that has a place: an event, a value, a config node."""
+    """Anything that has a place in a file: an event, a value, a config node."""
 
     @property
     def span(self) -> Span: ...
 
 
 def any_of(*tokens: bytes) -> tuple[bytes, ...]:
-    """One condition of `triggers`: at least one of the tokens stands in the file."""
+    """Return one condition of `triggers`: the file contains at least one of the tokens."""
     return tokens
 
 
@@ -79,7 +79,7 @@ def any_of(*tokens: bytes) -> tuple[bytes, ...]:
 class Example:
     """Code of a rule's page, and its test. `# !` at the end of a line marks a reported one.
 
-    files: other files that the example needs beside it (a config, a module), name -> content.
+    files: other files that the example needs in its folder (a config, a module), name -> content.
     name: the example's file name; config rules name a `.yaml` or `.json`.
     """
 
@@ -90,36 +90,36 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class Good(Example):
-    """Code that the rule is silent on."""
+    """Code that the rule does not report."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bad(Example):
-    """Code with findings. `fixed`: what all fixes make of it (markers removed); the rule is silent on that."""
+    """Code that the rule reports. fixed: the code after all fixes (without markers), which the rule does not report."""
 
     fixed: str | None = None
 
 
 class BaseRule:
-    """What Python rules and config rules have in common."""
+    """The attributes and methods that all kinds of rules have."""
 
     code: ClassVar[str]
     name: ClassVar[str]
     severity: ClassVar[Severity]
     message: ClassVar[str]
     help: ClassVar[str] = ""
-    #: Off unless selected by its full code, by a prefix with --preview, or by ALL with --preview.
+    #: True: off unless selected by its full code, or by a prefix or ALL with --preview.
     preview: ClassVar[bool] = False
     #: A conjunction of `any_of(...)`: necessary conditions on a file's bytes. Empty: always.
     triggers: ClassVar[tuple[tuple[bytes, ...], ...]] = ()
     #: One more necessary condition, on the code without comments: for tokens that are common in harmless forms.
     pattern: ClassVar[re.Pattern[bytes] | None] = None
-    #: Codes of rules that speak first where both see the same expression.
+    #: Codes of rules that take precedence where both report the same expression.
     yields_to: ClassVar[tuple[str, ...]] = ()
     examples: ClassVar[tuple[Example, ...]] = ()
 
     def __init_subclass__(cls, kind: bool = False, **kwargs: Any) -> None:
-        """kind: it is a kind of rule, and none itself."""
+        """Register a rule. kind: the class is a kind of rule, and not a rule itself."""
         super().__init_subclass__(**kwargs)
         if not kind:
             _register(cls)
@@ -135,24 +135,24 @@ class BaseRule:
         severity: Severity | None = None,
         **values: Any,
     ) -> Diagnostic:
-        """A diagnostic at a place; `message` with `{values}` filled in."""
+        """Return a diagnostic at a place, with `values` filled into the message."""
         span = place if isinstance(place, tuple) else place.span
         text = (message or self.message).format(**values) if values else (message or self.message)
         return Diagnostic(self.code, span, text, self.help if help is None else help, notes, fix, severity)
 
     @classmethod
     def page(cls) -> str:
-        """The manual page as Markdown, without its heading: docstring of the class."""
+        """Return the manual page as Markdown, without its heading: the docstring of the class."""
         return inspect.getdoc(cls) or ""
 
     @classmethod
     def fixable(cls) -> bool:
-        """Whether the rule has a fix: derived from an example that has a result."""
+        """True if the rule has a fix: one of its examples has a fixed version."""
         return any(isinstance(example, Bad) and example.fixed is not None for example in cls.examples)
 
 
 class Rule(BaseRule, kind=True):
-    """A rule about Python code. needs_config: it has nothing to say of a file without launch configs."""
+    """A rule about Python code. needs_config: it reports nothing in a file without launch configs."""
 
     needs_config: ClassVar[bool] = False
 
@@ -163,7 +163,7 @@ class Rule(BaseRule, kind=True):
 class ConfigRule(BaseRule, kind=True):
     """A rule about a config: a file, or a DeepSpeed config that is a dict in Python code.
 
-    kinds: which ones it reads (`accelerate`, `deepspeed`, `axolotl`). project: what lies around the file.
+    kinds: the kinds that it reads (`accelerate`, `deepspeed`, `axolotl`). project: the surroundings of the file.
     """
 
     kinds: ClassVar[tuple[str, ...]]
@@ -176,7 +176,7 @@ class ConfigRule(BaseRule, kind=True):
 
 
 class LaunchRule(BaseRule, kind=True):
-    """A rule about the launch lines of a shell script, Makefile, workflow or README. project: what lies around it."""
+    """A rule about the launch lines of a shell script, Makefile, workflow or README. project: its surroundings."""
 
     def __init__(self, project: Project) -> None:
         self.project = project
@@ -186,7 +186,7 @@ class LaunchRule(BaseRule, kind=True):
 
 
 class EngineRule(BaseRule, kind=True):
-    """What the engine itself reports: files that cannot be read, suppressions. Has a page, no `check`."""
+    """A finding of the engine itself: files that cannot be read, suppressions. It has a page, but no `check`."""
 
 
 _RULES: dict[str, type[BaseRule]] = {}
@@ -203,7 +203,7 @@ def _register(rule: type[BaseRule]) -> None:
 
 
 def rules(own_only: bool = False) -> dict[str, type[BaseRule]]:
-    """All rules by code, loaded through the entry point `mpguard.rules`."""
+    """Return all rules by code, loaded through the entry point `mpguard.rules`."""
     from mpguard.core import entry_points
 
     entry_points.load("mpguard.rules", own_only)

@@ -1,4 +1,4 @@
-"""The manual under docs/rules/: generated from the rules, and from nothing else.
+"""The manual in docs/rules/, generated from the rules alone.
 
     python -m mpguard.lint.model.rule_docs [docs]
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from mpguard.lint.model.rule import BaseRule, rules
 from mpguard.lint.model.rule_page import page
 
-#: The first digits of the codes, and what their rules are about.
+#: The groups of rules, by the beginning of their codes.
 GROUPS = {
     "MPG0": "The linter itself",
     "MPG1": "Casts and dtypes",
@@ -28,19 +28,19 @@ GROUPS = {
 
 
 def pages() -> dict[str, str]:
-    """The files below docs/: name -> text."""
+    """Return the files below docs/: name -> text."""
     own = rules(own_only=True)
     return {"rules/README.md": _index(own)} | {f"rules/{code}.md": page(rule) for code, rule in own.items()}
 
 
 def write(folder: Path) -> None:
-    """Writes what differs, and removes pages of rules that are gone."""
-    wanted = pages()
+    """Write the pages that differ, and remove pages of rules that no longer exist."""
+    expected = pages()
     (folder / "rules").mkdir(parents=True, exist_ok=True)
     for path in (folder / "rules").glob("*.md"):
-        if f"rules/{path.name}" not in wanted:
+        if f"rules/{path.name}" not in expected:
             path.unlink()
-    for name, text in wanted.items():
+    for name, text in expected.items():
         path = folder / name
         if not path.exists() or path.read_text("utf-8") != text:
             path.write_text(text, "utf-8")

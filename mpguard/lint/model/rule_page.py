@@ -1,4 +1,4 @@
-"""A rule's manual page: from its docstring, its message and its examples, and from nothing else."""
+"""A rule's manual page, generated from its docstring, its attributes and its examples alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from mpguard.lint.model.rule import Bad, BaseRule, Example, Good
 
-#: Suffix, or name, of an example's file -> what its block is marked as.
+#: Suffix, or name, of an example's file -> the language of its block.
 _LANGUAGES = {
     "yaml": "yaml",
     "yml": "yaml",
@@ -21,12 +21,12 @@ _MARK = re.compile(r"[ \t]*# !$", re.M)
 
 
 def unmarked(code: str) -> str:
-    """An example without the marks of its reported lines."""
+    """Return the code of an example without the marks of reported lines."""
     return _MARK.sub("", code)
 
 
 def page(rule: type[BaseRule]) -> str:
-    """The page as Markdown; its first line is the heading."""
+    """Return the page as Markdown; its first line is the heading."""
     state = [
         rule.severity,
         "has a fix" if rule.fixable() else "no fix",
@@ -45,7 +45,7 @@ def page(rule: type[BaseRule]) -> str:
 
 
 def as_json(rule: type[BaseRule]) -> dict[str, Any]:
-    """A rule as `mpguard rule --format json` prints it. fix: whether it has one."""
+    """Return a rule as `mpguard rule --format json` prints it. fix: true if it has one."""
     return {
         "code": rule.code,
         "name": rule.name,

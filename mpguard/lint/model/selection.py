@@ -1,8 +1,8 @@
 """Which rules run: `select`, `extend-select`, `ignore`, from the settings or the command line.
 
 A selector is a code (`MPG201`), a prefix of codes (`MPG2`) or `ALL`. Where two cover a code, the
-longer one decides, and `ignore` where they are equal. What `--select` says replaces the settings'
-select, extend-select and ignore.
+longer one decides, and `ignore` where they are equal. `--select` replaces the settings' select,
+extend-select and ignore.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mpguard.lint.model.rule import BaseRule
 from mpguard.lint.source.files import matches
 
 Rules = Mapping[str, type[BaseRule]]
-#: Characters of a code that name its group.
+#: The number of characters of a code that name its group.
 _GROUP = len("MPG1")
 
 
 @dataclasses.dataclass(frozen=True)
 class Selectors:
-    """What the command line says. select None: it does not, and the settings hold."""
+    """The selectors of the command line. select None: it has none, and those of the settings apply."""
 
     select: tuple[str, ...] | None = None
     extend_select: tuple[str, ...] = ()
@@ -32,50 +32,51 @@ class Selectors:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """codes: what runs. asked: those of them that a selector names, and not just the default."""
+    """The codes that are on. requested: those of them that a selector names, and that are not on by default alone."""
 
     codes: frozenset[str]
-    asked: frozenset[str]
+    requested: frozenset[str]
 
     def without(self, codes: Iterable[str]) -> Selection:
+        """Return the selection without some codes."""
         left = self.codes - set(codes)
         return Selection(left, self.asked & left)
 
 
-def selection(rules: Rules, settings: Settings, said: Selectors) -> Selection:
-    """The rules for the files of some settings. Raises `SettingsError` for a selector that covers nothing."""
-    if said.select is None:
+def selection(rules: Rules, settings: Settings, given: Selectors) -> Selection:
+    """Return the rules for the files of some settings. Raises `SettingsError` for a selector that covers no rule."""
+    if given.select is None:
         select, extend, ignore = settings.select, settings.extend_select, settings.ignore
     else:
-        select, extend, ignore = said.select, (), ()
+        select, extend, ignore = given.select, (), ()
     per_file = tuple(selector for selectors in settings.per_file_ignores.values() for selector in selectors)
     for origin, selectors in (
         (str(settings.source), (*(settings.select or ()), *settings.extend_select, *settings.ignore, *per_file)),
-        ("--select", said.select or ()),
-        ("--extend-select", said.extend_select),
-        ("--ignore", said.ignore),
+        ("--select", given.select or ()),
+        ("--extend-select", given.extend_select),
+        ("--ignore", given.ignore),
     ):
         for selector in selectors:
             check(selector, rules, origin)
-    chosen, dropped = (*(select or ()), *extend, *said.extend_select), (*ignore, *said.ignore)
+    selected, ignored = (*(select or ()), *extend, *given.extend_select), (*ignore, *given.ignore)
     codes: set[str] = set()
-    asked: set[str] = set()
+    requested: set[str] = set()
     for code, rule in rules.items():
-        by = max((_length(s) for s in chosen if covers(s, code)), default=-1)
+        by = max((_length(s) for s in selected if covers(s, code)), default=-1)
         if by < 0 and (select is not None or rule.preview):
             continue
-        if rule.preview and not (said.preview or settings.preview) and by < len(code):
+        if rule.preview and not (given.preview or settings.preview) and by < len(code):
             continue
-        if max((_length(s) for s in dropped if covers(s, code)), default=-1) >= max(by, 0):
+        if max((_length(s) for s in ignored if covers(s, code)), default=-1) >= max(by, 0):
             continue
         codes.add(code)
         if by >= 0:
-            asked.add(code)
-    return Selection(frozenset(codes), frozenset(asked))
+            requested.add(code)
+    return Selection(frozenset(codes), frozenset(requested))
 
 
 def ignored_in(path: str, rules: Rules, settings: Settings) -> frozenset[str]:
-    """The codes that `per-file-ignores` takes out for one file. `!pattern` is for all files but those."""
+    """Return the codes that `per-file-ignores` ignores in one file. `!pattern` applies to all other files."""
     codes: set[str] = set()
     for pattern, selectors in settings.per_file_ignores.items():
         if matches((pattern.removeprefix("!"),), settings.root, path) != pattern.startswith("!"):
@@ -84,18 +85,18 @@ def ignored_in(path: str, rules: Rules, settings: Settings) -> frozenset[str]:
 
 
 def check(selector: str, rules: Rules, origin: str) -> None:
-    """Raises `SettingsError` for a selector that covers no rule, with the near ones."""
+    """Raise `SettingsError` for a selector that covers no rule; the message lists similar ones."""
     if any(covers(selector, code) for code in rules):
         return
     raise SettingsError(f"{origin}: there is no rule `{selector}`{suggestion(selector, rules)}")
 
 
 def suggestion(given: str, rules: Rules) -> str:
-    """A clause with the near rules: by code, or by the name that was given in its place."""
+    """Return a clause that lists similar rules: by code, or by a name that was given instead of a code."""
     by_name = {rule.name: code for code, rule in rules.items()}
     codes = [by_name[name] for name in near(given.lower(), by_name)]
     if given.upper().startswith("MPG") or not codes:
-        group = given.upper()[:_GROUP]  # digits are alike in all groups: only those of its own are near
+        group = given.upper()[:_GROUP]  # digits are similar in all groups: suggest only codes of the same one
         codes = near(given.upper(), [code for code in rules if len(group) == _GROUP and code.startswith(group)])
     if not codes:
         return "; `mpguard rule --all` lists them"
@@ -103,7 +104,7 @@ def suggestion(given: str, rules: Rules) -> str:
 
 
 def covers(selector: str, code: str) -> bool:
-    """Whether a code, a prefix or ALL stands for a code."""
+    """True if a selector (a code, a prefix or ALL) covers a code."""
     return selector == "ALL" or (code.startswith(selector) and not code[len(selector) : len(selector) + 1].isalpha())
 
 

@@ -1,13 +1,13 @@
-"""Suppressions: comments that say that a finding is meant.
+"""Suppressions: comments that accept a finding.
 
     x = x.half()  # noqa: MPG101
     x = x.half()  # mpguard: ignore[MPG101] the engine runs FP16 parameters
     # mpguard: ignore[MPG101] on a line of its own: for the next statement
     # mpguard: ignore-file[MPG101]
 
-Without codes they cover all findings of mpguard. A comment covers what begins on its line, and what
-its line ends: it may stand behind the bracket that closes a call. `# noqa` belongs to all linters
-alike: one without codes is never judged, and codes of others in it are left alone.
+Without codes they cover all findings of mpguard. A comment covers findings that begin on its line, and those
+that end there: it may follow the bracket that closes a call. `# noqa` is shared by all linters: one without
+codes is never reported as unused, and codes of other linters in it are left alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpguard.lint.model.selection import Rules, suggestion
 
 UNKNOWN, UNUSED = "MPG001", "MPG002"
 
-#: What other linters say for `ignore`; anything else behind `# mpguard:` is prose.
+#: What other linters write for `ignore`; any other word after `# mpguard:` is prose.
 _FOREIGN = "allow|disable|noqa|nolint|off|skip|suppress"
 _JUDGED = re.compile(rb"mpguard\s*:\s*(?:i|" + _FOREIGN.encode() + rb")|noqa[^\n\r]*MPG", re.I)
 _CODE = r"[A-Za-z]+[0-9]+"
@@ -35,13 +35,13 @@ _VERBS = ("ignore", "ignore-file")
 
 
 def may_be_judged(data: bytes) -> bool:
-    """Whether a file may hold a suppression that is judged; others can only cover what is reported."""
+    """True if a file may hold a suppression that can be unknown or unused; others only cover findings."""
     return (b"mpguard" in data or b"MPG" in data) and _JUDGED.search(data) is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """A code in a suppression, upper case, and where it is written."""
+    """A code in a suppression, in upper case, and its place."""
 
     code: str
     span: Span
@@ -51,9 +51,9 @@ class Code:
 class Suppression:
     """One directive of a comment. codes None: all.
 
-    lines: it covers what begins on one of these; None: the whole file.
-    statement: first line of its logical line, and its own: it covers what begins there and reaches it.
-    noqa: it is `# noqa`. span: the directive with its reason. comment: the whole comment it is in.
+    lines: it covers findings that begin on one of these; None: the whole file.
+    statement: the first line of its logical line, and its own line: it covers findings that span both.
+    noqa: it is `# noqa`. span: the directive with its reason. comment: the whole comment that holds it.
     """
 
     noqa: bool
@@ -64,6 +64,7 @@ class Suppression:
     comment: Span
 
     def covers(self, code: str, line: int, end_line: int) -> bool:
+        """True if it covers a finding with this code, from one line to another."""
         first, own = self.statement
         if self.lines is not None and line not in self.lines and not first <= line <= own <= end_line:
             return False
@@ -72,7 +73,7 @@ class Suppression:
 
 @dataclasses.dataclass(frozen=True)
 class Comments:
-    """The suppressions of a file, and directives that are none (`# mpguard: ingore[...]`)."""
+    """The suppressions of a file, and directives with an unknown word (`# mpguard: ingore[...]`)."""
 
     suppressions: tuple[Suppression, ...]
     misspelt: tuple[tuple[str, Span], ...] = ()
@@ -83,7 +84,7 @@ NONE = Comments(())
 
 @dataclasses.dataclass(frozen=True)
 class _Comment:
-    """line: where it stands. alone: nothing else stands there. first, last: its logical line; the next, if alone."""
+    """A comment. line: its line. alone: the line has no code. first, last: its logical line; if alone, the next one."""
 
     start: int
     text: str
@@ -94,19 +95,19 @@ class _Comment:
 
 
 def in_python(lines: Lines) -> Comments:
-    """The suppressions of Python code; those before the first place that Python cannot tokenize."""
+    """Return the suppressions of Python code, up to the first place that Python cannot tokenize."""
     if not _NOQA.search(lines.text) and not _OWN.search(lines.text):
         return NONE
     return _read(_python_comments(lines))
 
 
 def in_yaml(lines: Lines) -> Comments:
-    """The suppressions of a YAML file; none of one that is no YAML."""
+    """Return the suppressions of a YAML file; none if it is not valid YAML."""
     return _read(_yaml_comments(lines))
 
 
 def in_shell(lines: Lines) -> Comments:
-    """The suppressions of a shell script, a Makefile or a workflow: by their lines alone."""
+    """Return the suppressions of a shell script, a Makefile or a workflow, by their lines alone."""
     return _read(_shell_comments(lines))
 
 
@@ -159,7 +160,7 @@ def _yaml_comments(lines: Lines) -> Iterator[_Comment]:
 
 
 def _shell_comments(lines: Lines) -> Iterator[_Comment]:
-    """A comment belongs to the command that its line ends, over all its lines; one alone to the next command."""
+    """Yield comments. One belongs to all lines of the command that its line ends; one alone, to the next command."""
     number, count = 1, len(lines.starts)
     waiting: list[tuple[int, str, int, bool]] = []
     while number <= count:
@@ -209,7 +210,7 @@ def _codes(match: re.Match[str], start: int) -> tuple[Code, ...]:
 
 
 def _directive(match: re.Match[str], comment: _Comment) -> Span:
-    """From the `#` of a directive to the next one, or the end of the comment; its reason is part of it."""
+    """Return the span from the `#` of a directive to the next `#`, or the end of the comment, with its reason."""
     following = comment.text.find("#", match.end())
     end = len(comment.text) if following < 0 else following
     return comment.start + match.start(), comment.start + end
@@ -218,7 +219,7 @@ def _directive(match: re.Match[str], comment: _Comment) -> Span:
 def split(
     diagnostics: Iterable[Diagnostic], comments: Comments, lines: Lines
 ) -> tuple[list[Diagnostic], dict[Suppression, set[str]]]:
-    """The diagnostics that no suppression covers; and which codes each suppression has covered."""
+    """Return the diagnostics that no suppression covers, and the codes that each suppression has covered."""
     kept: list[Diagnostic] = []
     used: dict[Suppression, set[str]] = {}
     for diagnostic in diagnostics:
@@ -234,15 +235,14 @@ def split(
 def judge(
     comments: Comments, used: dict[Suppression, set[str]], rules: Rules, ran: Collection[str], lines: Lines
 ) -> Iterator[Diagnostic]:
-    """MPG001 for codes that no rule has, MPG002 for suppressions that cover nothing.
+    """Yield MPG001 for codes that no rule has, MPG002 for suppressions that cover nothing.
 
-    ran: the codes whose rules were run to the end in this file; others are not judged.
+    ran: the codes whose rules ran to the end in this file; suppressions of other codes may be needed.
     """
     for verb, span in comments.misspelt:
-        said = f"`mpguard: {verb}` names no code" if verb.endswith("[]") else f"`mpguard: {verb}` is no suppression"
-        yield Diagnostic(
-            UNKNOWN, span, f"{said} and has no effect", "write `# mpguard: ignore[CODE] reason` or `ignore-file[CODE]`"
-        )
+        problem = "names no code" if verb.endswith("[]") else "is not a suppression"
+        message = f"`mpguard: {verb}` {problem} and has no effect"
+        yield Diagnostic(UNKNOWN, span, message, "write `# mpguard: ignore[CODE] reason` or `ignore-file[CODE]`")
     everything_ran = all(code in ran for code, rule in rules.items() if not rule.preview)
     for each in comments.suppressions:
         if each.codes is None:
@@ -275,7 +275,7 @@ def _unused(each: Suppression, unused: Sequence[Code], lines: Lines) -> Diagnost
 
 
 def _removal(each: Suppression, lines: Lines) -> Edit:
-    """Takes out a directive: with the line that it has for itself, or the spaces before it."""
+    """Remove a directive: with its line if the line has nothing else, or with the spaces before it."""
     start, end = each.span
     if end < each.comment[1]:
         return Edit(start, end, "")

@@ -1,6 +1,6 @@
-"""Which names the modules of a tree take from each other: whether anybody may import a name from a file."""
+"""The names that the modules of a tree import from each other: may another file import a name from a file?"""
 
-# Thousands of paths are looked at here, which strings do several times faster than Path.
+# Thousands of paths are handled here, and strings are several times faster than Path.
 # ruff: noqa: PTH116, PTH118
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mpguard.core import tracked_fs
 from mpguard.core.tracked_fs import cached_per_run
 from mpguard.lint.source.files import NEVER
 
-#: Files of a tree that are searched for imports of a name.
+#: The most files of a tree that are searched for imports of a name.
 MOST_IMPORTERS = 4000
 _COMMENT = re.compile(r"#.*|\\")
 _IMPORTS = re.compile(
@@ -23,19 +23,19 @@ _IMPORTS = re.compile(
 
 
 def may_take(top: Path, file: Path, name: str) -> bool:
-    """Whether another file of a tree may take a name from a file; so it is where the tree is too large.
+    """True if another file of a tree may import a name from a file, or the tree is too large to search.
 
-    By the last name of the module alone (`from x.compat import autocast`): what it says no to, no
-    import reaches. A package hands on what its `__init__` imports.
+    Only the last name of the module is compared (`from x.compat import autocast`), so that False is
+    certain. A package re-exports what its `__init__` imports.
     """
     before = state(str(top)) if tracked_fs.is_recording() else None
-    answer = asked(str(top), str(file), name)
+    answer = may_take_untracked(str(top), str(file), name)
     tracked_fs.record("imported", "\0".join((str(top), str(file), name)), [answer, before])
     return answer
 
 
-def asked(top: str, file: str, name: str) -> bool:
-    """The same, without writing down what was looked at."""
+def may_take_untracked(top: str, file: str, name: str) -> bool:
+    """Return the same as `may_take`, without recording what was read."""
     taken = _taken(top)
     stem = Path(file).stem
     if taken is None or stem == "__init__":
@@ -45,22 +45,22 @@ def asked(top: str, file: str, name: str) -> bool:
 
 @cached_per_run
 def state(top: str) -> str | None:
-    """What the statuses of a tree's files say of their contents; None where that is not enough."""
-    said: list[str] = []
+    """Return a digest of the statuses of a tree's files; None if a status does not prove the content."""
+    parts: list[str] = []
     for path in _files(top):
         try:
             status = os.stat(path)
         except OSError:  # a broken link
-            said.append(path)
+            parts.append(path)
             continue
         if not tracked_fs.is_settled(status):
             return None
-        said.append(f"{path}\0{tracked_fs.status_of(status)}")
-    return tracked_fs.digest("\0".join(said).encode("utf-8", "surrogateescape"))
+        parts.append(f"{path}\0{tracked_fs.status_of(status)}")
+    return tracked_fs.digest("\0".join(parts).encode("utf-8", "surrogateescape"))
 
 
 def _files(top: str) -> Iterator[str]:
-    """The Python files of a tree, and one more than `MOST_IMPORTERS` at most."""
+    """Yield the Python files of a tree, at most one more than `MOST_IMPORTERS`."""
     left = MOST_IMPORTERS
     for folder, folders, files in os.walk(top):
         folders[:] = [each for each in folders if each not in NEVER and not each.startswith(".")]
@@ -74,8 +74,8 @@ def _files(top: str) -> Iterator[str]:
 
 @cached_per_run
 def _taken(top: str) -> dict[str, set[str]] | None:
-    """Last name of a module -> the names that `from` imports of the tree take from it; under "" what is imported as
-    a module, or may be one. None where the tree has more than `MOST_IMPORTERS` files."""
+    """Return last name of a module -> the names that the tree imports from it; under "", what is imported as a module,
+    or may be one. None if the tree has more than `MOST_IMPORTERS` files."""
     found: dict[str, set[str]] = {"": set()}
     files = list(_files(top))
     if len(files) > MOST_IMPORTERS:

@@ -1,7 +1,6 @@
-"""Applies fixes: in rounds, since one may make room for another, until none is left.
+"""Applies fixes in rounds, until none is left: one fix may make another possible.
 
-What a round makes must parse, or it is not kept: the file that a fix would break is left as it is
-without that fix, which is said.
+The result of a round must parse. A fix that would break the file is not applied, and is reported.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from mpguard.core.text_edits import Edit, EditRefused, apply_edits, compatible
 from mpguard.lint.model.result import CONFIG, FileCheck, FixResult
 from mpguard.lint.model.rule import Diagnostic, Fix
 
-#: Rules that undo each other's fixes would go on for ever; three rounds are the most seen.
+#: Rules that undo each other's fixes would never end; in practice, three rounds suffice.
 MOST_ROUNDS = 20
 
 Check = Callable[[bytes], FileCheck]
@@ -21,29 +20,29 @@ Allowed = Literal["safe", "unsafe"]
 
 
 def apply_fixes(data: bytes, checked: FileCheck, check: Check, allowed: Allowed) -> tuple[FixResult | None, FileCheck]:
-    """Applies all fixes that are allowed, and those that then appear.
+    """Apply all fixes that are allowed, and those that become possible then.
 
-    check: what there is to report about a content; `checked` is that of `data`. Returns what became
-    of the content (None: nothing), and what is left to report about it.
+    check: checks a content; `checked` is its result for `data`. Return the result (None: nothing was fixed), and the
+    check of the new content.
     """
-    mender = _Fixer(data, checked, check, allowed)
+    fixer = _Fixer(data, checked, check, allowed)
     for _ in range(MOST_ROUNDS):
-        if not mender.round():
+        if not fixer.round():
             break
     else:
-        mender.problems.append(f"1:1: after {MOST_ROUNDS} rounds of fixes there are still more; run it again")
-    if mender.data == data and not mender.problems:
+        fixer.problems.append(f"1:1: after {MOST_ROUNDS} rounds of fixes there are still more; run it again")
+    if fixer.data == data and not fixer.problems:
         return None, checked
-    return FixResult(data, mender.data, mender.fixes, tuple(mender.problems)), mender.checked
+    return FixResult(data, fixer.data, fixer.fixes, tuple(fixer.problems)), fixer.checked
 
 
 def fix_one(data: bytes, checked: FileCheck, check: Check, diagnostic: Diagnostic) -> FixResult | None:
-    """Applies the fix of one diagnostic, safe or not; None where it has none. Arguments as for `mend`."""
+    """Apply the fix of one diagnostic, safe or not; None if it has no fix. Arguments as for `apply_fixes`."""
     if diagnostic.fix is None or not diagnostic.fix.edits:
         return None
-    mender = _Fixer(data, checked, check, "unsafe")
-    problem = mender.only(diagnostic.fix)
-    return FixResult(data, mender.data, mender.fixes, (problem,) if problem else ())
+    fixer = _Fixer(data, checked, check, "unsafe")
+    problem = fixer.only(diagnostic.fix)
+    return FixResult(data, fixer.data, fixer.fixes, (problem,) if problem else ())
 
 
 class _Fixer:
@@ -54,7 +53,7 @@ class _Fixer:
         self._refused: set[tuple[str, Fix]] = set()
 
     def round(self) -> bool:
-        """Applies all fixes that fit together, in the order of the file. False: there was none to apply."""
+        """Apply all fixes that are compatible, in the order of the file. False: there was none to apply."""
         chosen: list[tuple[Diagnostic, Fix]] = []
         edits: list[Edit] = []
         for diagnostic in sorted(self.checked.diagnostics, key=lambda each: each.span):
@@ -66,21 +65,21 @@ class _Fixer:
             return False
         if self._try(edits, len(chosen)) is None:
             return True
-        # Something in it breaks the file: find out what, and go on with one that does not.
+        # One of them breaks the file: try each alone, and continue with the first that does not.
         lines = self.checked.lines
         for diagnostic, fix in chosen:
-            wrong = self._try(list(fix.edits), 1)
-            if wrong is None:
+            problem = self._try(list(fix.edits), 1)
+            if problem is None:
                 return True
             line, column = lines.position(diagnostic.span[0])
             self.problems.append(
-                f"{line}:{column}: the fix of {diagnostic.code} ({fix.title}) was not applied: {wrong}"
+                f"{line}:{column}: the fix of {diagnostic.code} ({fix.title}) was not applied: {problem}"
             )
             self._refused.add((diagnostic.code, fix))
         return False
 
     def only(self, fix: Fix) -> str | None:
-        """Applies one fix; or says why it cannot be used."""
+        """Apply one fix, or return why it cannot be applied."""
         return self._try(list(fix.edits), 1)
 
     def _may(self, code: str, fix: Fix) -> bool:
@@ -88,9 +87,9 @@ class _Fixer:
         return allowed and bool(fix.edits) and (code, fix) not in self._refused
 
     def _try(self, edits: list[Edit], fixes: int) -> str | None:
-        """Takes the content with the edits in the place of the one before; or says why it cannot be used."""
+        """Replace the content by the edited one, or return why it cannot be used."""
         before = self.checked
-        assert before.encode is not None  # there are diagnostics with fixes: it could be read
+        assert before.encode is not None  # it has diagnostics with fixes, so it could be read
         ending = _ending(before.lines.text)
         edits = [Edit(e.start, e.end, _with_ending(e.text, ending)) for e in edits]
         try:
@@ -105,13 +104,13 @@ class _Fixer:
         if after.encode is None:
             return "the result does not parse"
         if any(each.code == CONFIG for each in after.findings) and not any(e.code == CONFIG for e in before.findings):
-            return "the result is no usable config"
+            return "the result is not a valid config"
         self.data, self.checked, self.fixes = data, after, self.fixes + fixes
         return None
 
 
 def _ending(text: str) -> str:
-    """The line ending that the file mostly has."""
+    """Return the most frequent line ending of a file."""
     crlf = text.count("\r\n")
     lf, cr = text.count("\n") - crlf, text.count("\r") - crlf
     return max((lf, "\n"), (crlf, "\r\n"), (cr, "\r"), key=lambda pair: pair[0])[1]

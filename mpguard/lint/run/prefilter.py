@@ -1,9 +1,9 @@
-"""The gate: which rules could speak about a file, decided on its bytes alone.
+"""Selects the rules that may report something in a file, by its bytes alone.
 
 A trigger is a *necessary* condition. First the raw bytes are searched for literals; then, since
-comments and docstrings are full of precision words, the same on text without them. Only literals
-and alternatives of literals: a lookbehind would cost eight times the search. A rule's `pattern` is
-searched where nothing else is left to decide.
+comments and docstrings are full of precision words, the text without them. Triggers are literals
+and alternatives of literals only: a lookbehind would make the search eight times as expensive. A
+rule's `pattern` is searched last, if all its triggers are met.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from mpguard.lint.source.strip_comments import stripped
 
 R = TypeVar("R", bound="BaseRule | type[BaseRule]")
 
-#: Keys that a DeepSpeed config must have, or alone has.
+#: Keys that a DeepSpeed config must have, or that no other config has.
 _DEEPSPEED_KEYS = (b"zero_optimization", b"train_micro_batch_size_per_gpu", b"train_batch_size", b"torch_autocast")
-#: As a dict in Python code has them: in quotes (`per_device_train_batch_size` is everywhere).
+#: As in a dict of Python code: in quotes (`per_device_train_batch_size` is everywhere).
 _DEEPSPEED_DICT = (any_of(*(quote + key + quote for key in _DEEPSPEED_KEYS for quote in (b'"', b"'"))),)
 
 
 def may_hold_deepspeed_config(data: bytes) -> bool:
-    """Whether a Python file could write a DeepSpeed config as a dict."""
+    """True if a Python file may hold a DeepSpeed config as a dict."""
     return matches((_DEEPSPEED_KEYS,), data) and matches(_DEEPSPEED_DICT, stripped(data))
 
 
 def matches(triggers: tuple[tuple[bytes, ...], ...], data: bytes) -> bool:
-    """Whether each condition has one of its tokens in `data`."""
+    """True if `data` contains a token of each condition."""
     return all(any(token in data for token in tokens) for tokens in triggers)
 
 
 def relevant(data: bytes, rules: Iterable[R]) -> list[R]:
-    """The rules whose triggers the file meets; the others have nothing to say about it."""
+    """Return the rules whose triggers the file meets; the others cannot report anything in it."""
     rules = tuple(rules)
     plan = _plan(rules)
     left = plan.met(data, (1 << len(rules)) - 1)
@@ -53,30 +53,30 @@ def relevant(data: bytes, rules: Iterable[R]) -> list[R]:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The conditions of many rules, in the order in which they are asked.
+    """The conditions of many rules, in the order in which they are tested.
 
-    conditions: tokens, and the rules that fall silent where none of them stands, as bits. words: as `_words` has them.
-    asking: the rules with conditions.
+    conditions: tokens, and the rules that cannot apply where none of them is found, as bits. words: as `_words`
+    returns them. conditional: the rules with conditions, as bits.
     """
 
     conditions: tuple[tuple[tuple[bytes, ...], int], ...]
     words: Mapping[bytes, bytes]
-    asking: int
+    conditional: int
 
     def met(self, data: bytes, left: int) -> int:
-        """Those of some rules whose conditions are met. Each token is looked for once, and only if it can decide."""
+        """Return those of `left` whose conditions are met. Each token is searched once, and only if it can decide."""
         found: dict[bytes, bool] = {}
 
-        def stands(token: bytes) -> bool:
+        def contains(token: bytes) -> bool:
             known = found.get(token)
             if known is None:
                 word = self.words.get(token)
-                known = found[token] = (word is None or stands(word)) and token in data
+                known = found[token] = (word is None or contains(word)) and token in data
             return known
 
-        for tokens, silent in self.conditions:
-            if left & silent and not any(map(stands, tokens)):
-                left &= ~silent
+        for tokens, excluded in self.conditions:
+            if left & excluded and not any(map(contains, tokens)):
+                left &= ~excluded
                 if not left:
                     break
         return left
@@ -84,44 +84,44 @@ class _Plan:
 
 @functools.lru_cache(maxsize=64)
 def _plan(rules: tuple[BaseRule | type[BaseRule], ...]) -> _Plan:
-    """First come the conditions that silence all rules with the fewest words: most files have none of them."""
+    """Order the conditions: first those that exclude all rules with the fewest words, which most files lack."""
     bits: dict[tuple[bytes, ...], int] = {}
     for place, rule in enumerate(rules):
         for tokens in rule.triggers:
             bits[tokens] = bits.get(tokens, 0) | 1 << place
     words = _words({token for tokens in bits for token in tokens})
     costs = {tokens: {_shortest(token, words) for token in tokens} for tokens in bits}
-    asking = functools.reduce(int.__or__, bits.values(), 0)
+    conditional = functools.reduce(int.__or__, bits.values(), 0)
 
-    def silenced(looked: set[bytes]) -> int:
-        """The rules that a file in which none of some words stands silences."""
-        return functools.reduce(int.__or__, (bits[tokens] for tokens in bits if costs[tokens] <= looked), 0)
+    def excluded(searched: set[bytes]) -> int:
+        """Return the rules that cannot apply to a file that contains none of some words, as bits."""
+        return functools.reduce(int.__or__, (bits[tokens] for tokens in bits if costs[tokens] <= searched), 0)
 
-    looked = set[bytes]()
-    while left := asking & ~silenced(looked):
-        gains = {tokens: (bits[tokens] & left).bit_count() / (1 + len(costs[tokens] - looked)) for tokens in bits}
-        looked |= costs[max(gains, key=gains.__getitem__)]
-    for word in sorted(looked, key=lambda word: (len(word), word)):  # short ones take longer to look for
-        if silenced(looked - {word}) == asking:
-            looked.remove(word)
-    first = {tokens for tokens in bits if costs[tokens] <= looked}
+    searched = set[bytes]()
+    while left := conditional & ~excluded(searched):
+        gains = {tokens: (bits[tokens] & left).bit_count() / (1 + len(costs[tokens] - searched)) for tokens in bits}
+        searched |= costs[max(gains, key=gains.__getitem__)]
+    for word in sorted(searched, key=lambda word: (len(word), word)):  # short ones take longer to search
+        if excluded(searched - {word}) == conditional:
+            searched.remove(word)
+    first = {tokens for tokens in bits if costs[tokens] <= searched}
 
     def place_of(tokens: tuple[bytes, ...]) -> tuple[bool, float, tuple[bytes, ...]]:
         return tokens not in first, len(costs[tokens]) / bits[tokens].bit_count(), tokens
 
-    return _Plan(tuple((tokens, bits[tokens]) for tokens in sorted(bits, key=place_of)), words, asking)
+    return _Plan(tuple((tokens, bits[tokens]) for tokens in sorted(bits, key=place_of)), words, conditional)
 
 
-#: Words of tokens that are in every other file.
+#: Words of tokens that every second file contains.
 _COMMON = frozenset({
     b"torch", b"import", b"from", b"dtype", b"else", b"with", b"return", b"self", b"type", b"float", b"scale", b"train",
 })  # fmt: skip
 
 
 def _words(tokens: Collection[bytes]) -> dict[bytes, bytes]:
-    """Token -> the longest word in it that stands in others too, and so on: `dtype=torch.half`, `torch.half`, `half`.
+    """Return token -> the longest word in it that other tokens contain too: `dtype=torch.half`, `torch.half`, `half`.
 
-    One search for `half` in place of one for each of ten tokens, in most files.
+    In most files, one search for `half` then replaces one for each of ten tokens.
     """
     words = {word for token in tokens for run in re.findall(rb"[\w.]{4,}", token) for word in (run, *run.split(b"."))}
     text = b"\n".join(tokens)
@@ -135,7 +135,7 @@ def _words(tokens: Collection[bytes]) -> dict[bytes, bytes]:
 
 
 def _shortest(token: bytes, words: Mapping[bytes, bytes]) -> bytes:
-    """What is looked for first of all where a token is asked for."""
+    """Return the word that is searched first for a token."""
     while token in words:
         token = words[token]
     return token

@@ -1,4 +1,4 @@
-"""What rules say of a file, and what is held against a rule: one that fails, or says what cannot be reported."""
+"""Runs rules, and reports the ones that fail, or yield what cannot be reported, as defects."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ if TYPE_CHECKING:
 
 def run_rules(
     rules: Iterable[type[BaseRule]],
-    about: object,
+    subject: object,
     project: Project,
     path: str,
     fatal: tuple[type[Exception], ...] = (),
 ) -> tuple[list[Diagnostic], list[Defect]]:
-    """What the rules say. One that fails is a defect, and the others are asked all the same.
+    """Run rules on a subject (facts, a document, launch lines). One that fails is a defect; the others still run.
 
-    fatal: what is no rule's fault; raised.
+    fatal: errors that no rule causes; they are raised.
     """
-    found: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = []
     defects: list[Defect] = []
     for rule in rules:
         try:
-            made = rule(project) if issubclass(rule, (ConfigRule, LaunchRule)) else rule()
-            said = dict.fromkeys(made.check(about))  # type: ignore[attr-defined]
-            _judge(said, rule)
+            instance = rule(project) if issubclass(rule, (ConfigRule, LaunchRule)) else rule()
+            yielded = dict.fromkeys(instance.check(subject))  # type: ignore[attr-defined]
+            _require_diagnostics(yielded, rule)
         except fatal:
             raise
         except (Exception, SystemExit) as error:
             defects.append(make_defect(path, rule.code, error, rule))
             continue
-        found += said
-    return found, defects
+        diagnostics += yielded
+    return diagnostics, defects
 
 
-def _judge(said: Iterable[object], rule: type[BaseRule]) -> None:
-    """Raises `TypeError` where a rule yields what the engine cannot report."""
-    for each in said:
+def _require_diagnostics(yielded: Iterable[object], rule: type[BaseRule]) -> None:
+    """Raise `TypeError` if a rule yields what the engine cannot report."""
+    for each in yielded:
         if not isinstance(each, Diagnostic) or each.code != rule.code:
             raise TypeError(f"`check` yields {each!r}; a `Diagnostic` with the code {rule.code} is needed")
 
 
 def most_specific(diagnostics: list[Diagnostic], rules: Rules) -> list[Diagnostic]:
-    """One mistake, one finding: a rule is silent where one that it yields to reports the same expression."""
+    """Drop a rule's diagnostics where a rule that it yields to reports the same expression: one finding per mistake."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for each in diagnostics:
         spans.setdefault(each.code, []).append(each.span)
@@ -62,14 +62,14 @@ def most_specific(diagnostics: list[Diagnostic], rules: Rules) -> list[Diagnosti
         ends[code] = list(itertools.accumulate((end for _, end in found), max))
 
     def overlapped(code: str, span: tuple[int, int]) -> bool:
-        before = bisect.bisect_left(starts[code], span[1]) if code in starts else 0  # of those, the furthest end
+        before = bisect.bisect_left(starts[code], span[1]) if code in starts else 0  # the furthest end of those
         return before > 0 and ends[code][before - 1] > span[0]
 
     return [each for each in diagnostics if not any(overlapped(code, each.span) for code in rules[each.code].yields_to)]
 
 
 def within(diagnostic: Diagnostic, length: int) -> bool:
-    """Whether all places that it names are in a text of that length."""
+    """True if all places of a diagnostic are in a text of this length."""
     spans = [diagnostic.span, *(note.span for note in diagnostic.notes if note.span and note.path is None)]
     if diagnostic.fix is not None:
         spans += [(edit.start, edit.end) for edit in diagnostic.fix.edits]
@@ -77,6 +77,7 @@ def within(diagnostic: Diagnostic, length: int) -> bool:
 
 
 def make_defect(path: str, code: str, error: BaseException, rule: type[BaseRule] | None = None) -> Defect:
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    """Return the defect of an error in a rule, or in the engine."""
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     module = "" if rule is None or rule.__module__.startswith("mpguard.") else rule.__module__
-    return Defect(path, code, said, "".join(traceback.format_exception(error)), module)
+    return Defect(path, code, message, "".join(traceback.format_exception(error)), module)

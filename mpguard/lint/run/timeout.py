@@ -1,7 +1,7 @@
 """A limit on the time that one file may take.
 
-Rules and facts are made to be linear, and where they are not, budgets that count end in "unknown". What is left
-over is caught here: code that was generated to be slow, or that nobody thought of.
+Rules and facts take linear time, or have a budget after which a value is unknown. This limit is for what remains:
+code that was generated to be slow, and cases that have not been foreseen.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import signal
 import threading
 from collections.abc import Iterator
 
-#: Seconds of computing for one file. The largest real files take 3; this is for what nobody wrote by hand.
+#: Seconds of CPU time for one file. The largest files written by hand take 3.
 SECONDS: float = 20
 
 
 class TimeoutExceeded(BaseException):
-    """The time is over. No Exception: nothing on the way may take it for its own."""
+    """The time is over. Not an `Exception`, so that no handler on the way catches it."""
 
 
 @contextlib.contextmanager
 def computing() -> Iterator[None]:
-    """Raises `TooLong` when the block has computed for `SECONDS`.
+    """Raise `TimeoutExceeded` when the block has used `SECONDS` of CPU time.
 
-    Computing alone counts, so that a busy machine finds the same. Without a limit outside the main thread, and where
-    the system has no such timer (Windows).
+    CPU time, so that a busy machine reports the same findings. There is no limit outside the main thread, and where the
+    system has no such timer (Windows).
     """
     if not hasattr(signal, "SIGVTALRM") or threading.current_thread() is not threading.main_thread():
         yield
@@ -34,7 +34,7 @@ def computing() -> Iterator[None]:
         raise TimeoutExceeded
 
     before = signal.signal(signal.SIGVTALRM, over)
-    # Again each second: in a `__del__` or a callback of C code Python swallows what is raised.
+    # Repeated each second: in a `__del__` or a callback of C code, Python discards the exception.
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, 1)
     try:
         yield

@@ -1,8 +1,8 @@
-"""Forked workers: many files at once, and a parser that crashes takes only its file with it.
+"""Forked workers: many files at once, and a crash of the parser affects only its file.
 
-Workers are forked after everything is imported, which costs 10 ms where importing again would cost
-500 (libcst). They get indices through a pipe and return pickled results; what a task is about is in
-their memory already.
+Workers are forked after everything is imported: 10 ms, where another import of libcst would take
+500. They get indices through a pipe and return pickled results; the tasks themselves are in their
+memory already.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 OnProgress = Callable[[int, int], None]
 
-#: Fewer tasks than this are done without a fork.
+#: Fewer tasks than this run without a fork.
 FEW = 9
-#: Objects that may come to be, in all workers together and in each, before the garbage collector looks: a million are
-#: 100 MiB, and half a second of looking.
+#: New objects, in all workers together and in each, after which the garbage collector runs: a million take 100 MiB,
+#: and half a second to collect.
 _MOST_OBJECTS, _MOST_OF_ONE = 6_000_000, 3_000_000
 _HEADER = struct.Struct("=Q")
-#: Small files are handed out together: a message costs as much as the check of one.
+#: Small files are sent in batches: a message costs as much as the check of one.
 _BATCH_WEIGHT, _BATCH_LENGTH = 64 << 10, 32
 
 
 def available() -> int:
-    """How many workers this process may keep busy."""
+    """Return the number of CPUs that this process may use."""
     with contextlib.suppress(AttributeError):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -51,10 +51,10 @@ def run(
     *,
     on_progress: OnProgress | None = None,
 ) -> list[Result]:
-    """`work` of every task, in the order of the tasks; the heaviest are begun first.
+    """Return the result of `work` for every task, in the order of the tasks; the heaviest start first.
 
-    on_crash: the result for a task whose worker was killed by a signal or left; the others go on.
-    on_progress: is on_progress how many tasks of how many are done, now and then.
+    on_crash: returns the result for a task whose worker was killed by a signal or exited; the others continue.
+    on_progress: called now and then with the number of tasks that are done, and of all.
     `work` must not raise. KeyboardInterrupt ends all workers.
     """
     if jobs < 2 or len(tasks) < FEW or not hasattr(os, "fork"):
@@ -71,7 +71,7 @@ def run(
 
 @contextlib.contextmanager
 def _rare_collections(jobs: int) -> Iterator[Callable[[], None]]:
-    """Trees are many objects and little garbage: the collector looks between tasks, and only after many objects."""
+    """Run the garbage collector between tasks only, after many objects: trees are many objects and little garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -106,18 +106,14 @@ class _Pool:
         *,
         on_progress: OnProgress | None,
     ) -> None:
-        self._tasks, self._work, self._on_crash, self._jobs, self._on_progress = (
-            tasks,
-            work,
-            on_crash,
-            jobs,
-            on_progress,
-        )
+        self._tasks, self._work, self._on_crash = tasks, work, on_crash
+        self._jobs, self._on_progress = jobs, on_progress
         self._results: dict[int, Any] = {}
         self._workers: list[_Worker] = []
         self._queue = deque(self._batches(weight))
 
     def _batches(self, weight: Callable[[Any], int]) -> list[list[int]]:
+        """Return the indices of the tasks, the heaviest first, in batches."""
         batches: list[list[int]] = []
         total = _BATCH_WEIGHT
         longest = min(_BATCH_LENGTH, 1 + len(self._tasks) // (4 * self._jobs))
@@ -142,13 +138,14 @@ class _Pool:
         return [self._results[index] for index in range(len(self._tasks))]
 
     def _start(self, selector: selectors.BaseSelector) -> None:
+        """Fork a worker."""
         sys.stdout.flush()
         sys.stderr.flush()
         task_out, task_in = os.pipe()
         result_out, result_in = os.pipe()
         pid = os.fork()
         if pid == 0:
-            # Or the pipes of the others would stay open when the parent is gone.
+            # Otherwise the pipes of the other workers would stay open after the parent has ended.
             others = [end for other in self._workers for end in (other.tasks, other.results) if end >= 0]
             self._be_worker(task_out, result_in, (task_in, result_out, *others))
         os.close(task_out)
@@ -159,15 +156,17 @@ class _Pool:
         self._feed(worker)
 
     def _feed(self, worker: _Worker) -> None:
+        """Send a worker its next batch, or close its pipe."""
         worker.batch = self._queue.popleft() if self._queue else []
         if worker.batch:
-            with contextlib.suppress(BrokenPipeError):  # its end is seen at the other pipe
+            with contextlib.suppress(BrokenPipeError):  # the other pipe reports its end
                 _send(worker.tasks, worker.batch)
         else:
             os.close(worker.tasks)
             worker.tasks = -1
 
     def _receive(self, worker: _Worker, selector: selectors.BaseSelector) -> None:
+        """Read what a worker has sent; replace it if it has ended before its batch was done."""
         chunk = os.read(worker.results, 1 << 20)
         if chunk:
             worker.received += chunk
@@ -182,15 +181,16 @@ class _Pool:
                     self._on_progress(len(self._results), len(self._tasks))
             return
         selector.unregister(worker.results)
-        how = self._bury(worker)
+        how = self._remove(worker)
         if len(worker.batch) == 1:
             self._results[worker.batch[0]] = self._on_crash(self._tasks[worker.batch[0]], how)
-        elif worker.batch:  # one of them: each alone tells which
+        elif worker.batch:  # one of them caused it: repeat each alone
             self._queue.extendleft([index] for index in worker.batch)
         if self._queue and worker.batch:
             self._start(selector)
 
-    def _bury(self, worker: _Worker) -> str:
+    def _remove(self, worker: _Worker) -> str:
+        """Remove a worker that has ended; return how it ended."""
         self._workers.remove(worker)
         os.close(worker.results)
         if worker.tasks >= 0:
@@ -198,23 +198,23 @@ class _Pool:
         _, status = os.waitpid(worker.pid, 0)
         if os.WIFSIGNALED(status):
             return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-        return f"left with status {os.waitstatus_to_exitcode(status)}"
+        return f"exited with status {os.waitstatus_to_exitcode(status)}"
 
     def _end(self) -> None:
-        """No worker outlives the pool."""
+        """Kill the workers that are left."""
         for worker in self._workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)
         while self._workers:
-            self._bury(self._workers[-1])
+            self._remove(self._workers[-1])
 
-    def _be_worker(self, tasks: int, results: int, not_ours: Iterable[int]) -> None:
-        """The child's whole life; never returns: nothing may raise outside of this, or there would be two parents."""
+    def _be_worker(self, tasks: int, results: int, unused: Iterable[int]) -> None:
+        """Run the pipe's tasks in the child, and exit. Never returns or raises: the child would act as a parent."""
         status = 1
         try:
-            for end in not_ours:
+            for end in unused:
                 os.close(end)
-            # Ctrl-C reaches the whole group: die without a traceback, the parent says what is to say.
+            # Ctrl-C reaches the whole process group: end without a traceback, the parent reports it.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             gc.freeze()
             with os.fdopen(tasks, "rb") as inbox, _rare_collections(self._jobs) as collect:
@@ -224,7 +224,7 @@ class _Pool:
                     collect()
             status = 0
         except BrokenPipeError:
-            pass  # the parent is gone
+            pass  # the parent has ended
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:

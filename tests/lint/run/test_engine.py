@@ -245,9 +245,9 @@ def test_codes_that_did_not_run_are_not_judged(tmp_path: Path, make_rule: MakeRu
     [
         ("x  # noqa: MPG9001\n", "there is no rule `MPG9001`; did you mean `MPG901` (made-mpg901)"),
         ("x  # mpguard: ignore[F401]\n", "there is no rule `F401`"),
-        ("x  # mpguard: ignoer[MPG901]\n", "`mpguard: ignoer` is no suppression and has no effect"),
-        ("x  # mpguard: disable=MPG901\n", "`mpguard: disable` is no suppression and has no effect"),
-        ("x  # mpguard: noqa\n", "`mpguard: noqa` is no suppression and has no effect"),
+        ("x  # mpguard: ignoer[MPG901]\n", "`mpguard: ignoer` is not a suppression and has no effect"),
+        ("x  # mpguard: disable=MPG901\n", "`mpguard: disable` is not a suppression and has no effect"),
+        ("x  # mpguard: noqa\n", "`mpguard: noqa` is not a suppression and has no effect"),
         ("x  # mpguard: ignore[] \n", "`mpguard: ignore[]` names no code and has no effect"),
     ],
 )

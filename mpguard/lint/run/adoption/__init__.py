@@ -1,1 +1,1 @@
-"""Taking the linter up in an old project: baselines, changed lines, comments that suppress what there is."""
+"""Adopting the linter in an existing project: baselines, changed lines, comments that suppress present findings."""

@@ -1,7 +1,7 @@
-"""Baselines: the findings of the day a project took mpguard up, so that only new ones count.
+"""Baselines: the findings of a project when it adopted mpguard, so that only new ones are reported.
 
-A known finding is told by its path (from the baseline's folder), its code and its line of source, and by how many
-there are of it; lines above it may come and go. The file is sorted, a finding a line: its changes can be reviewed.
+A known finding is identified by its path (from the baseline's folder), its code, its line of source, and the number
+of equal ones; lines above it may change. The file is sorted, with a line per finding, so that changes can be reviewed.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from mpguard.lint.run.adoption.fingerprint import source_line
 VERSION = 1
 _KEY = "mpguard_baseline"
 _FIELDS = {"path": str, "code": str, "line": str, "count": int}
-_WRITES = "`--write-baseline FILE` writes it anew"
+_WRITES = "`--write-baseline FILE` writes a new one"
 #: Path, code, line of source.
 Known = Counter[tuple[str, str, str]]
 
 
 def read(file: Path) -> Known:
-    """The findings that a baseline knows. Raises `ConfigError` for what is none."""
+    """Return the findings that a baseline knows. Raises `ConfigError` for a file that is not a baseline."""
     try:
         document: Any = json.loads(_content(file).decode("utf-8-sig"))
     except (ValueError, RecursionError):
-        raise ConfigError(f"{file}: is no JSON, which a baseline is; {_WRITES}") from None
+        raise ConfigError(f"{file}: is not JSON, as a baseline must be; {_WRITES}") from None
     version = document.get(_KEY) if isinstance(document, dict) else None
     if version != VERSION or not isinstance(version, int) or isinstance(version, bool):
-        said = "is no baseline" if version is None else f"is a baseline of version {version!r}, {VERSION} is needed"
-        raise ConfigError(f"{file}: {said}; {_WRITES}")
+        problem = (
+            "is not a baseline" if version is None else f"is a baseline of version {version!r}, {VERSION} is needed"
+        )
+        raise ConfigError(f"{file}: {problem}; {_WRITES}")
     findings = document.get("findings")
     known: Known = Counter()
     for number, each in enumerate(findings if isinstance(findings, list) else [None], 1):
@@ -48,15 +50,15 @@ def read(file: Path) -> Known:
 
 
 def replaceable(file: Path) -> Known:
-    """What the file knows that a new baseline may take the place of: nothing where it is damaged. Raises `ConfigError`.
+    """Return what the file knows, if a new baseline may replace it: nothing if it is damaged. Raises `ConfigError`.
 
-    A baseline with the marks of a merge conflict, or of another version, is one all the same.
+    A baseline with the markers of a merge conflict, or of another version, may be replaced.
     """
     if tracked_fs.type_of(str(file)) is None:
         return Counter()
     content = _content(file)
     if content.strip() and not re.match(rb"(\xef\xbb\xbf)?\s*\{\s*\"" + _KEY.encode() + rb"\"", content):
-        raise ConfigError(f"{file}: is no baseline, and is not written over; remove it, or name another file")
+        raise ConfigError(f"{file}: is not a baseline, and is not overwritten; remove it, or name another file")
     try:
         return read(file)
     except ConfigError:
@@ -77,12 +79,12 @@ def _is(value: object, kind: type) -> bool:
 
 
 def known_from(findings: Iterable[Finding], file: Path) -> Known:
-    """What the baseline of some findings knows, in `file`."""
+    """Return the contents of a baseline of some findings, if it is written to `file`."""
     return Counter(_key(finding, file) for finding in findings)
 
 
 def written(known: Known) -> bytes:
-    """A baseline's content."""
+    """Return the bytes of a baseline."""
     entries = [
         json.dumps({"path": path, "code": code, "line": line, "count": count})
         for (path, code, line), count in sorted(known.items())
@@ -92,7 +94,7 @@ def written(known: Known) -> bytes:
 
 
 def unknown(findings: Iterable[Finding], known: Known, file: Path) -> tuple[list[Finding], Known]:
-    """The findings that the baseline in `file` does not know, and what it knows beyond them."""
+    """Return the findings that the baseline in `file` does not know, and the known ones that were not found."""
     left = known.copy()
     new = []
     for finding in findings:
@@ -105,7 +107,7 @@ def unknown(findings: Iterable[Finding], known: Known, file: Path) -> tuple[list
 
 
 def gone(left: Known, checked: Collection[str], file: Path) -> int:
-    """How many known findings are no longer there, in the files that were checked and in those that are gone."""
+    """Return the number of known findings that were not found, in files that were checked or no longer exist."""
     paths = {_path(path, file) for path in checked}
     return sum(
         count

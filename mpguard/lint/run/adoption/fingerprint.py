@@ -1,4 +1,4 @@
-"""What a finding is by, wherever in its file it has moved to: its path, its code and its line of source."""
+"""Identifies a finding independently of its line number: by its path, its code and its line of source."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mpguard.lint.model.finding import Finding
 
 
 def source_line(finding: Finding) -> str:
-    """The line that a finding begins on, without what reformatting changes: indentation and runs of spaces."""
+    """Return the line that a finding begins on, without indentation and runs of spaces, which reformatting changes."""
     return " ".join(dict(finding.source).get(finding.line, "").split())
 
 
 def fingerprints(findings: Iterable[Finding], name: Callable[[str], str]) -> list[str]:
-    """A digest for each; those that are alike in all are told apart by their order.
+    """Return a digest for each finding; equal ones are distinguished by their order.
 
-    name: what a path is called from one run to the next, wherever each is started.
+    name: returns a path as all runs name it, whatever their working directory.
     """
     seen: Counter[tuple[str, str, str]] = Counter()
     digests = []

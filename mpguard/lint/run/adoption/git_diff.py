@@ -1,4 +1,4 @@
-"""Which lines have changed since a revision, as git says: what is not committed yet, and new files, included."""
+"""The lines that have changed since a revision, according to git, with uncommitted changes and new files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from mpguard.core.errors import ConfigError, near
 from mpguard.lint.model.finding import Finding
 
-#: Whatever git's settings and .gitattributes say: each changed line and no other, of "binary" files too.
+#: Exactly the changed lines, in "binary" files too, whatever git's settings and .gitattributes are.
 _EXACTLY = (
     "--unified=0", "--inter-hunk-context=0", "--text", "--no-color", "--no-ext-diff", "--no-textconv", "--find-renames",
     "--src-prefix=a/", "--dst-prefix=b/", "--submodule=short", "--ignore-submodules=none",
@@ -23,8 +23,8 @@ _HUNK = re.compile(rb"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 class Changes:
     """The lines of the working tree that differ from `revision`. Raises `ConfigError`.
 
-    `main...` is where the branch left `main`. A file that git does not know is new in all its lines, and
-    one of a submodule has changed if the submodule has.
+    `main...` is the commit at which the branch left `main`. All lines of a file that git does not track are new. A
+    file of a submodule has changed if the submodule has.
     """
 
     def __init__(self, revision: str) -> None:
@@ -40,7 +40,7 @@ class Changes:
             kind.add(self._real(os.fsdecode(path)))
 
     def touch(self, finding: Finding) -> bool:
-        """Whether what a finding marks has changed: its own lines, or a second place that makes it one."""
+        """True if the lines of a finding have changed, or those of its second places."""
         if self._in(finding.path, finding.line, finding.end_line, finding.cell is not None):
             return True
         return any(
@@ -52,7 +52,7 @@ class Changes:
         )
 
     def _in(self, path: str, first: int, last: int, notebook: bool) -> bool:
-        """notebook: the lines are those of a cell, which git does not count: any change of the file is one of them."""
+        """True if lines of a file have changed. notebook: they are lines of a cell, so any change of the file counts."""
         real = os.path.realpath((path.rpartition(":cell ")[0] or path) if notebook else path)
         if real not in self._changed:
             submodule = next((top for top in self._submodules if real.startswith(top + os.sep)), None)
@@ -61,8 +61,8 @@ class Changes:
 
     def _commit(self, revision: str) -> str:
         name = revision.removesuffix("...")
-        found = _said(self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
-        if found is None or not _COMMIT.fullmatch(found):  # `^main` is what is not in main
+        found = _line(self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
+        if found is None or not _COMMIT.fullmatch(found):  # `^main` excludes what is in main
             names = _git(self.root, "for-each-ref", "--format=%(refname:short)").decode(errors="replace").split()
             nearest = " or ".join(f"`{each}`" for each in near(name, names))
             clause = f"; did you mean {nearest}?" if nearest else ""
@@ -71,7 +71,7 @@ class Changes:
             )
         if name == revision:
             return found.decode()
-        base = _said(self.root, "merge-base", found.decode(), "HEAD")
+        base = _line(self.root, "merge-base", found.decode(), "HEAD")
         if base is None:
             raise ConfigError(
                 f"--diff-from {revision}: git finds no commit that `{name}` and HEAD have in common{self._shallow()}"
@@ -79,7 +79,7 @@ class Changes:
         return base.decode()
 
     def _shallow(self) -> str:
-        if _said(self.root, "rev-parse", "--is-shallow-repository") != b"true":
+        if _line(self.root, "rev-parse", "--is-shallow-repository") != b"true":
             return ""
         return (
             "; this clone is shallow: `git fetch --unshallow`, or `fetch-depth: 0` of actions/checkout, gets the rest"
@@ -90,23 +90,24 @@ class Changes:
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
-    """What git prints. Raises `ConfigError` where it fails."""
+    """Return the output of a git command. Raises `ConfigError` if it fails."""
     done = _run(folder, *arguments)
     if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip() or f"`git {arguments[0]}` failed"
-        raise ConfigError(f"--diff-from: {' '.join(said.split())}")  # of an owner it does not trust git says what to do
+        # git's own message has the remedy, for example for a repository of another owner.
+        message = done.stderr.decode(errors="replace").strip() or f"`git {arguments[0]}` failed"
+        raise ConfigError(f"--diff-from: {' '.join(message.split())}")
     return done.stdout
 
 
-def _said(folder: Path, *arguments: str) -> bytes | None:
-    """The line that git prints; None where it fails."""
+def _line(folder: Path, *arguments: str) -> bytes | None:
+    """Return the line that git prints; None if it fails."""
     done = _run(folder, *arguments)
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     command = ["git", "-C", str(folder), "-c", "core.quotePath=false", "-c", "core.fsmonitor=false", *arguments]
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # somebody may be committing
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # another process may be committing
     try:
         return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, env=environment, check=False)
     except FileNotFoundError:
@@ -114,7 +115,7 @@ def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def _hunks(diff: bytes) -> dict[str, list[tuple[int, int]]]:
-    """Path -> first and last of its changed lines, out of `git diff --unified=0`."""
+    """Return path -> first and last line of each change, from the output of `git diff --unified=0`."""
     found: dict[str, list[tuple[int, int]]] = {}
     lines = iter(diff.split(b"\n"))
     current: list[tuple[int, int]] = []
@@ -125,14 +126,14 @@ def _hunks(diff: bytes) -> dict[str, list[tuple[int, int]]]:
             old, new = (int(group if group is not None else 1) for group in hunk.group(1, 3))
             if new:
                 current.append((int(hunk[2]), int(hunk[2]) + new - 1))
-            for _ in range(old + new):  # what a file holds may look like a header
+            for _ in range(old + new):  # a line of a file may look like a header
                 if next(lines, b"").startswith(b"\\"):
                     next(lines, b"")
     return found
 
 
 def _name(written: bytes) -> str:
-    """A path as a diff writes it: behind `b/`, in quotes where it has characters that would end it."""
+    """Return a path from a diff: after `b/`, and in quotes if it has characters that would end it."""
     text = written.removesuffix(b"\t")
     if text.startswith(b'"'):
         text = (

@@ -1,6 +1,6 @@
-"""Suppresses what there is to report, with `# noqa: CODE` comments; for projects that take the linter up.
+"""Adds `# noqa: CODE` comments that suppress all present findings, for projects that adopt the linter.
 
-Each comment is tried: one that does not suppress, or changes anything else that is reported, is not written.
+Each comment is tried: one that does not suppress its finding, or changes another one, is not written.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from mpguard.lint.model.finding import Lines
 from mpguard.lint.model.result import CONFIG, SYNTAX, FileCheck, FixResult
 from mpguard.lint.source.files import MARKDOWN, Target
 
-#: What is reported about the file as such, and about suppressions themselves.
+#: Findings about the file itself, and about suppressions.
 _NOT_SUPPRESSED = (SYNTAX, CONFIG, suppressions.UNKNOWN, suppressions.UNUSED)
 
 
 def has_comment(code: str, target: Target) -> bool:
-    """Whether a comment in such a file could suppress a code: JSON and Markdown have none."""
+    """True if a comment in such a file can suppress a code: JSON and Markdown have no comments."""
     name = target.path.lower()
     none = name.endswith(".json") if target.kind == "config" else name.endswith(MARKDOWN)
     return code not in _NOT_SUPPRESSED and not none
@@ -29,12 +29,12 @@ def has_comment(code: str, target: Target) -> bool:
 def add_noqa(
     data: bytes, checked: FileCheck, check: Callable[[bytes], FileCheck], target: Target
 ) -> tuple[FixResult | None, FileCheck]:
-    """The content with a comment for each finding that one can suppress; and what is left to report."""
+    """Return the content with a comment for each finding that one can suppress, and the check of it."""
     edits = _edits(checked, target)
     if not edits or checked.encode is None:
         return None, checked
     best = _tried(edits, data, checked, check)
-    if best is None:  # one of them does harm: each on its own, the last first, so that places stay what they are
+    if best is None:  # one of them changes other findings: try each alone, the last first, so that offsets stay valid
         best = data, checked
         for edit in reversed(edits):
             best = _tried([edit], data, checked, check, best) or best
@@ -50,7 +50,7 @@ def _tried(
     check: Callable[[bytes], FileCheck],
     before: tuple[bytes, FileCheck] | None = None,
 ) -> tuple[bytes, FileCheck] | None:
-    """The content with the edits and what is reported of it; None where they do not just suppress."""
+    """Return the content with the edits and its check; None if they do more than suppress findings."""
     content, reported = before or (data, checked)
     try:
         if reported.edited:
@@ -68,7 +68,7 @@ def _tried(
 
 
 def _edits(checked: FileCheck, target: Target) -> list[Edit]:
-    """The comments to add, in the order of the file."""
+    """Return the comments to add, in the order of the file."""
     lines = checked.lines
     codes: dict[int, set[str]] = {}
     for diagnostic in checked.diagnostics:
@@ -86,13 +86,15 @@ def _edits(checked: FileCheck, target: Target) -> list[Edit]:
 def _behind(
     codes: dict[int, set[str]], lines: Lines, comments: suppressions.Comments, ends: dict[int, int]
 ) -> Iterator[Edit]:
-    """At the end of the line, or of its statement where the line cannot hold one; a `noqa` there gets the code."""
-    there = {lines.position(each.span[0])[0]: each.codes for each in comments.suppressions if each.noqa and each.codes}
+    """Yield comments at line ends, or at the statement's end if the line cannot hold one; add to a `noqa` there."""
+    present = {
+        lines.position(each.span[0])[0]: each.codes for each in comments.suppressions if each.noqa and each.codes
+    }
     by_place: dict[int, set[str]] = {}
     for line, reported in codes.items():
         by_place.setdefault(ends.get(line, line), set()).update(reported)
     for line, reported in sorted(by_place.items()):
-        if known := there.get(line):
+        if known := present.get(line):
             end = known[-1].span[1]
             missing = sorted(reported - {code.code for code in known})
             yield Edit(end, end, "".join(f", {code}" for code in missing))
@@ -103,7 +105,7 @@ def _behind(
 
 
 def _above(codes: dict[int, set[str]], lines: Lines) -> Iterator[Edit]:
-    """On a line of its own above the command: behind it, it could stand within a quoted text."""
+    """Yield comments on lines of their own above commands: after a command, one could be inside quotes."""
     by_place: dict[int, set[str]] = {}
     for number, reported in codes.items():
         line = number
@@ -112,7 +114,7 @@ def _above(codes: dict[int, set[str]], lines: Lines) -> Iterator[Edit]:
         by_place.setdefault(line, set()).update(reported)
     for line, reported in sorted(by_place.items()):
         text = lines.line(line)
-        # make hands on to the shell, and prints, what a tab begins.
+        # make passes lines that begin with a tab to the shell, and prints them.
         indent = text[: len(text) - len(text.lstrip())].replace("\t", "")
         start = lines.starts[line - 1]
         ending = "\r\n" if lines.text[start:].partition("\n")[0].endswith("\r") else "\n"
@@ -120,7 +122,7 @@ def _above(codes: dict[int, set[str]], lines: Lines) -> Iterator[Edit]:
 
 
 def _python_ends(lines: Lines) -> dict[int, int]:
-    """Lines that cannot hold a comment, for a backslash or within a string -> the last line of their statement."""
+    """Return lines that cannot hold a comment (a backslash, a string) -> the last line of their statement."""
     source = iter([lines.line(number) + "\n" for number in range(1, len(lines.starts) + 1)])
     ends: dict[int, int] = {}
     closed: set[int] = set()
@@ -131,8 +133,8 @@ def _python_ends(lines: Lines) -> dict[int, int]:
             if kind in ("FSTRING_START", "TSTRING_START"):
                 opened.append(token.start[0])
             elif kind == "STRING" or kind in ("FSTRING_END", "TSTRING_END"):
-                begun = token.start[0] if kind == "STRING" else opened.pop()
-                closed.update(range(begun, token.end[0]))
+                start = token.start[0] if kind == "STRING" else opened.pop()
+                closed.update(range(start, token.end[0]))
             if kind == "NEWLINE":
                 for line in range(first or token.start[0], token.start[0]):
                     if line in closed or lines.line(line).endswith("\\"):

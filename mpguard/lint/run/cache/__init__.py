@@ -1,5 +1,5 @@
-"""Findings of earlier runs, for files whose findings rest on nothing that has changed.
+"""Findings of earlier runs, for files of which no dependency has changed.
 
-`store`: the file that they are kept in. `again`: whether what was seen then is what is there now. `identity`: what
-all findings of a run rest on: mpguard's own code, rules of others, versions.
+`store`: the file with the findings. `dependencies`: compares what a check has read with what is there now. `identity`:
+the dependencies of all findings of a run: mpguard's own code, the rules of other packages, versions.
 """

@@ -1,6 +1,6 @@
-"""Looks again at what findings rest on, each thing once."""
+"""Compares the dependencies of findings with the file system, each one once per run."""
 
-# Thousands of paths are looked at here, which strings do several times faster than Path.
+# Thousands of paths are handled here, and strings are several times faster than Path.
 # ruff: noqa: PTH116
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from mpguard.core.tracked_fs import Key, Seen
 Content = tuple[int, int, int, int, str]
 
 
-class Again:
-    """Compares what was seen with what is there. contents: files whose content a status vouches for; kept up to date.
+class Dependencies:
+    """Compares recorded reads with what is there now.
 
-    changed: whether something was learnt that is worth keeping.
+    contents: the digests of files by their status, so that they need not be read; kept up to date.
+    changed: there is something new to store.
     """
 
     def __init__(self, contents: dict[str, Content]) -> None:
@@ -27,15 +28,15 @@ class Again:
         self._seen: dict[Key, Seen] = {}
 
     def unchanged(self, what: str, where: str, seen: Seen) -> bool:
-        """Whether a look shows the same again."""
+        """True if a recorded read gives the same result now."""
         if what == "imported":
             return self._imported(where, seen)
         key = (what, where)
         if key not in self._seen:
-            self._seen[key] = self._look(what, where)
+            self._seen[key] = self._read(what, where)
         return bool(self._seen[key] == seen)
 
-    def _look(self, what: str, where: str) -> Seen:
+    def _read(self, what: str, where: str) -> Seen:
         if what == "file":
             return self._content(where)
         if what == "type":
@@ -76,7 +77,7 @@ class Again:
         return digest
 
     def _imported(self, where: str, seen: Seen) -> bool:
-        """Whether the tree still answers the same: surely where its files have not changed, else by asking it."""
+        """True if the imports of the tree are equivalent: no file has changed, or a new search gives the same answer."""
         from mpguard.lint.project import reverse_imports
 
         top, file, name = where.split("\0")
@@ -84,8 +85,8 @@ class Again:
         now = reverse_imports.state(top)
         if now is not None and now == before:
             return True
-        if reverse_imports.asked(top, file, name) is not answer:
+        if reverse_imports.may_take_untracked(top, file, name) is not answer:
             return False
-        seen[1] = now  # the next run need not ask
+        seen[1] = now  # the next run need not search
         self.changed = self.changed or now is not None
         return True

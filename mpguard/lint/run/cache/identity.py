@@ -1,9 +1,9 @@
-"""What all findings rest on: Python, mpguard's own code, and the packages that bring rules, recipes or plugins.
+"""The dependencies of all findings: Python, mpguard's own code, and the packages with rules, recipes or plugins.
 
-`importlib.metadata` would tell, in 30 ms and more; here the folders of `sys.path` are read instead.
+`importlib.metadata` takes 30 ms and more for that; the folders of `sys.path` are read instead.
 """
 
-# Many paths are looked at here, which strings do several times faster than Path.
+# Many paths are handled here, and strings are several times faster than Path.
 # ruff: noqa: PTH118, PTH208
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from collections.abc import Iterator
 
 from mpguard.core import tracked_fs
 
-#: Distributions that read the files which are linted: another version may see something else in them.
+#: Distributions that parse the files which are linted: another version may give other results.
 _READERS = re.compile(r"(?i)(?:libcst|pyyaml|pathspec|markdown[-_]it[-_]py|packaging)[-.]")
-_OURS = re.compile(r"(?i)mpguard-")
+_OWN = re.compile(r"(?i)mpguard-")
 _VALUE = re.compile(r"^[^\s=\[]+\s*=\s*(\w+)", re.MULTILINE)
 
 
 def identity() -> str | None:
-    """Equal for runs whose rules are the same; None where that cannot be told."""
-    said = [sys.version, str(sys.flags.optimize)]
+    """Return a digest that is equal for runs with the same rules; None where that cannot be determined."""
+    parts = [sys.version, str(sys.flags.optimize)]
     packages = {"mpguard"}
-    strangers = False
+    other_packages = False
     infos = list(_infos())
     for folder, name in infos:
         if _READERS.match(name):
-            said.append(name)
+            parts.append(name)
         points = _entry_points(os.path.join(folder, name))
         if "[mpguard." in points:
-            said += (name, points)
-            strangers = strangers or not _OURS.match(name)
+            parts += (name, points)
+            other_packages = other_packages or not _OWN.match(name)
             for section in re.findall(r"\[mpguard\.\w+\]([^\[]*)", points):
                 packages.update(_VALUE.findall(section))
-    if strangers:  # their rules may ask any other package
-        said += sorted(name for _, name in infos)
+    if other_packages:  # their rules may use any other package
+        parts += sorted(name for _, name in infos)
     for package in sorted(packages):
         files = _sources(package)
         if files is None:
@@ -45,14 +45,14 @@ def identity() -> str | None:
         for path in files:
             try:
                 with open(path, "rb") as file:  # noqa: PTH123
-                    said += (path, tracked_fs.digest(file.read()))
+                    parts += (path, tracked_fs.digest(file.read()))
             except OSError:
                 return None
-    return tracked_fs.digest("\0".join(said).encode("utf-8", "surrogateescape"))
+    return tracked_fs.digest("\0".join(parts).encode("utf-8", "surrogateescape"))
 
 
 def _infos() -> Iterator[tuple[str, str]]:
-    """The folders with the metadata of installed distributions: (folder, name)."""
+    """Yield the folders with the metadata of installed distributions: (folder, name)."""
     for folder in sys.path:
         try:
             names = os.listdir(folder or ".")
@@ -74,7 +74,7 @@ def _entry_points(info: str) -> str:
 
 
 def _sources(package: str) -> list[str] | None:
-    """The Python files of a package; None where they cannot be told."""
+    """Return the Python files of a package; None where they cannot be determined."""
     module = sys.modules.get(package)
     places = list(getattr(module, "__path__", ()))
     if not places:

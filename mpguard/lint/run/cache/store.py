@@ -1,11 +1,11 @@
-"""The file that findings are kept in: one for all files of a run, written at its end.
+"""The file with the findings: one for all files of a run, written at its end.
 
-A run reads it whole, and replaces it whole: runs side by side, and one that is killed, leave an old one or a new one.
-What is no cache of this version, or is damaged, counts for nothing. It is JSON, so that a cache that came with
-somebody's repository can run no code.
+A run reads the whole file, and replaces it: concurrent runs, and one that is killed, leave either the old or the new
+file. A file of another version, or a damaged one, is ignored. It is JSON, so that a cache in a cloned repository cannot
+run code.
 """
 
-# Thousands of paths are looked at here, which strings do several times faster than Path.
+# Thousands of paths are handled here, and strings are several times faster than Path.
 # ruff: noqa: PTH110
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any
 from mpguard.core import tracked_fs
 from mpguard.lint.model.finding import Finding, PlacedEdit, PlacedFix, PlacedNote
 from mpguard.lint.model.result import FileReport
-from mpguard.lint.run.cache.dependencies import Again
+from mpguard.lint.run.cache.dependencies import Dependencies
 from mpguard.lint.source.files import Target
 
-#: Each selection of rules, each set of options and each working directory has a file of its own; the oldest go.
+#: Each selection of rules, set of options and working directory has a file of its own; the oldest are removed.
 MOST_FILES = 16
 _PREFIX = "lint-"
 _KEPT = {"files": dict, "looks": list, "contents": dict}
-#: What reading of plain data raises that is not as this version writes it.
+#: The errors of reading data that this version has not written.
 _DAMAGE = (AttributeError, LookupError, TypeError, ValueError)
-_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of mpguard's; https://bford.info/cachedir/\n"
+_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of mpguard; https://bford.info/cachedir/\n"
 
 
 class Cache:
-    """The findings that are known. folder: where they are kept; run: what they all rest on."""
+    """The findings of earlier runs. folder: the cache's folder; run: the digest of what all of them depend on."""
 
     def __init__(self, folder: Path, run: str) -> None:
         self.folder = folder
@@ -42,52 +42,53 @@ class Cache:
         kept = _loaded(self.file)
         self._files: dict[str, list[Any]] = kept["files"]
         self._looks: list[list[Any]] = kept["looks"]
-        self._again = Again(kept["contents"])
-        self._verdicts: list[bool | None] = [None] * len(self._looks)
+        self._dependencies = Dependencies(kept["contents"])
+        self._unchanged: list[bool | None] = [None] * len(self._looks)
         self._changed = False
 
-    def _is_damaged(self) -> None:
-        self._files, self._looks, self._again, self._verdicts = {}, [], Again({}), []
+    def _reset(self) -> None:
+        """Forget everything: the file is damaged."""
+        self._files, self._looks, self._dependencies, self._unchanged = {}, [], Dependencies({}), []
         self._changed = True
 
     def known(self, target: Target) -> FileReport | None:
-        """What became of a file before, where all is as it was then."""
+        """Return the report of a file from an earlier run, if none of its dependencies has changed."""
         entry = None if target.data is not None or target.problem else self._files.get(_name(target))
         try:
-            if entry is None or not all(map(self._is_so, entry[1])):
+            if entry is None or not all(map(self._is_unchanged, entry[1])):
                 return None
             return FileReport(target, tuple(_finding(each, target.path) for each in entry[2]), recognized=entry[0])
         except _DAMAGE:
-            self._is_damaged()
+            self._reset()
             return None
 
-    def _is_so(self, index: int) -> bool:
-        verdict = self._verdicts[index]
-        if verdict is None:
-            verdict = self._verdicts[index] = self._again.unchanged(*self._looks[index])
-        return verdict
+    def _is_unchanged(self, index: int) -> bool:
+        unchanged = self._unchanged[index]
+        if unchanged is None:
+            unchanged = self._unchanged[index] = self._dependencies.unchanged(*self._looks[index])
+        return unchanged
 
     def keep(self, reports: Iterable[FileReport]) -> None:
-        """Takes in what became of files."""
+        """Add the reports of a run."""
         numbers = {(what, where, json.dumps(seen)): index for index, (what, where, seen) in enumerate(self._looks)}
         for report in reports:
             self._changed = self._files.pop(_name(report.target), None) is not None or self._changed
             if report.trace is None:
                 continue
-            rests_on = []
+            depends_on = []
             for (what, where), seen in report.trace.looks.items():
                 index = numbers.setdefault((what, where, json.dumps(seen)), len(self._looks))
                 if index == len(self._looks):
                     self._looks.append([what, where, seen])
-                rests_on.append(index)
-            self._files[_name(report.target)] = [report.recognized, rests_on, list(map(_plain, report.findings))]
+                depends_on.append(index)
+            self._files[_name(report.target)] = [report.recognized, depends_on, list(map(_plain, report.findings))]
             for path, (status, digest) in report.trace.contents.items():
-                self._again.contents[path] = (*status, digest)
+                self._dependencies.contents[path] = (*status, digest)
             self._changed = True
 
     def write(self) -> None:
-        """Replaces the file if there is something new. Raises `OSError` where it cannot be written."""
-        if not (self._changed or self._again.changed):
+        """Replace the file if there is something new. Raises `OSError` if it cannot be written."""
+        if not (self._changed or self._dependencies.changed):
             return
         try:
             text = self._text()
@@ -109,12 +110,12 @@ class Cache:
         files = {name: entry for name, entry in self._files.items() if os.path.exists(name.partition("\0")[2])}
         used = sorted({index for entry in files.values() for index in entry[1]})
         moved = {index: place for place, index in enumerate(used)}
-        rests = [self._looks[index] for index in used]
-        read = {where for what, where, _ in rests if what == "file"}
+        looks = [self._looks[index] for index in used]
+        read = {where for what, where, _ in looks if what == "file"}
         kept = {
-            "files": {name: [ours, [moved[i] for i in on], found] for name, (ours, on, found) in files.items()},
-            "looks": rests,
-            "contents": {path: content for path, content in self._again.contents.items() if path in read},
+            "files": {name: [known, [moved[i] for i in on], found] for name, (known, on, found) in files.items()},
+            "looks": looks,
+            "contents": {path: content for path, content in self._dependencies.contents.items() if path in read},
         }
         return json.dumps(kept, separators=(",", ":")).encode()
 
@@ -126,7 +127,7 @@ class Cache:
         (self.folder / "CACHEDIR.TAG").write_text(_TAG)
 
     def _clean(self) -> None:
-        """Removes the oldest files, and what runs that were killed have left."""
+        """Remove the oldest files, and temporary files of runs that were killed."""
         kept: list[tuple[float, Path]] = []
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
@@ -151,7 +152,7 @@ def _loaded(file: Path) -> dict[str, Any]:
 
 
 def _name(target: Target) -> str:
-    """Under which a file's findings are kept: they depend on how it is read, and on whether it was named."""
+    """Return the key of a file's findings: they depend on how it is read, and on whether it was named."""
     return f"{target.kind}{'!' if target.named else ''}\0{target.path}"
 
 
@@ -191,7 +192,7 @@ def _finding(plain: list[Any], path: str) -> Finding:
         message,
         help,
         None if fix is None else PlacedFix(fix[0], fix[1], tuple(map(_edit, fix[2]))),
-        tuple(PlacedNote(said, at, _pair(start), _pair(end), text) for said, at, start, end, text in notes),
+        tuple(PlacedNote(message, at, _pair(start), _pair(end), text) for message, at, start, end, text in notes),
         tuple((number, text) for number, text in source),
         cell,
     )

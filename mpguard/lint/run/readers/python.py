@@ -26,7 +26,7 @@ def check(data: bytes, context: Context) -> FileCheck:
     ]
     dict_rules = _rules_about_dicts(data, context)
     has_suppressions = suppressions.may_be_judged(data)
-    strict = context.target.named or SYNTAX in context.selection.asked
+    strict = context.target.named or SYNTAX in context.selection.requested
     if not rules and not dict_rules and not has_suppressions and not strict:
         return not_checked()
 
