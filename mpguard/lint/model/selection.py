@@ -40,7 +40,7 @@ class Selection:
     def without(self, codes: Iterable[str]) -> Selection:
         """Return the selection without some codes."""
         left = self.codes - set(codes)
-        return Selection(left, self.asked & left)
+        return Selection(left, self.requested & left)
 
 
 def selection(rules: Rules, settings: Settings, given: Selectors) -> Selection:

@@ -40,7 +40,7 @@ def relevant(data: bytes, rules: Iterable[R]) -> list[R]:
     rules = tuple(rules)
     plan = _plan(rules)
     left = plan.met(data, (1 << len(rules)) - 1)
-    if left & plan.asking:
+    if left & plan.conditional:
         code = stripped(data)
         left = plan.met(code, left)
         return [

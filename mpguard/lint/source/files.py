@@ -1,11 +1,11 @@
-"""Which files a run is about: the ones named, and those found in the folders named.
+"""The files of a run: the ones that are named, and those found in the folders that are named.
 
-Found files pass .gitignore (at all levels, up to the repository's top), `include` and `exclude`;
-named ones are taken as they are. Only regular files are ever opened: a FIFO or a device that is
+.gitignore (at all levels, up to the repository's top), `include` and `exclude` apply to files that
+are found; named ones are always checked. Only regular files are opened: a FIFO or a device that is
 found is passed over, one that is named is refused.
 """
 
-# Thousands of paths are handled here, which strings do several times faster than Path.
+# Thousands of paths are handled here, and strings are several times faster than Path.
 # ruff: noqa: PTH100, PTH114, PTH116, PTH118, PTH122, PTH206
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mpguard.core.errors import did_you_mean_file
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
-#: launch: shell scripts, Makefiles, workflows and READMEs, of which only the launch lines are read; markdown: those
-#: of Markdown and its blocks of Python.
+#: launch: shell scripts, Makefiles, workflows and READMEs, of which only the launch lines are read; markdown: launch
+#: lines and blocks of Python.
 Kind = Literal["python", "config", "notebook", "markdown", "launch"]
 
 PYTHON = (".py", ".pyi", ".pyw")
@@ -35,13 +35,13 @@ MARKDOWN = (".md", ".markdown")
 SHELL = (".sh", ".bash", ".slurm", ".sbatch", ".mk")
 MAKEFILES = ("Makefile", "makefile", "GNUmakefile")
 READS = "Python (.py), notebooks (.ipynb), YAML (.yaml, .yml), JSON (.json), and launch lines (.sh, Makefile, .md)"
-#: Folders that hold no code of the project's own; `exclude` adds to them.
+#: Folders without code of the project itself; `exclude` adds to them.
 NEVER = frozenset((
     ".git", ".hg", ".svn", ".venv", "venv", ".tox", ".nox", ".eggs", "node_modules", "site-packages", "__pycache__",
     ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints", ".mpguard_cache",
 ))  # fmt: skip
 
-#: Folders above a file. Nobody has more, and what looks for settings and modules goes through them one by one.
+#: The most folders above a file: the search for settings and modules visits each of them.
 DEEPEST = 100
 
 
@@ -49,9 +49,9 @@ DEEPEST = 100
 class Target:
     """One file to check.
 
-    path: as the user named it, or as found below a folder so named; also what reports show.
-    named: whether it was named itself; a found YAML or JSON that is no config says nothing.
-    data: the content where it is not that of the file (stdin).
+    path: as the user named it, or as found below a folder that was named; reports show it.
+    named: it was named itself; a YAML or JSON that is found and is not a config is not reported.
+    data: the content if it is not that of the file (stdin).
     problem: why it cannot be read; it is then reported and not opened.
     """
 
@@ -65,7 +65,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The targets in order; what was named and cannot be checked (exit status 2); folders with nothing to check."""
+    """The targets in order; paths that were named and cannot be checked (exit status 2); folders with no such files."""
 
     targets: tuple[Target, ...]
     refused: tuple[str, ...] = ()
@@ -73,11 +73,11 @@ class Found:
 
 
 def collect(paths: Iterable[str], force_exclude: bool = False, include_markdown: bool = False) -> Found:
-    """The files that `paths` stand for, each once, in the order of `paths` and then by name.
+    """Return the files that `paths` name, each once, in the order of `paths` and then by name.
 
-    force_exclude: treat files that are named like found ones: `exclude` holds for them too, and a
-    YAML or JSON that is no config is passed over, and so is what mpguard does not read (for pre-commit, which
-    names every file).
+    force_exclude: treat named files like found ones: `exclude` applies to them too, and a YAML or JSON
+    that is not a config is passed over, as is any file that mpguard does not read (for pre-commit,
+    which names every file).
     include_markdown: read the blocks of Python in Markdown too.
     """
     targets: dict[str, Target] = {}
@@ -126,7 +126,7 @@ def collect(paths: Iterable[str], force_exclude: bool = False, include_markdown:
 
 
 def _real(path: str, folders: dict[str, str]) -> str:
-    """A file's path without symbolic links. folders: those that are known; each is followed once."""
+    """Return a file's path without symbolic links. folders: a cache, so that each is resolved once."""
     folder, name = os.path.split(path)
     if folder not in folders:
         folders[folder] = os.path.realpath(folder)
@@ -135,9 +135,9 @@ def _real(path: str, folders: dict[str, str]) -> str:
 
 
 def kind_of(path: str, include_markdown: bool = False) -> Kind | None:
-    """What a file is read as when it is named, by its name; one without a suffix is a Python script's.
+    """Return the kind of a named file, by its name; one without a suffix is a Python script.
 
-    include_markdown: blocks of Python in Markdown are read too.
+    include_markdown: read blocks of Python in Markdown too.
     """
     folder, name = os.path.split(path)
     suffix = os.path.splitext(name)[1].lower()
@@ -153,21 +153,21 @@ def kind_of(path: str, include_markdown: bool = False) -> Kind | None:
 
 
 def _named_kind(path: str, include_markdown: bool) -> Kind | None:
-    """The same, and a script without a suffix is what its first line says."""
+    """Return the kind of a named file; that of a script without a suffix is in its first line."""
     kind = kind_of(os.path.abspath(path), include_markdown)
     if kind == "python" and not os.path.splitext(path)[1]:
         try:
             with Path(path).open("rb") as file:
                 first = file.readline(200)
         except OSError:
-            return kind  # it is said that it cannot be read
+            return kind  # the check reports that it cannot be read
         if first.startswith(b"#!") and b"python" not in first:
             return "launch" if b"sh" in first else None
     return kind
 
 
 def _found_kind(folder: str, name: str, include_markdown: bool) -> Kind | None:
-    """The same for a file that is found: without a suffix only a Makefile, of Markdown only a README's launch lines."""
+    """Return the kind of a file that is found: without a suffix only a Makefile, of Markdown only a README."""
     if name.endswith(".py") and name[0] != ".":  # as most do
         return "python"
     kind = kind_of(f"{folder}/{name}", include_markdown)
@@ -179,25 +179,27 @@ def _found_kind(folder: str, name: str, include_markdown: bool) -> Kind | None:
 
 
 def _why(error: OSError) -> str:
+    """Return the reason of an error."""
     reasons = {FileNotFoundError: "no such file or folder", PermissionError: "no permission to read it"}
     return reasons.get(type(error), error.strerror or str(error))
 
 
 def _what(mode: int) -> str:
+    """Return what a file that is not regular is."""
     if stat.S_ISFIFO(mode):
         return "a FIFO"
     return "a socket" if stat.S_ISSOCK(mode) else "a device"
 
 
 def _walk(top: str, force_exclude: bool, include_markdown: bool) -> Iterator[Target]:
-    """All files to check below a folder, sorted. Links to folders are not followed: no loops."""
+    """Yield all files to check below a folder, sorted. Links to folders are not followed, so there are no loops."""
     if force_exclude and excluded(Path(top)):
         return
     yield from _below(top, _outer_ignores(Path(top)), include_markdown)
 
 
 def too_deep(absolute: str) -> str | None:
-    """Why a path is not read, if it is too long."""
+    """Return why a path is not read, if it has too many folders."""
     return f"lies below more than {DEEPEST} folders, and is not read" if absolute.count(os.sep) > DEEPEST else None
 
 
@@ -211,8 +213,8 @@ def _below(folder: str, outer: tuple[_Patterns, ...], include_markdown: bool) ->
     except OSError as error:
         yield Target(folder, "python", problem=f"the folder cannot be read: {_why(error)}")
         return
-    own = _gitignore(folder) if any(entry.name == ".gitignore" for entry in entries) else None
-    ignores = (*outer, own) if own else outer
+    patterns = _gitignore(folder) if any(entry.name == ".gitignore" for entry in entries) else None
+    ignores = (*outer, patterns) if patterns else outer
     configured = _configured(absolute)
     for entry in entries:
         path = entry.name if folder == "." else entry.path
@@ -235,7 +237,7 @@ def _entry(entry: os.DirEntry[str], path: str, kind: Kind) -> Iterator[Target]:
     try:
         status = entry.stat()
     except OSError as error:
-        # Editors lock with broken links (`.#train.py`), data sets come as broken links to JSON.
+        # Editors use broken links as locks (`.#train.py`), and data sets may have broken links to JSON.
         if kind == "python" and not entry.name.startswith(".#"):
             why = "is a broken link" if entry.is_symlink() else f"cannot be read: {_why(error)}"
             yield Target(path, kind, problem=f"the file {why}")
@@ -245,14 +247,14 @@ def _entry(entry: os.DirEntry[str], path: str, kind: Kind) -> Iterator[Target]:
 
 
 class _Patterns:
-    """Patterns in the syntax of .gitignore that hold below one folder."""
+    """Patterns in the syntax of .gitignore that apply below one folder."""
 
     def __init__(self, root: str, lines: Iterable[str]) -> None:
         self.root = os.path.join(os.path.abspath(root), "")
         self.spec: GitIgnoreSpec = _spec(tuple(lines))
 
     def match(self, path: str, is_folder: bool) -> bool | None:
-        """True: matched; False: matched by a `!pattern`; None: not mentioned."""
+        """Return True if a pattern matches; False if a `!pattern` does; None if none does."""
         absolute = os.path.abspath(path)
         if not absolute.startswith(self.root):
             return None
@@ -268,7 +270,7 @@ def _spec(lines: tuple[str, ...]) -> GitIgnoreSpec:
 
 
 def matches(patterns: Iterable[str], root: Path, path: str) -> bool:
-    """Whether a file or one of the folders above it, up to `root`, matches one of the patterns."""
+    """True if a file, or one of the folders above it up to `root`, matches one of the patterns."""
     lines = tuple(patterns)
     if not lines:
         return False
@@ -302,9 +304,9 @@ def _gitignore(folder: str) -> _Patterns | None:
 
 
 def _outer_ignores(top: Path) -> tuple[_Patterns, ...]:
-    """The .gitignore files above a named folder, up to the repository's top, outermost first.
+    """Return the .gitignore files above a named folder, up to the repository's top, outermost first.
 
-    Where they ignore the folder itself, which the user named all the same, none of them holds.
+    If they ignore the folder itself, none of them applies: the user has named it.
     """
     top = top.absolute()
     if tracked_fs.type_of(str(top / ".git")):
@@ -317,7 +319,7 @@ def _outer_ignores(top: Path) -> tuple[_Patterns, ...]:
         if tracked_fs.type_of(str(folder / ".git")):
             break
     else:
-        return ()  # no repository: only what lies in the folder holds
+        return ()  # not in a repository: only .gitignore files in the folder apply
     inside = [top, *(parent for parent in top.parents if any(str(parent).startswith(p.root) for p in ignores))]
     if any(_ignored(str(folder), True, tuple(ignores)) for folder in inside):
         return ()
@@ -325,7 +327,7 @@ def _outer_ignores(top: Path) -> tuple[_Patterns, ...]:
 
 
 class _Configured:
-    """`include` and `exclude` of the settings that hold in one folder."""
+    """`include` and `exclude` of the settings that apply in one folder."""
 
     def __init__(self, found: settings.Settings) -> None:
         self.include = _Patterns(str(found.root), found.include) if found.include else None
@@ -340,7 +342,7 @@ def _configured(folder: str) -> _Configured:
 
 
 def excluded(path: Path) -> bool:
-    """Whether `exclude` covers a path that was named, itself or through a folder above it."""
+    """True if `exclude` covers a named path, or a folder above it."""
     found = settings.nearest(path)
     is_folder = tracked_fs.type_of(str(path)) == "folder"
     if found.exclude and _covered(_Patterns(str(found.root), found.exclude), str(path), is_folder):

@@ -1,6 +1,6 @@
-"""Trees of statements, kept for the next version of a file: who types changes one suite, and parsing is half of all.
+"""Keeps trees for the next version of a file: typing changes one suite, and parsing takes half of a check's time.
 
-Facts are kept by node, so a tree serves one version at a time: the next one takes it over, as it is or with other
+Facts are kept by node, so a tree belongs to one version at a time: the next one takes it over, unchanged or with other
 suites in it.
 """
 
@@ -15,40 +15,40 @@ import libcst as cst
 
 from mpguard.lint.source import libcst_internals
 from mpguard.lint.source.libcst_internals import Spans
-from mpguard.lint.source.suites import Cut, cut
+from mpguard.lint.source.suites import Cut, cut_suites
 
-#: Files whose trees are kept: a tree is some hundred times its text.
+#: The number of files whose trees are kept: a tree takes some hundred times the memory of its text.
 MOST = 8
 
 
 class Piece:
-    """Some code, parsed by itself: a statement, or a suite of one. Suites that were cut out of it are put in later.
+    """Code that is parsed separately: a statement, or a suite of one. Suites that were cut out are inserted later.
 
     user: the tree that it is part of, or was.
     """
 
-    def __init__(self, made: Cut) -> None:
-        self.module = libcst_internals.parse_module(made.before + made.code)
+    def __init__(self, cut: Cut) -> None:
+        self.module = libcst_internals.parse_module(cut.before + cut.code)
         self.user: Tree | None = None
-        self.depth = made.depth
-        self._holes = _holes(self.module, made) if made.holes else []
+        self.depth = cut.depth
+        self._holes = _holes(self.module, cut) if cut.holes else []
         self._own = [(block.body, block.footer) for block in self._holes]
 
     @property
     def suite(self) -> cst.IndentedBlock:
-        """Of one that is a suite: in an `if`, or in one that is in another."""
+        """The suite, of a piece that is one: that of an `if`, or of an `if` in another."""
         block = next(_blocks(self.module.body[-1:]))
         return next(_blocks(block.body)) if self.depth == 2 else block
 
     def fill(self, pieces: Iterable[Piece]) -> None:
-        """Puts suites where they were cut out."""
+        """Insert suites where they were cut out."""
         for block, piece in zip(self._holes, pieces, strict=True):
             suite = piece.suite
             _put(block, suite.body, suite.footer)
 
     @cached_property
     def spans(self) -> dict[cst.CSTNode, Spans]:
-        """Where its nodes stand in the code that was parsed, with suites that were cut out still out."""
+        """The offsets of its nodes in the code that was parsed, without the suites that were cut out."""
         filled = [(block.body, block.footer) for block in self._holes]
         for block, own in zip(self._holes, self._own, strict=True):
             _put(block, *own)
@@ -60,38 +60,39 @@ class Piece:
 
 
 class PlacedPiece:
-    """A piece in its place in a statement."""
+    """A piece and its place in a statement."""
 
-    def __init__(self, piece: Piece, made: Cut, suites: list[PlacedPiece]) -> None:
-        self.piece, self.made, self.suites = piece, made, suites
-        self._marks = [mark.start for mark in made.marks]
-        beyond = len(made.code) - made.marks[-1].end if suites else 0
-        self.end: int = suites[-1].end + beyond if suites else made.start + len(made.code)
+    def __init__(self, piece: Piece, cut: Cut, suites: list[PlacedPiece]) -> None:
+        self.piece, self.cut, self.suites = piece, cut, suites
+        self._marks = [mark.start for mark in cut.marks]
+        beyond = len(cut.code) - cut.marks[-1].end if suites else 0
+        self.end: int = suites[-1].end + beyond if suites else cut.start + len(cut.code)
 
     def spans(self, node: cst.CSTNode) -> Spans | None:
-        """Where one of its nodes stands in the statement."""
+        """Return the offsets of one of its nodes in the statement; None for a node of another piece."""
         found = self.piece.spans.get(node)
         if found is None:
             return None
-        first, last, outer_first, outer_last = (self._moved(offset - len(self.made.before)) for offset in found)
+        first, last, outer_first, outer_last = (self._moved(offset - len(self.cut.before)) for offset in found)
         return first, last, outer_first, outer_last
 
     def _moved(self, offset: int) -> int:
+        """Return the offset in the statement of an offset in the code that was parsed."""
         number = bisect.bisect_right(self._marks, offset) - 1
         if number < 0:
-            return self.made.start + offset
-        mark, suite = self.made.marks[number], self.suites[number]
+            return self.cut.start + offset
+        mark, suite = self.cut.marks[number], self.suites[number]
         if offset >= mark.end:
             return suite.end + offset - mark.end
         if offset == mark.start:
-            return suite.made.start
+            return suite.cut.start
         spans = suite.spans(suite.piece.suite)
-        assert spans is not None, "a suite stands somewhere"
+        assert spans is not None, "every suite has a place"
         return spans[0] if offset == mark.name else spans[1]
 
 
 class Tree:
-    """A statement: `module`, and where its nodes stand in its code. version: the mark of the one that it serves."""
+    """A statement: `module`, and the offsets of its nodes. version: the mark of the version that uses it."""
 
     def __init__(self, placed: Sequence[PlacedPiece], version: object = None) -> None:
         self.placed, self.version = placed, version
@@ -104,10 +105,11 @@ class Tree:
 
     @property
     def whole(self) -> bool:
-        """Whether no other tree has taken a piece of it."""
+        """True if no other tree has taken one of its pieces."""
         return all(each.piece.user is self for each in self.placed)
 
     def spans(self, node: cst.CSTNode) -> Spans:
+        """Return the offsets of a node in the statement's code."""
         for each in self.placed:
             found = each.spans(node)
             if found is not None:
@@ -116,93 +118,93 @@ class Tree:
 
 
 def parse(code: str) -> Tree:
-    """The tree of a statement; raises libcst's `ParserSyntaxError`."""
-    made = Cut(0, code=code)
-    return Tree([PlacedPiece(Piece(made), made, [])])
+    """Return the tree of a statement. Raises libcst's `ParserSyntaxError`."""
+    cut = Cut(0, code=code)
+    return Tree([PlacedPiece(Piece(cut), cut, [])])
 
 
 class Version:
-    """The trees of one version of a file. before: those of the last one that was parsed to its end."""
+    """The trees of one version of a file. before: those of the last version without a syntax error."""
 
     def __init__(self, before: dict[str, list[Tree]]) -> None:
         self._before = before
-        self._made: dict[str, list[Tree]] = {}
+        self._trees: dict[str, list[Tree]] = {}
         self._failed = False
-        #: Marks what is in use. Not the version itself: trees of the one before would keep alive all there ever were.
+        #: Marks the trees in use. Not the version itself: the trees would keep every earlier version alive.
         self._mark = object()
 
     @property
     def known(self) -> dict[str, list[Tree]]:
-        """What the next version takes over, by code."""
-        return self._before if self._failed else self._made
+        """The trees that the next version takes over, by code."""
+        return self._before if self._failed else self._trees
 
     def parse(self, code: str) -> Tree:
-        """The tree of a statement, which no other statement has; raises libcst's `ParserSyntaxError`."""
+        """Return the tree of a statement, which no other statement shares. Raises libcst's `ParserSyntaxError`."""
         tree = next((each for each in self._before.get(code, ()) if self._is_free(each) and each.whole), None)
         if tree is None:
             tree = self._parsed(code)
         tree.version = self._mark
-        self._made.setdefault(code, []).append(tree)
+        self._trees.setdefault(code, []).append(tree)
         return tree
 
     def _is_free(self, tree: Tree | None) -> bool:
         return tree is None or tree.version is not self._mark
 
     def _parsed(self, code: str) -> Tree:
-        made = cut(code)
+        cut = cut_suites(code)
         try:
-            if made is not None:
-                placed = list(self._pieces(made))
+            if cut is not None:
+                placed = list(self._pieces(cut))
                 return Tree(placed[::-1], self._mark)
         except cst.ParserSyntaxError:
-            pass  # it is said where, in the whole of the statement
+            pass  # parsing the whole statement reports the place
         try:
             return parse(code)
         except cst.ParserSyntaxError:
             self._failed = True
             raise
 
-    def _pieces(self, made: Cut) -> Iterator[PlacedPiece]:
-        """A piece and those in it, which come first; what is not known is parsed."""
+    def _pieces(self, cut: Cut) -> Iterator[PlacedPiece]:
+        """Yield the pieces of a cut, inner ones first; those that are not known are parsed."""
         suites = []
-        for hole in made.holes:
+        for hole in cut.holes:
             inside = list(self._pieces(hole))
             yield from inside
             suites.append(inside[-1])
-        free = self._free_pieces.get((made.before, made.code), [])
-        piece = free.pop() if free else Piece(made)
+        free = self._free_pieces.get((cut.before, cut.code), [])
+        piece = free.pop() if free else Piece(cut)
         piece.fill(each.piece for each in suites)
-        yield PlacedPiece(piece, made, suites)
+        yield PlacedPiece(piece, cut, suites)
 
     @cached_property
     def _free_pieces(self) -> dict[tuple[str, str], list[Piece]]:
-        """Those of trees that have not been taken yet."""
+        """The pieces of trees that no statement has taken yet, by their code."""
         found: dict[tuple[str, str], list[Piece]] = {}
         for trees in self._before.values():
             for tree in trees:
                 for each in tree.placed if self._is_free(tree) else ():
                     if self._is_free(each.piece.user):
-                        found.setdefault((each.made.before, each.made.code), []).append(each.piece)
+                        found.setdefault((each.cut.before, each.cut.code), []).append(each.piece)
         return found
 
 
 class Trees:
-    """What was parsed of the last versions of files, for a process that checks them again and again."""
+    """The trees of the last versions of files, for a process that checks one version after another."""
 
     def __init__(self) -> None:
         self._last: collections.OrderedDict[str, Version] = collections.OrderedDict()
 
     def begin(self, path: str) -> Version:
-        """Another version of a file is to be checked; nothing that is known of the one before is used any more."""
+        """Begin another version of a file; the version before must not be used any more."""
         before = self._last.pop(path, None)
-        self._last[path] = made = Version(before.known if before is not None else {})
+        self._last[path] = version = Version(before.known if before is not None else {})
         while len(self._last) > MOST:
             self._last.popitem(last=False)
-        return made
+        return version
 
 
 def _blocks(statements: Iterable[cst.CSTNode]) -> Iterator[cst.IndentedBlock]:
-    """The suites of statements, each before those in it."""
+    """Yield the suites of statements, outer ones first."""
     waiting = list(statements)
     while waiting:
         node = waiting.pop()
@@ -218,17 +220,17 @@ def _blocks(statements: Iterable[cst.CSTNode]) -> Iterator[cst.IndentedBlock]:
                 waiting += below
 
 
-def _holes(module: cst.Module, made: Cut) -> list[cst.IndentedBlock]:
-    """The suites that stand for what was cut out, in order."""
+def _holes(module: cst.Module, cut: Cut) -> list[cst.IndentedBlock]:
+    """Return the suites in the places of those that were cut out, in order."""
     found: dict[str, cst.IndentedBlock] = {}
     for block in _blocks(module.body):
         line = block.body[0]
         small = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None
         if isinstance(small, cst.Expr) and isinstance(small.value, cst.Name):
             found[small.value.value] = block
-    return [found[mark.text] for mark in made.marks]
+    return [found[mark.text] for mark in cut.marks]
 
 
 def _put(block: cst.IndentedBlock, body: Sequence[cst.BaseStatement], footer: Sequence[cst.EmptyLine]) -> None:
-    """Another content for a suite of a tree that nobody uses yet, or any more: libcst's nodes are frozen."""
+    """Replace the content of a suite in place, in a tree that is not in use: libcst's nodes are frozen."""
     libcst_internals.set_fields(block, body=body, footer=footer)

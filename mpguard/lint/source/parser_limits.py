@@ -1,4 +1,4 @@
-"""What would crash libcst's parser, or stall it: deep nesting overflows the stack, and nothing interrupts it."""
+"""Refuses code that would crash or stall libcst's parser: its stack overflows, and it cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mpguard.lint.source.text import STRING, Text, Unparsable
 MOST_BRACKETS = 200
 #: Links of one `.b().b()` chain: libcst is quadratic in them (300 take 0.1 s, 10,000 over 100 s).
 MOST_LINKS = 300
-#: What all chains of a file cost together, in squared links: some 5 s in which libcst cannot be interrupted.
+#: The cost of all chains of a file, in squared links: some 5 s in which libcst cannot be interrupted.
 MOST_SQUARES = 10_000_000
-#: Terms of one expression, and arms of one `if`; libcst overflows between 3,000 and 10,000.
+#: Terms of one expression, and branches of one `if`; libcst overflows between 3,000 and 10,000.
 MOST_TERMS = 1000
 #: CPython's own limit of indentation levels.
 MOST_LEVELS = 100
 
-#: What `check` counts: brackets, separators that end a chain, operators, links.
+#: The tokens that `check` counts: brackets, separators that end a chain, operators, links.
 _COUNTED = re.compile(
     rf"(?:{STRING}|#[^\n]*|\\\n)|([(\[{{])|([)\]}}])|([,;]|\n)|(\.(?=\s*[^\W\d]))|"
     r"(\*\*|//|[-+*/%@|&^~<>=!]+|\b(?:and|or|not|if|lambda|await)\b)",
@@ -29,12 +29,12 @@ _OPERATOR_LINES = re.compile(r"^[ \t]*(?:\.|[-+*/|&]|and\b|or\b)|(?:[-+*/|&\\.]|
 
 
 def check(source: Text) -> None:
-    """Finds what would crash or stall the parser; raises `Unparsable` at the first such place."""
+    """Raise `Unparsable` at the first place that would crash or stall the parser."""
     text = source.normal
     if not suspect(text):
         return
     counts = [[0, 0]]
-    arms = squares = 0
+    branches = squares = 0
     for match in _COUNTED.finditer(text):
         kind, place = match.lastindex, match.start()
         if kind is None:
@@ -51,7 +51,7 @@ def check(source: Text) -> None:
             if match.group() != "\n" or len(counts) == 1:
                 counts[-1] = [0, 0]
             if match.group() == "\n":
-                arms = arms + 1 if text.startswith("elif", _indented(text, place + 1)) else arms
+                branches = branches + 1 if text.startswith("elif", _indented(text, place + 1)) else branches
         elif kind == 4:
             counts[-1][1] += 1
         else:
@@ -60,7 +60,7 @@ def check(source: Text) -> None:
         squares += counts[-1][1]  # 1 + 2 + ... + n: half the square
         if squares > MOST_SQUARES // 2:
             raise _too_deep(source, "chains that are too many and too long", place)
-        if counts[-1][0] > MOST_TERMS or arms > MOST_TERMS:
+        if counts[-1][0] > MOST_TERMS or branches > MOST_TERMS:
             raise _too_deep(source, f"an expression of more than {MOST_TERMS} terms", place)
         if counts[-1][1] > 2 * MOST_LINKS:
             raise _too_deep(source, f"a chain of more than {MOST_LINKS} links", place)
@@ -86,7 +86,7 @@ def _indented(text: str, place: int) -> int:
 
 
 def suspect(text: str) -> bool:
-    """Whether the text could hold anything too deep: cheap, and true for no ordinary file of moderate size."""
+    """True if the text may exceed a limit. This is cheap, and false for ordinary files of moderate size."""
     if re.search(r"[(\[{](?:[^()\[\]{}]*[(\[{]){60}", text) or re.search(r"^[ \t]{100}", text, re.MULTILINE):
         return True
     if text.count("elif") > MOST_TERMS:

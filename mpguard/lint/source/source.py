@@ -1,7 +1,7 @@
 """A Python file: its top-level statements, each parsed by libcst when it is needed.
 
-libcst takes 1.2 s for a megabyte, so only statements that matter are parsed, and positions are
-made per statement and on demand.
+libcst takes 1.2 s for a megabyte, so only the statements that rules need are parsed, and positions
+are computed per statement and on demand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAMED = re.compile(r"^(?:async[ \t]+)?(def|class)[ \t]+(\w+)", re.MULTILINE)
 
 
 class MethodText(NamedTuple):
-    """A method of a class that is a chunk; its body is the lines below `def`, offsets are the chunk's."""
+    """A method of a class that is a chunk. Its body is the lines below `def`; offsets are in the chunk."""
 
     name: str
     start: int
@@ -39,9 +39,9 @@ class MethodText(NamedTuple):
 
 
 class Chunk:
-    """One top-level statement, or the whole file; offsets are those of the normalised text.
+    """One top-level statement, or the whole file; offsets are in the normalized text.
 
-    `text` as it stands; `code`, which is parsed, is as long, but the bodies of methods in `skipped` are `...`.
+    `code`, which is parsed, has the length of `text`, but `...` for the bodies of the methods in `skipped`.
     """
 
     def __init__(self, source: Source, start: int, end: int) -> None:
@@ -65,7 +65,7 @@ class Chunk:
 
     @cached_property
     def methods(self) -> tuple[MethodText, ...]:
-        """The methods of a class in their order, those on one line left out; empty for what is no class."""
+        """The methods of a class in their order, without those on one line; empty for any other statement."""
         text = self.text
         if self.defines is None or not re.search(r"^class\b", text, re.MULTILINE):
             return ()
@@ -83,7 +83,7 @@ class Chunk:
 
     @cached_property
     def defines(self) -> str | None:
-        """The name of the function or class that it is."""
+        """The name of the function or class that it defines; None if it defines none."""
         if not _DEFINES.match(self.text):
             return None
         found = _NAMED.search(self.text)
@@ -100,22 +100,22 @@ class Chunk:
 
     @property
     def module(self) -> cst.Module:
-        """Its tree; raises `Unparsable`."""
+        """Its tree. Raises `Unparsable`."""
         return self._tree.module
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
-        """Where a node of this chunk stands in `Source.text`, without parentheses around it."""
+        """Return the span of a node of this chunk in `Source.text`, without the parentheses around it."""
         first, last, _, _ = self._tree.spans(node)
         return self.source.offset(self.start + first), self.source.offset(self.start + last)
 
     def outer_span(self, node: cst.CSTNode) -> tuple[int, int]:
-        """The same with its parentheses; for a statement, with the comments above and the line's end."""
+        """Return the span of a node with its parentheses; of a statement, with the comments above and the line end."""
         _, _, first, last = self._tree.spans(node)
         return self.source.offset(self.start + first), self.source.offset(self.start + last)
 
 
 class Source(Text):
-    """A file's text and its statements. tree_of: parses one."""
+    """A file's text and its statements. tree_of: parses a statement."""
 
     def __init__(self, data: bytes, path: str) -> None:
         super().__init__(data, path)
@@ -123,9 +123,9 @@ class Source(Text):
 
     @classmethod
     def parse(cls, data: bytes, path: str, check_syntax: bool = True) -> Source:
-        """The source of a file that is Python; raises `Unparsable` with the place.
+        """Return the source of a Python file. Raises `Unparsable`, with the place.
 
-        check_syntax: False leaves syntax errors to `check_syntax`, or to when a statement is parsed.
+        check_syntax: False leaves syntax errors to a later `check_syntax`, or to the parse of a statement.
         """
         source = cls(data, path)
         parser_limits.check(source)
@@ -151,7 +151,7 @@ class Source(Text):
             if not (joined and text[joined[-1]] == "@"):
                 joined.append(start)
             elif _DEFINES.match(text, start) and text[start] != "@":
-                joined.append(-joined.pop() - 1)  # marked: its definition was met
+                joined.append(-joined.pop() - 1)  # negative: its definition was found
         bounds = [start if start >= 0 else -start - 1 for start in joined]
         return tuple(Chunk(self, *pair) for pair in zip(bounds, [*bounds[1:], len(text)], strict=True))
 
@@ -161,14 +161,14 @@ class Source(Text):
         return Chunk(self, 0, len(self.normal))
 
     def check_syntax(self) -> None:
-        """Raises `Unparsable` where Python refuses the file, and the parser does too."""
+        """Raise `Unparsable` if both Python and libcst reject the file."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 ast.parse(self.text)
         except SyntaxError as error:
             try:
-                parse_module(self.normal)  # syntax newer than the Python that runs us
+                parse_module(self.normal)  # the syntax may be newer than the Python that runs mpguard
             except (cst.ParserSyntaxError, cst.CSTValidationError):
                 line = error.lineno or 1
                 raise Unparsable(f"syntax error: {error.msg}", line, max(error.offset or 1, 1)) from None

@@ -1,4 +1,4 @@
-"""A file's text: decoded, with places in it.
+"""A file's text: decoded, with positions in it.
 
 Spans and edits are offsets in `Text.text`, in code points; what is parsed is `Text.normal`.
 """
@@ -10,10 +10,11 @@ import codecs
 import re
 from functools import cached_property
 
-#: A byte of dense code becomes 800 of tree and facts. The largest file that people wrote has 1.1 MB (PyTorch's tests).
+#: A byte of dense code takes 800 bytes of tree and facts. The largest known file written by hand has 1.1 MB (in
+#: PyTorch's tests).
 MOST_BYTES = 1_500_000
 
-#: The regex of a string literal. What nests in an f-string since Python 3.12 is not seen.
+#: The regex of a string literal. Nested quotes in f-strings, as since Python 3.12, are not recognized.
 STRING = (
     r'"""(?:[^\\"]|\\.|"(?!""))*"""|\'\'\'(?:[^\\\']|\\.|\'(?!\'\'))*\'\'\''
     r'|"(?:[^\\"\n]|\\.)*"|\'(?:[^\\\'\n]|\\.)*\''
@@ -26,7 +27,7 @@ _BLANK = re.compile(rb"^[ \t\f]*(?:#|$)")
 class Unparsable(Exception):
     """A file that cannot be read as Python; line and column (code points) start at 1.
 
-    path: the file, where it may be another than the one asked about: statements are parsed late.
+    path: the file, if it may be another than the one being checked: imported modules are parsed on demand.
     """
 
     def __init__(self, message: str, line: int = 1, column: int = 1, path: str = "") -> None:
@@ -35,10 +36,10 @@ class Unparsable(Exception):
 
 
 class Text:
-    """A file's bytes and what they say.
+    """A file's bytes and their text.
 
-    data, path; `text`: decoded, line endings as they are, without the BOM; `encoding`, `bom`;
-    `normal`: the same with line feeds alone, and without form feeds.
+    text: decoded, with the file's line endings, without the BOM. encoding, bom: how it was decoded.
+    normal: the text with line feeds as line endings, and without form feeds.
     """
 
     def __init__(self, data: bytes, path: str) -> None:
@@ -56,7 +57,7 @@ class Text:
         self.normal, self._dropped = _normalised(self.text)
 
     def offset(self, normal: int) -> int:
-        """An offset of the normalised text, in `text`."""
+        """Return the offset in `text` of an offset in the normalized text."""
         if not self._dropped:
             return normal
         low = bisect.bisect_right(self._dropped, normal, key=lambda pair: pair[0])
@@ -67,13 +68,13 @@ class Text:
         return [0, *(match.end() for match in re.finditer(r"\r\n?|\n", self.text))]
 
     def position(self, offset: int) -> tuple[int, int]:
-        """(line, column) of an offset in `text`; both start at 1, columns are code points."""
+        """Return (line, column) of an offset in `text`; both start at 1, columns count code points."""
         line = bisect.bisect_right(self._starts, offset)
         return line, offset - self._starts[line - 1] + 1
 
 
 def _cookie(body: bytes) -> str:
-    """The encoding that PEP 263 gives a file without a BOM."""
+    """Return the encoding of a file without a BOM, by PEP 263."""
     for line in re.split(rb"\r\n?|\n", body[:1000], maxsplit=2)[:2]:
         found = _COOKIE.match(line)
         if found:
@@ -103,12 +104,12 @@ def _decoded(body: bytes, encoding: str) -> str:
 
 
 def _normalised(text: str) -> tuple[str, list[tuple[int, int]]]:
-    r"""The text with `\n` alone, without form feeds; and (offset in it, characters dropped up to there)."""
+    r"""Return the text with `\n` alone, without form feeds; and pairs (offset in it, characters dropped before it)."""
     if "\r" not in text and "\f" not in text:
         return text, []
     parts: list[str] = []
     dropped: list[tuple[int, int]] = []
-    last = length = gone = 0
+    last = length = removed = 0
     for match in re.finditer(r"\r\n?|\f", text):
         part = text[last : match.start()]
         parts.append(part)
@@ -120,11 +121,11 @@ def _normalised(text: str) -> tuple[str, list[tuple[int, int]]]:
             continue
         if match.group() == "\r\n":
             parts.append("\n")
-            gone += 1
-            dropped.append((length + 1, gone))
+            removed += 1
+            dropped.append((length + 1, removed))
             length += 1
         else:
-            gone += 1
-            dropped.append((length, gone))
+            removed += 1
+            dropped.append((length, removed))
     parts.append(text[last:])
     return "".join(parts), dropped

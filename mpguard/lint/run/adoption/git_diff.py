@@ -52,7 +52,7 @@ class Changes:
         )
 
     def _in(self, path: str, first: int, last: int, notebook: bool) -> bool:
-        """True if lines of a file have changed. notebook: they are lines of a cell, so any change of the file counts."""
+        """True if lines of a file have changed. notebook: they are a cell's lines, so any change of the file counts."""
         real = os.path.realpath((path.rpartition(":cell ")[0] or path) if notebook else path)
         if real not in self._changed:
             submodule = next((top for top in self._submodules if real.startswith(top + os.sep)), None)

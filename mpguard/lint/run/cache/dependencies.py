@@ -77,7 +77,7 @@ class Dependencies:
         return digest
 
     def _imported(self, where: str, seen: Seen) -> bool:
-        """True if the imports of the tree are equivalent: no file has changed, or a new search gives the same answer."""
+        """True if the imports of the tree are equivalent: no file has changed, or a new search finds the same."""
         from mpguard.lint.project import reverse_imports
 
         top, file, name = where.split("\0")
