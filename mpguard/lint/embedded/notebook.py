@@ -1,9 +1,9 @@
-"""Jupyter notebooks: all code cells of one as one program, and the way back into its JSON.
+"""Jupyter notebooks: all code cells of one as one program, and edits of the program as edits of its JSON.
 
-Cells are numbered from 1, those of text included, as ruff counts them; lines and columns are those of
-a cell's own source. Magics are blanked to the same length, so that nothing shifts. What is written
-back are text edits within the `source` of the cells that changed: outputs, metadata, key order and
-indentation stay as they are, byte for byte.
+Cells are numbered from 1, with text cells, as ruff does; lines and columns are those of a cell's own
+source. Magics are replaced by text of the same length, so that offsets do not change. Only the
+`source` of cells that change is edited: outputs, metadata, key order and indentation stay the same,
+byte for byte.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from json.decoder import JSONDecodeError
 from mpguard.core.text_edits import Edit, EditRefused, apply_edits
 from mpguard.lint.model.finding import Finding, Lines, PlacedEdit, PlacedNote, Position
 
-#: Cell magics whose cell is Python of this notebook all the same; other cells with one are another language's, or
-#: another process's.
+#: Cell magics whose cell is Python of this notebook; cells with any other are in another language, or another
+#: process.
 _PYTHON_MAGICS = frozenset({"capture", "prun", "time", "timeit"})
 _CELL_MAGIC = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]*%%(\w+)")
 _STRING = (
@@ -30,7 +30,7 @@ _STRING = (
 )
 _TOKEN = re.compile(rf"({_STRING}|#[^\n]*|\\\r?\n)|([(\[{{])|([)\]}}])|\n", re.DOTALL)
 _LINE = r"(?:[^\\\n]|\\(?!\r?\n)|\\\r?\n)*"
-#: What IPython takes for itself at the beginning of a statement: `%pip`, `!ls`, `?x`, `x?`, and `pip install` alone.
+#: The statements that IPython interprets itself: `%pip`, `!ls`, `?x`, `x?`, and `pip install` without a `%`.
 _MAGIC = re.compile(
     rf"[ \t]*(?:([%!?]{_LINE})|([\w.]+\?\??[ \t]*)(?=\r?$)|((?:pip|conda)[ \t]+install\b{_LINE}))", re.M
 )
@@ -42,7 +42,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class BrokenNotebook(Exception):
-    """The file is no notebook; offset: where, in its text."""
+    """The file is not a notebook. offset: the place of the problem in its text."""
 
     def __init__(self, message: str, offset: int = 0) -> None:
         super().__init__(message)
@@ -51,10 +51,10 @@ class BrokenNotebook(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A code cell. number: among all cells, from 1. text: its source. span: its `source` in the notebook's text.
+    """A code cell. number: its number among all cells, from 1. text: its source. span: `source` in the notebook's text.
 
-    start: where it begins in the program. blanked: spans of its text that the program does not hold.
-    literals: the JSON strings that its source is a list of; None where it is one string.
+    start: its offset in the program. blanked: the spans of its text that are blanked in the program.
+    literals: the spans of the JSON strings of its source, if that is a list; None if it is one string.
     """
 
     number: int
@@ -66,16 +66,17 @@ class Cell:
 
     @property
     def end(self) -> int:
-        """Where it ends in the program, with the line end that it gets there."""
+        """The offset of its end in the program, with the line end that is added there."""
         return self.start + len(self.text) + (not self.text.endswith("\n"))
 
     @functools.cached_property
     def lines(self) -> Lines:
+        """The lines of its source."""
         return Lines(self.text)
 
 
 class Notebook:
-    """A notebook's text, its Python cells in order, and the program that they are. Raises `BrokenNotebook`."""
+    """A notebook's text, its Python cells in order, and the program they form. Raises `BrokenNotebook`."""
 
     def __init__(self, data: bytes) -> None:
         self.bom = data.startswith(codecs.BOM_UTF8)
@@ -91,8 +92,8 @@ class Notebook:
             self.python, found = _cells(self.text)
         except (JSONDecodeError, RecursionError) as error:
             place = error.pos if isinstance(error, JSONDecodeError) else 0
-            said = error.msg if isinstance(error, JSONDecodeError) else "nested too deeply"
-            raise BrokenNotebook(f"no JSON, which a notebook is: {said}", place) from None
+            problem = error.msg if isinstance(error, JSONDecodeError) else "nested too deeply"
+            raise BrokenNotebook(f"not JSON, as a notebook must be: {problem}", place) from None
         cells: list[Cell] = []
         program: list[str] = []
         for cell in found if self.python else ():
@@ -100,7 +101,7 @@ class Notebook:
             if not cell.text.strip() or code is None:
                 continue
             if _INDENTED.match(code):
-                program.append("if True:\n")  # IPython takes the indentation away; no cell begins with this
+                program.append("if True:\n")  # IPython removes the indentation; the line belongs to no cell
             cells.append(dataclasses.replace(cell, start=sum(map(len, program)), blanked=tuple(blanked)))
             program.append(code if code.endswith("\n") else code + "\n")
         self.cells = tuple(cells)
@@ -109,19 +110,19 @@ class Notebook:
         self._lines = Lines(self.program)
 
     def cell_at(self, offset: int) -> Cell:
-        """The cell in which an offset of the program lies."""
+        """Return the cell that contains an offset of the program."""
         return self.cells[max(bisect.bisect_right(self._starts, offset) - 1, 0)]
 
     # -- findings -------------------------------------------------------------------------------
 
     def place(self, position: Position) -> tuple[Cell, Position]:
-        """The cell of a place in the program, and the line and column in it."""
+        """Return the cell of a position in the program, and the line and column in it."""
         offset = self._lines.offset(*position)
         cell = self.cell_at(offset)
         return cell, cell.lines.position(min(offset - cell.start, len(cell.text)))
 
     def relocated(self, finding: Finding) -> Finding:
-        """A finding in the program, as one in a cell."""
+        """Return a finding of the program with its place in a cell."""
         if not self.cells:
             return finding
         cell, (line, column) = self.place((finding.line, finding.column))
@@ -140,7 +141,7 @@ class Notebook:
     def _edit(self, edit: PlacedEdit) -> PlacedEdit:
         cell, start = self.place(edit.start)
         last, end = self.place(edit.end)
-        if last is not cell:  # it ends with a line, and so with the cell
+        if last is not cell:  # it ends at a line end, which is the end of the cell
             end = cell.lines.position(len(cell.text))
         return dataclasses.replace(edit, start=start, end=end, cell=cell.number)
 
@@ -148,19 +149,19 @@ class Notebook:
         if note.start is None or note.end is None or note.path is not None:
             return note
         cell, start = self.place(note.start)
-        there = None if cell is at else f"{path}:cell {cell.number}"
-        return dataclasses.replace(note, path=there, start=start, end=max(start, self.place(note.end)[1]))
+        other = None if cell is at else f"{path}:cell {cell.number}"
+        return dataclasses.replace(note, path=other, start=start, end=max(start, self.place(note.end)[1]))
 
     # -- back into the notebook -----------------------------------------------------------------
 
     def edited(self, edits: Iterable[Edit]) -> bytes:
-        """The notebook with edits of its program written into its cells. Raises `Unwritable`."""
+        """Return the notebook with edits of its program applied to its cells. Raises `EditRefused`."""
         by_cell: dict[int, list[Edit]] = {}
         for edit in edits:
             cell = self.cell_at(edit.start)
             start, end = edit.start - cell.start, edit.end - cell.start
             if edit.end > cell.end:
-                raise EditRefused("it reaches from one cell into the next")
+                raise EditRefused("it spans two cells")
             if any((start < last and first < end) or first < start == end < last for first, last in cell.blanked):
                 raise EditRefused("it would replace a magic")
             by_cell.setdefault(cell.number, []).append(Edit(start, end, edit.text))
@@ -168,7 +169,7 @@ class Notebook:
         return (codecs.BOM_UTF8 if self.bom else b"") + apply_edits(self.text, changes).encode("utf-8", "surrogatepass")
 
     def _cell_edit(self, cell: Cell, edits: list[Edit]) -> Edit:
-        """The edit of the notebook's text that edits of one cell are."""
+        """Return the edit of the notebook's text for edits of one cell."""
         ended = cell.text.endswith("\n")
         new = apply_edits(cell.text if ended else cell.text + "\n", edits)
         new = new if ended or not new.endswith("\n") else new[:-1]
@@ -188,7 +189,7 @@ class Notebook:
 
 
 def _literal(text: str, like: str) -> str:
-    """A JSON string, with `\\u` escapes where what stood there had some."""
+    """Return a JSON string, with `\\u` escapes if the text `like`, which it replaces, has some."""
     return json.dumps(text, ensure_ascii=like.isascii() and "\\u" in like)
 
 
@@ -196,14 +197,14 @@ def _literal(text: str, like: str) -> str:
 
 
 def _cells(text: str) -> tuple[bool, list[Cell]]:
-    """Whether the notebook is one of Python, and its code cells with their places."""
+    """Return True if the notebook is in Python, and its code cells with their places."""
     notebook = dict(_members(text, _skip(text, 0)))
     if "cells" not in notebook:
         if "worksheets" in notebook:
             raise BrokenNotebook(
                 "a notebook of format 3 or older; `jupyter nbconvert --to notebook` makes one of format 4"
             )
-        raise BrokenNotebook("no notebook: `cells`, a list of them, is needed")
+        raise BrokenNotebook("not a notebook: `cells`, a list, is needed")
     metadata = _value(text, notebook["metadata"]) if "metadata" in notebook else {}
     found = []
     for number, start in enumerate(_items(text, notebook["cells"]), 1):
@@ -220,36 +221,38 @@ def _cells(text: str) -> tuple[bool, list[Cell]]:
             literals = tuple((place, _DECODER.raw_decode(text, place)[1]) for place in _items(text, first))
             found.append(Cell(number, "".join(source), (first, last), literals))
         else:
-            raise BrokenNotebook(f"the `source` of cell {number} is no text, and no list of lines", first)
+            raise BrokenNotebook(f"the `source` of cell {number} is neither a string nor a list of strings", first)
     return _language(metadata) in ("", "python", "ipython"), found
 
 
 def _language(metadata: object) -> str:
-    """What the kernel runs, in lower case without a version; empty where the notebook does not say."""
+    """Return the kernel's language, in lower case without a version; empty if the notebook does not specify it."""
     for section, key in (("language_info", "name"), ("kernelspec", "language"), ("kernelspec", "name")):
         inside = metadata.get(section) if isinstance(metadata, dict) else None
-        said = inside.get(key) if isinstance(inside, dict) else None
-        if isinstance(said, str) and said:
+        language = inside.get(key) if isinstance(inside, dict) else None
+        if isinstance(language, str) and language:
             if key == "name" and section == "kernelspec":
-                return "" if "py" in said.lower() or "conda" in said.lower() else said.lower()
-            return said.lower().rstrip("0123456789.")
+                return "" if "py" in language.lower() or "conda" in language.lower() else language.lower()
+            return language.lower().rstrip("0123456789.")
     return ""
 
 
 def _skip(text: str, place: int) -> int:
+    """Return the offset after white space."""
     found = _SPACE.match(text, place)
     return found.end() if found else place
 
 
 def _value(text: str, place: int) -> object:
+    """Return the JSON value at an offset."""
     value: object = _DECODER.raw_decode(text, place)[0]
     return value
 
 
 def _members(text: str, place: int) -> Iterator[tuple[str, int]]:
-    """The keys of the object at a place, each with where its value begins."""
+    """Yield the keys of the object at an offset, each with the offset of its value."""
     if text[place : place + 1] != "{":
-        raise BrokenNotebook("no notebook: an object in `{}` is needed here", place)
+        raise BrokenNotebook("not a notebook: an object in `{}` is needed here", place)
     place = _skip(text, place + 1)
     while text[place : place + 1] != "}":
         if text[place : place + 1] != '"':
@@ -264,9 +267,9 @@ def _members(text: str, place: int) -> Iterator[tuple[str, int]]:
 
 
 def _items(text: str, place: int) -> Iterator[int]:
-    """Where the items of the list at a place begin."""
+    """Yield the offsets of the items of the list at an offset."""
     if text[place : place + 1] != "[":
-        raise BrokenNotebook("no notebook: a list is needed here", place)
+        raise BrokenNotebook("not a notebook: a list is needed here", place)
     place = _skip(text, place + 1)
     while text[place : place + 1] != "]":
         yield place
@@ -274,7 +277,7 @@ def _items(text: str, place: int) -> Iterator[int]:
 
 
 def _next(text: str, place: int, closing: str) -> int:
-    """Where the next item begins, or the bracket stands that closes."""
+    """Return the offset of the next item, or of the closing bracket."""
     place = _skip(text, place)
     if text[place : place + 1] == closing:
         return place
@@ -287,7 +290,7 @@ def _next(text: str, place: int, closing: str) -> int:
 
 
 def _without_magics(text: str) -> tuple[str | None, list[tuple[int, int]]]:
-    """A cell's Python with its magics blanked, and where they stood; None for a cell that is none."""
+    """Return a cell's Python with its magics blanked, and their spans; None for a cell that is not Python."""
     spans: list[tuple[int, int]] = []
     place = 0
     cell_magic = _CELL_MAGIC.match(text)
@@ -318,7 +321,7 @@ def _without_magics(text: str) -> tuple[str | None, list[tuple[int, int]]]:
 
 
 def _blank(text: str, spans: list[tuple[int, int]]) -> str:
-    """The text with `_` where a magic begins, and spaces for the rest of it: a name that nothing is known of."""
+    """Replace each magic by `_` and spaces: a name of unknown value."""
     for first, last in spans:
         text = text[:first] + "_" + re.sub(r"[^\r\n]", " ", text[first + 1 : last]) + text[last:]
     return text

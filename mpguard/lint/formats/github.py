@@ -11,8 +11,9 @@ _LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
 
 
 def report(outcome: Outcome) -> str:
+    """Return the findings, and what could not be checked, as workflow commands."""
     commands = [_command(finding) for finding in outcome.findings]
-    commands += [f"::error title=mpguard::{_data(said)}" for said in outcome.trouble]
+    commands += [f"::error title=mpguard::{_data(problem)}" for problem in outcome.trouble]
     return "\n".join(commands)
 
 
@@ -25,17 +26,17 @@ def _command(finding: Finding) -> str:
     }
     if finding.cell is None:
         values["endLine"] = str(finding.end_line)
-        if finding.end_line == line:  # over several lines GitHub takes no columns
+        if finding.end_line == line:  # GitHub accepts columns on one line only
             values |= {"col": str(finding.column), "endColumn": str(finding.end_column)}
-    said = f"{finding.file}:{finding.line}:{finding.column}: {finding.code} {finding.message}"
+    message = f"{finding.file}:{finding.line}:{finding.column}: {finding.code} {finding.message}"
     if finding.help:
-        said += f"\n{finding.help}"
+        message += f"\n{finding.help}"
     properties = ",".join(f"{key}={_property(value)}" for key, value in values.items())
-    return f"::{_LEVELS[finding.severity]} {properties}::{_data(said)}"
+    return f"::{_LEVELS[finding.severity]} {properties}::{_data(message)}"
 
 
 def _data(text: str) -> str:
-    """As the runner decodes it: `%0A` for the line breaks that the text has, and no other control character."""
+    """Encode a message for the runner: `%0A` for line breaks, and no other control character."""
     lines = text.replace("\r\n", "\n").split("\n")
     return "%0A".join(printable(line).replace("%", "%25") for line in lines)
 

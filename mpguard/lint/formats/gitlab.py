@@ -15,6 +15,7 @@ _SEVERITIES = {"error": "critical", "warning": "major", "info": "info"}
 
 
 def report(outcome: Outcome) -> str:
+    """Return the findings as a Code Quality report."""
     findings = outcome.findings
     digests = fingerprints(findings, lambda path: below_root(path, "gitlab"))
     return json.dumps([_issue(*pair) for pair in zip(findings, digests, strict=True)], indent=2)

@@ -1,4 +1,4 @@
-"""JUnit XML, which nearly every CI shows: a suite for each file with findings, a failed case for each of them."""
+"""JUnit XML, which most CI systems display: a suite per file with findings, a failed case per finding."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mpguard.lint.model.finding import Finding
 
 
 def report(outcome: Outcome) -> str:
+    """Return the findings, and what could not be checked, as JUnit XML."""
     cases, errors = len(outcome.findings), len(outcome.trouble)
     suites = ET.Element(
         "testsuites", name="mpguard", tests=str(cases + errors or 1), failures=str(cases), errors=str(errors)
@@ -23,13 +24,13 @@ def report(outcome: Outcome) -> str:
             _case(suite, name, finding)
     if errors:
         suite = _suite(suites, "mpguard", errors, errors=errors)
-        for number, said in enumerate(outcome.trouble, 1):
+        for number, problem in enumerate(outcome.trouble, 1):
             case = ET.SubElement(suite, "testcase", name=f"could not check {number}", classname="mpguard")
-            ET.SubElement(case, "error", message=printable(said.partition("\n")[0]))
-    if not cases and not errors:  # a report without a single case is taken for a broken one
+            ET.SubElement(case, "error", message=printable(problem.partition("\n")[0]))
+    if not cases and not errors:  # CI takes a report without a case for a broken one
         ET.SubElement(_suite(suites, "mpguard", 1), "testcase", name="no problems", classname="mpguard")
     ET.indent(suites)
-    # In ASCII: whatever encoding it is written in, it is what its first line says.
+    # In ASCII, so that the declared encoding is right whatever encoding the report is written in.
     data: bytes = ET.tostring(suites, encoding="us-ascii", xml_declaration=True)
     return data.decode("ascii")
 

@@ -1,7 +1,7 @@
-"""SARIF 2.1.0, for code scanning: findings with their second places and fixes, and the pages of the rules that spoke.
+"""SARIF 2.1.0, for code scanning: findings with their second places and fixes, and the pages of their rules.
 
-Lines and columns are from 1, columns in code points (`columnKind`), an end is the place behind. What lies below the
-working folder is named from there (`%SRCROOT%`), anything else by its whole path.
+Lines and columns start at 1, columns count code points (`columnKind`), and ends are exclusive. Paths below the working
+directory are relative to it (`%SRCROOT%`), others are absolute.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _ROOT = "%SRCROOT%"
 
 
 def report(outcome: Outcome) -> str:
+    """Return the findings, and what could not be checked, as SARIF."""
     from mpguard.lint.model.rule import rules
 
     codes = sorted({finding.code for finding in outcome.findings})
@@ -44,8 +45,8 @@ def report(outcome: Outcome) -> str:
             {
                 "executionSuccessful": not outcome.trouble,
                 "toolExecutionNotifications": [
-                    {"level": "error", "message": {"text": printable(said.partition("\n")[0])}}
-                    for said in outcome.trouble
+                    {"level": "error", "message": {"text": printable(problem.partition("\n")[0])}}
+                    for problem in outcome.trouble
                 ],
             }
         ],
@@ -76,15 +77,15 @@ def _rule(rule: type[BaseRule]) -> dict[str, Any]:
 
 
 def _result(finding: Finding, index: int, digest: str) -> dict[str, Any]:
-    said = headline(finding) + (f". {printable(finding.help)}" if finding.help else "")
+    message = headline(finding) + (f". {printable(finding.help)}" if finding.help else "")
     placed = [note for note in finding.notes if note.start is not None and finding.cell is None]
-    # Places in a notebook are those of a cell; what a fix would replace in the file is not said with them.
+    # Places in a notebook are those of a cell, and do not describe what a fix replaces in the file.
     fix = finding.fix if finding.cell is None else None
     return {
         "ruleId": finding.code,
         "ruleIndex": index,
         "level": _LEVELS[finding.severity],
-        "message": {"text": said},
+        "message": {"text": message},
         "locations": [_location(finding)],
         **({"relatedLocations": [_related(note, finding.path) for note in placed]} if placed else {}),
         "partialFingerprints": {"mpguard/v1": digest},
@@ -126,7 +127,7 @@ def _fix(fix: PlacedFix, path: str) -> dict[str, Any]:
 
 
 def _encodable(fix: PlacedFix) -> bool:
-    """Whether JSON can say it: bytes that were no UTF-8 are half a character each."""
+    """True if JSON can represent a fix: bytes that are not UTF-8 are lone surrogates."""
     return bool(fix.edits) and not any("\ud800" <= c <= "\udfff" for edit in fix.edits for c in edit.text)
 
 

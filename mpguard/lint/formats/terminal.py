@@ -1,7 +1,7 @@
-"""How findings are printed: a function per format.
+"""The formats that are printed: a function per format.
 
 `full` and `concise` yield lines of styled pieces, so that a terminal and a pipe get the same text;
-colours say nothing that the words do not. rich is imported for a terminal only.
+colours repeat what the words express. rich is imported for a terminal only.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from mpguard.lint.model.finding import Finding, PlacedNote, Position
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 _GUTTER = "blue"
-#: Columns of a source line that are shown; a longer one is cut around what is marked.
+#: The most columns of a source line that are shown; a longer line is cut around the marked part.
 _WIDEST = 160
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A whole run. fixed: fixes applied, or findings suppressed (`suppressed`), in `fixed_files` files.
+    """The result of a run. fixed: fixes applied, or findings suppressed (`suppressed`), in `fixed_files` files.
 
     trouble: what could not be checked, and why.
-    left_out: findings that are not among these, by why ("known by baseline.json").
+    left_out: the numbers of findings that are not included, by reason ("known by baseline.json").
     """
 
     findings: Sequence[Finding]
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def full(outcome: Outcome) -> Iterator[Line]:
-    """Each finding with its code, marked, its second places, what to do, and what its fix does."""
+    """Yield each finding with its marked code, its second places, its help, and the title of its fix."""
     for finding in outcome.findings:
         yield from _finding(finding)
         yield []
@@ -49,28 +49,28 @@ def full(outcome: Outcome) -> Iterator[Line]:
 
 
 def concise(outcome: Outcome) -> Iterator[Line]:
-    """A line for each finding."""
+    """Yield a line for each finding."""
     for each in outcome.findings:
-        said = printable(each.message)
-        yield [(_place_of(each), "bold"), (": ", ""), (each.code, _STYLES[each.severity]), (f" {said}", "")]
+        message = printable(each.message)
+        yield [(_place_of(each), "bold"), (": ", ""), (each.code, _STYLES[each.severity]), (f" {message}", "")]
     yield summary(outcome)
 
 
 def statistics(outcome: Outcome) -> Iterator[Line]:
-    """How often each rule spoke, the most frequent first."""
+    """Yield the number of findings of each rule, the most frequent first."""
     counts = Counter(finding.code for finding in outcome.findings)
-    some = {finding.code: finding for finding in outcome.findings}
+    by_code = {finding.code: finding for finding in outcome.findings}
     fixable = {finding.code: finding.fix.applicability for finding in outcome.findings if finding.fix is not None}
     width = len(str(max(counts.values(), default=0)))
     for code, count in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])):
-        name, severity = some[code].name, some[code].severity
+        name, severity = by_code[code].name, by_code[code].severity
         fix = f"  ({fixable[code]} fix)" if code in fixable else ""
         yield [(f"{count:>{width}}", "bold"), (f"  {code} ", _STYLES[severity]), (f"{severity:8}{name}{fix}", "")]
     yield summary(outcome)
 
 
 def as_json(outcome: Outcome) -> str:
-    """`{"version": 1, "findings": [...], "summary": {...}}`; lines and columns from 1, in code points.
+    """Return `{"version": 1, "findings": [...], "summary": {...}}`; lines and columns start at 1, in code points.
 
     In a notebook, findings and edits have a `cell` too (all cells are counted, from 1); lines are those of its source.
     """
@@ -97,9 +97,9 @@ def as_json(outcome: Outcome) -> str:
     return json.dumps(document, indent=2)
 
 
-#: What people read.
+#: The formats for people.
 TEXTS: dict[str, Callable[[Outcome], Iterator[Line]]] = {"full": full, "concise": concise}
-#: All formats; those of other programs are in `mpguard.lint.formats`.
+#: All formats; those for other programs are in `mpguard.lint.formats`.
 FORMATS = (*TEXTS, "json", "sarif", "github", "gitlab", "junit")
 
 
@@ -167,7 +167,7 @@ def _documentation_url() -> str:
 
 
 def summary(outcome: Outcome) -> Line:
-    """One line: what was found, or that nothing was; what can be fixed, and what was."""
+    """Return one line: the number of findings, the number that can be fixed, and the number that was fixed."""
     verb = "Suppressed" if outcome.suppressed else "Fixed"
     fixed = (
         f"{verb} {_count(outcome.fixed, 'problem')} in {_count(outcome.fixed_files, 'file')}. " if outcome.fixed else ""
@@ -214,12 +214,12 @@ def _finding(finding: Finding) -> Iterator[Line]:
         (f" {finding.code} {finding.severity}", style),
         (f" [{finding.name}] {printable(finding.message)}", ""),
     ]
-    here = [note for note in finding.notes if note.start is not None and note.path is None]
-    numbers = [number for number, _ in finding.source] + [note.start[0] for note in here if note.start]
+    notes = [note for note in finding.notes if note.start is not None and note.path is None]
+    numbers = [number for number, _ in finding.source] + [note.start[0] for note in notes if note.start]
     if any(text.strip() for _, text in finding.source):
         gutter = " " * len(str(max(numbers)))
         yield [(f"{gutter} |", _GUTTER)]
-        yield from _frame(finding, here, len(gutter), style)
+        yield from _frame(finding, notes, len(gutter), style)
         yield [(f"{gutter} |", _GUTTER)]
     else:
         gutter = " "
@@ -228,7 +228,7 @@ def _finding(finding: Finding) -> Iterator[Line]:
 
 
 def _frame(finding: Finding, notes: list[PlacedNote], width: int, style: str) -> Iterator[Line]:
-    """The lines of code with what is marked in them, in their order."""
+    """Yield the lines of code with their marks, in their order."""
     code = dict(finding.source)
     for note in notes:
         if note.start:
@@ -262,10 +262,10 @@ def _frame(finding: Finding, notes: list[PlacedNote], width: int, style: str) ->
 
 
 def _place_of(finding: Finding) -> str:
-    """Where a line of a report begins with it, CI must not take a file's name for one of its commands (`::error::`)."""
+    """Return the place of a finding, written so that CI does not read a file's name as a command (`::error::`)."""
     name = printable(finding.file)
-    here = "./" if name.lstrip().startswith(("::", "##")) else ""
-    return f"{here}{name}:{finding.line}:{finding.column}"
+    prefix = "./" if name.lstrip().startswith(("::", "##")) else ""
+    return f"{prefix}{name}:{finding.line}:{finding.column}"
 
 
 def _remarks(finding: Finding) -> Iterator[tuple[str, str]]:
@@ -289,7 +289,7 @@ def _start_of_window(text: str, column: int) -> int:
 
 
 def _columns(text: str) -> int:
-    """How wide a terminal shows a text: tabs as 4, East Asian wide characters as 2."""
+    """Return the number of columns of a text in a terminal: 4 for a tab, 2 for an East Asian wide character."""
     return sum(
         4 if c == "\t" else 2 if unicodedata.east_asian_width(c) in "WF" else 0 if unicodedata.combining(c) else 1
         for c in text

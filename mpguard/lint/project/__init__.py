@@ -1,1 +1,1 @@
-"""What lies around a file: launch configs and lines, modules of the same tree, requirements."""
+"""The surroundings of a file: launch configs and lines, modules of the same tree, requirements."""

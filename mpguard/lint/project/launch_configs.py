@@ -1,4 +1,4 @@
-"""The configs that code is launched with: what they ask for, and which ones are a script's."""
+"""The configs that code is launched with: their precision, and which ones belong to a script."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpguard.lint.source.strip_comments import stripped
 if TYPE_CHECKING:
     from mpguard.document import Document, Entry
 
-#: What a script that is started with an accelerate config uses.
+#: The names that a script which is started with an accelerate config uses.
 _LAUNCHED = r"\b(?:accelerate|deepspeed|transformers|trl|mpguard)\b|Trainer\b"
 
 
@@ -29,27 +29,27 @@ _LAUNCHED = r"\b(?:accelerate|deepspeed|transformers|trl|mpguard)\b|Trainer\b"
 class LaunchConfig:
     """A config that code is launched with: one of accelerate, or a DeepSpeed file.
 
-    mixed_precision: what it asks for, in lower case, as accelerate 1.15 resolves it:
-        `deepspeed_config.mixed_precision` beats the top level (S7); where neither is there, what
-        the DeepSpeed file that it names has enabled. None where it asks for nothing or it is unclear.
-    distributed_type: as it is written; `DEEPSPEED` of a DeepSpeed file.
+    mixed_precision: its precision, in lower case, as accelerate 1.15 resolves it:
+        `deepspeed_config.mixed_precision` takes precedence over the top level (S7); without both,
+        the precision that the DeepSpeed file it names enables. None if it sets none, or it is unknown.
+    distributed_type: as it is written; `DEEPSPEED` for a DeepSpeed file.
     """
 
     path: str
     document: Document
     mixed_precision: str | None
     distributed_type: str | None
-    #: The word of a launch line that says `mixed_precision` instead, and the file that it stands in.
+    #: The file and the word of the launch line that sets `mixed_precision` instead.
     said_at: tuple[str, Word] | None = None
 
     def entry(self, key: str) -> Entry | None:
-        """The entry at a dotted path, with its place in the document."""
+        """Return the entry at a dotted path, with its place in the document."""
         return self.document.entry(key)
 
 
 def launch_config(path: Path, shown: str | None = None) -> LaunchConfig:
-    """Reads a config that code is launched with. Raises `ConfigError` for a file that is none."""
-    from mpguard import document  # and PyYAML, which most runs over Python do not need
+    """Read a config that code is launched with. Raises `ConfigError` for any other file."""
+    from mpguard import document  # imports PyYAML, which most runs over Python do not need
 
     read = document.read(path)
     data = read.require()
@@ -57,8 +57,8 @@ def launch_config(path: Path, shown: str | None = None) -> LaunchConfig:
     if read.kind == "deepspeed":
         return LaunchConfig(shown, read, _deepspeed_precision(data), "DEEPSPEED")
     if read.kind != "accelerate":
-        what = f"a config of {read.kind}" if read.kind else "none"
-        raise ConfigError(f"{path}: code is checked against configs of accelerate or DeepSpeed; this is {what}")
+        kind = f"a config of {read.kind}" if read.kind else "neither"
+        raise ConfigError(f"{path}: code is checked against configs of accelerate or DeepSpeed; this is {kind}")
     distributed = data.get("distributed_type")
     return LaunchConfig(
         shown, read, _accelerate_precision(data, path), distributed if isinstance(distributed, str) else None
@@ -68,13 +68,13 @@ def launch_config(path: Path, shown: str | None = None) -> LaunchConfig:
 def _accelerate_precision(data: dict[str, object], path: Path) -> str | None:
     section = data.get("deepspeed_config")
     section = section if isinstance(section, dict) else {}
-    for said in (
+    for value in (
         section.get("mixed_precision"),
         data.get("mixed_precision"),
         "fp16" if data.get("fp16") is True else None,
     ):
-        if said is not None:
-            return said.lower() if isinstance(said, str) else None
+        if value is not None:
+            return value.lower() if isinstance(value, str) else None
     from mpguard.document import read
 
     name = section.get("deepspeed_config_file")
@@ -98,8 +98,10 @@ def _deepspeed_precision(data: dict[str, object]) -> str | None:
 
 
 def launched_with(config: str, option: str = "config_file") -> Iterator[tuple[str, Launch]]:
-    """The launch lines of the tree that name an accelerate config, each with the script that it starts; or by another
-    option, another file."""
+    """Yield the launch lines of the tree that name an accelerate config, each with the script that it starts.
+
+    option: another option, which names another kind of file.
+    """
     top = top_of(Path(config).absolute().parent)
     for script, launches in launch_lines.in_tree(top).items():
         for launch in launches:
@@ -112,27 +114,27 @@ def launched_with(config: str, option: str = "config_file") -> Iterator[tuple[st
 
 
 def configured(folder: Path) -> tuple[LaunchConfig, ...]:
-    """Those that the settings of a folder name."""
+    """Return the configs that the settings of a folder name."""
     return tuple(launch_config(path, os.path.relpath(path)) for path in settings.nearest(folder).config_paths())
 
 
 def launched(path: str) -> tuple[LaunchConfig, ...] | None:
-    """The configs that the launch lines of the tree name for a script; none where one of them is unknown.
+    """Return the configs that the launch lines of the tree name for a script; none if one of them is unknown.
 
-    None where no line names one: a line without a config takes the user's own, which is out of sight.
+    None if no line names one: a line without a config uses that of the user's cache, which is not in the tree.
     """
     top = top_of(Path(path).absolute().parent)
     found: list[LaunchConfig] = []
     for launch in launch_lines.in_tree(top).get(tracked_fs.real_path(path), ()):
-        named, said = _named(launch), launch.options.get("mixed_precision")
-        if named is None and said is None:
+        named, precision = _named(launch), launch.options.get("mixed_precision")
+        if named is None and precision is None:
             continue
         config = _flags_only(launch) if named is None else _found(named, launch, top)
-        if config is None or (said is not None and said.text is None):
+        if config is None or (precision is not None and precision.text is None):
             return ()
-        if said is not None and said.text is not None:
-            where = (os.path.relpath(launch.path), said)
-            config = dataclasses.replace(config, mixed_precision=said.text.lower(), said_at=where)
+        if precision is not None and precision.text is not None:
+            where = (os.path.relpath(launch.path), precision)
+            config = dataclasses.replace(config, mixed_precision=precision.text.lower(), said_at=where)
         if config not in found:
             found.append(config)
     return tuple(found) or None
@@ -147,14 +149,14 @@ def _found(named: Word, launch: Launch, top: Path) -> LaunchConfig | None:
 
 
 def _flags_only(launch: Launch) -> LaunchConfig:
-    """A launch without a config file, that says its precision itself."""
+    """Return the config of a launch line that has no config file, and sets the precision itself."""
     from mpguard.document import parse
 
     return LaunchConfig(os.path.relpath(launch.path), parse("", launch.path, "yaml"), None, None)
 
 
 def _named(launch: Launch) -> Word | None:
-    """The config that a launch line names; unknown where it may name one, or two of them."""
+    """Return the config that a launch line names; an unknown word where it may name one, or names two."""
     own = launch.options.get("config" if launch.launcher == "mpguard" else "config_file")
     deepspeed = launch.argument("--deepspeed", "--deepspeed_config")
     if deepspeed is not None and (deepspeed[1].text or ".json").endswith(".json"):
@@ -164,8 +166,8 @@ def _named(launch: Launch) -> Word | None:
     return own
 
 
-def beside(folder: Path) -> tuple[LaunchConfig, ...]:
-    """The accelerate configs in a folder."""
+def in_folder(folder: Path) -> tuple[LaunchConfig, ...]:
+    """Return the accelerate configs in a folder."""
     found = []
     for path in (folder / name for name in tracked_fs.list_names(folder, CONFIG)):
         if not tracked_fs.is_file(path):
@@ -175,14 +177,14 @@ def beside(folder: Path) -> tuple[LaunchConfig, ...]:
                 continue
             config = launch_config(path, os.path.normpath(path))
         except (OSError, ConfigError):
-            continue  # no launch config; if it is a broken one, the run over it says so
+            continue  # not a launch config; if it is a broken one, the check of that file reports it
         if config.document.kind == "accelerate":
             found.append(config)
     return tuple(found)
 
 
 def for_others(path: str, configs: tuple[LaunchConfig, ...]) -> bool:
-    """Whether other code beside the configs uses what they configure, and this file does not."""
+    """True if other code next to the configs uses accelerate, and this file does not."""
     try:
         return not re.search(_LAUNCHED.encode(), stripped(tracked_fs.read(path))) and any(
             mentions(config.path, r"\baccelerate\b") for config in configs

@@ -3,11 +3,11 @@
     CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file fsdp.yaml \\
         train.py --lr 1e-4
 
-They tie a script to its config, and they are where the config is put in the wrong place. Nothing is
-expanded: a word with a variable in it is unknown, and what is unknown decides nothing.
+They connect a script to its config, and have typical mistakes in the place of the config. Nothing is
+expanded: a word with a variable in it is unknown, and nothing is concluded from an unknown word.
 """
 
-# Thousands of paths are looked at here, which strings do several times faster than Path.
+# Thousands of paths are handled here, and strings are several times faster than Path.
 # ruff: noqa: PTH118
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from mpguard.lint.source.files import MARKDOWN, NEVER, kind_of
 
 Launcher = Literal["accelerate", "deepspeed", "torchrun", "mpguard"]
 
-#: What a file must hold for a launch line; no more than these bytes are looked for in most files.
+#: A file with a launch line contains one of these; most files are decided by this search alone.
 GATE = (b"accelerate", b"deepspeed", b"torchrun", b"torch.distributed", b"mpguard launch")
-#: A longer file is data or a log.
+#: The size in bytes above which a file is data or a log.
 LARGEST = 512 << 10
 
 #: Options without a value (accelerate 1.15.0, torch 2.13, DeepSpeed 0.19); a test compares them with the parsers.
@@ -72,7 +72,7 @@ _PIECE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Word:
-    """A word of a command, with its place in the file. text: None where a variable is in it."""
+    """A word of a command, with its place in the file. text: None if it contains a variable."""
 
     text: str | None
     span: Span
@@ -82,10 +82,10 @@ class Word:
 class Launch:
     """One command that launches a script.
 
-    path: the file that it stands in. start: where the launcher's own words end. options: what stands before the
-    script, by name without dashes, `-` as `_`; a switch has no word. script: None where a variable hides it.
-    module: it is a module's name. arguments: what the script gets. hidden: a variable before the script may
-    hold options.
+    path: the file of the line. start: the end of the launcher's own words. options: the options before the
+    script, by name without dashes, `-` as `_`; a switch has no word. script: None if a variable hides it.
+    module: the script is a module's name. arguments: the script's arguments. hidden: a variable before the
+    script may hold options.
     """
 
     path: str
@@ -99,7 +99,7 @@ class Launch:
     hidden: bool
 
     def argument(self, *names: str) -> tuple[Word, Word] | None:
-        """An option of the script, by its names with dashes, and its value; both are one word for `--config=x`."""
+        """Return an option of the script, by its names with dashes, with its value; `--config=x` is one word."""
         for place, word in enumerate(self.arguments):
             if word.text is None:
                 continue
@@ -114,12 +114,12 @@ class Launch:
 
 
 def may_hold(data: bytes) -> bool:
-    """Whether a file may hold a launch line, by its bytes."""
+    """True if a file may hold a launch line, by its bytes."""
     return any(token in data for token in GATE)
 
 
 def read(data: bytes, path: str) -> list[Launch]:
-    """The launch lines of a file's content that start a Python script or module."""
+    """Return the launch lines of a file's content that start a Python script or module."""
     if len(data) > LARGEST or not may_hold(data):
         return []
     text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape")
@@ -127,7 +127,7 @@ def read(data: bytes, path: str) -> list[Launch]:
 
 
 def _is_python(launch: Launch) -> bool:
-    """Whether it starts what looks like a script: prose goes on with any word (`accelerate launch to start`)."""
+    """True if a line starts a script by its name: in prose, any word may follow (`accelerate launch to start`)."""
     assert launch.script is not None
     name = launch.script.text
     return name is None or name.endswith(".py") or (launch.module and re.fullmatch(r"[\w.]+", name) is not None)
@@ -151,7 +151,7 @@ def _launches(text: str, path: str) -> Iterator[Launch]:
 
 
 def _options(words: list[Word], launcher: Launcher) -> tuple[dict[str, Word | None], int | None, bool, bool]:
-    """The launcher's options; the script's place, None where it cannot be told; whether a variable may hold more."""
+    """Return the options, the script's index (None if unknown), True if a variable may hide options, and `-m`."""
     options: dict[str, Word | None] = {}
     place, hidden, module = 0, False, False
     while place < len(words):
@@ -179,7 +179,7 @@ def _options(words: list[Word], launcher: Launcher) -> tuple[dict[str, Word | No
 
 
 def _words(text: str, place: int, quote: str) -> Iterator[Word]:
-    """The words of a command, to where it ends: the line, an operator, a comment, the quotes around it."""
+    """Yield the words of a command up to its end: of the line, or at an operator, a comment, the quotes around it."""
     while True:
         place = start = _end(_SPACE, text, place)
         parts: list[str] = []
@@ -208,14 +208,14 @@ def _end(pattern: re.Pattern[str], text: str, place: int) -> int:
 
 # -- in a tree --------------------------------------------------------------------------------------
 
-#: Files of a tree that are looked at by name, and those of them that are read, for the lines that launch a script.
+#: The most files of a tree whose names are tested, and that are read, for launch lines.
 MOST_FILES, MOST_READ = 20_000, 1_000
 
 
 def located(name: str, path: str, top: Path) -> Path | None:
-    """The file that a command in a file names: from its own folder, or one above it, up to the tree's top.
+    """Return the file that a command in a file names: from its own folder, or one above it, up to the tree's top.
 
-    Nothing says where a command is run from.
+    The folder that the command runs in is unknown.
     """
     folder = Path(path).absolute().parent
     for base in (folder, *folder.parents):
@@ -229,7 +229,7 @@ def located(name: str, path: str, top: Path) -> Path | None:
 
 @cached_per_run
 def in_tree(top: Path) -> Mapping[str, tuple[Launch, ...]]:
-    """Real path of a script -> the lines of its tree that launch it; nothing for a tree that is too large."""
+    """Return real path of a script -> the lines of its tree that launch it; empty for a tree that is too large."""
     found: dict[str, list[Launch]] = {}
     files = _launch_files(str(top))
     tracked_fs.record("launch files", str(top), tracked_fs.names_digest(files))
@@ -246,12 +246,12 @@ def in_tree(top: Path) -> Mapping[str, tuple[Launch, ...]]:
 
 
 def files_seen(top: str) -> str:
-    """What is noted of the files of a tree that may hold launch lines."""
+    """Return the digest of the names of a tree's files that may hold launch lines."""
     return tracked_fs.names_digest(_launch_files(top))
 
 
 def _launch_files(top: str) -> list[str]:
-    """The files of a tree that may hold launch lines, by their names; none of a tree that is too large."""
+    """Return the files of a tree that may hold launch lines, by their names; none of a tree that is too large."""
     found: list[str] = []
     left = MOST_FILES
     for folder, folders, files in os.walk(top):
@@ -270,6 +270,7 @@ def _launch_files(top: str) -> list[str]:
 
 
 def _script(launch: Launch, top: Path) -> Path | None:
+    """Return the file of the script, or module, that a line launches."""
     name = launch.script.text if launch.script is not None else None
     if name is None:
         return None

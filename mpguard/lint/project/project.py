@@ -1,4 +1,4 @@
-"""What lies around a file: the launch configs of its code, and the modules that it imports."""
+"""The surroundings of a file: the launch configs of its code, and the modules that it imports."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from mpguard.document import Document
     from mpguard.lint.facts.file import Facts
 
-#: Modules, and bytes of them, that are read on behalf of one linted file. Counted per file and not
-#: per run: what is found in a file does not depend on what else was linted.
+#: The most modules, and bytes of them, that are read for one linted file. Counted per file and not
+#: per run, so that a file's findings do not depend on the other files of the run.
 MOST_MODULES = 40
 MOST_BYTES = 2 << 20
-#: Bytes of modules whose trees are kept for the next files; many thousands of files would need gigabytes.
+#: The most bytes of modules whose trees are kept for the next files; thousands of files would need gigabytes.
 MOST_KEPT = 8 << 20
 
 
 class Project:
-    """What rules may ask about the surroundings of a file. One per process; files one after another.
+    """The surroundings of a file, for rules. There is one per process, for one file after another.
 
-    given: the configs of `--config`; they replace those of the settings and those beside the code.
+    given: the configs of `--config`; they replace those of the settings and those in the file's folder.
     """
 
     def __init__(self, given: Iterable[LaunchConfig] = (), gpu: str | None = None) -> None:
         self._given = tuple(given)
         self._gpu = gpu
         self._configured = tracked_fs.TrackedCache(launch_configs.configured)
-        self._beside = tracked_fs.TrackedCache(launch_configs.beside)
+        self._in_folder = tracked_fs.TrackedCache(launch_configs.in_folder)
         self._launched = tracked_fs.TrackedCache(launch_configs.launched)
         self._modules: dict[str, Facts | None] = {}
         self._budget_modules = MOST_MODULES
@@ -49,13 +49,13 @@ class Project:
         self._broken: set[str] = set()
 
     def forget(self, path: str) -> None:
-        """An imported module turned out not to parse: it is unknown from here on, and what was made of it."""
+        """Forget an imported module that does not parse, and the facts that depend on it."""
         self._broken.add(os.path.realpath(path))
         self._modules.clear()
 
     def begin(self, path: str) -> None:
-        """The engine turns to another file."""
-        # Those that were read on a spent budget may know less than they would with one of their own.
+        """Begin another file."""
+        # Facts that were computed after the budget was spent may lack what a full budget would give.
         if self._exhausted or self._kept_bytes > MOST_KEPT:
             self._modules.clear()
             self._kept_bytes = 0
@@ -63,18 +63,18 @@ class Project:
         self._counted = {path}
 
     def gpu(self, path: str) -> str | None:
-        """What the code is said to run on (`--gpu`, `[tool.mpguard] gpu`), or None."""
+        """Return the GPU that the code runs on (`--gpu`, `[tool.mpguard] gpu`), or None."""
         with tracked_fs.recording_for(path):
             return self._gpu or settings.nearest(Path(path)).gpu
 
     def required(self, path: str, package: str) -> Required:
-        """The versions of a package that the project of a file asks for."""
+        """Return the versions of a package that the project of a file requires."""
         folder = Path(path).absolute().parent
         with tracked_fs.recording_for(path):
             return required(str(folder), str(tree.top_of(folder)), package)
 
     def declared(self, path: str) -> Literal["training", "inference"] | None:
-        """What `training-paths` and `inference-paths` say about a file."""
+        """Return the kind of a file that `training-paths` and `inference-paths` declare."""
         with tracked_fs.recording_for(path):
             found = settings.nearest(Path(path))
         if matches(found.training_paths, found.root, path):
@@ -82,11 +82,13 @@ class Project:
         return "inference" if matches(found.inference_paths, found.root, path) else None
 
     def configs_for(self, path: str) -> tuple[LaunchConfig, ...]:
-        """The configs that a file is launched with: of `--config`, else of the settings, else those that the launch
-        lines of its tree name, else beside it.
+        """Return the configs that a file is launched with.
 
-        Beside it: accelerate configs in its own folder. A folder may hold several, and nothing says
-        which one is used. A notebook is launched with none.
+        Those of `--config`, else of the settings, else those that the launch lines of its tree name, else those in
+        its folder.
+
+        In its folder: accelerate configs. There may be several, and it is unknown which one is used.
+        A notebook is launched with none.
         """
         if self._given:
             return self._given
@@ -98,22 +100,24 @@ class Project:
             named = self._launched(path)
             if named is not None:
                 return named
-            found = self._beside(folder)
+            found = self._in_folder(folder)
             return () if found and launch_configs.for_others(path, found) else found
 
     def named_in(self, name: str, path: str) -> Path | None:
-        """The file that a command in a file names, if it lies in the tree."""
+        """Return the file that a command in a file names, if it is in the tree."""
         with tracked_fs.recording_for(path):
             return launch_lines.located(name, path, tree.top_of(Path(path).absolute().parent))
 
     def launched_with(self, config: str, option: str = "config_file") -> tuple[tuple[str, Launch], ...]:
-        """The launch lines of the tree that name an accelerate config, each with the script that it starts; or by
-        another option, another file."""
+        """Return the launch lines of the tree that name an accelerate config, each with the script that it starts.
+
+        option: another option, which names another kind of file.
+        """
         with tracked_fs.recording_for(config):
             return tuple(launch_configs.launched_with(config, option))
 
     def config_named(self, path: str, name: str) -> Document | None:
-        """The config that a file names (`config="ds_config.json"`), beside it or in the working directory."""
+        """Return the config that a file names (`config="ds_config.json"`), in its folder or the working directory."""
         from mpguard import document
 
         with tracked_fs.recording_for(path):
@@ -128,11 +132,11 @@ class Project:
         return None
 
     def source_of(self, module: str, from_path: str) -> Facts | None:
-        """The facts of an imported module (`pkg.losses`, `.losses`), if it lies in the linted tree.
+        """Return the facts of an imported module (`pkg.losses`, `.losses`), if it is in the linted tree.
 
         The tree is the folder of the nearest pyproject.toml, mpguard.toml or .git above the importing
         file, so that a file gets the same findings alone and with its folder; without one, and in
-        site-packages, the outermost package that the file is in, or its folder. None where the module
+        site-packages, the outermost package that the file is in, or its folder. None if the module
         is elsewhere, does not parse, or the budget of the linted file is spent.
         """
         with tracked_fs.recording_for(from_path):
@@ -153,18 +157,14 @@ class Project:
             self._budget_modules -= 1
             self._budget_bytes -= size
         if key not in self._modules:
-            self._modules[key] = None  # while it is read: modules import each other
+            self._modules[key] = None  # while it is read: imports may be circular
             self._modules[key] = self._read(path)
             if (found := self._modules[key]) is not None:
                 self._kept_bytes += len(found.source.data)
         return self._modules[key]
 
     def imported_elsewhere(self, path: str, name: str) -> bool:
-        """Whether another file of the tree may take a name from a module; so it is where the tree is too large.
-
-        By the last name of the module alone (`from x.compat import autocast`): what it says no to, no
-        import reaches. A package hands on what its `__init__` imports.
-        """
+        """True if another file of the tree may import a name from a module; see `reverse_imports.may_take`."""
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             return reverse_imports.may_take(tree.top_of(file.parent), file, name)

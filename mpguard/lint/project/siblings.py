@@ -1,6 +1,6 @@
-"""What lies beside a config: the Python code that it may launch, and the accelerate configs that name it.
+"""The files near a config: the Python code that it may launch, and the accelerate configs that name it.
 
-Where nothing says what belongs together, it may be all that is in the folder and in the one above.
+Without a launch line, these may be all files in its folder and in the one above.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from mpguard.document import Document
     from mpguard.lint.project.launch_lines import Launch
 
-#: Files of a folder, and bytes of a file, that are looked at: enough for a project, bounded for a heap.
+#: The most files of a folder, and bytes of a file, that are read: enough for a project, and a bound for large trees.
 MOST_FILES, LARGEST = 60, 256 << 10
-#: A launch config is some hundred bytes; files beside the code that are larger are data.
+#: A launch config has some hundred bytes; files next to the code that are larger are data.
 LARGEST_CONFIG = 64 << 10
-#: Code that says the precision itself, or fills in what a DeepSpeed config leaves open, or may.
+#: Code that sets, or may set, the precision itself, or the values that a DeepSpeed config leaves open.
 FILLS_IN = r"Trainer\b|TrainingArguments|mixed_precision"
 
 
 def mentions(config: str, pattern: str, launches: Iterable[tuple[str, Launch]] = ()) -> bool:
-    """Whether code that a config may launch matches a pattern outside comments.
+    """True if code that a config may launch matches a pattern outside comments.
 
-    That is the code in its folder, in the one above, and beside the scripts that launch lines start with it.
+    That is the code in its folder, in the one above, and in the folders of the scripts that `launches` start with it.
     """
     folder = Path(config).absolute().parent
     found = re.compile(pattern.encode())
@@ -39,7 +39,7 @@ def mentions(config: str, pattern: str, launches: Iterable[tuple[str, Launch]] =
 
 
 def flagged(option: str, launches: Iterable[tuple[str, Launch]]) -> bool:
-    """Whether a launch line gives an option itself, or may."""
+    """True if a launch line has an option, or may have it."""
     return any(option in launch.options or launch.hidden for _, launch in launches)
 
 
@@ -49,7 +49,7 @@ def _code(folder: Path) -> tuple[bytes, ...]:
 
 
 def naming(path: str) -> list[Document]:
-    """The accelerate configs that name a DeepSpeed file in `deepspeed_config_file`, in its folder or the one above."""
+    """Return the accelerate configs, in a DeepSpeed file's folder or the one above, that name it."""
     from mpguard.core.errors import ConfigError
     from mpguard.document import read
 
@@ -68,14 +68,14 @@ def naming(path: str) -> list[Document]:
 
 @cached_per_run
 def _launch_configs(folder: Path) -> tuple[Path, ...]:
-    """The YAML files of a folder that speak of a DeepSpeed file."""
+    """Return the YAML files of a folder that mention a DeepSpeed file."""
     return tuple(
         path for path, data in _files(folder, (".yaml", ".yml"), LARGEST_CONFIG) if b"deepspeed_config_file" in data
     )
 
 
 def _files(folder: Path, endings: tuple[str, ...], largest: int) -> Iterator[tuple[Path, bytes]]:
-    """The first files of a folder with one of some endings, and what they hold; not those that are too large."""
+    """Yield the first files of a folder with one of some suffixes, and their contents; not those that are too large."""
     left = MOST_FILES
     for path in (folder / name for name in tracked_fs.list_names(folder, endings)):
         if left and tracked_fs.is_file(path):

@@ -1,4 +1,4 @@
-"""The tree that a file is in: its top, and the files of the modules in it."""
+"""The tree that a file is in: its top, and the files of its modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpguard.lint.source.files import NEVER
 
 
 def file_of(module: str, from_path: str) -> str | None:
-    """The file of a module, looked for from the importing file's folder up to the tree's top."""
+    """Return the file of a module, searched from the importing file's folder up to the tree's top."""
     folder = Path(from_path).absolute().parent
     top = top_of(folder)
     dots = len(module) - len(module.lstrip("."))
@@ -36,10 +36,10 @@ def file_of(module: str, from_path: str) -> str | None:
 
 @cached_per_run
 def top_of(folder: Path) -> Path:
-    """The top of the tree that a folder is in: see `Project.source_of`."""
+    """Return the top of the tree that a folder is in: see `Project.source_of`."""
     for candidate in (folder, *folder.parents):
         if candidate.name in NEVER:
-            break  # an installed package: what lies beside it is not of its tree
+            break  # an installed package: the packages next to it are not part of its tree
         if any(tracked_fs.exists(candidate / name) for name in ("pyproject.toml", "mpguard.toml", ".git")):
             return candidate
     top = folder

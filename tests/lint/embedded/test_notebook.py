@@ -109,16 +109,16 @@ def test_suppressions_in_cells(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("content", "line", "column", "message"),
     [
-        ('{"cells": [\n  {"cell_type": }', 2, 17, "no JSON"),
-        ("", 1, 1, "no notebook"),
-        ("[]", 1, 1, "no notebook"),
-        ('{"nbformat": 4}', 1, 1, "`cells`, a list of them, is needed"),
+        ('{"cells": [\n  {"cell_type": }', 2, 17, "not JSON"),
+        ("", 1, 1, "not a notebook"),
+        ("[]", 1, 1, "not a notebook"),
+        ('{"nbformat": 4}', 1, 1, "`cells`, a list, is needed"),
         ('{"worksheets": []}', 1, 1, "format 3 or older"),
         ('{"cells":\n {}}', 2, 2, "a list is needed here"),
         ('{"cells": [{"cell_type": "code"}]}', 1, 12, "cell 1 has no `source`"),
-        ('{"cells": [{"cell_type": "code", "source": [1]}]}', 1, 44, "is no text"),
+        ('{"cells": [{"cell_type": "code", "source": [1]}]}', 1, 44, "is neither a string nor a list"),
         (b'{"cells": [\n"\xff"]}', 2, 2, "not UTF-8"),
-        ('{"cells": ' + "[" * 5000, 1, 1, "no JSON"),
+        ('{"cells": ' + "[" * 5000, 1, 1, "not JSON"),
     ],
 )
 def test_broken_notebooks(
