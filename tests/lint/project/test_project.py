@@ -73,7 +73,7 @@ def test_a_deepspeed_file(text: str, expected: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("lr: 1\n", "this is none"), ("distributed_type: [\n", "mp.yaml:2"), ("", "is empty"), ("- 1\n", "is a list")],
+    [("lr: 1\n", "this is neither"), ("distributed_type: [\n", "mp.yaml:2"), ("", "is empty"), ("- 1\n", "is a list")],
 )
 def test_what_is_no_launch_config(text: str, message: str) -> None:
     make({"mp.yaml": text})
