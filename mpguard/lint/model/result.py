@@ -25,7 +25,7 @@ class FileCheck:
 
     findings: the diagnostics with their places, one for each and in the same order.
     encode: encodes a new text as the file's bytes; None where the content could not be read.
-    recognized: it is Python, or a config that mpguard knows.
+    recognized: it is Python, or a config that mpguard supports.
     edited: the file's bytes with edits of the text, where the text is not the file's own (a notebook's program).
     """
 
@@ -71,7 +71,7 @@ class FixResult:
 class FileReport:
     """The result for one file. In a run that fixes, the findings are those that are left.
 
-    recognized: it is Python, or a config that mpguard knows; other files are passed over.
+    recognized: it is Python, or a config that mpguard supports; other files are passed over.
     trace: what the findings depend on; None where they must not be cached (there was a defect), or there is no cache.
     before_fixes: the findings before the fixes, for the case that the fixed content cannot be written.
     """

@@ -28,7 +28,7 @@ Known = Counter[tuple[str, str, str]]
 
 
 def read(file: Path) -> Known:
-    """Return the findings that a baseline knows. Raises `ConfigError` for a file that is not a baseline."""
+    """Return the findings in a baseline. Raises `ConfigError` for a file that is not a baseline."""
     try:
         document: Any = json.loads(_content(file).decode("utf-8-sig"))
     except (ValueError, RecursionError):
@@ -50,7 +50,7 @@ def read(file: Path) -> Known:
 
 
 def replaceable(file: Path) -> Known:
-    """Return what the file knows, if a new baseline may replace it: nothing if it is damaged. Raises `ConfigError`.
+    """Return the findings in a file that a new baseline may replace: none if it is damaged. Raises `ConfigError`.
 
     A baseline with the markers of a merge conflict, or of another version, may be replaced.
     """

@@ -67,7 +67,7 @@ class Changes:
             nearest = " or ".join(f"`{each}`" for each in near(name, names))
             clause = f"; did you mean {nearest}?" if nearest else ""
             raise ConfigError(
-                f"--diff-from {revision}: git knows no such revision in {self.root}{clause}{self._shallow()}"
+                f"--diff-from {revision}: git has no such revision in {self.root}{clause}{self._shallow()}"
             )
         if name == revision:
             return found.decode()
@@ -81,9 +81,7 @@ class Changes:
     def _shallow(self) -> str:
         if _line(self.root, "rev-parse", "--is-shallow-repository") != b"true":
             return ""
-        return (
-            "; this clone is shallow: `git fetch --unshallow`, or `fetch-depth: 0` of actions/checkout, gets the rest"
-        )
+        return "; this clone is shallow: `git fetch --unshallow`, or `fetch-depth: 0` of actions/checkout, fetches the other commits"
 
     def _real(self, path: str) -> str:
         return os.path.realpath(self.root / path)

@@ -27,7 +27,7 @@ from mpguard.lint.source.files import Target
 #: Each selection of rules, set of options and working directory has a file of its own; the oldest are removed.
 MOST_FILES = 16
 _PREFIX = "lint-"
-_KEPT = {"files": dict, "looks": list, "contents": dict}
+_KEPT = {"files": dict, "reads": list, "contents": dict}
 #: The errors of reading data that this version has not written.
 _DAMAGE = (AttributeError, LookupError, TypeError, ValueError)
 _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of mpguard; https://bford.info/cachedir/\n"
@@ -41,14 +41,14 @@ class Cache:
         self.file = folder / f"{_PREFIX}{run}.json"
         kept = _loaded(self.file)
         self._files: dict[str, list[Any]] = kept["files"]
-        self._looks: list[list[Any]] = kept["looks"]
+        self._reads: list[list[Any]] = kept["reads"]
         self._dependencies = Dependencies(kept["contents"])
-        self._unchanged: list[bool | None] = [None] * len(self._looks)
+        self._unchanged: list[bool | None] = [None] * len(self._reads)
         self._changed = False
 
     def _reset(self) -> None:
         """Forget everything: the file is damaged."""
-        self._files, self._looks, self._dependencies, self._unchanged = {}, [], Dependencies({}), []
+        self._files, self._reads, self._dependencies, self._unchanged = {}, [], Dependencies({}), []
         self._changed = True
 
     def known(self, target: Target) -> FileReport | None:
@@ -65,21 +65,21 @@ class Cache:
     def _is_unchanged(self, index: int) -> bool:
         unchanged = self._unchanged[index]
         if unchanged is None:
-            unchanged = self._unchanged[index] = self._dependencies.unchanged(*self._looks[index])
+            unchanged = self._unchanged[index] = self._dependencies.unchanged(*self._reads[index])
         return unchanged
 
     def keep(self, reports: Iterable[FileReport]) -> None:
         """Add the reports of a run."""
-        numbers = {(what, where, json.dumps(seen)): index for index, (what, where, seen) in enumerate(self._looks)}
+        numbers = {(what, where, json.dumps(seen)): index for index, (what, where, seen) in enumerate(self._reads)}
         for report in reports:
             self._changed = self._files.pop(_name(report.target), None) is not None or self._changed
             if report.trace is None:
                 continue
             depends_on = []
             for (what, where), seen in report.trace.looks.items():
-                index = numbers.setdefault((what, where, json.dumps(seen)), len(self._looks))
-                if index == len(self._looks):
-                    self._looks.append([what, where, seen])
+                index = numbers.setdefault((what, where, json.dumps(seen)), len(self._reads))
+                if index == len(self._reads):
+                    self._reads.append([what, where, seen])
                 depends_on.append(index)
             self._files[_name(report.target)] = [report.recognized, depends_on, list(map(_plain, report.findings))]
             for path, (status, digest) in report.trace.contents.items():
@@ -110,11 +110,11 @@ class Cache:
         files = {name: entry for name, entry in self._files.items() if os.path.exists(name.partition("\0")[2])}
         used = sorted({index for entry in files.values() for index in entry[1]})
         moved = {index: place for place, index in enumerate(used)}
-        looks = [self._looks[index] for index in used]
-        read = {where for what, where, _ in looks if what == "file"}
+        reads = [self._reads[index] for index in used]
+        read = {where for what, where, _ in reads if what == "file"}
         kept = {
             "files": {name: [known, [moved[i] for i in on], found] for name, (known, on, found) in files.items()},
-            "looks": looks,
+            "reads": reads,
             "contents": {path: content for path, content in self._dependencies.contents.items() if path in read},
         }
         return json.dumps(kept, separators=(",", ":")).encode()
@@ -148,7 +148,7 @@ def _loaded(file: Path) -> dict[str, Any]:
                 return kept
     except (OSError, *_DAMAGE):
         pass
-    return {"files": {}, "looks": [], "contents": {}}
+    return {"files": {}, "reads": [], "contents": {}}
 
 
 def _name(target: Target) -> str:

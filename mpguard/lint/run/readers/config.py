@@ -30,7 +30,7 @@ _SUPPRESSION = re.compile(rb"noqa|mpguard\s*:\s*i", re.I)
 
 
 def check(data: bytes, context: Context) -> FileCheck:
-    """Check a YAML or JSON file, if it was named or is a config that mpguard knows."""
+    """Check a YAML or JSON file, if it was named or is a config that mpguard supports."""
     named = context.target.named
     if not named and not _CONFIG_LIKE.search(data):
         return not_checked(recognized=False)

@@ -282,7 +282,7 @@ def test_a_shallow_clone_is_said(lint: Lint, tmp_path: Path) -> None:
     git("clone", "-q", "--depth", "1", tmp_path.as_uri(), "shallow")
     os.chdir("shallow")
     status, _, err = lint("--diff-from", "HEAD~1")
-    assert status == 2 and "git knows no such revision in " in err and "; this clone is shallow: `git fetch" in err
+    assert status == 2 and "git has no such revision in " in err and "; this clone is shallow: `git fetch" in err
 
 
 @pytest.mark.usefixtures("repository")
@@ -291,14 +291,14 @@ def test_a_shallow_clone_is_said(lint: Lint, tmp_path: Path) -> None:
 )
 def test_a_revision_is_one_commit(lint: Lint, revision: str) -> None:
     status, _, err = lint(f"--diff-from={revision}")
-    assert status == 2 and err.startswith(f"mpguard: --diff-from {revision}: git knows no such revision"), err
+    assert status == 2 and err.startswith(f"mpguard: --diff-from {revision}: git has no such revision"), err
     assert not Path("pwned").exists()
 
 
 @pytest.mark.usefixtures("repository")
 def test_revisions_that_are_none(lint: Lint, tmp_path: Path) -> None:
     status, _, err = lint("--diff-from", "mian")
-    assert status == 2 and "git knows no such revision in" in err and "did you mean `main`?" in err
+    assert status == 2 and "git has no such revision in" in err and "did you mean `main`?" in err
     assert lint("--diff-from=--output=x")[0] == 2 and not Path("x").exists()
     assert lint("--diff-from", "main^{tree}")[0] == 2
 
