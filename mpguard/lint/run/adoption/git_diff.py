@@ -81,7 +81,7 @@ class Changes:
     def _shallow(self) -> str:
         if _line(self.root, "rev-parse", "--is-shallow-repository") != b"true":
             return ""
-        return "; this clone is shallow: `git fetch --unshallow`, or `fetch-depth: 0` of actions/checkout, fetches the other commits"
+        return "; this clone is shallow: `git fetch --unshallow`, or `fetch-depth: 0` of actions/checkout, completes it"
 
     def _real(self, path: str) -> str:
         return os.path.realpath(self.root / path)

@@ -151,7 +151,7 @@ def test_what_is_no_baseline_is_refused(lint: Lint, text: str) -> None:
     if "mpguard_baseline" in text:
         assert status == 0, "as it says: it is damaged, or of another version, but a baseline"
     else:
-        assert status == 2 and "not written over" in err and Path("base.json").read_text() == text
+        assert status == 2 and "not overwritten" in err and Path("base.json").read_text() == text
 
 
 def test_what_never_ends_is_no_baseline(lint: Lint) -> None:
