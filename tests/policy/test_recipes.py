@@ -179,9 +179,7 @@ def theirs(policy, strategy):
 
 
 def test_another_package_brings_a_plugin(installed: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    code = (
-        "import mpguard; print(mpguard.recipe('bf16_mixed').to('theirs'), mpguard.targets.carriers('bf16')[-2:])"
-    )
+    code = "import mpguard; print(mpguard.recipe('bf16_mixed').to('theirs'), mpguard.targets.carriers('bf16')[-2:])"
     done = installed("mpguard.plugins", {"__init__.py": "", "p.py": PLUGIN}, code)
     assert done.stdout == "{'low': True} ['torch', 'transformers']\n", done.stderr
 

@@ -171,7 +171,7 @@ def test_sarif_names_files_and_its_fixes_are_those_of_fix(lint: Lint, tmp_path: 
     assert root == tmp_path
     assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == ["MPG801"]
     assert run["tool"]["driver"]["rules"][0]["help"]["markdown"].startswith("# unknown-fp8-key (MPG801)")
-    mended = {}
+    fixed = {}
     for result in run["results"]:
         ((change,),) = (fix["artifactChanges"] for fix in result["fixes"])
         (replacement,) = change["replacements"]
@@ -183,10 +183,10 @@ def test_sarif_names_files_and_its_fixes_are_those_of_fix(lint: Lint, tmp_path: 
         line = lines[region["startLine"] - 1]
         text = replacement["insertedContent"]["text"]
         lines[region["startLine"] - 1] = line[: region["startColumn"] - 1] + text + line[region["endColumn"] - 1 :]
-        mended[file] = "".join(lines)
-    assert len(mended) == len(NAMES)
+        fixed[file] = "".join(lines)
+    assert len(fixed) == len(NAMES)
     lint("--fix", ".")
-    assert {file: file.read_text() for file in mended} == mended
+    assert {file: file.read_text() for file in fixed} == fixed
 
 
 def test_sarif_names_what_lies_elsewhere_by_its_whole_path(lint: Lint, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/rules/ is what the rules say."""
+"""docs/rules/ has the pages that the rules generate."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def configs(script: str) -> list[tuple[str, str | None]]:
 
 
 BF16, FP8 = ACCELERATE.format("bf16"), ACCELERATE.format("fp8")
-TREE = {"conf/bf16.yaml": BF16, "conf/fp8.yaml": FP8, "src/train.py": "", "beside.yaml": FP8, "train.py": "",
+TREE = {"conf/bf16.yaml": BF16, "conf/fp8.yaml": FP8, "src/train.py": "", "near.yaml": FP8, "train.py": "",
         "conf/ds.json": '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}'}  # fmt: skip
 
 
@@ -185,10 +185,10 @@ TREE = {"conf/bf16.yaml": BF16, "conf/fp8.yaml": FP8, "src/train.py": "", "besid
         ("run.sh", "accelerate launch --config_file conf/fp8.yaml --mixed_precision $P train.py", "train.py", []),
         ("run.sh", "accelerate launch --config_file conf/fp8.yaml train.py --deepspeed conf/ds.json", "train.py", []),
         ("run.sh", "accelerate launch --mixed_precision $P train.py", "train.py", []),
-        # lines without a config say nothing: those beside the script hold
-        ("run.sh", "accelerate launch train.py\ntorchrun $A train.py", "train.py", [("beside.yaml", "fp8")]),
-        ("run.sh", "accelerate launch --config_file conf/bf16.yaml other.py", "train.py", [("beside.yaml", "fp8")]),
-        ("notes.md", "accelerate launch --config_file conf/bf16.yaml train.py", "train.py", [("beside.yaml", "fp8")]),
+        # lines without a config decide nothing: the configs in the folder of the script apply
+        ("run.sh", "accelerate launch train.py\ntorchrun $A train.py", "train.py", [("near.yaml", "fp8")]),
+        ("run.sh", "accelerate launch --config_file conf/bf16.yaml other.py", "train.py", [("near.yaml", "fp8")]),
+        ("notes.md", "accelerate launch --config_file conf/bf16.yaml train.py", "train.py", [("near.yaml", "fp8")]),
     ],
 )  # fmt: skip
 def test_which_config_a_script_is_launched_with(
@@ -209,7 +209,7 @@ def test_the_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     make({**TREE, "run.sh": "accelerate launch --config_file conf/bf16.yaml train.py\n", "other.sh": ""})
     assert configs("train.py") == [("conf/bf16.yaml", "bf16")]
     monkeypatch.setattr(launch_lines, "MOST_READ", 1)
-    assert configs("train.py") == [("beside.yaml", "fp8")]
+    assert configs("train.py") == [("near.yaml", "fp8")]
 
 
 def test_a_config_beside_belongs_to_the_code_that_uses_accelerate() -> None:

@@ -214,7 +214,7 @@ LITERAL = 'from accelerate import Accelerator\n\naccelerator = Accelerator(mixed
 
 
 def test_one_mistake_is_one_finding() -> None:
-    """The config speaks where there is one, and the rules about code alone where there is none."""
+    """The rule about the config reports where there is one, and the rules about code where there is none."""
     make({"train.py": TRAINER})
     assert codes("train.py", select=("MPG103", "MPG506", "MPG862", "MPG863")) == ["MPG103"]
     make({"mp.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n"})

@@ -219,10 +219,10 @@ def test_unused_suppressions_are_removed(tmp_path: Path, make_rule: MakeRule, co
     made = make_rule("MPG901", "alpha"), make_rule("MPG902", "beta")
     result = report(tmp_path, code.encode(), *made)
     assert {code for code, _ in found(result)} == {"MPG002"}
-    mended = report(tmp_path, code.encode(), *made, fix="safe")
-    assert mended.fix_result is not None
-    assert mended.fix_result.after.decode() == expected
-    assert mended.findings == ()
+    fixed = report(tmp_path, code.encode(), *made, fix="safe")
+    assert fixed.fix_result is not None
+    assert fixed.fix_result.after.decode() == expected
+    assert fixed.findings == ()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from mpguard.lint.model.rule import rules
 
 #: A finding of MPG302, which has a safe fix.
 TRAIN = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
-MENDED = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
+FIXED = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
 CONFIG = "distributed_type: FSDP\nmixed_precision: fp8\nfp8_config:\n  backend: TE\n  amax_history_length: 16\n"
 FORMATS = ("full", "concise", "json", "sarif", "github", "gitlab", "junit")
 
@@ -47,7 +47,7 @@ def lint(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no FIFOs here")
 def test_fifos_where_files_are_looked_for() -> None:
-    """Nobody writes into them: whoever opened one as a file would wait for ever."""
+    """No process writes into them: opening one as a file would block forever."""
     for name in (
         ".gitignore", "requirements.txt", "requirements-dev.txt", "setup.py", "setup.cfg", "mp.yaml", "ds_config.json",
         "README.md", "run.sh", "Makefile", "helper.py", "other.py", "page.ipynb",
@@ -100,7 +100,7 @@ def test_links_that_loop() -> None:
 
 # -- nothing of the project is run ----------------------------------------------------------------------
 
-#: Modules that mpguard, its libraries or Python's own would import, or a tool beside it run.
+#: Modules that mpguard, its libraries or Python's own would import, or a tool in the same folder run.
 SHADOWS = (
     "torch", "yaml", "libcst", "rich", "pathspec", "accelerate", "sitecustomize", "usercustomize", "conftest", "setup",
     "argparse", "dataclasses", "enum", "json", "random", "tokenize", "tomllib", "typing", "typing_extensions",
@@ -185,9 +185,9 @@ COMMAND = [sys.executable, "-m", "mpguard", "lint", "--fix", "-j", "1", "--no-ca
 
 
 def many(count: int) -> tuple[bytes, bytes]:
-    """Files to mend; what each of them is before and after."""
+    """Yield files to fix, with their contents before and after."""
     old, new = (
-        b"\xef\xbb\xbf" + (text + "# \u00e9\n" * 2000).replace("\n", "\r\n").encode() for text in (TRAIN, MENDED)
+        b"\xef\xbb\xbf" + (text + "# \u00e9\n" * 2000).replace("\n", "\r\n").encode() for text in (TRAIN, FIXED)
     )
     for number in range(count):
         Path(f"train{number}.py").write_bytes(old)
@@ -227,9 +227,9 @@ def test_two_runs_at_once() -> None:
     old, _ = many(30)
     runs = [subprocess.Popen(COMMAND, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     for run in runs:
-        _, said = run.communicate(timeout=120)
+        _, output = run.communicate(timeout=120)
         assert run.returncode in (0, 2)
-        assert all("changed by somebody else" in line or "roblem" in line for line in said.splitlines()), said
+        assert all("changed by somebody else" in line or "roblem" in line for line in output.splitlines()), output
     (content,) = {path.read_bytes() for path in Path().glob("train*.py")}
     assert content != old and b'torch.amp.GradScaler("cuda")' in content
     assert not list(Path().glob(".train*"))
@@ -332,13 +332,13 @@ def test_the_owner_stays() -> None:
     assert main(["lint", "--fix", "link.py"]) == 0
     status = Path("train.py").stat()
     assert (status.st_uid, status.st_gid) == (1234, 2345)
-    assert Path("train.py").read_text() == MENDED
+    assert Path("train.py").read_text() == FIXED
     assert Path("link.py").is_symlink()
 
 
 def test_files_that_change_and_go_while_they_are_read() -> None:
-    """What is written is made of one of the contents that there were, and nobody's newer file is lost."""
-    contents = {f"{TRAIN}x = {number}\n": f"{MENDED}x = {number}\n" for number in range(3)}
+    """What is written is made of one of the contents that there were, and no newer file is lost."""
+    contents = {f"{TRAIN}x = {number}\n": f"{FIXED}x = {number}\n" for number in range(3)}
     over = threading.Event()
 
     def change() -> None:
@@ -385,10 +385,10 @@ def test_no_escape_sequence_comes_through(arguments: list[str]) -> None:
         capture_output=True, timeout=60, check=False, env={**os.environ, "PYTHONUTF8": "1"},
     )  # fmt: skip
     assert done.returncode == 2
-    said = (done.stdout if arguments != ["--diff"] else b"").decode() + done.stderr.decode()
+    output = (done.stdout if arguments != ["--diff"] else b"").decode() + done.stderr.decode()
     assert b"Traceback" not in done.stderr
-    assert not [sign for sign in said if sign in "\x1b\x07\x9b\r"]
-    assert not [line for line in said.splitlines() if line.lstrip().startswith("::error::b")]
+    assert not [sign for sign in output if sign in "\x1b\x07\x9b\r"]
+    assert not [line for line in output.splitlines() if line.lstrip().startswith("::error::b")]
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no terminals here")

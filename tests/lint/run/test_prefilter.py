@@ -1,4 +1,4 @@
-"""The gate: a rule is asked wherever it could speak, and little is parsed."""
+"""The prefilter: a rule runs wherever it could report something, and few files are parsed."""
 
 from __future__ import annotations
 

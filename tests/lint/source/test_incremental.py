@@ -1,4 +1,4 @@
-"""Trees that are taken over from the version before, whole or in pieces, are what fresh ones are, and say the same."""
+"""Trees that are taken over from the version before, whole or in pieces, equal fresh ones, and give equal findings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXAMPLES = [
 
 
 def versions(seed: int) -> Iterator[str]:
-    """A program of several examples, edited as people do: lines doubled, removed, moved, broken, mended."""
+    """A program of several examples, edited as people do: lines doubled, removed, moved, broken, fixed."""
     chance = random.Random(seed)
     lines = "\n".join(chance.sample(EXAMPLES, 3)).split("\n")
     yield "\n".join(lines)
@@ -67,7 +67,7 @@ def parses(text: str) -> bool:
 
 
 def edited(seed: int) -> Iterator[str]:
-    """Functions and classes with a suite in a suite, edited a character or a few lines at a time, and not mended."""
+    """Functions and classes with a suite in a suite, edited a character or a few lines at a time, and not fixed."""
     chance = random.Random(seed)
     around = ("class Trainer:\n", "class Trainer(Base):  # one\n    # two\n\n    def fit(self):\n", "def main():\n", "")
     parts = []
@@ -127,7 +127,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said_alike(texts: Iterator[str]) -> int:
-    """Compares what is said with kept trees and with fresh ones; returns about how many texts it was something."""
+    """Compare the findings with kept trees and with fresh ones; return the number of texts that have some."""
     kept = Engine(rules(own_only=True), Options())
     kept.trees = Trees()
     useful = 0
@@ -291,7 +291,7 @@ def test_of_a_changed_class_one_suite_is_parsed_also_after_a_syntax_error(monkey
         try:
             same(version.parse(typed), module.parse(typed))
         except cst.ParserSyntaxError:
-            assert len(parsed) == 2 and parsed[1] == typed, "said where, in the whole"
+            assert len(parsed) == 2 and parsed[1] == typed, "the whole statement is parsed, for the place of the error"
         else:
             assert len(parsed) == 2 and "x = 5" in parsed[0] and "x = 4" not in parsed[0]
     twice = f"{code}\n    def f5(self):\n        x = 5\n        return x + 5 + 5\n"

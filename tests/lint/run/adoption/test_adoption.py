@@ -113,10 +113,10 @@ def test_writing_a_part_over_the_whole_is_said(lint: Lint) -> None:
     Path("train.py").write_text(TRAIN)
     Path("mp.yaml").write_text(CONFIG)
     lint("--write-baseline", "a b.json")
-    said = (
+    output = (
         "1 finding is known by a b.json from now on (1 that it knew before is out): mpguard lint --baseline 'a b.json'"
     )
-    assert lint("--write-baseline", "a b.json", "train.py")[1] == f"{said}\n"
+    assert lint("--write-baseline", "a b.json", "train.py")[1] == f"{output}\n"
 
 
 def broken(entry: str) -> str:
@@ -149,7 +149,7 @@ def test_what_is_no_baseline_is_refused(lint: Lint, text: str) -> None:
     assert status == 2 and err.startswith("mpguard: base.json: ") and "--write-baseline" in err
     status, _, err = lint("--write-baseline", "base.json")
     if "mpguard_baseline" in text:
-        assert status == 0, "as it says: it is damaged, or of another version, but a baseline"
+        assert status == 0, "it is damaged, or of another version, but a baseline"
     else:
         assert status == 2 and "not overwritten" in err and Path("base.json").read_text() == text
 
@@ -239,7 +239,7 @@ def test_since_branching(lint: Lint) -> None:
     Path("train.py").write_text(TRAIN.replace("x.half()", "x"))
     git("commit", "-qam", "theirs")
     git("checkout", "-q", "ours")
-    assert lint("--diff-from", "main")[0] == 1, "what main has mended since differs"
+    assert lint("--diff-from", "main")[0] == 1, "what main has fixed since differs"
     assert lint("--diff-from", "main...")[0] == 0
 
 

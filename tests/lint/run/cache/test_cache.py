@@ -62,11 +62,11 @@ class Linted:
 
     def __call__(self, *arguments: str) -> Codes:
         """The findings (file, code); they are those of a run without a cache."""
-        told = self.report(*arguments)
+        report = self.report(*arguments)
         checked = list(self.checked)
-        assert told == self.report("--no-cache", *arguments)
+        assert report == self.report("--no-cache", *arguments)
         self.checked = checked
-        return [(each["path"], each["code"]) for each in told[1]["findings"]]
+        return [(each["path"], each["code"]) for each in report[1]["findings"]]
 
 
 @pytest.fixture
@@ -146,9 +146,9 @@ def test_a_file_of_old_is_not_even_read(lint: Linted, trusting: None, monkeypatc
     write("train.py", SCALER)
     time.sleep(0.02)
     assert lint(".")
-    monkeypatch.setattr("mpguard.lint.run.cache.dependencies.open", None, raising=False)  # whoever opens it, fails
-    status, told, _ = lint.report(".")
-    assert (status, len(told["findings"]), lint.checked) == (1, 1, [])
+    monkeypatch.setattr("mpguard.lint.run.cache.dependencies.open", None, raising=False)  # any call of it fails
+    status, report, _ = lint.report(".")
+    assert (status, len(report["findings"]), lint.checked) == (1, 1, [])
 
 
 def test_a_config_appears_beside_changes_and_goes(lint: Linted) -> None:
@@ -276,7 +276,7 @@ def test_a_given_config_changes(lint: Linted) -> None:
 
 
 def test_a_named_file_and_one_that_is_found(lint: Linted) -> None:
-    write("broken.py", "x = = 1\n")  # nothing that a rule could speak about: its syntax counts where it is named
+    write("broken.py", "x = = 1\n")  # nothing that a rule could report: its syntax counts where it is named
     assert lint(".") == []
     assert lint("broken.py") == [("broken.py", "MPG000")]
     assert lint(".") == []
@@ -326,21 +326,21 @@ def test_mpguards_own_code_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     package.mkdir()
     info = tmp_path / "theirs-1.0.dist-info"
     info.mkdir()
-    said = [identity()]
+    identities = [identity()]
     monkeypatch.syspath_prepend(tmp_path)
-    said.append(identity())
-    assert said[0] == said[1], "it brings nothing of ours"
+    identities.append(identity())
+    assert identities[0] == identities[1], "it has no plugin, recipe or rule"
     (info / "entry_points.txt").write_text("[mpguard.rules]\ntheirs = theirs\n")
     (package / "__init__.py").write_text("")
-    said.append(identity())
+    identities.append(identity())
     (package / "rule.py").write_text("X = 1\n")
-    said.append(identity())
+    identities.append(identity())
     (package / "rule.py").write_text("X = 2\n")
-    said.append(identity())
+    identities.append(identity())
     (tmp_path / "another-2.0.dist-info").mkdir()  # their rule may ask it
-    said.append(identity())
-    assert None not in said
-    assert len(set(said)) == len(said) - 1
+    identities.append(identity())
+    assert None not in identities
+    assert len(set(identities)) == len(identities) - 1
 
 
 def test_a_rule_of_others_is_installed_changed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +383,7 @@ def _examples() -> list[Any]:
 
 @pytest.mark.parametrize("example", _examples())
 def test_whatever_a_rule_looks_at_counts(example: Any, lint: Linted) -> None:
-    """Each example that has files beside it, without each of them, and with them again."""
+    """Run each example that has other files, without each of them, and with them again."""
     name = example.name or "train.py"
     write(name, example.code)
     for other, text in example.files.items():
@@ -462,9 +462,9 @@ def _start(*arguments: str) -> subprocess.Popen[bytes]:
 def test_runs_side_by_side(lint: Linted, own_cache: Path) -> None:
     _many(20)
     runs = [_start() for _ in range(4)]
-    told = {run.communicate() for run in runs}
-    assert len(told) == 1
-    (out, err) = told.pop()
+    outputs = {run.communicate() for run in runs}
+    assert len(outputs) == 1
+    (out, err) = outputs.pop()
     assert (out.count(b"MPG302"), err) == (20, b"")
     assert len(lint(".")) == 20
     assert lint.checked == []
@@ -483,7 +483,7 @@ def test_a_run_that_is_killed(lint: Linted, own_cache: Path) -> None:
 
 
 def test_killed_while_it_writes(lint: Linted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is half written is nobody's cache."""
+    """A file that is half written is ignored."""
     write("train.py", SCALER)
     lint(".")
     write("train.py", "import torch\n")
@@ -521,7 +521,7 @@ def test_a_damaged_file_counts_for_nothing(damage: Callable[[bytes], bytes], lin
     assert lint(".") == [("train.py", "MPG302")]
     assert lint.checked == ["train.py"]
     lint(".")
-    assert lint.checked == [], "it was written anew"
+    assert lint.checked == [], "it was written again"
 
 
 def test_a_folder_in_the_place_of_the_file(lint: Linted, own_cache: Path) -> None:
@@ -530,18 +530,18 @@ def test_a_folder_in_the_place_of_the_file(lint: Linted, own_cache: Path) -> Non
     (file,) = own_cache.glob("lint-*.json")
     file.unlink()
     file.mkdir()
-    status, told, err = lint.report(".")
-    assert (status, len(told["findings"])) == (1, 1)
+    status, report, err = lint.report(".")
+    assert (status, len(report["findings"])) == (1, 1)
     assert "cannot be written" in err
 
 
 def test_a_folder_that_cannot_be_written(lint: Linted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was asked for: that is said. It was not: a read-only checkout is no news."""
+    """A requested cache that cannot be written is reported; without a request, a read-only checkout is not."""
     write("train.py", SCALER)
     write("file", "")
     monkeypatch.setenv("MPGUARD_CACHE_DIR", "file/cache")
-    status, told, err = lint.report(".")
-    assert (status, len(told["findings"])) == (1, 1)
+    status, report, err = lint.report(".")
+    assert (status, len(report["findings"])) == (1, 1)
     assert (
         err.startswith("mpguard: ") and "file/cache: cannot be written: Not a directory; findings are not kept" in err
     )
@@ -643,9 +643,9 @@ heavy = {"libcst", "yaml", "importlib.metadata", "pathspec", "rich", "tempfile",
 print(sorted(heavy & set(sys.modules)), [name for name in sys.modules if name.startswith("mpguard.lint.model.rule")])
 """
     (tmp_path / "train.py").write_text(SCALER)
-    said = [
+    outputs = [
         subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True).stdout
         for _ in range(2)
     ]
-    assert "libcst" in said[0], "the test can fail"
-    assert said[1].splitlines()[-1] == "[] []"
+    assert "libcst" in outputs[0], "the test can fail"
+    assert outputs[1].splitlines()[-1] == "[] []"
