@@ -1,22 +1,10 @@
-"""The facts of one file that rules ask about: events, calls, values, callers, training or inference.
+"""`Facts`: the result of the static analysis of one Python file, and the only interface that a rule needs.
 
-A rule walks no tree. It asks for `facts.events("cast")`, `facts.calls["step"]`, `facts.evaluate(...)`,
-`facts.regions(...)`, `facts.flow`, and yields diagnostics at events.
+A rule does not walk a syntax tree. It calls `facts.events("cast")`, `facts.calls["step"]`, `facts.evaluate(...)`,
+`facts.regions(...)` and `facts.flow`, and yields diagnostics at events.
 
-Events, each in order of evaluation within its function:
-
-    cast        `x.half()`, `x.to(torch.float16)`, `x.type(...)`: `dtypes`
-    scaler      a GradScaler is created          scale       `scaler.scale(loss)`
-    unscale     `scaler.unscale_(optimizer)`     update      `scaler.update()`
-    backward    of a loss; `framework` where an engine, an accelerator or the like runs it
-    step        of an optimizer; `scaler_step` through a scaler
-    autocast    a region is entered              compile     `torch.compile`, `model.compile`, a dynamo option
-    clip        `clip_grad_norm_`, `clip_grad_value_`
-    prepare     `accelerator.prepare`            initialize  `deepspeed.initialize`
-    convert     torchao's float8 conversion      trainer     a framework's trainer is built
-    load        `from_pretrained`                accelerator an Accelerator is built
-    shard       FSDP around a model              policy      FSDP's `MixedPrecision`, `MixedPrecisionPolicy`
-    arguments   a `TrainingArguments` is built
+The kinds of events are listed in `events/event.py` (`EventKind`). `facts.events(kind)` returns the events of a kind in
+order of evaluation.
 """
 
 from __future__ import annotations
@@ -56,20 +44,42 @@ from mpguard.lint.facts.values.scalars import Scalars
 from mpguard.lint.source.libcst_internals import Frames
 from mpguard.lint.source.source import Chunk, Source
 
-#: Of an imported class, what is longer than this is known by its name and its bases alone: hundreds of methods say too
-#: little about one that asks to be parsed for it.
+#: A class in an imported module whose code is longer than this (in characters) is indexed by its name and its bases
+#: only: parsing hundreds of methods costs more than they contribute to the analysis of the importing file.
 LARGEST_IMPORTED = 100_000
-#: What has a `step` and applies no gradients.
+#: Receivers that have a `step` method and are no optimizers: schedulers, profilers, environments, progress bars.
 _NO_OPTIMIZER = re.compile(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\b|\bema\b")
 
 
 class Facts:
-    """The facts of one file: `source`, `path`, `calls` (by the last name of what is called), `module` (its scope).
+    """The facts of one file.
 
-    Raises `text.Unparsable` for a file that Python accepts and libcst does not."""
+        source, path   the text of the file and its path
+        module         the module scope
+        calls          all calls, by the last name of the callee: `facts.calls["step"]`
+        walker         the index: scopes, parents of nodes, the record of each call
+        values         abstract values of expressions (`evaluate` is the short form)
+        graph          the call graph: callers, callees, base classes
+        contexts       `with` items and decorators, as regions
+        flow           forward and backward data flow
+        precision      the dtypes of tensors
+        scalars        Python numbers that are combined with tensors
+        autocasting    the autocast state at a place
+        prepared       objects wrapped by Accelerate, DeepSpeed or FSDP
+        trained        the values and weights that are trained
+        frozen         the models that are never trained
+        checkpoints    the states that are saved and restored
+        project        the configs, settings and other files of the linted tree
+
+    Raises `text.Unparsable` for a file that Python accepts and LibCST does not.
+    """
 
     def __init__(self, source: Source, project: ProjectApi | None = None, imported: bool = False) -> None:
-        """imported: a module that another file asks about; each statement is parsed when a name of it is needed."""
+        """Index the file.
+
+        imported: this is a module that a linted file imports. Its statements are parsed on demand, when one of the
+        names that they bind is needed.
+        """
         self.source = source
         self.imported_module = imported
         self.project: ProjectApi = project if project is not None else NoProject()
@@ -107,7 +117,10 @@ class Facts:
         self._infers: dict[Scope, bool] = {}
 
     def need(self, name: str) -> None:
-        """Parses what may bind a top-level name; at once for the file that is linted, on demand for an imported one."""
+        """Parse the statements that may bind a top-level name.
+
+        Does nothing for the linted file, which is parsed at once; an imported module is parsed on demand.
+        """
         if self._waiting and name in self._mentions:
             chunks = [chunk for chunk in self._mentions.pop(name) if chunk in self._waiting]
             large = [chunk for chunk in chunks if chunk.end - chunk.start > LARGEST_IMPORTED]
@@ -121,7 +134,7 @@ class Facts:
             )
 
     def need_all(self) -> None:
-        """Parses what matters of an imported module: its events are asked for."""
+        """Parse all relevant statements of an imported module, which its events need."""
         if self._waiting:
             self._walk(partial_parse.skimmed([chunk for chunk in self._waiting if partial_parse.matters(chunk)]))
             self._waiting = []
@@ -140,7 +153,7 @@ class Facts:
             self._indexed[scope] = len(scope.calls)
 
     def _wanted(self, chunks: tuple[Chunk, ...]) -> Sequence[Chunk]:
-        """Those of the file that is linted; the others wait."""
+        """Return the chunks of the linted file to parse; the others get stubs."""
         if len(self.source.normal) <= partial_parse.WHOLE:
             return chunks
         wanted = partial_parse.wanted(chunks)
@@ -148,7 +161,9 @@ class Facts:
         return [chunk for chunk in chunks if chunk in wanted]
 
     def aliases(self, name: str) -> list[str]:
-        """What a file calls a thing of this name besides: `from torch import compile as c`, `ac = amp.autocast`."""
+        """Return the local names that the file gives to an object of this name: `c` for `compile` after
+        `from torch import compile as c`, `ac` for `autocast` after `ac = amp.autocast`.
+        """
         if self._aliases[0] != self.parsed_bytes:
             found: dict[str, list[str]] = {}
             for scope in self.walker.scopes:
@@ -162,28 +177,29 @@ class Facts:
     # -- values -----------------------------------------------------------------------------------
 
     def condition(self, node: cst.CSTNode, scope: Scope) -> Condition:
-        """The formula that the truth of an expression is."""
+        """Return the truth of an expression as a formula over flags."""
         return self.walker.conditions.of(node, scope)
 
     def evaluate(self, node: cst.CSTNode | None, at: Record) -> Alternatives:
-        """What an expression may be, where a record stands; `values` explains the alternatives."""
+        """Return the abstract value of an expression at a record: its alternatives, each with a path condition."""
         with Frames():
             return self.values.evaluate(node, at.scope, at.order)
 
     def paths(self, call: Call) -> list[tuple[PathCondition, str]]:
-        """The full dotted names of what a call calls, where that is something of a library."""
+        """Return the full dotted names of the library callables that a call may run, each with its path condition."""
         return [(each.guard, each.atom.path) for each in self.evaluate(call.func, call) if isinstance(each.atom, Ref)]
 
     def called_path(self, call: Call) -> str:
-        """The first of `paths`, or empty."""
+        """Return the first of `paths`, or an empty string."""
         return next((path for _, path in self.paths(call)), "")
 
     def dtypes(
         self, node: cst.CSTNode | None, at: Record, strings: bool = False
     ) -> tuple[tuple[PathCondition, str | None], ...]:
-        """The dtypes that an expression may be: (guard, name); None where it is unknown or none.
+        """Return the dtypes that an expression may have: (path condition, name), where None stands for unknown or no
+        dtype.
 
-        strings: whether `"float16"` is one here.
+        strings: strings such as `"float16"` count as dtypes too.
         """
         found: list[tuple[PathCondition, str | None]] = []
         for each in self.evaluate(node, at):
@@ -194,13 +210,14 @@ class Facts:
         return tuple(found)
 
     def kinds(self, node: cst.CSTNode | None, at: Record) -> set[str]:
-        """The kinds of object that an expression may be; "" among them where one is unknown."""
+        """Return the kinds of object that an expression may be, with "" for an unknown one."""
         return {each.atom.kind if isinstance(each.atom, Object) else "" for each in self.evaluate(node, at)}
 
     def from_outside(self, node: cst.CSTNode | None, at: Record, depth: int = 8) -> bool:
-        """Whether an object is the caller's, and no caller is in sight: a parameter, or an attribute set from one.
+        """True if an object comes from a caller that is not in the file: it is a parameter, or an attribute set from
+        one.
 
-        What an imported function returns is not: it is the script's from there on.
+        The return value of an imported function does not count: from there on the object belongs to the script.
         """
         path = dotted(node)
         if isinstance(node, cst.Call):
@@ -232,10 +249,10 @@ class Facts:
     # -- functions and classes --------------------------------------------------------------------
 
     def of(self, record: Record) -> Facts:
-        """The facts of the file in which a record stands."""
+        """Return the facts of the file that contains a record."""
         path = record.chunk.source.path
         pending, seen = [self], {self}
-        for facts in pending:  # what an import hands on may stand further off
+        for facts in pending:  # a record may come from a module that is imported indirectly
             if facts.path == path:
                 return facts
             near = {other for other in facts._imported.values() if other is not None} - seen
@@ -244,23 +261,25 @@ class Facts:
         return self
 
     def elsewhere(self, record: Record) -> str | None:
-        """The file in which a record stands, where that is another than this."""
+        """Return the path of the file that contains a record if that is another file than this one."""
         path = record.chunk.source.path
         return path if path != self.path else None
 
     def imported(self, module: str) -> Facts | None:
-        """The facts of a module of the linted tree."""
+        """Return the facts of an imported module of the linted tree, or None if it is not in the tree."""
         if module.split(".", 1)[0] in library_names.LIBRARIES:
             return None
         if module not in self._imported:
-            self._imported[module] = None  # an import cycle finds nothing
+            self._imported[module] = None  # within an import cycle the module is unknown
             other = self._imported[module] = self.project.source_of(module, self.path)
             if other is not None:
                 other.values.asked_by(self.values)
         return self._imported[module]
 
     def exported(self, name: str) -> bool:
-        """Whether another module may take a top-level name from this one: by `__all__`, or by an import in the tree."""
+        """True if another module may import a top-level name of this one: it is in `__all__`, or some file of the tree
+        imports it.
+        """
         self.need("__all__")
         listed = (binding.value for binding in self.module.bindings.get("__all__", ()) if binding.value is not None)
         return any(f"'{name}'" in text_of(each).replace('"', "'") for each in listed) or (
@@ -268,61 +287,71 @@ class Facts:
         )
 
     def class_kind(self, cls: Scope) -> str:
-        """What an instance is: `model`, `own_optimizer`, `trainer` ..., `own` for a class of the user's; "" unknown."""
+        """Return the kind of a class's instances: `model`, `own_optimizer`, `trainer` ..., `own` for a plain user
+        class, "" if unknown.
+        """
         return self.graph.class_kind(cls)
 
     def base_unknown(self, cls: Scope | None) -> bool:
-        """Whether a class has ancestors that may bring what the file does not show."""
+        """True if a class has base classes outside the analysed files, which may add attributes and behaviour."""
         return self.graph.base_unknown(cls)
 
     def callers(self, scope: Scope) -> list[Call]:
-        """The calls of a function in its file."""
+        """Return the calls of a function in its own file."""
         return self.graph.callers(scope)
 
     def functions(self, call: Call) -> list[Function]:
-        """The functions of the tree that a call may run; the `forward` of a module, the `__init__` of a class."""
+        """Return the functions of the tree that a call may run: a function, the `forward` of a module, the `__init__`
+        of a class.
+        """
         return self.graph.functions(call)
 
     def repeated(self, scope: Scope, depth: int = 4) -> bool:
-        """Whether a function is called in a loop, or by one that is: once per epoch, for instance."""
+        """True if a function is called in a loop, directly or through its callers: once per epoch, for example."""
         callers = self.callers(scope) if depth else []
         return any(call.loops or self.repeated(call.scope, depth - 1) for call in callers)
 
     def escapes(self, scope: Scope) -> bool:
-        """Whether a function is handed on as a value, so that others may call it."""
+        """True if a function is passed as a value, so that code outside the call graph may call it."""
         return self.graph.escapes(scope)
 
     def reachable(self, scope: Scope) -> set[Scope]:
-        """The functions of the file that are connected with this one by calls, and its class and module."""
+        """Return the functions of the file connected with this one by calls, in either direction, with its class and
+        module.
+        """
         return self.graph.reachable(scope)
 
     def guard_of(self, record: Record) -> PathCondition:
-        """A record's guard, with the conditions under which its function is always called."""
+        """Return a record's path condition, including the conditions under which its function is always called."""
         return self.graph.guard_of(record)
 
     # -- regions ----------------------------------------------------------------------------------
 
     def regions(self, record: Record) -> tuple[Region, ...]:
-        """The contexts around a record, outermost first: decorators of its functions, and `with` items."""
+        """Return the contexts around a record, outermost first: decorators of its functions, and `with` items."""
         return self.contexts.around(record)
 
     def autocasts(self, record: Record, depth: int = 3) -> list[tuple[Region, PathCondition]]:
-        """The autocast regions in force where a record stands: its function's, else those of its callers."""
+        """Return the autocast regions that are active at a record: those of its function, otherwise those of its
+        callers.
+        """
         with Frames():
             return self.contexts.autocasts(record, depth)
 
     def autocast(self, call: Call, path: str) -> Region:
-        """The region that a call of an autocast makes: its device and dtype, with torch's defaults."""
+        """Return the region that a call of an autocast creates: its device and dtype, with torch's defaults."""
         return self.contexts.autocast(call, path)
 
     def enabled(self, call: Call, path: str) -> PathCondition:
-        """The guard that an autocast's or a scaler's `enabled=` is; an impossible one for `False`."""
+        """Return the path condition that `enabled=` of an autocast or a scaler stands for; an impossible one for
+        `False`.
+        """
         return self.contexts.enabled(call, path)
 
     # -- events -----------------------------------------------------------------------------------
 
     def events(self, kind: str) -> list[Event]:
-        """All events of a kind in the file, in order."""
+        """Return all events of a kind in the file, in order of evaluation."""
         self.need_all()
         if kind not in self._events:
             with Frames():
@@ -331,23 +360,23 @@ class Facts:
 
     @cached_property
     def traces(self) -> Traces:
-        """What happens to scaled gradients in order of control flow, across the helpers of the file."""
+        """The sequences of operations on scaled gradients in order of control flow, with helper functions expanded."""
         self.need_all()
         return Traces(self)
 
     def compiles(self, guard: PathCondition = ALWAYS) -> bool:
-        """Whether something may be compiled under a guard: a call, an option, or a decorator."""
+        """True if something may be compiled under a path condition: by a call, an option, or a decorator."""
         return compiled(self, guard)
 
     @cached_property
     def forgotten_dtypes(self) -> dict[Call, Option]:
-        """The autocasts without a dtype in a script whose own option says BF16."""
+        """The autocasts without a dtype in a script whose own option or constant selects BF16, each with that option."""
         return forgotten_dtypes(self)
 
     # -- training and inference -------------------------------------------------------------------
 
     def is_inference(self, record: Record) -> bool:
-        """Whether what happens here is inference: by its regions, the names of the functions around it, its callers."""
+        """True if a record belongs to inference: by the regions around it, the names of its functions, or its callers."""
         if any(
             region.kind == "no_grad" and compatible(region.guard, record.guard) and not (region.guard - record.guard)
             for region in self.regions(record)
@@ -356,10 +385,13 @@ class Facts:
         return self.scope_infers(record.scope)
 
     def scope_infers(self, scope: Scope) -> bool:
+        """True if a scope is used for inference only: by the names of the functions around it, or by all of its
+        callers.
+        """
         if scope in self._infers:
             return self._infers[scope]
         found, whole = self._scope_infers(scope), not self._active
-        if whole:  # within a cycle of calls it may be half the answer
+        if whole:  # within a cycle of calls the result may be incomplete
             self._infers[scope] = found
         return found
 
@@ -381,18 +413,18 @@ class Facts:
 
     @property
     def declared(self) -> str | None:
-        """What the settings say that the file is: "training", "inference", or None."""
+        """The role that the settings declare for the file: "training", "inference", or None."""
         return self.project.declared(self.path)
 
     @cached_property
     def any_training(self) -> bool:
-        """Whether the file trains at all."""
+        """True if the file trains at all: it has a backward pass, `prepare`, `deepspeed.initialize` or a trainer."""
         return bool(self.calls.get("backward") or self.calls.get("manual_backward")) or any(
             self.events(kind) for kind in ("prepare", "initialize", "trainer")
         )
 
     def steps(self, scope: Scope) -> bool:
-        """Whether something applies gradients in the program of a scope: the `step` of anything but a schedule."""
+        """True if gradients are applied in the functions connected with a scope: a `step` of anything but a scheduler."""
         if scope not in self._steps:
             self._steps[scope] = any(
                 call.name == "step"
@@ -406,28 +438,31 @@ class Facts:
 
     @cached_property
     def masters(self) -> bool:
-        """Whether FP32 masters of FP16 weights may be kept, and the loss scaled, by other means than torch.amp's."""
+        """True if FP32 master weights may be kept, and the loss scaled, by other means than torch.amp."""
         return masters(self)
 
     # -- text -------------------------------------------------------------------------------------
 
     def span(self, node: cst.CSTNode, at: Record) -> tuple[int, int]:
+        """Return the start and end of a node in `Source.text`."""
         return at.chunk.span(node)
 
     def text(self, node: cst.CSTNode, at: Record) -> str:
-        """The code of a node, as it stands in the file, with its parentheses."""
+        """Return the code of a node as it is in the file, with its parentheses."""
         first, last = at.chunk.outer_span(node)
         return self.source.text[first:last]
 
     def short(self, node: cst.CSTNode | None) -> str:
-        """A node's code on one line, cut to what a message can hold."""
+        """Return a node's code on one line, cut to 60 characters for a message."""
         text = " ".join(cst.Module([]).code_for_node(node).split()) if node is not None else ""
         return text if len(text) <= 60 else text[:57] + "..."
 
 
 @contextlib.contextmanager
 def _without_gc() -> Iterator[None]:
-    """Trees are made of many objects, none of them garbage: collecting meanwhile costs a tenth."""
+    """Disable garbage collection while trees are built: they consist of many objects, none of them garbage, and
+    collecting meanwhile takes a tenth of the time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -438,7 +473,7 @@ def _without_gc() -> Iterator[None]:
 
 
 def _renamed(binding: Binding) -> str:
-    """The last name of what an import or an assignment of a dotted name takes; or empty."""
+    """Return the original last name that an import or an assignment of a dotted name renames; or an empty string."""
     if binding.kind == "from":
         return binding.name
     return dotted(binding.value).rpartition(".")[2] if binding.kind == "assign" and "." in dotted(binding.value) else ""

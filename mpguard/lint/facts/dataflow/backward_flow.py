@@ -1,4 +1,4 @@
-"""What a value comes from, within one file: the records that an expression is computed from."""
+"""Backward data flow within one file: the records that an expression is computed from."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from mpguard.lint.facts.syntax.records import Call, Record, Scope
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
-#: Expressions that are looked at for one.
+#: Expressions followed for one request.
 _MOST = 400
 
 
 class Origins:
+    """Collects the origins of one expression in `found`."""
+
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.found: list[Record] = []
         self.seen: set[object] = set()
 
     def expression(self, node: cst.CSTNode | None, scope: Scope, order: int, guard: PathCondition, depth: int) -> None:
+        """Follow the names and calls in an expression."""
         if node is None or depth < 0 or node in self.seen or len(self.seen) > _MOST:
             return
         self.seen.add(node)
@@ -39,6 +42,7 @@ class Origins:
             self.expression(child, scope, order, guard, depth)
 
     def name(self, path: str, scope: Scope, order: int, guard: PathCondition, depth: int) -> None:
+        """Follow a dotted name to its reaching definitions, and a parameter to the arguments of the callers."""
         parts = path.split(".")
         for length in range(len(parts), 0, -1):
             if self.facts.flow.spent:
@@ -65,6 +69,7 @@ class Origins:
                 return
 
     def call(self, call: Call, guard: PathCondition, depth: int) -> None:
+        """Follow a call to the values that its functions return."""
         for function in self.facts.functions(call):
             scope = function.scope
             if scope in self.seen or function.facts is not self.facts or scope.name == "__init__":

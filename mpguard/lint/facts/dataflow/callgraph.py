@@ -1,4 +1,4 @@
-"""The call graph of one file: classes and their ancestors, callers, callees, what conditions they share."""
+"""The call graph of one file: classes and their base classes, callers, callees, and the conditions that callers share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HARMLESS = (
     "object",
     "builtins.",
 )
-#: Method names that many classes have: a receiver that is unknown may be any of them.
+#: Method names that many classes have: on a receiver of unknown type they are not resolved by name alone.
 _COMMON = frozenset({
     "step", "update", "forward", "to", "train", "eval", "run", "get", "add", "append", "items", "load", "save",
     "backward", "scale",
@@ -38,12 +38,12 @@ _COMMON = frozenset({
 })  # fmt: skip
 
 
-#: Bindings that make a name none of a class of the file, and of no object of one.
+#: Bindings that make a name neither a class of the file nor an instance of one.
 _NOT_OURS = frozenset({"def", "import", "from"})
 
 
 class CallGraph:
-    """Who calls whom in one file, and what its classes are."""
+    """The callers and callees of the functions of one file, and the kinds of its classes."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -60,7 +60,9 @@ class CallGraph:
         self._named_of = 0
 
     def attributes(self, cls: Scope) -> dict[str, list[Binding]]:
-        """What the methods and the body of a class set: attribute -> bindings; of bases in sight too."""
+        """Return the attributes set by the body and the methods of a class, with their bindings; those of base classes
+        in the file too.
+        """
         if cls not in self._attributes:
             found: dict[str, list[Binding]] = {}
             self._attributes[cls] = found
@@ -78,7 +80,7 @@ class CallGraph:
         return self._attributes[cls]
 
     def bases(self, cls: Scope) -> list[Class | str]:
-        """The base classes: those of the tree, and the full names of the others ("" if unknown)."""
+        """Return the base classes: those of the tree, and the full names of the others ("" if unknown)."""
         found: list[Class | str] = []
         for name in cls.base_names:
             for each in (
@@ -91,7 +93,7 @@ class CallGraph:
         return found
 
     def ancestry(self, cls: Scope) -> Iterator[str]:
-        """The full names of all library classes that a class descends from; "" for what is out of sight."""
+        """Yield the full names of all library classes among the ancestors of a class; "" for an unknown one."""
         seen: set[Scope] = set()
         pending: list[tuple[Facts, Scope]] = [(self.facts, cls)]
         while pending:
@@ -106,7 +108,9 @@ class CallGraph:
                     yield base
 
     def class_kind(self, cls: Scope) -> str:
-        """What an instance is: `model`, `own_optimizer`, `trainer` ..., `own` for a class of the user's; "" unknown."""
+        """Return the kind of a class's instances: `model`, `own_optimizer`, `trainer` ..., `own` for a plain user
+        class, "" if unknown.
+        """
         if cls in self._active:
             return ""
         self._active.add(cls)
@@ -136,11 +140,11 @@ class CallGraph:
         return "own"
 
     def base_unknown(self, cls: Scope | None) -> bool:
-        """Whether a class has ancestors that may bring what the file does not show."""
+        """True if a class has base classes outside the analysed files, which may add attributes and behaviour."""
         return cls is not None and self.class_kind(cls) in ("", "framework", "trainer")
 
     def callers(self, scope: Scope) -> list[Call]:
-        """The calls of a function in its file."""
+        """Return the calls of a function in its own file."""
         if scope in self._callers:
             return self._callers[scope]
         self._callers[scope] = []
@@ -163,9 +167,8 @@ class CallGraph:
         return found
 
     def _may_be_ours(self, call: Call) -> bool:
-        """Whether what is called may be a class of this file or an object of one: no import and no `def` gives it its
-        name."""
-        if self.facts.imported_module:  # of which not all is known
+        """True if the callee may be a class of this file or an instance of one: no import and no `def` binds its name."""
+        if self.facts.imported_module:  # an imported module is parsed only in part
             return True
         if call.receiver is not None:
             return call.name in self._attribute_names
@@ -177,7 +180,7 @@ class CallGraph:
 
     @functools.cached_property
     def _attribute_names(self) -> set[str]:
-        """The names that the file gives to attributes, methods left out."""
+        """The names of the attributes that the file sets, without methods."""
         return {
             key.rpartition(".")[2]
             for scope in self.facts.walker.scopes
@@ -186,6 +189,7 @@ class CallGraph:
         }
 
     def _resolves(self, call: Call, scope: Scope) -> bool:
+        """True if a call may run the function of a scope."""
         for each in self.facts.values.evaluate(call.func, call.scope, call.order):
             atom = each.atom
             if isinstance(atom, Function) and atom.scope is scope:
@@ -218,7 +222,9 @@ class CallGraph:
         return False
 
     def functions(self, call: Call) -> list[Function]:
-        """The functions of the tree that a call may run; the `forward` of a module, the `__init__` of a class."""
+        """Return the functions of the tree that a call may run: a function, the `forward` of a module, the `__init__`
+        of a class.
+        """
         found = []
         for each in self.facts.evaluate(call.func, call):
             atom = each.atom
@@ -235,7 +241,7 @@ class CallGraph:
         return found
 
     def named(self, name: str) -> list[Scope]:
-        """The functions and methods of a name."""
+        """Return the functions and methods of a name."""
         scopes = self.facts.walker.scopes
         if self._named_of != len(scopes):
             self._named_of, self._named = len(scopes), {}
@@ -245,7 +251,7 @@ class CallGraph:
         return self._named.get(name, [])
 
     def escapes(self, scope: Scope) -> bool:
-        """Whether a function is handed on as a value, so that others may call it."""
+        """True if a function is passed as a value, so that code outside the call graph may call it."""
         if scope not in self._escapes:
             self._escapes[scope] = scope.parent is not None and self._handed_on(scope)
         return self._escapes[scope]
@@ -263,15 +269,15 @@ class CallGraph:
             }
         return (f"self.{scope.name}" if scope.is_method else scope.name) in self._given
 
-    # -- guards ---
+    # -- path conditions ---
 
     def guard_of(self, record: Record) -> PathCondition:
-        """A record's guard, with the conditions under which its function is always called."""
+        """Return a record's path condition, including the conditions under which its function is always called."""
         joined = record.guard.joined(self.context(record.scope))
         return joined if joined.possible else record.guard
 
     def context(self, scope: Scope) -> PathCondition:
-        """The conditions that all calls of a function have in common."""
+        """Return the conditions that all calls of a function have in common."""
         if scope.kind != "function":
             return ALWAYS
         if scope not in self._contexts:
@@ -287,7 +293,9 @@ class CallGraph:
         return self._contexts[scope]
 
     def reachable(self, scope: Scope) -> set[Scope]:
-        """The functions of the file that are connected with this one by calls, and its class and module."""
+        """Return the functions of the file connected with this one by calls, in either direction, with its class and
+        module.
+        """
         seen: set[Scope] = set()
         pending = [scope]
         while pending:
@@ -316,7 +324,7 @@ class CallGraph:
         return found
 
     def _elsewhere(self, call: Call) -> bool:
-        """Whether what is called comes by an import: it is none of this file's functions."""
+        """True if the callee is imported, so that it is no function of this file."""
         root = call.path.split(".", 1)[0]
         bindings = self.facts.module.bindings.get(root, ()) if root not in call.scope.bindings else ()
         return bool(bindings) and all(binding.kind in ("import", "from") for binding in bindings)

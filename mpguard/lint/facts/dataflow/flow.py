@@ -1,4 +1,4 @@
-"""Where values go and what they come from, within one file and within bounds."""
+"""Forward and backward data flow within one file, with limits on the work per file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from mpguard.lint.facts.syntax.records import Binding, Record
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
-#: Uses of names, and bindings, that are looked at for one file. Beyond, where a value goes is unknown.
+#: Uses of names, and bindings, that are visited for one file. Beyond these limits the flow of a value is unknown.
 _MOST_USES = 100_000
 _MOST_BINDINGS = 2_000_000
 _ORDER = operator.attrgetter("order")
 
 
 class Flow:
+    """The data flow of one file."""
+
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.uses_left = _MOST_USES
@@ -31,28 +33,31 @@ class Flow:
 
     @property
     def spent(self) -> bool:
+        """True if a limit is reached."""
         return self.uses_left <= 0 or self.bindings_left <= 0
 
     def between(self, bindings: Sequence[Binding], first: int, last: int) -> Sequence[Binding]:
-        """Of a scope's bindings of a name, those between two places; they are in order."""
+        """Return the bindings of a scope's name between two places; they are in order."""
         place = bisect.bisect_right(bindings, first, key=_ORDER)
         between = bindings[place : bisect.bisect_left(bindings, last, place, key=_ORDER)]
         self.bindings_left -= len(between)
         return between
 
     def forward(self, node: cst.CSTNode, at: Record, guard: PathCondition | None = None) -> Reach:
-        """What the value of an expression reaches."""
+        """Return the sinks that the value of an expression reaches."""
         return Forward(self.facts, at.guard if guard is None else guard).start(node, at)
 
     def forward_key(self, key: str, at: Record, guard: PathCondition | None = None) -> Reach:
-        """The same for an object that is cast (`model.half()`, `x = x.half()`): the uses of its name from there on."""
+        """Return the sinks of an object that is cast under a name (`model.half()`, `x = x.half()`): follows the uses of
+        the name from there on.
+        """
         walk = Forward(self.facts, at.guard if guard is None else guard)
         walk.cast = (key, at.scope)
         walk.taint(key, at.scope, at.order)
         return walk.reach
 
     def backward(self, node: cst.CSTNode, at: Record, depth: int = 6) -> list[Record]:
-        """The bindings and calls, in any function of the file, that an expression is computed from."""
+        """Return the bindings and calls, in any function of the file, that an expression is computed from."""
         walk = Origins(self.facts)
         walk.expression(node, at.scope, at.order, at.guard, depth)
         return walk.found

@@ -1,10 +1,10 @@
-"""Where a value goes, within one file.
+"""Forward data flow within one file: the sinks that a value reaches.
 
-Through names, attributes, calls, returns and parameters, to the *sinks* that show training: `backward`,
-an optimizer, `prepare`, `initialize`, a trainer, FSDP/DDP.
+A value is followed through names, attributes, calls, returns and parameters to the *sinks* that show training:
+`backward`, an optimizer, `prepare`, `initialize`, a trainer, FSDP/DDP.
 
-It stops where gradients and training stop: `no_grad`, `detach`, comparisons, shapes, a frozen
-model, an engine that runs its own precision.
+It is not followed where gradients or training end: `no_grad`, `detach`, comparisons, shapes, a frozen model, an engine
+that runs its own precision.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from mpguard.lint.facts.values.lattice import Ref
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
-#: Nodes that one value is followed through, and functions deep. Beyond, where it goes is unknown.
+#: Nodes visited for one value, and nesting of functions. Beyond these limits the flow of the value is unknown.
 _MOST = 400
 _DEEP = 40
 _CASTS = frozenset({"float", "double", "to", "type", "type_as"})
-#: Methods that end what a cast to FP16 began.
+#: Methods that end the effect of a cast to FP16.
 UPCASTS = frozenset({"float", "double"})
 
-#: Methods and functions whose result carries no gradient, or that only look.
+#: Methods and functions whose result has no gradient, or that only read the value.
 _STOPS = frozenset({
     "item", "detach", "detach_", "numpy", "tolist", "size", "dim", "numel", "data_ptr", "element_size", "state_dict",
     "get_device",
@@ -57,8 +57,11 @@ _TRAIN_SINKS = frozenset({"backward", "optimizer", "prepare", "initialize", "tra
 
 @dataclasses.dataclass(eq=False)
 class Sink:
-    """Where a value ends: `backward`, `optimizer`, `prepare`, `initialize`, `trainer`, `parallel`,
-    `gradient` (a backward whose gradients nothing in sight applies), `saved`, `engine`, `frozen`, `peft`."""
+    """A place where the flow of a value ends.
+
+    kind: `backward`, `optimizer`, `prepare`, `initialize`, `trainer`, `parallel`, `gradient` (a backward pass whose
+    gradients are never applied in the file), `saved`, `engine`, `frozen`, `peft`.
+    """
 
     kind: str
     call: Call
@@ -66,9 +69,10 @@ class Sink:
 
 @dataclasses.dataclass(eq=False)
 class Reach:
-    """All that a value reaches; `outside` where it leaves the file's sight (returned to nobody, stored).
+    """All that a value reaches.
 
-    models: the calls of a model or module that it, or what is computed from it, is an input of.
+    outside: it leaves the analysed code (returned by a function without callers, or beyond the limits). models: the
+    calls of a model or module that take the value, or one computed from it, as an argument.
     """
 
     sinks: list[Sink] = dataclasses.field(default_factory=list)
@@ -81,10 +85,13 @@ class Reach:
         return [sink for sink in self.sinks if sink.kind in _TRAIN_SINKS]
 
     def meets(self, kind: str) -> bool:
+        """True if a sink of this kind is reached."""
         return any(sink.kind == kind for sink in self.sinks)
 
 
 class Forward:
+    """One forward traversal; the result is in `reach`."""
+
     def __init__(self, facts: Facts, guard: PathCondition) -> None:
         self.facts, self.guard = facts, guard
         self.reach = Reach()
@@ -94,16 +101,18 @@ class Forward:
         self.cast: tuple[str, Scope] | None = None
 
     def start(self, node: cst.CSTNode, at: Record) -> Reach:
+        """Follow the value of an expression."""
         self.climb(node, at)
         return self.reach
 
     def sink(self, kind: str, call: Call) -> None:
+        """Record a sink; a backward pass in a file that applies no gradients is recorded as `gradient`."""
         if self.facts.trained.probes or (kind == "backward" and not self.facts.steps(call.scope)):
             kind = "gradient" if kind in _TRAIN_SINKS else kind
         self.reach.sinks.append(Sink(kind, call))
 
     def climb(self, node: cst.CSTNode, at: Record) -> None:
-        """Follows the value of `node` to the expressions and statements around it."""
+        """Follow the value of `node` to the enclosing expressions and statements."""
         parents = self.facts.walker.parents
         while self.left > 0 and ("node", node) not in self.seen:
             self.seen.add(("node", node))
@@ -123,7 +132,7 @@ class Forward:
                     node = above
                     continue
                 node = parent
-            elif isinstance(parent, cst.Call):  # what is called: model(x)
+            elif isinstance(parent, cst.Call):  # the callee: model(x)
                 node = parent
             elif isinstance(parent, cst.Arg):
                 call = self.facts.walker.call_of.get(parents[parent])
@@ -171,7 +180,7 @@ class Forward:
                 node = parent
 
     def anonymous(self, node: cst.Lambda, at: Record) -> None:
-        """Follows what a lambda returns: to the calls of its name, or what `map` makes of it."""
+        """Follow the result of a lambda: to the calls of its name, or the result of `map`."""
         parents = self.facts.walker.parents
         parent = parents.get(node)
         if isinstance(parent, cst.Assign) and isinstance(name := parent.targets[0].target, cst.Name):
@@ -185,9 +194,10 @@ class Forward:
                 self.climb(above, at)
 
     def cast_back(self, call: Call) -> bool:
-        """Whether a kernel's result is cast at once: `kernel(x.half()).float()`, `out = kernel(q.half())`, `out.to(t)`.
+        """True if a kernel's result is cast immediately: `kernel(x.half()).float()`, `out = kernel(q.half())`,
+        `out.to(t)`.
 
-        A kernel: a function of a library other than torch, or of nobody in sight; no model, no parameter.
+        A kernel is a function of a library other than torch, or an undefined one; not a model or a parameter.
         """
         atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
         library = bool(atoms) and all(
@@ -210,6 +220,7 @@ class Forward:
         return any(use.path.startswith(key + ".") and use.path.rsplit(".", 1)[-1] in _CASTS for use in uses)
 
     def bind(self, target: cst.CSTNode, at: Record) -> None:
+        """Follow the target of an assignment."""
         if isinstance(target, (cst.Tuple, cst.List)):
             for element in target.elements:
                 self.bind(element.value, at)
@@ -223,7 +234,7 @@ class Forward:
             self.taint(key, at.scope, bindings[made].order if made < len(bindings) else at.order)
 
     def taint(self, key: str, scope: Scope, order: int) -> None:
-        """Follows all uses of a name that may have the value."""
+        """Follow all uses of a name that may hold the value."""
         if (key, scope, order) in self.seen or self.left <= 0:
             return
         if self.deep > _DEEP or self.facts.flow.spent:
@@ -235,6 +246,7 @@ class Forward:
         self.deep -= 1
 
     def uses(self, key: str, scope: Scope, order: int) -> None:
+        """Visit the uses of a name from a place on."""
         places: list[Scope] = list(scope.descendants())
         if key.startswith("self.") and scope.owner is not None:
             places = list(scope.owner.descendants())
@@ -264,7 +276,7 @@ class Forward:
                 self.used(use.path[len(key) + 1 :], use)
 
     def ends(self, key: str, scope: Scope, order: int) -> int:
-        """Where an object that is cast (`model.half()`) is cast up again: `model.float()`."""
+        """Return the place where an object that was cast in place (`model.half()`) is upcast again by `model.float()`."""
         if self.cast is None or (key, scope) != self.cast:
             return 1 << 60
         ups = (
@@ -275,7 +287,7 @@ class Forward:
         return min(ups, default=1 << 60)
 
     def upcasts(self, use: Use, key: str) -> bool:
-        """Whether a use is `model.float()` or `model.to(torch.float32)`, in place or as the name's new value."""
+        """True if a use is `model.float()` or `model.to(torch.float32)`, in place or assigned to the same name."""
         if use.path.rpartition(".")[0] != key or not (use.path.endswith(".to") or use.path[len(key) + 1 :] in UPCASTS):
             return False
         parent = self.facts.walker.parents.get(use.node)
@@ -293,7 +305,7 @@ class Forward:
         return isinstance(above, cst.Expr)
 
     def rebound(self, key: str, scope: Scope, order: int, use: Record) -> bool:
-        """Whether the name has another value by then."""
+        """True if the name has been bound to another value before the use."""
         return (
             order >= 0
             and use.scope is scope
@@ -306,12 +318,13 @@ class Forward:
         )
 
     def _quiet(self, record: Record) -> bool:
-        """Whether it stands where no gradient is made."""
+        """True if a record is in a `no_grad` region."""
         return any(
             region.kind == "no_grad" and not (region.guard - record.guard) for region in self.facts.regions(record)
         )
 
     def used(self, rest: str, use: Record) -> None:
+        """Follow one use; `rest` is the attribute path after the name."""
         parts = rest.split(".") if rest else []
         if parts and parts[0] in _LOOKS and parts[0] != "data":
             return
@@ -328,7 +341,7 @@ class Forward:
         self.climb(use.node, use)
 
     def method(self, name: str, node: cst.Call) -> bool:
-        """A method of the value is called: whether its result carries on."""
+        """Handle a method call on the value. True if the flow continues with the method's result."""
         call = self.facts.walker.call_of.get(node)
         if call is None:
             return False
@@ -346,7 +359,7 @@ class Forward:
         return True
 
     def argument(self, call: Call, arg: cst.Arg) -> bool:
-        """The value is handed to a call: whether the call's result carries on."""
+        """Handle a call with the value as an argument. True if the flow continues with the call's result."""
         facts, name = self.facts, call.name
         if name in ("backward", "manual_backward"):
             self.sink("backward", call)
@@ -399,6 +412,7 @@ class Forward:
         return carries or not known
 
     def through_library(self, path: str, call: Call, arg: cst.Arg) -> bool:
+        """Handle a library function with the value as an argument. True if the flow continues with its result."""
         last = path.rsplit(".", 1)[-1]
         kind = library_names.kind_of(path)
         if library_names.SAVES.search(last):
@@ -409,11 +423,11 @@ class Forward:
                 self.sink("saved", call)
             return False
         if kind == "optimizer":
-            if self.facts.any_training:  # an optimizer that nothing steps trains nothing
+            if self.facts.any_training:  # an optimizer that is never stepped trains nothing
                 self.sink("optimizer", call)
             return False
         if kind == "trainer":
-            first = bool(call.positional) and arg.value is call.positional[0]  # a second model is the reference
+            first = bool(call.positional) and arg.value is call.positional[0]  # a second model is the reference model
             if first or (arg.keyword is not None and arg.keyword.value in ("model", "args")):
                 self.sink("trainer", call)
             return False
@@ -426,7 +440,7 @@ class Forward:
         return not path.startswith("copy.deepcopy")
 
     def module(self, atom: object, call: Call, arg: cst.Arg) -> bool:
-        """The value is an input of an object that is called."""
+        """Handle a call of an object with the value as an argument. True if the flow continues with its result."""
         kind = getattr(atom, "kind", "")
         if kind == "engine":
             self.sink("engine", call)
@@ -443,7 +457,7 @@ class Forward:
         return True
 
     def entered(self, scope: Scope, call: Call, arg: cst.Arg) -> None:
-        """The value becomes a parameter of a function of the file."""
+        """Follow the value into the parameter of a function of the file."""
         if scope.kind == "class":
             init = scope.method("__init__")
             if init is None:
@@ -464,6 +478,7 @@ class Forward:
             self.taint(name, scope, scope.order)
 
     def returned(self, scope: Scope) -> None:
+        """Follow the value to the callers of the function that returns it."""
         if ("returned", scope) in self.seen:
             return
         self.seen.add(("returned", scope))

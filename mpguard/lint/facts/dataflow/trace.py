@@ -1,8 +1,9 @@
-"""What happens to scaled gradients, in the order of control flow and across the helpers of a file.
+"""Traces: the operations on scaled gradients in order of control flow, with the helper functions of the file expanded.
 
-A *trace* is the run of one function that nobody in the file calls: scale, backward, unscale, clip, step, update,
-in order, with those of its helpers where they are called. Each moment knows under which flags it happens, in
-which loops, and through which calls. Rules ask what comes between two moments under flags that go together.
+A *trace* is the run of one function that is called by no other function of the file: scale, backward, unscale, clip,
+step, update in order, with the steps of helper functions at their calls. Each trace step has its path condition, the
+loops around it, and the calls that lead to it. Rules look for steps between two others whose path conditions are
+compatible.
 """
 
 from __future__ import annotations
@@ -32,30 +33,30 @@ Kind = Literal[
 _EVENTS: tuple[Kind, ...] = (
     "scale", "backward", "framework", "unscale", "clip", "scaler_step", "step", "update", "get_scale",
 )  # fmt: skip
-#: Flags that are the rhythm of gradient accumulation: `(i + 1) % n == 0`, `is_accumulating`, `update_now`.
+#: Flags that select the last micro-batch of gradient accumulation: `(i + 1) % n == 0`, `is_accumulating`, `update_now`.
 _RHYTHM = re.compile(r"(?i)%|accum|last_(?:opt_)?step|update_freq|sync_grad|should_(?:step|update)|do_(?:step|update)")
-#: Flags that may choose between scaled and plain gradients; a backend, a device and a framework do too.
+#: Flags that may choose between scaled and plain gradients: precision, backend, device, framework.
 _PRECISION = re.compile(
     r"(?i)16|amp(?!l)|scal|half|precision|dtype|apex|deepspeed|\bds_|fsdp|accelerat(?!ion_steps|e_grad)|mixed|native"
     r"|cuda|device|tpu|xla|npu|cpu|gpu|hpu|fabric|backend|engine|#|call"
 )
-#: A condition on overflow, on a bad batch: what is skipped then is skipped by exception.
+#: Flags for an overflow or an invalid batch: the branch is exceptional.
 CHECKS = re.compile(r"(?i)finite|inf(?![a-z])|nan(?![a-z])|overflow|invalid")
-#: Functions that are handed a scaler and do not use it to step: `save_checkpoint(model, scaler)`.
+#: Functions that take a scaler without stepping with it: `save_checkpoint(model, scaler)`.
 _ONLY_STORE = re.compile(
     r"(?i)save|load|checkpoint|ckpt|restore|resume|print|log|info|state|isinstance|hasattr|getattr|bool"
 )
-#: Moments of one trace, and calls deep.
+#: Steps of one trace, and depth of calls.
 _MOST = 3_000
 _DEEP = 6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TraceStep:
-    """Something that happens in a trace.
+    """One operation in a trace.
 
-    guard: its conditions with those of the calls on the way; loops: those around it, outermost first.
-    via: the calls of helpers on the way. scale: of a backward, the event that surely scales its loss.
+    guard: its path condition, including those of the calls that lead to it; loops: those around it, outermost first.
+    via: the calls of helpers that lead to it. scale: for a backward pass, the event that scales its loss for certain.
     """
 
     kind: Kind
@@ -68,27 +69,29 @@ class TraceStep:
 
     @property
     def call(self) -> Call:
+        """The call of an operation that is one."""
         assert isinstance(self.record, Call)
         return self.record
 
     @property
     def span(self) -> tuple[int, int]:
+        """Start and end in `Source.text`."""
         return self.record.span
 
     @property
     def scaler(self) -> cst.BaseExpression | None:
-        """The expression of the scaler, of what one does."""
+        """The expression of the scaler, for a scaler's operation or a scaled backward pass."""
         if self.kind == "backward":
             return self.scale.subject if self.scale is not None else None
         return self.call.receiver
 
     @property
     def optimizer(self) -> cst.BaseExpression | None:
-        """The expression of the optimizer, of an unscale or a step."""
+        """The expression of the optimizer, for an unscale or a step."""
         return self.event.subject if self.event is not None else None
 
     def ends(self, kind: type[cst.CSTNode]) -> bool:
-        """Whether it is a `continue` (or `break`, `raise`, `return`)."""
+        """True if it is an exit of this type: `continue`, `break`, `raise` or `return`."""
         return self.kind == "exit" and isinstance(self.record.node, kind)
 
 
@@ -106,7 +109,7 @@ class Traces:
 
     @cached_property
     def all(self) -> tuple[Trace, ...]:
-        """One trace for each function that something happens in and that no other function of the file calls."""
+        """One trace for each function with relevant operations that no other function of the file calls."""
         scopes = [s for s in self.facts.walker.scopes if s.kind != "class" and self._matters(s, ())]
         called = {
             helper.scope
@@ -144,21 +147,21 @@ class Traces:
                 arm = both.given(Flag(f"call#{item.order}", number + 1)) if len(helpers) > 1 else both
                 yield from self._expand(helper.scope, arm, around, (*via, item), (*stack, helper.scope))
 
-    # -- what happens in one function ---------------------------------------------------------------
+    # -- the steps of one function ----------------------------------------------------------------------
 
     def _matters(self, scope: Scope, active: tuple[Scope, ...]) -> bool:
-        """Whether something happens in a function or in its helpers."""
+        """True if a function, or one of its helpers, has relevant operations."""
         if scope not in self._relevant and scope not in active and len(active) <= _DEEP:
             found = scope in self._own or any(
                 self._matters(helper.scope, (*active, scope)) for call in scope.calls for helper in self._helpers(call)
             )
             if active and not found:
-                return False  # within a cycle it may be half the answer
+                return False  # within a cycle the result may be incomplete
             self._relevant[scope] = found
         return self._relevant.get(scope, False)
 
     def _items_of(self, scope: Scope) -> list[TraceStep | Call]:
-        """The moments of a function itself and the calls of helpers in which there are others, in order."""
+        """Return the steps of a function itself and its calls of helpers that have some, in order."""
         if scope not in self._items:
             calls = [
                 call for call in scope.calls if any(self._matters(each.scope, (scope,)) for each in self._helpers(call))
@@ -177,7 +180,7 @@ class Traces:
         for kind in _EVENTS:
             for event in facts.events(kind):
                 if kind == "framework" and self._helpers(event.call):
-                    continue  # a method of one's own: what it does is seen
+                    continue  # a method of the file: its operations are visible
                 scale = self.scaled.get(event.call) if kind == "backward" else None
                 found.setdefault(event.scope, []).append(TraceStep(kind, event.call, event, scale=scale))
         for call in facts.calls.get("zero_grad", ()):
@@ -201,17 +204,17 @@ class Traces:
 
     @cached_property
     def scaled(self) -> dict[Call, Event]:
-        """The backward passes that run on a scaled loss for sure, with the call that scales it."""
+        """The backward passes that run on a scaled loss for certain, with the call that scales it."""
         return {
             backward: scale
             for backward, scale in self.may_scale.items()
-            # Each way that the loss comes by must be scaled: an arm that is not may be the one of this step.
+            # The loss must be scaled on every path to this backward pass: an unscaled path may be the one of this step.
             if not (scale.call.guard - backward.guard)
         }
 
     @cached_property
     def may_scale(self) -> dict[Call, Event]:
-        """The backward passes whose loss a scaler may have scaled, with the call that does."""
+        """The backward passes whose loss may be scaled, with the call that scales it."""
         scales = {event.call: event for event in self.facts.events("scale")}
         found = {}
         for backward in self.facts.events("backward") if scales else ():
@@ -224,7 +227,7 @@ class Traces:
         return found
 
     def _helpers(self, call: Call) -> Sequence[Function]:
-        """The functions of the file that a call runs; a closure that is handed to a step."""
+        """Return the functions of the file that a call runs, including a closure passed to `step`."""
         facts = self.facts
         if call.name == "step":
             closure = call.argument(None, "closure") or next(iter(call.positional), None)
@@ -235,7 +238,7 @@ class Traces:
         return [function for function in facts.functions(call) if function.facts is facts]
 
     def _handed(self, call: Call) -> bool:
-        """Whether a call out of sight may use a scaler: one that it is given, or that its object has."""
+        """True if a call outside the file may use a scaler: one that is an argument, or that its object holds."""
         if call.name[:1].isupper() or _ONLY_STORE.search(call.name) or self._helpers(call):
             return False
         given = [*call.positional, *call.keywords.values()]
@@ -254,10 +257,10 @@ class Traces:
             and bool(re.search(r"(?i)scal|clip|optim|step|backward|update", call.name))
         )
 
-    # -- which object --------------------------------------------------------------------------------
+    # -- identity of objects ----------------------------------------------------------------------------
 
     def own(self, node: cst.CSTNode | None, at: Record) -> bool:
-        """Whether a scaler is surely one of torch's that the file makes (or None in another arm)."""
+        """True if a scaler is created in the file from one of torch's classes for certain (or is None on another path)."""
         atoms = [each.atom for each in self.facts.evaluate(node, at)]
         made = [atom for atom in atoms if not (isinstance(atom, Constant) and atom.value in (None, False))]
         return bool(made) and all(
@@ -269,14 +272,14 @@ class Traces:
         )
 
     def like_torch(self, node: cst.CSTNode | None, at: Record) -> bool:
-        """Whether a scaler is torch's, or may be: no wrapper's, no class of another library or of the tree."""
+        """True if a scaler is torch's, or may be: not a wrapper's, nor a class of another library or of the tree."""
         return dotted(node).split(".", 1)[0] not in ("accelerator", "engine", "fabric") and all(
             not isinstance(each.atom, Object) or each.atom.path.startswith("torch.")
             for each in self.facts.evaluate(node, at)
         )
 
     def enabled(self, node: cst.CSTNode | None, at: Record) -> PathCondition:
-        """The guard under which a scaler is enabled at all."""
+        """Return the path condition under which a scaler is enabled."""
         guard = PathCondition()
         for each in self.facts.evaluate(node, at):
             if isinstance(each.atom, Object) and each.atom.call is not None and each.atom.kind == "scaler":
@@ -284,7 +287,7 @@ class Traces:
         return guard
 
     def same(self, one: cst.CSTNode | None, at: Record, other: cst.CSTNode | None, there: Record) -> bool:
-        """Whether two expressions are surely the same object: made by one call, or one name in one function."""
+        """True if two expressions are the same object for certain: created by one call, or one name in one function."""
         if one is None or other is None:
             return False
         made, made_there = self._made(one, at), self._made(other, there)
@@ -295,12 +298,12 @@ class Traces:
         return text and (at.scope is there.scope or (place.startswith("self.") and elsewhere == place))
 
     def differ(self, one: cst.CSTNode | None, at: Record, other: cst.CSTNode | None, there: Record) -> bool:
-        """Whether two expressions are surely different objects."""
+        """True if two expressions are different objects for certain."""
         made, made_there = self._made(one, at), self._made(other, there)
         return made is not None and made_there is not None and not made & made_there
 
     def _made(self, node: cst.CSTNode | None, at: Record) -> set[Call] | None:
-        """The calls that may have made an object; None where one is out of sight."""
+        """Return the calls that may have created an object; None if one of them is unknown."""
         atoms = [each.atom for each in self.facts.evaluate(node, at)]
         made = [atom for atom in atoms if not isinstance(atom, Constant)]
         if not made or any(not isinstance(atom, Object) or atom.call is None for atom in made):
@@ -309,7 +312,7 @@ class Traces:
 
 
 def between(trace: Trace, first: int, last: int, *kinds: Kind, guard: PathCondition) -> Iterator[TraceStep]:
-    """The moments of some kinds on the way from one place of a trace to another, that may happen under a guard."""
+    """Yield the steps of some kinds between two places of a trace that may be executed under a path condition."""
     for place in range(first + 1, last):
         moment = trace[place]
         if moment.kind in kinds and compatible(moment.guard, guard) and not _left(trace, place, last):
@@ -317,7 +320,7 @@ def between(trace: Trace, first: int, last: int, *kinds: Kind, guard: PathCondit
 
 
 def _left(trace: Trace, place: int, last: int) -> bool:
-    """Whether whoever comes by one place leaves before the other: `optimizer.zero_grad(); continue`."""
+    """True if control leaves between two places of a trace: `optimizer.zero_grad(); continue`."""
     moment, target = trace[place], trace[last]
     for each in trace[place + 1 : last]:
         if each.kind != "exit" or each.guard - moment.guard:
@@ -329,7 +332,9 @@ def _left(trace: Trace, place: int, last: int) -> bool:
 
 
 def before(trace: Trace, place: int) -> Iterator[tuple[int, TraceStep]]:
-    """The backward passes whose gradients a moment meets: the last before it, and those in arms that exclude it."""
+    """Yield the backward passes whose gradients a step uses: the last one before it, and those on mutually exclusive
+    paths.
+    """
     moment = trace[place]
     arms: list[PathCondition] = []
     for index in range(place - 1, -1, -1):
@@ -345,24 +350,28 @@ def before(trace: Trace, place: int) -> Iterator[tuple[int, TraceStep]]:
 
 
 def iteration(trace: Trace, moment: TraceStep) -> list[tuple[int, TraceStep]]:
-    """The moments of one pass of the innermost loop around one; of the whole trace where there is none."""
+    """Return the steps in one iteration of the innermost loop around a step; those of the whole trace if there is no
+    loop.
+    """
     loop = moment.loops[-1] if moment.loops else None
     return [(place, each) for place, each in enumerate(trace) if loop is None or loop in each.loops]
 
 
 def unrelated(later: PathCondition, earlier: PathCondition) -> bool:
-    """Whether what one guard asks more than another has nothing to do with precision: it cannot be the same flag
-    under another name, and choose between scaled and plain gradients."""
+    """True if the additional conditions of a path condition have nothing to do with precision.
+
+    Otherwise they may be the same flag under another name, and choose between scaled and plain gradients.
+    """
     return not any(_PRECISION.search(word) for word in PathCondition(later - earlier).words())
 
 
 def rhythm(guard: PathCondition) -> bool:
-    """Whether some condition of a guard is the rhythm of gradient accumulation."""
+    """True if some condition selects micro-batches of gradient accumulation."""
     return any(_RHYTHM.search(flag) for flag in guard.flags())
 
 
 def exceptional(guard: PathCondition) -> bool:
-    """Whether some condition of a guard looks for an overflow."""
+    """True if some condition tests for an overflow or an invalid value."""
     return any(CHECKS.search(flag) for flag in guard.flags())
 
 

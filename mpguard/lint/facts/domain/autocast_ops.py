@@ -1,9 +1,9 @@
-"""Which operations autocast runs in which dtype, and what other operations do to a dtype.
+"""The dtype that autocast runs each operation in, and the effect of other operations on the dtype.
 
 The lists are torch 2.13's `ATen/autocast_mode.h` (`AT_FORALL_LOWER_PRECISION_FP`, `AT_FORALL_FP32`,
 `AT_FORALL_FP32_SET_OPT_DTYPE`), by the public names of the operations; a test compares them with the header of the
-torch that is installed. They hold for CUDA. The CPU's autocast lowers the matrix products too, but leaves `softmax`,
-`exp`, `sum` and `layer_norm` in the dtype of their input.
+installed torch. They hold for CUDA. The CPU's autocast lowers the matrix products too, but leaves `softmax`, `exp`,
+`sum` and `layer_norm` in the dtype of their input.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LOWERED = frozenset({
     "chain_matmul", "multi_dot", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
     "scaled_dot_product_attention",
 })  # fmt: skip
-#: In FP32 under CUDA's autocast, whatever comes in.
+#: In FP32 under CUDA's autocast, whatever the dtype of the input.
 FLOAT32_ON_CUDA = frozenset({
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
     "tan", "pow", "softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "frobenius_norm",
@@ -25,10 +25,10 @@ FLOAT32_ON_CUDA = frozenset({
     "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
     "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp",
     "prod", "softmax", "log_softmax", "cumprod", "cumsum", "vector_norm", "matrix_norm", "sum", "norm",
-    # made of those above
+    # composed of those above
     "cross_entropy", "gaussian_nll_loss", "interpolate", "upsample", "softmin", "square", "normalize",
 })  # fmt: skip
-#: Layers of `torch.nn` that are one of the operations.
+#: Layers of `torch.nn` that call one of these operations.
 LOWERED_LAYERS = frozenset({
     "Linear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "PReLU",
     "Bilinear",
@@ -38,7 +38,7 @@ FLOAT32_LAYERS = frozenset({
     "NLLLoss", "MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "KLDivLoss", "BCEWithLogitsLoss", "Upsample",
 })  # fmt: skip
 
-#: What gives the dtype that its (first) tensor has: as functions and methods.
+#: Operations whose result has the dtype of their (first) tensor: as functions and methods.
 KEEPS = frozenset({
     "view", "reshape", "transpose", "permute", "contiguous", "unsqueeze", "squeeze", "expand", "expand_as", "repeat",
     "repeat_interleave", "flatten", "unflatten", "flip", "roll", "chunk", "split", "unbind", "narrow", "select",
@@ -60,12 +60,12 @@ KEEPING_LAYERS = frozenset({
     "Flatten", "Unflatten", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "MaxPool1d", "MaxPool2d", "MaxPool3d",
     "AvgPool1d", "AvgPool2d", "AvgPool3d", "AdaptiveAvgPool1d", "AdaptiveAvgPool2d", "AdaptiveAvgPool3d",
 })  # fmt: skip
-#: Arithmetic with a second tensor, where both decide: as functions and methods.
+#: Arithmetic with a second tensor, with type promotion: as functions and methods.
 PROMOTES = frozenset({
     "add", "sub", "mul", "div", "multiply", "divide", "subtract", "true_divide", "maximum", "minimum", "where",
     "addcmul", "addcdiv", "lerp", "masked_scatter",
 })  # fmt: skip
-#: What makes FP32 where nothing is said: `torch.zeros(3)`, `torch.randn(3)`.
+#: Functions that create FP32 without a `dtype=` argument: `torch.zeros(3)`, `torch.randn(3)`.
 MAKES_FLOAT32 = frozenset({"zeros", "ones", "empty", "rand", "randn", "eye", "linspace"})
-#: Methods and functions that give a Python number, or several.
+#: Methods and functions that return one or more Python numbers.
 NUMBERS = frozenset({"size", "item", "numel", "dim", "tolist", "stride", "nelement", "ndimension"})

@@ -1,4 +1,4 @@
-"""Which autocast is in force at a place: that of a region, of the callers, or Accelerate's around a prepared model."""
+"""The autocast that is active at a place: that of a region, of the callers, or Accelerate's around a prepared model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mpguard.lint.source.libcst_internals import Frames
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
-#: Callers and hosts that an autocast is looked for at: how far, and how many of one.
+#: Depth of the search through callers and enclosing modules, and the number of callers per function.
 _FAR = 6
 _MOST = 12
-#: What runs code under autocast.
+#: Words of code that may run a function under autocast.
 _SPEAKS = re.compile(
     r"(?i:autocast|\bamp\b|accelerat|deepspeed|lightning|fabric|mixed.?precision)|import [^\n]*Trainer|\(\w*Trainer\)"
 )
@@ -27,7 +27,7 @@ _SPEAKS = re.compile(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AutocastState:
-    """The autocast that may be in force: `dtype` is "off", or None where it is unknown."""
+    """An autocast that may be active: `dtype` is "off" without autocast, or None if it is unknown."""
 
     guard: PathCondition
     dtype: str | None
@@ -39,14 +39,14 @@ _UNKNOWN = (AutocastState(ALWAYS, None),)
 
 
 class Autocasting:
-    """The autocasts of one file."""
+    """The autocast states of one file."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self._around: dict[Scope, tuple[AutocastState, ...]] = {}
 
     def at(self, record: Record) -> tuple[AutocastState, ...]:
-        """Those that may be in force where a record stands: its own, else those of its callers."""
+        """Return the autocasts that may be active at a record: those of its function, otherwise those of its callers."""
         with Frames():
             return self._at(record, _FAR)
 
@@ -68,7 +68,7 @@ class Autocasting:
         return (*found, *self._outer(record.scope, depth))
 
     def _outer(self, scope: Scope, depth: int) -> tuple[AutocastState, ...]:
-        """The autocast around the callers of a function; none around a script's own statements."""
+        """Return the autocasts around the callers of a function; "off" for the top level of a script."""
         if scope.kind != "function":
             return (AutocastState(ALWAYS, "off"),) if scope.kind == "module" else _UNKNOWN
         if scope in self._around:
@@ -85,7 +85,7 @@ class Autocasting:
         hosts = self._hosts(scope) if model and not callers and depth else []
         for host in hosts:
             found += self._outer(host, depth - 1)
-        backward = any(call.name == "backward" for call in scope.calls)  # nobody runs that under autocast
+        backward = any(call.name == "backward" for call in scope.calls)  # a backward pass is never run under autocast
         if not callers and not model and (backward or self._alone):
             found.append(AutocastState(ALWAYS, "off"))
         elif not (callers or hosts) or len(callers) > _MOST or self.facts.escapes(scope):
@@ -97,8 +97,9 @@ class Autocasting:
         return tuple(found)
 
     def _hosts(self, scope: Scope) -> list[Scope]:
-        """The `forward`s that run that of a layer, where all of its instances are made by modules of the file for
-        themselves: `self.layers = ModuleList([Block() for _ in range(12)])`. None where one may enter an autocast."""
+        """Return the `forward` methods that run that of a layer if all of its instances are created by modules of the
+        file: `self.layers = ModuleList([Block() for _ in range(12)])`. Empty if one of them may enter an autocast.
+        """
         owner, found = scope.owner, []
         if owner is None or scope.name != "forward" or scope.decorators:
             return []
@@ -114,12 +115,13 @@ class Autocasting:
 
     @functools.cached_property
     def _alone(self) -> bool:
-        """Whether nothing in the file speaks of autocast: a script is judged by what it says, a module's `forward` by
-        its callers alone."""
+        """True if nothing in the file mentions autocast. A script is analysed on its own; a module's `forward` depends
+        on its callers only.
+        """
         return not _SPEAKS.search(self.facts.source.text)
 
     def _prepared(self, call: Call) -> tuple[AutocastState, ...]:
-        """The autocast that Accelerate puts around the `forward` of a model that it prepared."""
+        """Return the autocast that Accelerate applies to the `forward` of a model that it prepared."""
         if not any(isinstance(e.atom, Object) and e.atom.prepared for e in self.facts.evaluate(call.func, call)):
             return ()
         created = self.facts.events("accelerator")

@@ -1,4 +1,4 @@
-"""The switches of torch's backends that a file sets: TF32, reductions in reduced precision."""
+"""The switches of torch's backends that a file sets or reads: TF32, reductions in reduced precision."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ _ATTRIBUTES = frozenset({
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Switch:
-    """One switch that is set, or `read`. path: its full name (`torch.backends.cudnn.allow_tf32`); for
-    `torch.set_float32_matmul_precision` that. value: what it is set to, None where that is unknown."""
+    """One assignment of a switch, or a read of it (`read`).
+
+    path: the full name (`torch.backends.cudnn.allow_tf32`), or that of the function
+    (`torch.set_float32_matmul_precision`). value: the assigned value, None if it is unknown.
+    """
 
     path: str
     record: Record
@@ -32,11 +35,12 @@ class Switch:
 
     @property
     def span(self) -> tuple[int, int]:
+        """Start and end in `Source.text`."""
         return self.record.span
 
 
 def switches(facts: Facts) -> list[Switch]:
-    """All switches in a file, in order."""
+    """Return all assignments and reads of switches in a file, in order."""
     facts.need_all()
     found: list[Switch] = []
     for scope in facts.walker.scopes:
@@ -61,7 +65,7 @@ def switches(facts: Facts) -> list[Switch]:
 
 
 def _path(node: cst.CSTNode, at: Record, facts: Facts) -> str:
-    """The full name of an attribute of `torch.backends`, however the file calls it."""
+    """Return the full name of an attribute of `torch.backends`, by whatever local name the file uses."""
     if not isinstance(node, cst.Attribute):
         return ""
     for each in facts.evaluate(node.value, at):

@@ -1,6 +1,6 @@
-"""Which states a file writes to checkpoints and reads back: of models, optimizers, scalers.
+"""The states that a file saves to checkpoints and restores: of models, optimizers, scalers.
 
-What goes by an object of unknown kind (`for o in objects: o.state_dict()`) may be any of them.
+The state of an object of unknown kind (`for o in objects: o.state_dict()`) may be any of them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _SCHEDULER = re.compile(r"sched|warmup")
 _MODEL = re.compile(
     r"model|net(?:work)?(?:_?[gd\d])?$|module|encoder|decoder|generator|discriminator|backbone|ema|critic|actor|policy|head"
 )
-#: Functions that read what was written; not of data, and not a factory (`load_optimizer(args.optimizer)`).
+#: Functions that read a checkpoint; not data, and not a factory (`load_optimizer(args.optimizer)`).
 _LOADS = re.compile(r"(?i)^(?!.*(?:data|batch|optim(?:izer)?s?$)).*(?:load|resume|restore)")
-#: Functions that write, read, or make what is written.
+#: Functions that write or read a checkpoint, or create its contents.
 _KEEPS = re.compile(r"(?i)save|checkpoint|ckpt|snapshot|store|dump|resume|state")
 
 
@@ -36,7 +36,7 @@ class Checkpoints:
         self.facts = facts
 
     def role(self, event: Event) -> Role:
-        """What a `state` or `restore` event concerns; empty where that is not known."""
+        """Return the role of the object of a `state` or `restore` event; "" if it is unknown."""
         node = event.subject
         assert node is not None
         if isinstance(node, cst.Subscript) and not last_name(node):
@@ -56,14 +56,17 @@ class Checkpoints:
         return ""
 
     def saved(self, role: Role) -> list[Event]:
-        """The states of a role that are written to a file."""
+        """Return the states of a role that are written to a file."""
         return [event for event in self.facts.events("state") if self.role(event) == role and self._written(event)]
 
     def of(self, kind: Literal["state", "restore"], role: Role) -> list[Event]:
+        """Return the events of a kind for objects of a role."""
         return [event for event in self.facts.events(kind) if self.role(event) == role]
 
     def resumed(self) -> bool:
-        """Whether an optimizer's state is read back: here, or by what loads (`load_checkpoint(path, optimizer)`)."""
+        """True if an optimizer's state is restored: in the file, or by a function that loads
+        (`load_checkpoint(path, optimizer)`).
+        """
         if self.of("restore", "optimizer"):
             return True
         return any(
@@ -75,7 +78,7 @@ class Checkpoints:
         )
 
     def unclear(self, kind: Literal["state", "restore"]) -> bool:
-        """Whether states are taken from, or given to, objects that may be any: elements of a loop, parameters."""
+        """True if states are saved from, or restored to, objects of unknown kind: loop variables, parameters."""
         for event in self.of(kind, ""):
             if kind == "state" and not self._written(event):
                 continue
@@ -87,7 +90,7 @@ class Checkpoints:
         return False
 
     def writes(self, event: Event) -> list[Call]:
-        """The calls that write what an event gives: `torch.save(...)`, a function that saves."""
+        """Return the calls that write the state of an event: `torch.save(...)`, or a function that saves."""
         return [
             sink.call for sink in self.facts.flow.forward(event.call.node, event.call).sinks if sink.kind == "saved"
         ]
@@ -103,8 +106,11 @@ class Checkpoints:
         return bool(self.writes(event))
 
     def handed_on(self, uses: str) -> bool:
-        """Whether an object of this (last) name is handed to what may save or restore it: an argument of such a
-        function, an element of a list or dict, what a function returns, an attribute of something else."""
+        """True if an object of this (last) name is passed to code that may save or restore it.
+
+        That is an argument of such a function, an element of a list or dict, a return value, or an attribute of another
+        object.
+        """
         for scope in self.facts.walker.scopes:
             for each in scope.uses.values():
                 for use in each:

@@ -1,4 +1,4 @@
-"""Which functions of a file run inside `torch.compile`, and by which call or decorator."""
+"""The functions of a file that run inside `torch.compile`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DISABLES = ("torch.compiler.disable", "torch._dynamo.disable", "torch.compiler.
 
 
 def compiled_scopes(facts: Facts) -> dict[Scope, tuple[int, int]]:
-    """Function of the file -> the place that compiles it: its own, or that of a function that calls it."""
+    """Return the functions that are compiled, each with the span of the call or decorator that compiles it or a caller."""
     found: dict[Scope, tuple[int, int]] = {}
     pending: list[tuple[Scope, tuple[int, int]]] = []
     for scope in facts.walker.scopes:
@@ -60,7 +60,9 @@ def _aliases(facts: Facts) -> list[str]:
 
 
 def _path(facts: Facts, node: cst.BaseExpression, scope: Scope) -> str:
-    """The full name of a decorator, called or not: `torch.compile(fullgraph=True)`, `partial(torch.compile, ...)`."""
+    """Return the full name of a decorator, called or not: `torch.compile(fullgraph=True)`,
+    `partial(torch.compile, ...)`.
+    """
     if isinstance(node, cst.Call):
         if dotted(node.func).endswith("partial") and node.args:
             return _path(facts, node.args[0].value, scope)
@@ -72,5 +74,5 @@ def _path(facts: Facts, node: cst.BaseExpression, scope: Scope) -> str:
 
 
 def _breaks(facts: Facts, call: Call) -> bool:
-    """Whether a call of a compiled function is one of another compiled, or of what is not to be compiled."""
+    """True if a call inside a compiled function runs uncompiled."""
     return any(path in _DISABLES for _, path in facts.paths(call))

@@ -1,9 +1,9 @@
-"""DeepSpeed configs that are dicts in Python code, as documents: config rules run over them unchanged.
+"""DeepSpeed configs that are dicts in Python code, as documents, so that config rules run over them unchanged.
 
-A dict counts by its content (`zero_optimization`, `train_micro_batch_size_per_gpu`), or by what it is
-given to (`deepspeed.initialize(config=...)`). Places are those of the Python file. What is not written
-out (`args.bf16`, `**base`), or is set later (`config["bf16"]["enabled"] = ...`), is `UNKNOWN`, which is
-no value that a rule looks for.
+A dict is recognized by its content (`zero_optimization`, `train_micro_batch_size_per_gpu`), or by the call that takes
+it (`deepspeed.initialize(config=...)`). Spans are those of the Python file. A value that is not a literal (`args.bf16`,
+`**base`), or is set later (`config["bf16"]["enabled"] = ...`), is `UNKNOWN`, which equals no value that a rule tests
+for.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
     from mpguard.lint.facts.syntax.records import Call, Record
 
-#: What makes a dict a DeepSpeed config, whatever it is for: nothing else has keys of these names.
+#: Keys that only a DeepSpeed config has.
 _OWN = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "torch_autocast"})
-#: A key that other configs have too, and the sections one of which must stand beside it.
+#: A key that other configs have too, and the sections of which one must be in the same dict.
 _SHARED, _BESIDE = "train_batch_size", frozenset({"bf16", "fp16"})
 
-#: What takes a config: the last name of what is called -> the argument by its names, and by position.
+#: Callables that take a config: the last name -> the names of the argument, and its position.
 _TAKES: dict[str, tuple[tuple[str, ...], int | None]] = {
     "initialize": (("config", "config_params"), None),
     "TrainingArguments": (("deepspeed",), None),
@@ -39,13 +39,13 @@ _TAKES: dict[str, tuple[tuple[str, ...], int | None]] = {
     "DeepSpeedConfig": (("config",), 0),
     "DeepSpeedStrategy": (("config",), None),
 }
-#: What a dict may be handed to without being changed there.
+#: Functions that do not change a dict that is passed to them.
 _HARMLESS = frozenset({"print", "pprint", "dumps", "dump", "len", "info", "debug", "dict", "str"})
 _CHANGES = frozenset({"update", "pop", "setdefault", "clear", "popitem"})
 
 
 class Unknown:
-    """A value that the code does not say where the dict is written. Equal to nothing but itself."""
+    """A value that cannot be derived where the dict is written. Equal only to itself."""
 
     def __repr__(self) -> str:
         return "(not known here)"
@@ -55,7 +55,7 @@ UNKNOWN = Unknown()
 
 
 def configs(facts: Facts) -> list[Document]:
-    """The DeepSpeed configs that a file writes as dicts, each once, in the order of the file."""
+    """Return the DeepSpeed configs that a file writes as dicts, each once, in the order of the file."""
     facts.need_all()
     found: dict[cst.Dict, _Written] = {}
     for node, at, name in _dicts(facts):
@@ -70,8 +70,10 @@ def configs(facts: Facts) -> list[Document]:
 
 
 def given_to(facts: Facts, call: Call) -> Document | None:
-    """The config that a call such as `deepspeed.initialize` gets, where it is one dict that the code writes whole:
-    no `**base` in it, and nothing that changes it later."""
+    """Return the config that a call such as `deepspeed.initialize` takes, if it is one dict that is fully visible.
+
+    That is, it contains no `**base`, and nothing changes it later. None otherwise.
+    """
     nodes = list(_given(facts, call))
     if len(nodes) != 1 or not all(isinstance(each, cst.DictElement) for each in nodes[0].elements):
         return None
@@ -88,7 +90,7 @@ def given_to(facts: Facts, call: Call) -> Document | None:
 
 
 def _dicts(facts: Facts) -> Iterator[tuple[cst.Dict, Record, str]]:
-    """All dicts that are bound to a name, returned, or an argument: with where, and under which name."""
+    """Yield all dicts that are bound to a name, returned, or passed, each with its record and name."""
     for scope in facts.walker.scopes:
         for key, bindings in scope.bindings.items():
             for binding in bindings:
@@ -104,7 +106,7 @@ def _dicts(facts: Facts) -> Iterator[tuple[cst.Dict, Record, str]]:
 
 
 def _given(facts: Facts, call: Call) -> Iterator[cst.Dict]:
-    """The dicts that a call which takes a config may get: written there, under a name, or returned by a function."""
+    """Yield the dicts that a call with a config argument may take: in place, by name, or returned by a function."""
     names, position = _TAKES[call.name]
     value = call.argument(position, *names)
     key = dotted(value)
@@ -118,14 +120,14 @@ def _given(facts: Facts, call: Call) -> Iterator[cst.Dict]:
 
 
 def _taker(facts: Facts, call: Call) -> str:
-    """`deepspeed.initialize`, `TrainingArguments`; empty for an `initialize` of something else."""
+    """Return `deepspeed.initialize`, `TrainingArguments` ...; "" for an `initialize` of another library."""
     if call.name != "initialize":
         return call.name
     return call.path if facts.called_path(call) == "deepspeed.initialize" else ""
 
 
 class _Written:
-    """A dict in the code: where it stands, the names it has, and what it is given to."""
+    """A dict in the code: its record, its names, and the calls that take it."""
 
     def __init__(self, facts: Facts, node: cst.Dict, at: Record) -> None:
         self.facts, self.node, self.at = facts, node, at
@@ -133,7 +135,7 @@ class _Written:
         self.takers: set[str] = set()
 
     def document(self) -> Document | None:
-        """The config; None where the dict is none."""
+        """Return the config as a document; None if the dict is no DeepSpeed config."""
         members = {
             key[0]: each.value
             for each in self.node.elements
@@ -149,11 +151,11 @@ class _Written:
             takers.add("")
         source = self.facts.source
         document = Document(source.path, source.text, "python", root, [], given_to=tuple(sorted(takers)))
-        document.__dict__["kind"] = "deepspeed"  # it may be one by what it is given to alone
+        document.__dict__["kind"] = "deepspeed"  # it may be one only because of the call that takes it
         return document
 
     def changed(self) -> bool:
-        """Whether the code sets keys of it after it is written."""
+        """True if the code sets keys of the dict later."""
         return any(
             binding.kind == "item"
             for scope in self.facts.walker.scopes
@@ -175,7 +177,7 @@ class _Written:
         return Node("scalar", start, end, self._value(node))
 
     def _value(self, node: cst.BaseExpression) -> object:
-        """A literal, or what a name stands for where that is one literal under all flags."""
+        """Return a literal, or the literal that a name stands for under all flags; else `UNKNOWN`."""
         literal = constant(node)
         if literal is not None:
             return literal[0]
@@ -185,7 +187,7 @@ class _Written:
 
     def _mapping(self, node: cst.Dict, made: Node, depth: int) -> Node:
         for element in node.elements:
-            if not isinstance(element, cst.DictElement):  # `**base` may hold any key that stands before it
+            if not isinstance(element, cst.DictElement):  # `**base` may override any key before it
                 _forget(made.pairs)
                 continue
             key = constant(element.key)
@@ -198,7 +200,7 @@ class _Written:
         return made
 
     def _forget_changes(self, root: Node) -> bool:
-        """Makes unknown what the code changes elsewhere. False: it is handed on, and others may fill it in."""
+        """Set to unknown what the code changes elsewhere. False if the dict is passed to code that may complete it."""
         known = True
         for scope in self.facts.walker.scopes if self.names else ():
             for name in self.names & scope.bindings.keys():
@@ -218,7 +220,9 @@ class _Written:
 
 
 def _forget_item(root: Node, changed: cst.CSTNode | None) -> None:
-    """`config["bf16"]["enabled"] = ...` may make the section anything; `config[key]` or `config.update()`, all."""
+    """Set a section to unknown for `config["bf16"]["enabled"] = ...`; all of them for `config[key]` or
+    `config.update()`.
+    """
     first: cst.Subscript | None = None
     while isinstance(changed, cst.Subscript):
         first, changed = changed, changed.value

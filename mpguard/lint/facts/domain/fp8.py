@@ -1,4 +1,4 @@
-"""What a file says about FP8: the recipe of a region, torchao's config of a conversion, the layers that run in it."""
+"""FP8 in one file: the recipe of a region, torchao's config of a conversion, the layers that run in FP8."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 TE = "transformer_engine.pytorch."
-#: Where the sizes stand among the arguments of a layer's constructor.
+#: The positions of the sizes among the arguments of a layer's constructor.
 SIZES = {
     "Linear": {"in_features": 0, "out_features": 1},
     "LayerNormLinear": {"in_features": 0, "out_features": 1},
@@ -33,7 +33,7 @@ _DEPTH = 6
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer of a library that is made by `made`; `call` is where it runs, in `region`, where that is known."""
+    """A layer of a library, created by `made`; `call` runs it in `region`, if these are known."""
 
     made: Call
     path: str
@@ -42,7 +42,7 @@ class Layer:
     region: Region | None = None
 
     def sizes(self) -> Iterator[tuple[cst.BaseExpression, int]]:
-        """The sizes that are literals, or names of one: the argument, and its value."""
+        """Yield the sizes that are literals, or names of literals: the argument and its value."""
         for name, place in SIZES.get(self.path.rsplit(".", 1)[-1], {}).items():
             given = self.made.argument(place, name)
             value = number(self.facts, given, self.made) if given is not None else None
@@ -51,14 +51,14 @@ class Layer:
 
 
 def number(facts: Facts, node: cst.CSTNode, at: Record) -> int | None:
-    """The whole number that an expression is for certain."""
+    """Return the integer that an expression is for certain, or None."""
     atoms = [each.atom for each in facts.evaluate(node, at)]
     value = atoms[0].value if len(atoms) == 1 and isinstance(atoms[0], Constant) else None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def is_true(facts: Facts, node: cst.CSTNode | None, at: Record) -> bool:
-    """Whether an expression is True for certain."""
+    """True if an expression is True for certain."""
     return node is not None and all(each.atom == Constant(True) for each in facts.evaluate(node, at))
 
 
@@ -66,7 +66,7 @@ def is_true(facts: Facts, node: cst.CSTNode | None, at: Record) -> bool:
 
 
 def recipe_of(region: Region) -> set[str]:
-    """The recipes that an FP8 region may have, by their classes' names; "" where one is unknown or the default."""
+    """Return the class names of the recipes that an FP8 region may have; "" for an unknown or the default one."""
     call = region.call
     given = call.argument(2, "recipe", "fp8_recipe") if call is not None else None
     if call is None or given is None:
@@ -79,7 +79,7 @@ def recipe_of(region: Region) -> set[str]:
 
 
 def fp8_region(facts: Facts, record: Record) -> Region | None:
-    """The FP8 region that a record stands in, in its own function; None where it is switched off, or there is none."""
+    """Return the FP8 region around a record in its own function; None if there is none or it is disabled."""
     found: Region | None = None
     for region in facts.regions(record):
         if region.kind == "fp8_autocast":
@@ -88,7 +88,7 @@ def fp8_region(facts: Facts, record: Record) -> Region | None:
 
 
 def entered(facts: Facts) -> Iterator[tuple[With, Region]]:
-    """Each `with` item of the file that enters FP8, and its region."""
+    """Yield each `with` item of the file that enters FP8, with its region."""
     for scope in facts.walker.scopes:
         for item in scope.withs:
             for region in facts.contexts.entered(item):
@@ -97,7 +97,7 @@ def entered(facts: Facts) -> Iterator[tuple[With, Region]]:
 
 
 def layers_in_fp8(facts: Facts) -> list[Layer]:
-    """The layers of Transformer Engine that are called in an FP8 region, or in functions that are called there."""
+    """Return the layers of Transformer Engine that run in an FP8 region, directly or in functions called there."""
     pending = [
         (call, region)
         for scope in facts.walker.scopes
@@ -128,7 +128,7 @@ def layers_in_fp8(facts: Facts) -> list[Layer]:
 
 
 def made_layers(facts: Facts, node: cst.CSTNode, at: Record, library: str, depth: int = _DEPTH) -> Iterator[Layer]:
-    """The layers of a library that an expression is, or holds in a `Sequential`."""
+    """Yield the layers of a library that an expression is, or contains in a `Sequential`."""
     for each in facts.evaluate(node, at):
         atom = each.atom
         if not isinstance(atom, Object) or atom.call is None or depth <= 0:
@@ -144,7 +144,7 @@ def made_layers(facts: Facts, node: cst.CSTNode, at: Record, library: str, depth
 
 
 def layers_of(facts: Facts, node: cst.CSTNode, at: Record, library: str, depth: int = _DEPTH) -> Iterator[Layer]:
-    """All layers of a library that a model holds, as far as its classes are in sight."""
+    """Yield all layers of a library in a model, as far as its classes are in the file."""
     yield from made_layers(facts, node, at, library, depth)
     pending = [each.atom.cls for each in facts.evaluate(node, at) if isinstance(each.atom, Object)]
     seen: set[Scope] = set()
@@ -164,7 +164,7 @@ def layers_of(facts: Facts, node: cst.CSTNode, at: Record, library: str, depth: 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Float8Config:
-    """torchao's config of a conversion: the calls that make it, the outermost first; `name` of its recipe, or ""."""
+    """torchao's config of a conversion: the calls that create it, the outermost first; `name` of its recipe, or ""."""
 
     calls: tuple[Call, ...]
     name: str
@@ -172,11 +172,11 @@ class Float8Config:
     guard: PathCondition
 
     def setting(self, name: str) -> cst.BaseExpression | None:
-        """What a field is set to by the outermost call that sets it."""
+        """Return the value of a field in the outermost call that sets it, or None."""
         return next((call.keywords[name] for call in self.calls if name in call.keywords), None)
 
     def on(self, name: str) -> bool:
-        """Whether a field is True for certain."""
+        """True if a field is True for certain."""
         for call in self.calls:
             if name in call.keywords:
                 return is_true(self.facts, call.keywords[name], call)
@@ -184,12 +184,12 @@ class Float8Config:
 
     @property
     def whole(self) -> bool:
-        """Whether all of its fields are in sight."""
+        """True if all of its fields are visible."""
         return not any(call.starred for call in self.calls)
 
 
 def float8_configs(facts: Facts, node: cst.CSTNode, at: Record, depth: int = _DEPTH) -> list[Float8Config | None]:
-    """The configs that an expression may be; None where one is unknown."""
+    """Return the configs that an expression may be; None stands for an unknown one."""
     found: list[Float8Config | None] = []
     if isinstance(node, cst.Call) and node in facts.walker.call_of and depth > 0:
         call = facts.walker.call_of[node]
@@ -239,7 +239,7 @@ def _recipe_name(facts: Facts, atom: Object) -> str:
 
 
 def emulated(facts: Facts, call: Call) -> bool:
-    """Whether a conversion only emulates FP8, as on a CPU."""
+    """True if a conversion only emulates FP8, as on a CPU."""
     given = call.argument(None, "config")
     configs = float8_configs(facts, given, call) if given is not None else []
     if any(config is not None and config.on("emulate") for config in configs):
@@ -252,7 +252,7 @@ def emulated(facts: Facts, call: Call) -> bool:
 
 
 def may_shard(facts: Facts) -> bool:
-    """Whether something in the file may apply FSDP2: its name, a plugin of accelerate, a helper that shards."""
+    """True if something in the file may apply FSDP2: by its name, a plugin of accelerate, or a helper that shards."""
     for scope in facts.walker.scopes:
         for key, bindings in scope.bindings.items():
             if _shards(key) or any(_shards(f"{b.target}.{b.name}") for b in bindings):

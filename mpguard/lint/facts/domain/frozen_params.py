@@ -1,4 +1,4 @@
-"""Which models are never trained: frozen, or only evaluated."""
+"""The models that are never trained: frozen, or only evaluated."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mpguard.lint.facts.values import library_names
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
-#: What a helper that freezes its argument is called, where its code is out of sight.
+#: Names of helpers that freeze their argument, for helpers outside the file.
 _HELPERS = frozenset({"freeze", "freeze_model", "freeze_params", "freeze_module", "freeze_parameters"})
 
 
 class Frozen:
-    """The frozen models of one file: by the (last) name that they go by, or by what an expression becomes."""
+    """The frozen models of one file, by their (last) name or by expression."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -28,14 +28,16 @@ class Frozen:
         self._index: tuple[int, dict[str, list[tuple[Use, str, cst.Call]]], dict[str, list[Binding]]] = (-1, {}, {})
 
     def named(self, key: str) -> bool:
-        """Whether a model of this name is never trained: `requires_grad_(False)`, `eval()` and never `train()`."""
+        """True if a model of this name is never trained: `requires_grad_(False)`, or `eval()` without `train()`."""
         name = key.rsplit(".", 1)[-1]
         if name not in self._named:
             self._named[name] = bool(name) and name != "self" and self._is_frozen(name)
         return self._named[name]
 
     def value(self, node: cst.CSTNode) -> bool:
-        """Whether what an expression gives is frozen: under the name that it gets, or on the way there."""
+        """True if the value of an expression is frozen, by the name that it is bound to or by a method on the way
+        there.
+        """
         if (key := dotted(node)) and self.named(key):
             return True
         parents = self.facts.walker.parents
@@ -78,7 +80,7 @@ class Frozen:
         return frozen or self._handed(name) or (evaluated and not trained)
 
     def _by_name(self) -> tuple[dict[str, list[tuple[Use, str, cst.Call]]], dict[str, list[Binding]]]:
-        """By the last name of an object: the calls of its methods, and what it is bound to."""
+        """Return, by the last name of an object, the calls of its methods and its bindings."""
         walker = self.facts.walker
         if self._index[0] != self.facts.parsed_bytes:
             methods: dict[str, list[tuple[Use, str, cst.Call]]] = {}
@@ -95,7 +97,7 @@ class Frozen:
         return self._index[1:]
 
     def _freezes(self, use: Use, method: str, call: cst.Call) -> bool:
-        """Whether a use of a name with a method of it freezes it: `m.requires_grad_(False)`, a loop over parameters."""
+        """True if a method call on a name freezes it: `m.requires_grad_(False)`, a loop over its parameters."""
         if method == "requires_grad_":
             return bool(call.args) and constant(call.args[0].value) == (False,)
         if method not in ("parameters", "named_parameters"):
@@ -105,7 +107,7 @@ class Frozen:
         return isinstance(loop, cst.For) and _clears_grad(use.scope, loop)
 
     def _optimized(self, call: cst.Call) -> bool:
-        """Whether what a call gives is handed to an optimizer."""
+        """True if the result of a call is passed to an optimizer."""
         parents = self.facts.walker.parents
         above = parents.get(call)
         outer = self.facts.walker.call_of.get(parents[above]) if isinstance(above, cst.Arg) else None
@@ -116,7 +118,7 @@ class Frozen:
     # -- helpers ------------------------------------------------------------------------------------
 
     def _helper(self, scope: Scope) -> set[str]:
-        """The parameters that a function freezes."""
+        """Return the parameters that a function freezes."""
         if scope not in self._helpers:
             self._helpers[scope] = found = set()
             params = {param.name for param in scope.params} - {"self"}
@@ -129,7 +131,7 @@ class Frozen:
         return self._helpers[scope]
 
     def _freezing(self, node: cst.Call, value: cst.BaseExpression) -> bool:
-        """Whether a call freezes what is handed to it."""
+        """True if a call freezes its argument."""
         call = self.facts.walker.call_of.get(node)
         if call is None:
             return False
@@ -142,7 +144,7 @@ class Frozen:
         )
 
     def _handed(self, name: str) -> bool:
-        """Whether something of this name is handed to a helper that freezes it."""
+        """True if an object of this name is passed to a helper that freezes it."""
         helpers = {s.name for s in self.facts.walker.scopes if s.kind == "function" and self._helper(s)} | _HELPERS
         return any(
             dotted(value).rsplit(".", 1)[-1] == name and self._freezing(call.node, value)
@@ -152,7 +154,7 @@ class Frozen:
         )
 
     def _made_frozen(self, binding: Binding) -> bool:
-        """Whether what is bound comes out of a helper that freezes it."""
+        """True if a binding's value is returned by a helper that freezes it."""
         value = binding.value
         return isinstance(value, cst.Call) and any(self._freezing(value, arg.value) for arg in value.args)
 
@@ -176,7 +178,7 @@ def _clears_grad(scope: Scope, loop: cst.For) -> bool:
 
 
 def _chained(node: cst.CSTNode | None) -> dict[str, tuple[object] | None]:
-    """The methods of a chain such as `Net().half().eval()`, with their first literal argument."""
+    """Return the methods of a chain such as `Net().half().eval()`, each with its first literal argument."""
     found: dict[str, tuple[object] | None] = {}
     while isinstance(node, cst.Call):
         if not isinstance(node.func, cst.Attribute):

@@ -1,4 +1,4 @@
-"""Who keeps FP32 weights beside FP16 ones, and scales the loss, without torch.amp."""
+"""FP32 master weights and loss scaling by other means than torch.amp: apex, a framework's or a project's own code."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _GRAD = re.compile(r"\.grad\b")
 
 
 def masters(facts: Facts) -> bool:
-    """Whether FP32 masters of FP16 weights may be kept, and the loss scaled, by other means than torch.amp's: apex,
-    a framework's own FP16 optimizer or module, gradients that are copied from one set of parameters to another."""
+    """True if FP32 master weights may be kept, and the loss scaled, by other means than torch.amp.
+
+    These are apex, a framework's own FP16 optimizer or module, and gradients copied from one set of parameters to
+    another.
+    """
     facts.need_all()
     for call in facts.calls.get("backward", ()):
         if call.receiver is not None and call.positional and is_optimizer(facts, call.receiver, call):
@@ -44,7 +47,7 @@ def masters(facts: Facts) -> bool:
 
 
 def _goes_to_grad(facts: Facts, use: Use) -> bool:
-    """Whether a value is assigned to the gradient of an element: `masters[n].grad = p.grad.float()`."""
+    """True if a use is assigned to the gradient of an element: `masters[n].grad = p.grad.float()`."""
     node: cst.CSTNode | None = use.node
     while node is not None and not isinstance(node, (cst.BaseSmallStatement, cst.BaseCompoundStatement)):
         node = facts.walker.parents.get(node)

@@ -1,4 +1,4 @@
-"""What the facts of a file ask of the rest of the linted tree."""
+"""The interface through which the facts of a file access the rest of the linted tree."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ if TYPE_CHECKING:
 
 
 class ProjectApi(Protocol):
-    """What the facts ask of the rest of the linted tree."""
+    """The interface through which the facts of a file access the rest of the linted tree."""
 
     def configs_for(self, path: str) -> tuple[LaunchConfig, ...]:
-        """The launch configs that a file is started with."""
+        """Return the launch configs that start a file."""
 
     def declared(self, path: str) -> Literal["training", "inference"] | None:
-        """What `training-paths` and `inference-paths` say about a file."""
+        """Return the role that `training-paths` and `inference-paths` declare for a file, or None."""
 
     def gpu(self, path: str) -> str | None:
-        """What the code is said to run on: a name (`h100`) or a capability (`sm_90`)."""
+        """Return the GPU that the settings declare for a file: a name (`h100`) or a capability (`sm_90`); None without
+        one.
+        """
 
     def required(self, path: str, package: str) -> Required:
-        """The versions of a package that the project of a file asks for."""
+        """Return the versions of a package that the project of a file requires."""
 
     def config_named(self, path: str, name: str) -> Document | None:
-        """The config that a file names, beside it or in the working directory."""
+        """Return the config that a file names, in the file's folder or in the working directory; None if there is none."""
 
     def source_of(self, module: str, from_path: str) -> Facts | None:
-        """The facts of an imported module of the linted tree; leading dots for relative imports."""
+        """Return the facts of an imported module of the linted tree, or None; leading dots stand for relative imports."""
 
     def imported_elsewhere(self, path: str, name: str) -> bool:
-        """Whether another file of the tree may take a name from a module."""
+        """True if another file of the tree may import a name from a module."""
 
 
 class NoProject:
-    """A file linted by itself."""
+    """The interface for a file that is linted by itself: it has no tree."""
 
     def configs_for(self, path: str) -> tuple[LaunchConfig, ...]:  # noqa: ARG002
         return ()

@@ -1,4 +1,4 @@
-"""Regions: the contexts that code stands in (`with` items, decorators), with dtype, device and guard."""
+"""Regions: the contexts around code (`with` items, decorators), each with dtype, device and path condition."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 _REGIONS = frozenset({"autocast", "no_grad", "fp8_autocast", "accelerator_autocast"})
-#: Regions of callers that are looked at.
+#: Regions of callers that are followed.
 _MOST = 32
-#: A context or decorator out of sight that may switch autocast off.
+#: Names of unknown contexts and decorators that may disable autocast.
 _MAY_DISABLE = re.compile(r"(?i)autocast|amp(?!le)|precision|float|fp32|custom_fwd|custom_bwd")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Region:
-    """A context that is entered: what kind, under which guard, where.
+    """One context that is entered.
 
-    kind: `autocast`, `no_grad`, `fp8_autocast`, `accelerator_autocast`, or empty where it is unknown.
-    dtypes: of an autocast; UNKNOWN alternatives are left in. device: "cuda", "cpu" or None if unknown.
+    kind: `autocast`, `no_grad`, `fp8_autocast`, `accelerator_autocast`, or "" if it is unknown. guard: the path
+    condition under which it is active. dtypes: of an autocast, with None for unknown ones. device: "cuda", "cpu", or
+    None if it is unknown.
     """
 
     kind: str
@@ -41,12 +42,12 @@ class Region:
     device: str | None = None
 
     def may_be(self, dtype: str) -> list[PathCondition]:
-        """The guards under which the region has that dtype for certain."""
+        """Return the path conditions under which the region has that dtype for certain."""
         return [both for guard, name in self.dtypes if name == dtype and (both := self.guard.joined(guard)).possible]
 
 
 def enabled_argument(call: Call, path: str) -> cst.BaseExpression | None:
-    """What an autocast or a scaler is given as `enabled`, which stands elsewhere in the deprecated forms."""
+    """Return the `enabled` argument of an autocast or a scaler, whose position differs in the deprecated forms."""
     if path.startswith("transformer_engine."):
         return call.argument(0, "enabled")
     legacy = path.startswith(("torch.cuda.amp.", "torch.cpu.amp."))
@@ -65,7 +66,7 @@ class Regions:
         self._outer: dict[tuple[Scope, int], list[tuple[Region, PathCondition]]] = {}
 
     def around(self, record: Record) -> tuple[Region, ...]:
-        """The contexts around a record, outermost first: `with` items, and decorators of its functions."""
+        """Return the contexts around a record, outermost first: decorators of its functions, and `with` items."""
         place = (record.scope, record.withs)
         if place in self._around:
             return self._around[place]
@@ -75,15 +76,15 @@ class Regions:
                 found += self._decorated(decorator, scope)
         for item in record.withs:
             found += self.entered(item)
-        if not self._active:  # of what is being entered the regions are not known yet
+        if not self._active:  # while a context is being evaluated its regions are unknown
             self._around[place] = tuple(found)
         return tuple(found)
 
     def autocasts(self, record: Record, depth: int = 3) -> list[tuple[Region, PathCondition]]:
-        """The autocast regions in force where a record stands, with the guard under which they are.
+        """Return the autocast regions that are active at a record, each with its path condition.
 
-        A region inside another replaces it, a disabled one too; what may be one makes it unknown. Where a function
-        has none of its own, those of its callers are in force.
+        An inner region replaces an outer one, even if it is disabled; a context that may be an autocast makes the
+        result unknown. A function without regions of its own has those of its callers.
         """
         scopes = [scope for scope in record.scope.within() if scope.kind == "function"]
         around = [region for region in self.around(record) if region.kind == "autocast"]
@@ -108,7 +109,7 @@ class Regions:
         ]
 
     def _of_callers(self, scope: Scope, depth: int) -> list[tuple[Region, PathCondition]]:
-        """The autocast regions in force at the calls of a function, the first ones of many."""
+        """Return the autocast regions that are active at the calls of a function; of many calls, at the first ones."""
         if (scope, depth) not in self._outer:
             self._outer[scope, depth] = []
             found: list[tuple[Region, PathCondition]] = []
@@ -128,7 +129,7 @@ class Regions:
                 yield Region("no_grad", each.guard, None, self.facts)
 
     def entered(self, item: With) -> tuple[Region, ...]:
-        """What a `with` item enters."""
+        """Return the regions that a `with` item enters."""
         if item not in self._regions:
             self._regions[item] = ()
             self._active += 1
@@ -167,8 +168,9 @@ class Regions:
         return dataclasses.replace(facts.autocast(call, atom.path), guard=guard.joined(facts.enabled(call, atom.path)))
 
     def _handed(self, region: Region, item: With, path: str) -> Region:
-        """The region of a shim, `def autocast(**kwargs): return torch.autocast("cuda", **kwargs)`, with what an item
-        hands through it; the region as it is, where that cannot be told."""
+        """Return the region of a wrapper, `def autocast(**kwargs): return torch.autocast("cuda", **kwargs)`, with the
+        arguments that an item passes through it; the region unchanged if they cannot be derived.
+        """
         inner = region.call
         outer = self.facts.walker.call_of.get(item.expr) if isinstance(item.expr, cst.Call) else None
         if region.kind != "autocast" or inner is None or not inner.starred or outer is None or outer is inner:
@@ -186,7 +188,9 @@ class Regions:
         return dataclasses.replace(found, dtypes=dtypes, guard=region.guard.joined(enabled))
 
     def enabled(self, call: Call, path: str) -> PathCondition:
-        """The guard that an autocast's or a scaler's `enabled=` is; an impossible one for `False`."""
+        """Return the path condition that `enabled=` of an autocast or a scaler stands for; an impossible one for
+        `False`.
+        """
         given = enabled_argument(call, path)
         if given is None:
             return ALWAYS
@@ -200,16 +204,17 @@ class Regions:
         return ALWAYS.given(self.facts.condition(given, call.scope))
 
     def off_by_default(self, region: Region) -> bool:
-        """Whether its `enabled` is a parameter that is False if the caller does not say otherwise."""
+        """True if `enabled` of the region is a parameter whose default is False."""
         call = region.call
         given = enabled_argument(call, region.facts.called_path(call)) if call is not None else None
         params = call.scope.params if call is not None and isinstance(given, cst.Name) else []
         return any(p.name == dotted(given) and constant(p.default) == (False,) for p in params)
 
     def autocast(self, call: Call, path: str, complete: bool = False) -> Region:
-        """The region that a call of an autocast makes: its device and dtype, with torch's defaults.
+        """Return the region that a call of an autocast creates: its device and dtype, with torch's defaults.
 
-        complete: what `**kwargs` hand to it is known, and no dtype."""
+        complete: the arguments in `**kwargs` are known, and contain no dtype.
+        """
         legacy = path.startswith(("torch.cuda.amp.", "torch.cpu.amp."))
         if legacy:
             device: str | None = path.split(".")[1]

@@ -1,4 +1,4 @@
-"""What a GradScaler scales: the losses of which autocast regions."""
+"""The dtype of the losses that a GradScaler scales, by their autocast regions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def bfloat16_region(scaler: Event, enabled: PathCondition, facts: Facts) -> Region | None:
-    """The BF16 region of a loss that the scaler scales, if all regions of all its losses are BF16 for certain."""
+    """Return a BF16 region of a loss that the scaler scales if all regions of all its losses are BF16 for certain."""
     found: Region | None = None
     for scale in facts.events("scale"):
         made = [each.atom for each in facts.evaluate(scale.subject, scale.call)]

@@ -1,8 +1,8 @@
-"""Which values a file trains with, and in which dtype the weights are that it trains.
+"""The values that a file trains, and the dtype of the weights that it trains.
 
-`trained.cast(event, dtype)` judges one cast; `trained.weights(dtype, ...)` gives the models whose weights are
-cast, loaded or made in a low dtype and then trained, with what trains them. Frozen towers, LoRA bases,
-inference, rounding and copies for a checkpoint are none of it.
+`trained.cast(event, dtype)` returns what trains with the value of one cast; `trained.weights(dtype, ...)` returns the
+models whose weights are cast, loaded or created in a low-precision dtype and then trained, each with what trains them.
+Frozen towers, LoRA bases, inference, rounding and copies for a checkpoint are excluded.
 """
 
 from __future__ import annotations
@@ -26,50 +26,53 @@ from mpguard.lint.facts.values.lattice import Function, Object, Ref
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
-#: Methods that modules have and tensors have not.
+#: Methods of modules that tensors do not have.
 _OF_MODULES = frozenset({
     "parameters", "named_parameters", "modules", "named_modules", "children", "named_children", "train", "eval",
     "gradient_checkpointing_enable", "save_pretrained",
 })  # fmt: skip
-#: What a loop over a model's parts goes over: a cast of each is one of the model.
+#: Iterators over the parts of a model: a cast of each part is a cast of the model.
 _PARTS = frozenset({"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"})
-#: The conditions under which a loop casts what is not trained.
+#: The condition under which a loop casts what is not trained.
 _FROZEN = negated(Flag("requires_grad"))
 _SPARED = re.compile(r"(?i)lora|adapter|frozen|freeze|trainable")
 #: Arguments of a load that quantize: adapters are trained, the weights stay.
 _QUANTIZES = ("quantization_config", "load_in_8bit", "load_in_4bit")
-#: Frameworks that keep FP32 masters of low weights, or cast them up.
+#: Frameworks that keep FP32 masters of low-precision weights, or upcast them.
 _SHARDS = re.compile(r"(?i)deepspeed|fsdp|megatron|colossal|zero_?(?:stage|optimizer|redundancy)")
-#: Arguments of a Trainer that put adapters on its model or bring another optimizer; of its settings, that shard.
+#: Arguments of a Trainer that add adapters to its model or replace its optimizer; arguments of its settings that shard.
 _OTHER = ("peft_config", "optimizers", "optimizer_cls_and_kwargs")
 _SHARDING = frozenset({"deepspeed", "fsdp", "fsdp_config"})
-#: Optimizers of a Trainer that update the weights as they are.
+#: Optimizers of a Trainer that update the weights directly.
 _PLAIN = re.compile(r"(?:paged_)?(?:adamw|lion|sgd|rmsprop|adagrad)(?:_torch|_hf|_fused|_bnb|_8bit|_32bit)*$")
 #: Marks for a profiler, in a script that does nothing else.
 _PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
-#: Where Trainers come from that build their own optimizer.
+#: Packages whose Trainers build their own optimizer.
 _TRAINER_ROOTS = frozenset({"transformers", "trl", "sentence_transformers", "setfit"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Training:
-    """What trains a value: `sink` is the first place that shows it, `reach` all that the value meets."""
+    """How a value is trained: `sink` is the first place that shows it, `reach` all that the value reaches."""
 
     reach: Reach
     sinks: tuple[Sink, ...]
 
     @property
     def sink(self) -> Sink:
+        """The first place that shows that the value is trained."""
         return self.sinks[0]
 
     def of(self, kind: str) -> list[Call]:
-        """The calls where it ends: `optimizer` (that is handed the parameters), `trainer`, `prepare`, `parallel`."""
+        """Return the calls of the sinks of a kind: `optimizer` (that takes the parameters), `trainer`, `prepare`,
+        `parallel`.
+        """
         return [sink.call for sink in self.sinks if sink.kind == kind]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
-    """Weights in a low dtype that are trained: `event` (a `cast`, `construct` or `load`) is where they became so."""
+    """Low-precision weights that are trained: `event` (a `cast`, `construct` or `load`) is where they get the dtype."""
 
     event: Event
     dtype: str
@@ -78,7 +81,7 @@ class Weights:
 
 
 class Trained:
-    """What one file trains."""
+    """The training in one file."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -89,11 +92,13 @@ class Trained:
     # -- casts --------------------------------------------------------------------------------------
 
     def cast(self, cast: Event, dtype: str, guards: list[PathCondition] | None = None) -> Training | None:
-        """What trains with the value that a cast to `dtype` gives, under one of the guards; None where nothing does."""
+        """Return what trains with the value that a cast to `dtype` gives, under one of the path conditions; None if
+        nothing does.
+        """
         guards = cast.may_be(dtype) if guards is None else guards
         if not guards or cast.subject is None or self.passing(cast, dtype) or self.facts.is_inference(cast.call):
             return None
-        if isinstance(cast.subject, (cst.Comparison, cst.BooleanOperation)):  # a mask: 0 and 1
+        if isinstance(cast.subject, (cst.Comparison, cst.BooleanOperation)):  # a mask of zeros and ones
             return None
         if self.facts.frozen.value(cast.subject) or self.facts.frozen.value(cast.call.node):
             return None
@@ -121,7 +126,9 @@ class Trained:
         return self.facts.flow.forward(cast.call.node, cast.call, guard)
 
     def _whole(self, cast: Event) -> tuple[str, Record] | None:
-        """The model whose parts are cast, in a loop over them or by what `apply` is given: its name, and where."""
+        """Return the name and record of the model whose parts are cast in a loop over them, or by the function that
+        `apply` takes.
+        """
         parents = self.facts.walker.parents
         above = parents.get(cast.call.node)
         if isinstance(above, cst.Lambda):
@@ -157,7 +164,7 @@ class Trained:
         return (key, call) if key and key != "self" else None
 
     def _applied_function(self, scope: Scope) -> tuple[str, Record] | None:
-        """The model that a function of the file is applied to, if that is one."""
+        """Return the model that a function of the file is applied to, if there is one."""
         for call in self.facts.calls.get("apply", ()):
             given = self.facts.evaluate(call.argument(0, "fn"), call)
             if any(isinstance(each.atom, Function) and each.atom.scope is scope for each in given):
@@ -165,8 +172,9 @@ class Trained:
         return None
 
     def lowered_inputs(self, cast: Event) -> list[Call]:
-        """The calls that are handed the very value of a cast, and whose matrix products autocast would lower anyway:
-        a model, or one of torch's operations."""
+        """Return the calls that take the value of a cast itself and whose matrix products autocast would run in low
+        precision anyway: of a model, or of one of torch's operations.
+        """
         bound = self._bound(cast.call)
         found = []
         parents = self.facts.walker.parents
@@ -204,7 +212,7 @@ class Trained:
         return not known and last in self.modules and not self.facts.frozen.named(call.path)
 
     def passing(self, cast: Event, dtype: str) -> bool:
-        """Whether the cast only rounds (`.half().float()`), or makes a copy for a checkpoint."""
+        """True if the cast only rounds (`.half().float()`), or makes a copy for a checkpoint."""
         parents = self.facts.walker.parents
         above = parents.get(cast.call.node)
         if isinstance(above, cst.Attribute) and above.attr.value in UPCASTS:
@@ -221,7 +229,7 @@ class Trained:
         )
 
     def _by_engine(self, sink: Sink) -> bool:
-        """Whether an engine of DeepSpeed or the like runs the backward: its parameters may be FP16."""
+        """True if an engine of DeepSpeed or the like runs the backward pass: its parameters may be FP16."""
         call = sink.call
         if sink.kind == "trainer" and call.scope.name in FRAMEWORK_STEPS:  # Lightning's, maybe with DeepSpeed
             return self.masters
@@ -233,7 +241,9 @@ class Trained:
     # -- weights ------------------------------------------------------------------------------------
 
     def weights(self, dtype: str) -> list[Weights]:
-        """The models whose weights are in a low dtype when they are trained: cast by hand, or loaded so."""
+        """Return the models whose weights are in a low-precision dtype when they are trained: cast, created or loaded
+        so.
+        """
         if dtype not in self._weights:
             self._weights[dtype] = []
             events = (event for kind in ("cast", "construct", "load") for event in self.facts.events(kind))
@@ -270,7 +280,9 @@ class Trained:
         return self._training(self.facts.flow.forward(call.node, call, guard))
 
     def _bound(self, call: Call) -> Binding | None:
-        """The binding of a name to what a call gives, at once or through methods that give the object back."""
+        """Return the binding of a name to the result of a call, directly or through methods that return the same
+        object.
+        """
         parents = self.facts.walker.parents
         node: cst.CSTNode = call.node
         while (
@@ -284,7 +296,7 @@ class Trained:
         return None
 
     def is_module(self, event: Event) -> bool:
-        """Whether what is cast or loaded is a model: by what made it, or by what is done with it."""
+        """True if the object that is cast or loaded is a model: by its origin, or by how it is used."""
         if event.kind == "load":
             return "weightless" not in self.facts.kinds(event.call.node, event.call)
         kinds = self.facts.kinds(event.subject, event.call)
@@ -302,7 +314,7 @@ class Trained:
         return bool({key.rsplit(".", 1)[-1] for key in keys} & self.modules)
 
     def adapted(self, key: str) -> bool:
-        """Whether something of this (last) name gets adapters: as the argument, the receiver or the result."""
+        """True if an object of this (last) name gets adapters: as an argument, a receiver or a result."""
         if self._adapted is None:
             self._adapted = set()
             for name, calls in self.facts.calls.items():
@@ -319,7 +331,7 @@ class Trained:
 
     @property
     def modules(self) -> set[str]:
-        """The last names of what the file treats as modules: `x.parameters()`, `x.train()`."""
+        """The last names of the objects that the file uses as modules: `x.parameters()`, `x.train()`."""
         if self._modules is None:
             self._modules = set()
             for name in _OF_MODULES:
@@ -330,8 +342,11 @@ class Trained:
 
     @cached_property
     def masters(self) -> bool:
-        """Whether something may keep FP32 copies of low weights: an FP16 optimizer of a project, a sharding framework
-        that the file mentions, or one that a config launches it with (accelerate's FSDP casts weights up)."""
+        """True if FP32 copies of low-precision weights may be kept.
+
+        By an FP16 optimizer of a project, a sharding framework that the file mentions, or one in its launch config
+        (accelerate's FSDP upcasts weights).
+        """
         launched = {config.distributed_type for config in self.facts.project.configs_for(self.facts.path)}
         if self.facts.masters or launched & {"DEEPSPEED", "FSDP", "MEGATRON_LM"}:
             return True
@@ -351,8 +366,11 @@ class Trained:
 
     @cached_property
     def probes(self) -> bool:
-        """Whether the file computes gradients only to look at them: all from made-up ones, as the test of a layer does
-        (`out.backward(torch.ones_like(out))`), or a few times with no data, between a profiler's marks."""
+        """True if the file computes gradients only to inspect them.
+
+        Either all backward passes start from artificial gradients, as in the test of a layer
+        (`out.backward(torch.ones_like(out))`), or a few run without data between a profiler's marks.
+        """
         calls = self.facts.calls.get("backward", ())
         if not calls or self.facts.calls.get("manual_backward"):
             return False
@@ -367,7 +385,7 @@ class Trained:
         )
 
     def _starts(self, call: Call) -> bool:
-        """Whether a backward pass starts from a gradient that is made up, or detached."""
+        """True if a backward pass starts from an artificial or detached gradient."""
         node = call.argument(0, "gradient")
         if isinstance(node, cst.Subscript):
             node = node.value
@@ -380,7 +398,7 @@ class Trained:
         )
 
     def trainer_of(self, call: Call) -> Call | None:
-        """What trains in the program that a call belongs to: a backward pass beside a step, `prepare`, a Trainer."""
+        """Return what trains in the functions connected with a call: a backward pass with a step, `prepare`, a Trainer."""
         near = self.facts.reachable(call.scope)
         for kind in ("backward", "framework", "trainer"):
             for event in self.facts.events(kind):
@@ -390,8 +408,9 @@ class Trained:
         return None
 
     def plain_optimizers(self, training: Training) -> list[Call]:
-        """The optimizers that are handed the weights and update them as they are: no FP32 masters, no stochastic or
-        Kahan rounding; empty where one of them is out of sight."""
+        """Return the optimizers that take the weights and update them directly: without FP32 masters, stochastic or
+        Kahan rounding; empty if one of them is unknown.
+        """
         found = training.of("optimizer")
         return found if found and all(self._is_plain(call) for call in found) else []
 
@@ -402,8 +421,11 @@ class Trained:
         return path.startswith(("torch.optim.", "transformers.AdamW", "transformers.optimization.AdamW"))
 
     def trainers(self, training: Training) -> list[Call]:
-        """The Trainers of transformers and its kin that train all of the weights with an optimizer of their own, by
-        what the file says: no adapters, no DeepSpeed, no optimizer handed in, arguments in sight."""
+        """Return the Trainers of transformers and related packages that train all of the weights with an optimizer of
+        their own.
+
+        As far as the file shows: no adapters, no DeepSpeed, no optimizer passed in, arguments visible.
+        """
         found = []
         for call in training.of("trainer"):
             root = self.facts.called_path(call).split(".", 1)[0]
@@ -419,7 +441,7 @@ class Trained:
         return found
 
     def arguments(self, node: cst.BaseExpression, at: Call) -> Call | None:
-        """The one call of `TrainingArguments`, or of a class like it, that an expression comes from."""
+        """Return the only call of `TrainingArguments`, or of a class like it, that an expression comes from, or None."""
         records = [
             record
             for record in self.facts.flow.backward(node, at, depth=2)
@@ -429,10 +451,10 @@ class Trained:
 
 
 def _counts(loop: cst.For) -> bool:
-    """Whether a loop only counts: `for _ in range(10)`."""
+    """True if a loop only counts: `for _ in range(10)`."""
     return isinstance(loop.iter, cst.Call) and dotted(loop.iter.func) in ("range", "trange")
 
 
 def _is_plain_name(literal: tuple[object] | None) -> bool:
-    """Whether the optimizer that a setting names is a plain one; what is no literal may be any."""
+    """True if the optimizer that a setting names updates the weights directly; a value that is no literal may be any."""
     return literal is not None and isinstance(literal[0], str) and bool(_PLAIN.match(literal[0]))

@@ -1,4 +1,4 @@
-"""Whether gradients that are too small for FP16 are applied as they are: the step, and what may scale them."""
+"""Optimizer steps that apply FP16 gradients without loss scaling, and what may scale the loss."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from mpguard.lint.facts.values.lattice import Class, Constant, Object, Ref
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
-#: Something that may be, or hold, a loss scaler. Names prove nothing, but they make absence unknown.
+#: Names that may stand for a loss scaler or contain one. They do not prove that there is one, but its absence is no
+#: longer certain.
 _MAYBE = re.compile(r"(?i)scaler|scale_loss|loss_scale|grad_scale|init_scale|lossscale|amp_handle")
 #: Scalers of data, not of gradients.
 _DATA = re.compile(r"(?:Standard|MinMax|Robust|MaxAbs|Data|Feature|Target|Image)Scaler")
-#: What brings a loss scaler of its own.
+#: Kinds of objects with a loss scaler of their own.
 _BRINGS = frozenset({"accelerator", "engine", "trainer", "fabric", "apex", "scaler"})
 
 
 def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts: Facts) -> Event | None:
-    """A plain optimizer's step in the same program, under flags that go together."""
+    """Return the step of a plain optimizer in the same program under a compatible path condition, or None."""
     for step in facts.events("step"):
         if step.scope not in program or not compatible(step.guard, guard) or facts.is_inference(step.call):
             continue
@@ -49,7 +50,7 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
 
 
 def scaled(guard: PathCondition, program: set[Scope], facts: Facts) -> bool:
-    """Whether a scaler, or something that brings one, may be in sight under these flags."""
+    """True if a scaler, or an object with one of its own, may be used in the program under a path condition."""
     for scope in program:
         if scope.kind == "class" and facts.base_unknown(scope):
             return True
@@ -62,7 +63,7 @@ def scaled(guard: PathCondition, program: set[Scope], facts: Facts) -> bool:
                     return True
         for call in scope.calls:
             if not call.name[:1].isupper() and call.name != "initialize":
-                continue  # what brings a scaler is a class, or `deepspeed.initialize`
+                continue  # an object with a scaler is created by a class, or by `deepspeed.initialize`
             if not compatible(facts.guard_of(call), guard):
                 continue
             for each in facts.evaluate(call.func, call):
@@ -80,7 +81,7 @@ def scaled(guard: PathCondition, program: set[Scope], facts: Facts) -> bool:
 
 
 def _data_scaler(path: str, facts: Facts) -> bool:
-    """Whether a name is that of a scaler of data (`StandardScaler`)."""
+    """True if a name is that of a scaler of data (`StandardScaler`)."""
     if _DATA.search(path):
         return True
     last = path.split(".", 1)[0]

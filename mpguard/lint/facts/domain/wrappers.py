@@ -1,8 +1,9 @@
-"""What wraps an object for training: an Accelerator, DeepSpeed, FSDP; followed from where it is used to the call.
+"""The wrappers of training frameworks: objects prepared by Accelerate, DeepSpeed or FSDP, followed from a use to the
+wrapping call.
 
-`Prepared.of` asks of an expression (`model`, `self.model`, `model.parameters()`, what a helper is given) which
-calls of `accelerator.prepare`, `deepspeed.initialize`, `FullyShardedDataParallel` or `fully_shard` it came by,
-each under its guard. What comes from outside came by none.
+`WrapperFacts.of` returns, for an expression (`model`, `self.model`, `model.parameters()`, the argument of a helper),
+the calls of `accelerator.prepare`, `deepspeed.initialize`, `FullyShardedDataParallel` or `fully_shard` that it passed
+through, each under its path condition. An object from outside the file passed through none.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 _DEPTH = 8
-#: Expressions that one question follows, and bindings of one name.
+#: Expressions followed for one request, and bindings of one name.
 _MOST = 200
 _MOST_BINDINGS = 16
-#: Functions whose `return` is not what a call of the object gives.
+#: Functions whose `return` is not the result of calling the object.
 _NO_RESULT = frozenset({"__init__", "forward", "__call__"})
-#: Methods that give the object, or its parameters.
+#: Methods that return the object, or its parameters.
 _SAME = library_names.SAME | {"parameters", "named_parameters", "module", "values"}
-#: Functions whose result is their argument, or made of it.
+#: Functions that return their argument, or an object made of it.
 _HANDS_ON = frozenset({
     "unwrap_model", "compile", "list", "tuple", "filter", "chain", "get_peft_model", "DistributedDataParallel", "DDP",
     "extract_model_from_parallel", "iter", "sorted",
 })  # fmt: skip
-#: Under a flag of such a name one of several frameworks may run the loop.
+#: Names of flags under which one of several frameworks may run the training loop.
 _OTHER_WAY = re.compile(r"(?i)accelerat|distributed_type|deepspeed|use_ds|backend|strategy")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Wrap:
-    """One way that an object came by: `kind` is `accelerate`, `deepspeed`, `fsdp1` or `fsdp2`.
+    """One wrapper that an object passed through: `kind` is `accelerate`, `deepspeed`, `fsdp1` or `fsdp2`.
 
-    index: its place in what the call returns; of `prepare` that of the argument, None where it is alone.
+    index: the object's position in the call's result; for `prepare` that of the argument, None for a single one.
     """
 
     kind: str
@@ -64,7 +65,7 @@ class WrapperFacts:
 
     @property
     def calls(self) -> dict[Call, str]:
-        """The calls that wrap, and what they are."""
+        """The calls that wrap, with their kinds."""
         if self._kinds is None:
             self._kinds = {}
             found = {event.call: "accelerate" for event in self.facts.events("prepare")}
@@ -75,14 +76,14 @@ class WrapperFacts:
         return self._kinds
 
     def of(self, node: cst.CSTNode | None, at: Record, kind: str = "") -> list[Wrap]:
-        """The wraps that an expression came by, where a record stands; of one kind, or all."""
+        """Return the wrappers that an expression passed through, at a record; of one kind, or all."""
         if node is None or not self.calls:
             return []
         found = _Search(self.facts, self.calls).start(node, at)
         return [wrap for wrap in found if wrap.kind.startswith(kind)]
 
     def forwards(self, kind: str = "") -> Iterator[tuple[Call, Wrap]]:
-        """The calls of wrapped models (`model(x)`), each with a wrap, under flags that go together."""
+        """Yield the calls of wrapped models (`model(x)`), each with a wrapper, under compatible path conditions."""
         for calls in list(self.facts.calls.values()) if self.calls else ():
             for call in calls:
                 if not call.path or call in self.calls or not self._may_be_model(call):
@@ -93,7 +94,7 @@ class WrapperFacts:
                         break
 
     def _may_be_model(self, call: Call) -> bool:
-        """Whether a name that is called is bound by something other than an import or a definition."""
+        """True if the name of a callee is bound by something other than an import or a definition."""
         key = call.path
         if key.startswith("self."):
             owner = call.scope.owner
@@ -102,7 +103,9 @@ class WrapperFacts:
         return any(binding.kind in ("assign", "element", "param", "with") for binding in bindings)
 
     def differentiated(self, loss: cst.CSTNode | None, at: Call, kind: str) -> Iterator[tuple[Call, Wrap]]:
-        """The calls of wrapped models that a loss is differentiated through: neither detached nor under `no_grad`."""
+        """Yield the calls of wrapped models that a loss is differentiated through: neither detached nor under
+        `no_grad`.
+        """
         if loss is None or not self.calls:
             return
         records = [record for record in self._computed(loss, at) if isinstance(record, Call)]
@@ -118,7 +121,7 @@ class WrapperFacts:
                     yield record, wrap
 
     def _computed(self, loss: cst.CSTNode, at: Call) -> list[Record]:
-        """What a loss is computed from: by the last values of its name, where it is one."""
+        """Return the records that a loss is computed from: by the last values of its name, if it is a name."""
         found: list[Record] = []
         key = dotted(loss)
         bindings = self.facts.values.reaching(key, at.scope, at.order, at.guard) if key else []
@@ -129,12 +132,12 @@ class WrapperFacts:
         return found if bindings else self.facts.flow.backward(loss, at, depth=3)
 
     def _same(self, key: str, one: Record, other: Record) -> bool:
-        """Whether a name may stand for one object at two places."""
+        """True if a name may stand for one object at two places."""
         first, second = (set(self.facts.values.reaching(key, r.scope, r.order, r.guard)) for r in (one, other))
         return bool(first & second) or not (first or second)
 
     def handed(self, node: cst.CSTNode | None, at: Record, kind: str) -> list[Wrap]:
-        """The wraps whose call is given an object under the name by which an expression refers to it.
+        """Return the wrappers whose call takes an object under the name that an expression uses for it.
 
         `params = model.parameters()` before `model = accelerator.prepare(model)` are the same parameters.
         """
@@ -154,7 +157,7 @@ class WrapperFacts:
 
 
 class _Search:
-    """Follows one expression back to the calls that wrap it; `at` is the record that stands where it does."""
+    """Follows one expression back to the calls that wrap it."""
 
     def __init__(self, facts: Facts, calls: dict[Call, str]) -> None:
         self.facts, self.calls = facts, calls
@@ -162,11 +165,12 @@ class _Search:
         self.seen: set[object] = set()
 
     def start(self, node: cst.CSTNode, at: Record) -> list[Wrap]:
+        """Return the wrappers of an expression at a record."""
         self.expression(node, at, ALWAYS, _DEPTH)
         return self.found
 
     def expression(self, node: cst.CSTNode | None, at: Record, guard: PathCondition, depth: int) -> None:
-        """guard: what holds on the way from the place that was asked about."""
+        """Follow an expression; guard: the conditions on the way from the requested place."""
         if node is None or depth < 0 or node in self.seen or len(self.seen) > _MOST:
             return
         self.seen.add(node)
@@ -185,7 +189,7 @@ class _Search:
             self.expression(node.for_in.iter, at, guard, depth)
 
     def call(self, node: cst.Call, guard: PathCondition, depth: int, index: int | None = None) -> None:
-        """index: the place in what the call returns, where that is unpacked."""
+        """Follow a call; index: the position in its result, if that is unpacked."""
         call = self.facts.walker.call_of.get(node)
         if call is None:
             return
@@ -205,6 +209,7 @@ class _Search:
                         self.returned(each, index, guard, depth)
 
     def returned(self, given: Return, index: int | None, guard: PathCondition, depth: int) -> None:
+        """Follow a return value."""
         value: cst.CSTNode | None = given.value
         if isinstance(value, cst.Tuple) and index is not None:
             value = value.elements[index].value if index < len(value.elements) else None
@@ -213,6 +218,7 @@ class _Search:
             self.expression(value, given, both, depth - 1)
 
     def name(self, path: str, at: Record, guard: PathCondition, depth: int) -> None:
+        """Follow a dotted name to its bindings."""
         parts = path.split(".")
         for length in range(len(parts), 0, -1):
             key = ".".join(parts[:length])
@@ -226,7 +232,7 @@ class _Search:
                 return
 
     def sharded(self, key: str, at: Record, guard: PathCondition) -> bool:
-        """Whether something was done to the object in place: `fully_shard(model)`."""
+        """True if an object was sharded in place before a record: `fully_shard(model)`."""
         found = False
         for call, kind in self.calls.items():
             if kind == "fsdp2" and call.positional and dotted(call.positional[0]) == key:
@@ -240,6 +246,7 @@ class _Search:
         return found
 
     def binding(self, binding: Binding, guard: PathCondition, depth: int) -> None:
+        """Follow a binding to its value, and a parameter to the arguments of the callers."""
         guard = guard.joined(binding.guard)
         if binding in self.seen or not guard.possible:
             return
@@ -264,7 +271,7 @@ class _Search:
 
 
 def policy_of(wrap: Wrap) -> tuple[Call, str] | None:
-    """The policy object that a sharded model is given: the call that makes it, and its kind."""
+    """Return the policy object of a sharded model: the call that creates it, and its kind; None if it is unknown."""
     given = wrap.call.argument(None, "mixed_precision" if wrap.kind == "fsdp1" else "mp_policy")
     atoms = [each.atom for each in wrap.facts.evaluate(given, wrap.call)] if given is not None else []
     if len(atoms) == 1 and isinstance(atoms[0], Object) and atoms[0].call is not None:
@@ -273,7 +280,7 @@ def policy_of(wrap: Wrap) -> tuple[Call, str] | None:
 
 
 def receiver_at(wrap: Wrap, at: Record, facts: Facts) -> str | None:
-    """What the Accelerator, or the engine, of a wrap is called where a record stands; None where it has no name."""
+    """Return the name of the wrapper's Accelerator or engine at a record; None if it has none there."""
     key = dotted(wrap.call.receiver)
     if not key or wrap.facts is not facts:
         return None
@@ -287,8 +294,10 @@ def receiver_at(wrap: Wrap, at: Record, facts: Facts) -> str | None:
 
 
 def other_way(guard: PathCondition, own: str) -> bool:
-    """Whether what happens under a guard may be the way of a run without `own` (`accelerat`, `deepspeed`), by the
-    names of its flags: `if args.use_accelerate:` is its own way, the `else` of it is not."""
+    """True if code under a path condition may belong to a run without `own` (`accelerat`, `deepspeed`).
+
+    By the names of the flags: `if args.use_accelerate:` selects it, the `else` branch does not.
+    """
     for condition in guard:
         if isinstance(condition, Flag) and condition.equals is None and own in condition.name.lower():
             continue
@@ -299,7 +308,7 @@ def other_way(guard: PathCondition, own: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class WrapperSettings:
-    """What the DeepSpeed config that the code gives says: None where it is unclear, or no config is in sight."""
+    """The settings of a DeepSpeed config; each is None if it is unclear, or no config is visible."""
 
     stage: int | None = None
     fp16: bool | None = None
@@ -307,7 +316,7 @@ class WrapperSettings:
 
 
 def settings_of(wrap: Wrap) -> WrapperSettings:
-    """The settings of an engine: those of the dict in the code, or of the JSON file that it names."""
+    """Return the settings of an engine: those of the dict in the code, or of the JSON file that it names."""
     document = _config(wrap)
     if document is None:
         return WrapperSettings()
@@ -322,7 +331,7 @@ def settings_of(wrap: Wrap) -> WrapperSettings:
 
 
 def _config(wrap: Wrap) -> Document | None:
-    from mpguard.lint.facts.domain import config_dicts  # and PyYAML, which most runs over Python do not need
+    from mpguard.lint.facts.domain import config_dicts  # imports PyYAML, which most runs over Python do not need
 
     written = config_dicts.given_to(wrap.facts, wrap.call)
     if written is not None:

@@ -1,4 +1,4 @@
-"""Autocast regions."""
+"""Events of autocast regions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @finds("autocast")
 def _autocasts(facts: Facts) -> Iterator[Event]:
-    """Calls of an autocast, with the dtypes of its region; see `regions` for where it is entered."""
+    """Yield calls of an autocast with the dtypes of its region; `facts.regions` returns where it is entered."""
     aliases = facts.aliases("autocast")
     for name, calls in facts.calls.items():
         for call in calls if "autocast" in name or name in aliases else ():

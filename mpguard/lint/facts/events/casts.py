@@ -1,4 +1,4 @@
-"""Casts by hand, and weights loaded in a dtype."""
+"""Events of explicit casts, and of weights created or loaded in a dtype."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _UNBOUND = frozenset(f"torch.{owner}.{name}" for owner in ("Tensor", "nn.Module"
 
 @finds("cast")
 def _casts(facts: Facts) -> Iterator[Event]:
+    """Yield `x.half()`, `x.to(torch.float16)`, `x.type(...)` and the same for BF16, with their dtypes."""
     for call in called(facts, "half", "bfloat16"):
         if call.receiver is not None and not call.node.args and _is_torch(facts, call):
             yield Event(
@@ -55,7 +56,7 @@ def _casts(facts: Facts) -> Iterator[Event]:
 
 
 def _is_torch(facts: Facts, call: Call) -> bool:
-    """Whether a method's receiver may be a tensor or a module: no class of the user's with that method, no library."""
+    """True if a method's receiver may be a tensor or a module: neither a library nor an object of another known kind."""
     for each in facts.evaluate(call.receiver, call):
         if isinstance(each.atom, (Ref, Class, Constant)):
             return False
@@ -76,7 +77,7 @@ def _is_torch(facts: Facts, call: Call) -> bool:
 
 @finds("construct")
 def _constructs(facts: Facts) -> Iterator[Event]:
-    """A layer of torch that is made in a dtype: `nn.Linear(8, 8, dtype=torch.float16)`."""
+    """Yield layers of torch that are created in a dtype: `nn.Linear(8, 8, dtype=torch.float16)`."""
     for name, calls in facts.calls.items():
         for call in calls if library_names.CAPITAL.match(name) else ():
             if "dtype" in call.keywords and any(
@@ -87,6 +88,7 @@ def _constructs(facts: Facts) -> Iterator[Event]:
 
 @finds("load")
 def _loads(facts: Facts) -> Iterator[Event]:
+    """Yield calls of `from_pretrained` and its kin, with the dtype of the weights."""
     for call in called(facts, *library_names.LOADERS):
         given = call.argument(None, "dtype", "torch_dtype")
         yield Event(
@@ -96,7 +98,7 @@ def _loads(facts: Facts) -> Iterator[Event]:
 
 @finds("default_dtype")
 def _default_dtypes(facts: Facts) -> Iterator[Event]:
-    """`torch.set_default_dtype(...)` and `set_default_tensor_type(...)`; the dtype of a tensor type."""
+    """Yield `torch.set_default_dtype(...)` and `set_default_tensor_type(...)`, with the dtype of the tensor type."""
     for call in called(facts, "set_default_dtype", *aliases(facts, "set_default_dtype")):
         if "torch.set_default_dtype" in {path for _, path in facts.paths(call)}:
             yield Event("default_dtype", call, facts, call.node, facts.dtypes(call.argument(0, "d"), call))

@@ -1,5 +1,6 @@
-"""What is written to checkpoints, and read back: `x.state_dict()`, `x.load_state_dict(...)`, and torch's functions for
-both (`get_state_dict(model, optimizers)` of `torch.distributed.checkpoint.state_dict`)."""
+"""Events of checkpoints: `x.state_dict()`, `x.load_state_dict(...)`, and torch's functions for both
+(`get_state_dict(model, optimizers)` of `torch.distributed.checkpoint.state_dict`).
+"""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from mpguard.lint.facts.syntax.records import Call
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
-#: torch's functions for an optimizer's state -> the place of their argument `optimizers`.
+#: torch's functions for an optimizer's state -> the position of their argument `optimizers`.
 _GETS = {"get_state_dict": 1, "get_optimizer_state_dict": 1}
 _SETS = {"set_state_dict": 1, "set_optimizer_state_dict": 1}
 
 
 @finds("state")
 def _states(facts: Facts) -> Iterator[Event]:
+    """Yield the calls that return the state of an object."""
     for call in called(facts, "state_dict"):
         if call.receiver is not None:
             yield Event("state", call, facts, call.receiver)
@@ -31,6 +33,7 @@ def _states(facts: Facts) -> Iterator[Event]:
 
 @finds("restore")
 def _restores(facts: Facts) -> Iterator[Event]:
+    """Yield the calls that restore the state of an object."""
     for call in called(facts, "load_state_dict"):
         if call.receiver is not None:
             yield Event("restore", call, facts, call.receiver)

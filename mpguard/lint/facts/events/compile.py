@@ -1,4 +1,6 @@
-"""Compilation: `torch.compile`, `model.compile`, a dynamo option, a decorator."""
+"""Events of compilation: `torch.compile`, `model.compile`, a dynamo option; and compilation by a decorator or launch
+config.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,7 @@ _COMPILE_OPTIONS = frozenset(
 
 @finds("compile")
 def _compiles(facts: Facts) -> Iterator[Event]:
+    """Yield calls that compile, and arguments that enable compilation."""
     for call in called(facts, "compile", "optimize", *aliases(facts, "compile")):
         if call.path in ("re.compile", "regex.compile", "builtins.compile", "sre.compile") or (
             call.receiver is None and call.name == "compile" and not facts.paths(call)
@@ -43,13 +46,13 @@ def _compiles(facts: Facts) -> Iterator[Event]:
 
 
 def compiled(facts: Facts, guard: PathCondition = ALWAYS) -> bool:
-    """Whether something may be compiled under a guard: a call, an option, or a decorator."""
+    """True if something may be compiled under a path condition: by a call, an option, or a decorator."""
     if any(compatible(event.guard, guard) for event in facts.events("compile")):
         return True
     if "HfArgumentParser" in facts.calls or any(
         call.starred for name, calls in facts.calls.items() if name.endswith("TrainingArguments") for call in calls
     ):
-        return True  # `torch_compile` may come from outside
+        return True  # `torch_compile` may be set on the command line
     for name, calls in facts.calls.items():
         if _COMPILES.search(name) and name != "compile" and any(compatible(facts.guard_of(c), guard) for c in calls):
             return True
@@ -63,7 +66,7 @@ def compiled(facts: Facts, guard: PathCondition = ALWAYS) -> bool:
 
 
 def launched_compiled(facts: Facts) -> bool:
-    """Whether a launch config of the file compiles."""
+    """True if a launch config of the file enables compilation."""
     for config in facts.project.configs_for(facts.path):
         for key in ("dynamo_config.dynamo_backend", "dynamo_config.backend", "dynamo_backend"):
             entry = config.entry(key)

@@ -1,4 +1,4 @@
-"""An event, how a kind of event is found, and what its finders share."""
+"""`Event`, the kinds of events, the registry of their finders, and helpers that finders share."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _OPTIMIZER = re.compile(r"optim(?!.*sched)|^opt(?:_|$)|_opt$")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Event:
-    """Something that happens to an object.
+    """One operation on an object.
 
-    subject: the expression of the object that it concerns; `key` its dotted name, or empty.
-    dtypes: of casts, loads and autocasts: (guard, name) alternatives, None for unknown.
+    subject: the expression of the object; `key` is its dotted name, or "". dtypes: of casts, loads and autocasts: (path
+    condition, name) alternatives, with None for unknown.
     """
 
     kind: str
@@ -39,30 +39,36 @@ class Event:
 
     @property
     def key(self) -> str:
+        """The dotted name of the subject, or ""."""
         return dotted(self.subject)
 
     @property
     def scope(self) -> Scope:
+        """The scope of the call."""
         return self.call.scope
 
     @property
     def order(self) -> int:
+        """The order of evaluation within the file."""
         return self.call.order
 
     @cached_property
     def guard(self) -> PathCondition:
-        """Its own conditions and those under which its function is called."""
+        """The path condition, including the conditions under which its function is called."""
         return self.facts.guard_of(self.call)
 
     @property
     def regions(self) -> tuple[Region, ...]:
+        """The regions around the call, outermost first."""
         return self.facts.regions(self.call)
 
     @property
     def span(self) -> tuple[int, int]:
+        """Start and end of the call in `Source.text`."""
         return self.call.span
 
     def may_be(self, dtype: str) -> list[PathCondition]:
+        """Return the path conditions under which the dtype is this one."""
         return [both for guard, name in self.dtypes if name == dtype and (both := self.guard.joined(guard)).possible]
 
 
@@ -71,7 +77,7 @@ FINDERS: dict[str, Finder] = {}
 
 
 def finds(kind: str) -> Callable[[Finder], Finder]:
-    """Decorator: the function yields all events of a kind in a file, in any order."""
+    """Register a function that yields all events of a kind in a file, in any order."""
 
     def register(finder: Finder) -> Finder:
         FINDERS[kind] = finder
@@ -81,12 +87,15 @@ def finds(kind: str) -> Callable[[Finder], Finder]:
 
 
 def called(facts: Facts, *wanted: str) -> Iterator[Call]:
+    """Yield the calls with one of these last names."""
     for name in wanted:
         yield from facts.calls.get(name, ())
 
 
 def created(facts: Facts, kind: str) -> Iterator[Event]:
-    """Where an object of a kind is built; not by methods and functions, whose names begin small."""
+    """Yield the calls that create an object of a kind; not methods and functions, whose names begin with a small
+    letter.
+    """
     for name, calls in facts.calls.items():
         small = name[:1].islower()
         for call in calls:
@@ -101,7 +110,7 @@ def created(facts: Facts, kind: str) -> Iterator[Event]:
 
 
 def _is_function(call: Call) -> bool:
-    """Whether what is called is a function of the file, or imported under a name that begins small."""
+    """True if the callee is a function of the file, or imported under a name that begins with a small letter."""
     bindings = next((found for place in call.scope.chain() if (found := place.bindings.get(call.name))), [])
     return bool(bindings) and all(
         binding.kind == "def" or (binding.kind == "from" and binding.name[:1].islower()) for binding in bindings
@@ -109,21 +118,24 @@ def _is_function(call: Call) -> bool:
 
 
 def is_scaler(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
+    """True if an expression is a GradScaler, or, if its kind is unknown, is named like one."""
     kinds = facts.kinds(node, at)
     return "scaler" in kinds or (kinds <= {""} and "scaler" in last_name(node).lower())
 
 
 def is_optimizer(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
-    """By what it is, or where that is unknown, by its name."""
+    """True if an expression is an optimizer, or, if its kind is unknown, is named like one."""
     kinds = facts.kinds(node, at)
     return "optimizer" in kinds or (kinds <= {"", "parameters"} and bool(_OPTIMIZER.search(last_name(node).lower())))
 
 
 def aliases(facts: Facts, name: str) -> list[str]:
+    """Return the local names that the file gives to an object of this name."""
     return facts.aliases(name)
 
 
 def last_name(node: cst.CSTNode) -> str:
+    """Return the last name of a name, attribute or subscripted expression; "" for others."""
     if isinstance(node, cst.Subscript):
         node = node.value
     if isinstance(node, cst.Attribute):

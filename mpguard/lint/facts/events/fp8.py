@@ -1,4 +1,4 @@
-"""FP8: conversions, recipes and their settings, of torchao, Transformer Engine and accelerate."""
+"""Events of FP8: conversions, recipes and their settings, of torchao, Transformer Engine and accelerate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _named(facts: Facts, *wanted: str) -> Iterator[tuple[Call, str]]:
-    """The calls of what is called so where it is defined, with its full name."""
+    """Yield the calls of objects with these original names, each with its full dotted name."""
     for name in wanted:
         for call in called(facts, name, *aliases(facts, name)):
             for _, path in facts.paths(call):
@@ -25,7 +25,7 @@ def _named(facts: Facts, *wanted: str) -> Iterator[tuple[Call, str]]:
 
 @finds("convert")
 def _converts(facts: Facts) -> Iterator[Event]:
-    """torchao's conversion."""
+    """Yield torchao's conversions."""
     for call, path in _named(facts, "convert_to_float8_training"):
         if path == "torchao.float8.convert_to_float8_training":
             yield Event("convert", call, facts, call.argument(0, "module"))
@@ -33,7 +33,7 @@ def _converts(facts: Facts) -> Iterator[Event]:
 
 @finds("convert_accelerate")
 def _converts_by_accelerate(facts: Facts) -> Iterator[Event]:
-    """accelerate's conversions as functions: to Transformer Engine's layers, and to torchao's."""
+    """Yield accelerate's conversion functions: to Transformer Engine's layers, and to torchao's."""
     for call, path in _named(facts, "convert_model", "convert_model_to_fp8_ao"):
         if path.startswith("accelerate.utils."):
             yield Event("convert_accelerate", call, facts, call.argument(0, "model"))
@@ -41,7 +41,7 @@ def _converts_by_accelerate(facts: Facts) -> Iterator[Event]:
 
 @finds("fp8_recipe")
 def _recipes(facts: Facts) -> Iterator[Event]:
-    """A recipe of Transformer Engine is made."""
+    """Yield the calls that create a recipe of Transformer Engine."""
     for call, path in _named(facts, *library_names.FP8_RECIPES):
         if library_names.kind_of(path) == "fp8_recipe":
             yield Event("fp8_recipe", call, facts, call.node)
@@ -49,7 +49,7 @@ def _recipes(facts: Facts) -> Iterator[Event]:
 
 @finds("fp8_handler")
 def _handlers(facts: Facts) -> Iterator[Event]:
-    """accelerate's `AORecipeKwargs`, `TERecipeKwargs`, `FP8RecipeKwargs`."""
+    """Yield accelerate's `AORecipeKwargs`, `TERecipeKwargs`, `FP8RecipeKwargs`."""
     for call, path in _named(facts, *sorted(library_names.FP8_HANDLERS)):
         if library_names.kind_of(path) == "fp8_handler":
             yield Event("fp8_handler", call, facts, call.node)
@@ -57,7 +57,7 @@ def _handlers(facts: Facts) -> Iterator[Event]:
 
 @finds("float8_config")
 def _configs(facts: Facts) -> Iterator[Event]:
-    """torchao's `Float8LinearConfig`, by hand or by a recipe's name."""
+    """Yield torchao's `Float8LinearConfig`, by its constructor or by a recipe's name."""
     for call, path in _named(facts, "Float8LinearConfig", "from_recipe_name"):
         if library_names.kind_of(path) == "float8_config":
             yield Event("float8_config", call, facts, call.node)

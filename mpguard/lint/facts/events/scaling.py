@@ -1,4 +1,4 @@
-"""What happens to a GradScaler, and to scaled gradients."""
+"""Events of a GradScaler and of scaled gradients."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 @finds("scaler")
 def _scalers(facts: Facts) -> Iterator[Event]:
+    """Yield the calls that create a GradScaler."""
     yield from created(facts, "scaler")
 
 
 @finds("scale")
 def _scales(facts: Facts) -> Iterator[Event]:
+    """Yield `scaler.scale(loss)`."""
     for call in called(facts, "scale"):
         if call.receiver is not None and call.positional and is_scaler(facts, call.receiver, call):
             yield Event("scale", call, facts, call.receiver)
@@ -27,12 +29,14 @@ def _scales(facts: Facts) -> Iterator[Event]:
 
 @finds("unscale")
 def _unscales(facts: Facts) -> Iterator[Event]:
+    """Yield `scaler.unscale_(optimizer)`."""
     for call in called(facts, "unscale_"):
         yield Event("unscale", call, facts, call.argument(0, "optimizer"))
 
 
 @finds("update")
 def _updates(facts: Facts) -> Iterator[Event]:
+    """Yield `scaler.update()`."""
     for call in called(facts, "update"):
         if call.receiver is not None and is_scaler(facts, call.receiver, call):
             yield Event("update", call, facts, call.receiver)
@@ -40,6 +44,7 @@ def _updates(facts: Facts) -> Iterator[Event]:
 
 @finds("scaler_step")
 def _scaler_steps(facts: Facts) -> Iterator[Event]:
+    """Yield `scaler.step(optimizer)`."""
     for call in called(facts, "step"):
         if call.receiver is not None and call.positional and is_scaler(facts, call.receiver, call):
             yield Event("scaler_step", call, facts, call.positional[0])
@@ -47,13 +52,14 @@ def _scaler_steps(facts: Facts) -> Iterator[Event]:
 
 @finds("get_scale")
 def _scale_reads(facts: Facts) -> Iterator[Event]:
-    """The scale is asked for: gradients may be unscaled by hand, a skipped step be noticed."""
+    """Yield reads of the scale: gradients may be unscaled by hand, or a skipped step detected."""
     for call in called(facts, "get_scale", "_get_scale_async", "_unscale_grads_"):
         yield Event("get_scale", call, facts, call.receiver)
 
 
 @finds("clip")
 def _clips(facts: Facts) -> Iterator[Event]:
+    """Yield calls that clip gradients."""
     wanted = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
     for call in called(facts, *wanted, *(alias for name in wanted for alias in aliases(facts, name))):
         yield Event("clip", call, facts, call.argument(0, "parameters"))

@@ -1,4 +1,4 @@
-"""Backward passes, optimizer steps, and the frameworks that run them."""
+"""Events of training: backward passes, optimizer steps, and the frameworks that run them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _TRAINING_ARGUMENTS = frozenset({"transformers", "sentence_transformers", "optim
 
 @finds("backward")
 def _backwards(facts: Facts) -> Iterator[Event]:
+    """Yield `loss.backward()`."""
     for call in called(facts, "backward"):
         if call.receiver is not None and _plain_backward(facts, call):
             yield Event("backward", call, facts, call.receiver)
 
 
 def _plain_backward(facts: Facts, call: Call) -> bool:
-    """`loss.backward()`, as against `engine.backward(loss)` and an autograd function's."""
+    """True for `loss.backward()`, as opposed to `engine.backward(loss)` and that of an autograd function."""
     if call.positional and constant(call.positional[0]) is None and not isinstance(call.positional[0], cst.Call):
         return False
     if dotted(call.receiver).split(".")[-1] in (
@@ -58,7 +59,7 @@ def _plain_backward(facts: Facts, call: Call) -> bool:
 
 @finds("framework")
 def _frameworks(facts: Facts) -> Iterator[Event]:
-    """Backward passes that something else runs: `accelerator.backward(loss)`, `facts.manual_backward(loss)`."""
+    """Yield backward passes that a framework runs: `accelerator.backward(loss)`, `self.manual_backward(loss)`."""
     for call in called(facts, "backward", "manual_backward"):
         if not _plain_backward(facts, call):
             yield Event("framework", call, facts, call.receiver)
@@ -66,6 +67,7 @@ def _frameworks(facts: Facts) -> Iterator[Event]:
 
 @finds("step")
 def _steps(facts: Facts) -> Iterator[Event]:
+    """Yield `optimizer.step()`."""
     for call in called(facts, "step"):
         if (
             call.receiver is not None
@@ -77,16 +79,19 @@ def _steps(facts: Facts) -> Iterator[Event]:
 
 @finds("accelerator")
 def _accelerators(facts: Facts) -> Iterator[Event]:
+    """Yield the calls that create an `Accelerator`."""
     yield from created(facts, "accelerator")
 
 
 @finds("trainer")
 def _trainers(facts: Facts) -> Iterator[Event]:
+    """Yield the calls that create a framework's trainer."""
     yield from created(facts, "trainer")
 
 
 @finds("initialize")
 def _initializes(facts: Facts) -> Iterator[Event]:
+    """Yield `deepspeed.initialize(...)`."""
     for call in called(facts, "initialize", *aliases(facts, "initialize")):
         if any(library_names.kind_of(path) == "engine" for _, path in facts.paths(call)):
             yield Event("engine", call, facts, call.node)
@@ -94,6 +99,7 @@ def _initializes(facts: Facts) -> Iterator[Event]:
 
 @finds("prepare")
 def _prepares(facts: Facts) -> Iterator[Event]:
+    """Yield `accelerator.prepare(...)`."""
     for call in called(facts, "prepare", "prepare_model", "prepare_optimizer"):
         if call.receiver is None:
             continue
@@ -104,7 +110,7 @@ def _prepares(facts: Facts) -> Iterator[Event]:
 
 @finds("shard")
 def _shards(facts: Facts) -> Iterator[Event]:
-    """FSDP around a model: `FullyShardedDataParallel(model)`, `fully_shard(model)`."""
+    """Yield FSDP wrappers: `FullyShardedDataParallel(model)`, `fully_shard(model)`."""
     wanted = ("FullyShardedDataParallel", "fully_shard")
     for call in called(facts, *wanted, *(other for name in wanted for other in aliases(facts, name))):
         if library_names.kind_of(facts.called_path(call)) in ("fsdp1", "fsdp2"):
@@ -113,7 +119,7 @@ def _shards(facts: Facts) -> Iterator[Event]:
 
 @finds("policy")
 def _policies(facts: Facts) -> Iterator[Event]:
-    """FSDP's policy objects: `MixedPrecision(...)` of FSDP1, `MixedPrecisionPolicy(...)` of FSDP2."""
+    """Yield FSDP's policy objects: `MixedPrecision(...)` of FSDP1, `MixedPrecisionPolicy(...)` of FSDP2."""
     wanted = ("MixedPrecision", "MixedPrecisionPolicy")
     for call in called(facts, *wanted, *(other for name in wanted for other in aliases(facts, name))):
         if library_names.kind_of(facts.called_path(call)) in ("fsdp1_policy", "fsdp2_policy"):
@@ -123,7 +129,7 @@ def _policies(facts: Facts) -> Iterator[Event]:
 
 @finds("arguments")
 def _arguments(facts: Facts) -> Iterator[Event]:
-    """`TrainingArguments(...)` of transformers, and the classes of it that trl and others derive."""
+    """Yield `TrainingArguments(...)` of transformers, and the classes that trl and others derive from it."""
     for name, calls in facts.calls.items():
         if not name.endswith(("TrainingArguments", "Config")):
             continue

@@ -1,4 +1,6 @@
-"""The formulas over flags that conditions are: `args.fp16 and not cpu`, `dtype == "bf16"`, `p in ("16", "bf16")`."""
+"""Translates test expressions into conditions over flags: `args.fp16 and not cpu`, `dtype == "bf16"`,
+`p in ("16", "bf16")`.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,12 @@ class Conditions:
     """The conditions of one file."""
 
     def __init__(self) -> None:
-        #: Of `a and b or c ...`, which is asked for again at each of its operators; until a flag gets a new meaning.
+        #: The formula of each `and`/`or` expression, which is needed again for each of its operators; cleared when a
+        #: name is bound to a new condition.
         self._formulas: dict[cst.CSTNode, Condition] = {}
 
     def name(self, key: str, node: cst.CSTNode, holder: Scope, scope: Scope) -> None:
-        """A name gets a condition as its value (`use_amp = args.fp16 and cuda`): it means that from here on."""
+        """Record a name that is bound to a condition (`use_amp = args.fp16 and cuda`): from here on it stands for that."""
         if not _is_formula(node):
             return
         condition = self.of(node, scope)
@@ -35,7 +38,7 @@ class Conditions:
             self._formulas.clear()
 
     def of(self, node: cst.CSTNode, scope: Scope) -> Condition:
-        """The formula that an expression's truth is, in a scope."""
+        """Return the formula for the truth of an expression in a scope."""
         known = constant(node)
         if known is not None:
             return Fixed(bool(known[0]))
@@ -93,7 +96,7 @@ class Conditions:
 
 
 def _subject(node: cst.CSTNode) -> str:
-    """The flag that an expression is compared as: its last name, or its key."""
+    """Return the flag that a comparison tests: the last name of the expression, its string key, or its text."""
     path = dotted(node)
     if path:
         return path.rsplit(".", 1)[-1]
@@ -105,13 +108,13 @@ def _subject(node: cst.CSTNode) -> str:
 
 
 def _member(node: cst.CSTNode) -> tuple[str, ...]:
-    """The last name of what is compared with: an enum's member, a dtype; empty for an expression."""
+    """Return the last name of the other operand (an enum's member, a dtype) in a tuple; empty for other expressions."""
     path = dotted(node)
     return (path.rsplit(".", 1)[-1],) if path else ()
 
 
 def _is_formula(node: cst.CSTNode) -> bool:
-    """Whether an expression is a condition over flags, worth to be followed through a name."""
+    """True if an expression is a condition over flags that is worth recording for the name that it is bound to."""
     if isinstance(node, cst.Comparison):
         return True
     if isinstance(node, cst.BooleanOperation):

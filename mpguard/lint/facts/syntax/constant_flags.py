@@ -1,4 +1,6 @@
-"""Flags that a file sets once, to a literal: `HALF = False`. What they exclude does not happen in the run."""
+"""Constant flags: names that a file binds once, to a literal such as `HALF = False`. Paths that contradict them are
+unreachable.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from mpguard.lint.facts.syntax.records import Record, Scope
 
 
 def settle(walker: Indexer) -> None:
-    """Makes the guards impossible that ask for the contrary of what a flag is."""
+    """Make the path conditions that contradict a constant flag impossible."""
     contrary = {negated(Flag(name)) if truth else Flag(name) for name, truth in _settled(walker.scopes).items()}
     if not contrary:
         return
@@ -27,7 +29,9 @@ def settle(walker: Indexer) -> None:
 
 
 def _settled(scopes: list[Scope]) -> dict[str, bool]:
-    """Plain names that are bound to literals of one truth only, and are no attribute or parameter anywhere."""
+    """Return the names that are bound only to Boolean literals of one truth value, and are no attribute or parameter
+    anywhere.
+    """
     truths: dict[str, set[bool | None]] = {}
     for scope in scopes:
         for key, bindings in scope.bindings.items():

@@ -1,4 +1,4 @@
-"""What a file imports, or sets a name to: where it uses that, and whether it only stands in for another."""
+"""Imports, and names bound to dotted names: their uses, and whether they are fallbacks for an older torch."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
     from mpguard.lint.facts.syntax.records import Binding, Record, Use
 
-#: A condition that asks for the version of torch, or for what it has.
+#: A condition on the version of torch, or on the presence of an attribute.
 _ASKS = re.compile(
     r"(?i)version|hasattr|torch_?\w*\d|is_torch_\w*than|torch_(?:ge|gt|min)|has_\w*(?:amp|autocast|scaler)"
 )
-#: An arm for torch 1.x and newer is no fallback: it is what runs today.
+#: A branch for torch 1.x and newer is no fallback: it is the one that runs today.
 _SINCE_1 = re.compile(r">=?\D*1\.\d")
 
 
 def imports(facts: Facts) -> Iterator[Binding]:
-    """Every name that an import binds."""
+    """Yield every binding by an import."""
     for scope in facts.walker.scopes:
         for bindings in scope.bindings.values():
             yield from (binding for binding in bindings if binding.kind in ("from", "import"))
 
 
 def renamed(facts: Facts) -> Iterator[Binding]:
-    """Every plain name that is set to a dotted one: `amp = torch.cuda.amp`."""
+    """Yield every binding of a plain name to a dotted one: `amp = torch.cuda.amp`."""
     for scope in facts.walker.scopes:
         for key, bindings in scope.bindings.items():
             if "." not in key:
@@ -43,7 +43,7 @@ def renamed(facts: Facts) -> Iterator[Binding]:
 
 
 def by_statement(bindings: list[Binding]) -> dict[cst.CSTNode, list[Binding]]:
-    """Import statement -> what it binds, of the bindings given."""
+    """Group bindings by their import statement."""
     found: dict[cst.CSTNode, list[Binding]] = {}
     for binding in bindings:
         found.setdefault(binding.statement or binding.node, []).append(binding)
@@ -51,7 +51,7 @@ def by_statement(bindings: list[Binding]) -> dict[cst.CSTNode, list[Binding]]:
 
 
 def uses(facts: Facts, binding: Binding) -> list[Use]:
-    """The reads of what an import binds, in the scopes that see it."""
+    """Return the uses of a name that an import binds, in the scopes that see the binding."""
     scopes = facts.walker.scopes if binding.scope.kind == "module" else list(binding.scope.descendants())
     return [
         use
@@ -62,7 +62,7 @@ def uses(facts: Facts, binding: Binding) -> list[Use]:
 
 
 def stands_in(record: Record) -> bool:
-    """Whether it is for an older torch only: in an `except` arm, or under a condition on the version."""
+    """True if a record is for an older torch only: in an `except` arm, or under a condition on the version."""
     for condition in record.guard:
         if isinstance(condition, Not) and isinstance(condition.inner, Flag) and condition.inner.name.startswith("try#"):
             return True
@@ -74,15 +74,16 @@ def stands_in(record: Record) -> bool:
 
 
 def own(facts: Facts, package: str) -> bool:
-    """Whether a file is of the source tree of a package itself, its tests and examples included: a fork of apex."""
+    """True if a file belongs to the source tree of a package itself, with its tests and examples: a fork of apex."""
     with tracked_fs.recording_for(facts.path):
         return _holds(Path(facts.path).absolute().parent, package)
 
 
 @cached_per_run
 def _holds(folder: Path, package: str) -> bool:
-    if folder.name in NEVER or folder.parent == folder:  # an installed package: what lies beside it is not of its tree
+    """True if a folder, or one above it, holds the sources of a package."""
+    if folder.name in NEVER or folder.parent == folder:  # an installed package: its neighbours are not of its tree
         return False
-    here = tracked_fs.is_file(folder / "__init__.py")  # `theirs.torch`
+    here = tracked_fs.is_file(folder / "__init__.py")  # a sub-package with the same name: `theirs.torch`
     holds = not here and tracked_fs.is_file(folder / package / "__init__.py")
     return holds or _holds(folder.parent, package)

@@ -1,4 +1,4 @@
-"""The one walk over libcst's tree, which makes all records: statements and expressions, in order of evaluation."""
+"""The single pass over LibCST's tree that creates all records of statements and expressions, in order of evaluation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mpguard.lint.facts.syntax.records import Binding, BindingKind, Call, Exit, 
 from mpguard.lint.source.source import Chunk
 
 _Place = tuple[Any, Scope, int, PathCondition, tuple[With, ...], tuple[cst.CSTNode, ...], Chunk]
-#: What the walk comes back to behind a function or class.
+#: The state that is restored at the end of a function or class.
 _Outside = tuple[Scope, tuple[With, ...], tuple[cst.CSTNode, ...], cst.CSTNode, cst.CSTNode]
 
 
 class Indexer:
-    """Walks chunks of one file into one module scope."""
+    """Indexes the chunks of one file into one module scope."""
 
     def __init__(self, module: Scope) -> None:
         self.module = module
@@ -37,14 +37,14 @@ class Indexer:
         self._outside: tuple[_Outside, ...] = ()
 
     def chunk(self, chunk: Chunk) -> None:
-        """Walks one top-level statement (or the whole file) as the next of the module."""
+        """Index one top-level statement (or the whole file) as the next of the module."""
         self.module.chunk = self.current = chunk
         tree = chunk.module
         for statement in tree.body:
             self._statement(statement)
 
     def stub(self, chunk: Chunk) -> None:
-        """A definition that is not parsed: its name, and the bases of a class."""
+        """Bind the name of a definition that is not parsed, and record the bases of a class."""
         header = _HEADER.search(chunk.text)
         if header is None:
             return
@@ -85,7 +85,7 @@ class Indexer:
     # -- statements -------------------------------------------------------------------------------
 
     def _block(self, body: Sequence[cst.CSTNode]) -> bool:
-        """Walks statements in order; whether the block is always left (return, raise, continue, break)."""
+        """Index statements in order. True if the block is always left (return, raise, continue, break)."""
         before, ends = self.guard, False
         for statement in body:
             ends = self._statement(statement) or ends

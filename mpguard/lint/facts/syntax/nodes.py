@@ -1,4 +1,4 @@
-"""Libcst's nodes, read: the names, literals and code that they are."""
+"""Helpers for LibCST nodes: dotted names, literals, code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpguard.lint.source.libcst_internals import node_code
 
 
 def dotted(node: cst.CSTNode | None) -> str:
-    """`a.b.c` of a chain of names; empty for anything else."""
+    """Return `a.b.c` for a chain of names; an empty string for any other node."""
     parts: list[str] = []
     while isinstance(node, cst.Attribute):
         parts.append(node.attr.value)
@@ -24,12 +24,12 @@ def dotted(node: cst.CSTNode | None) -> str:
 
 
 def text_of(node: cst.CSTNode) -> str:
-    """The code of a node, without white space: what two equal conditions have in common."""
+    """Return the code of a node without white space; equal conditions have equal texts."""
     return "".join(node_code(node).split())
 
 
 def constant(node: cst.CSTNode | None) -> tuple[object] | None:
-    """The value of a literal, in a tuple (None is one); None for anything else."""
+    """Return the value of a literal in a tuple (None is a literal too); None for any other node."""
     if isinstance(node, cst.Name):
         return {"True": (True,), "False": (False,), "None": (None,)}.get(node.value)
     if isinstance(node, (cst.SimpleString, cst.ConcatenatedString)):
@@ -52,11 +52,12 @@ _SKIPPED = (
 
 @functools.cache
 def _fields(kind: type) -> tuple[str, ...]:
-    """The fields of a node type that can hold expressions."""
+    """Return the fields of a node type that can hold expressions."""
     return tuple(f.name for f in dataclasses.fields(kind) if not f.name.startswith(_SKIPPED))
 
 
 def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield the children of a node that can hold expressions."""
     for field in _fields(type(node)):
         value = getattr(node, field)
         if isinstance(value, cst.CSTNode):
@@ -68,12 +69,12 @@ def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def ends_process(node: cst.CSTNode) -> bool:
-    """Whether nothing behind a call is run."""
+    """True if a call ends the process, so that no code after it runs."""
     return isinstance(node, cst.Call) and dotted(node.func) in ("sys.exit", "exit", "quit", "os._exit", "os.abort")
 
 
 def assigned(node: cst.CSTNode) -> set[str]:
-    """The last names of what is assigned in the arms of an `if`."""
+    """Return the last names of the targets that are assigned within a compound statement."""
     found: set[str] = set()
     stack: list[cst.CSTNode] = [node]
     while stack:

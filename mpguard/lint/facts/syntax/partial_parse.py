@@ -1,4 +1,4 @@
-"""Which statements of a file are parsed: of a large one, those with words that matter, and those that these go with."""
+"""Partial parsing: of a large file only the relevant statements are parsed, and those that call them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from mpguard.lint.source.source import Chunk
 
-#: Files up to this size are walked whole; of larger ones the statements that matter.
+#: Files up to this size (in characters) are parsed whole; of larger ones only the relevant statements.
 WHOLE = 8_000
-#: What makes a top-level statement matter: precision, training, and what decides between them.
-#: Each alternative begins with a letter, which is three times as fast as one that begins with `\b`; what is in the
-#: group is looked at more closely.
+#: A top-level statement with one of these words is relevant: precision, training, and what separates training from
+#: inference. Each alternative begins with a letter, which is three times as fast as one that begins with `\b`; a match
+#: of the group is checked again with `_WORDS`.
 _MATTERS = re.compile(
     r"float16|bf16|fp16|autocast|[sS]caler|backward|\.step\(|float8|fp8|\.prepare\(|deepspeed|accelerat|"
     r"no_grad|inference_mode|Trainer|Optimizer|optim\b|HalfTensor|requires_grad|tf32|fp32_precision|"
@@ -20,17 +20,20 @@ _MATTERS = re.compile(
     r"(half\b|amp\b|compile|te(?=\.))"
 )
 _WORDS = re.compile(r"\bhalf|\bamp|(?<!\bre\.)compile|\bte")
-#: What a method may do to the facts without a word that matters: give an attribute a value, be a context manager.
+#: Methods without a relevant word that the facts need nevertheless: those that set an attribute, or may be context
+#: managers.
 _SETS = re.compile(r"(?:self|cls)\.[\w.]+[^\n=()]*(?<![<>!])=(?!=)|(yield\b|global\b|as[ \t]+self\.)")
 _BEFORE = re.compile(r"[=(#]")
-#: Methods that are called without their names.
+#: Methods that are called without being named.
 _ENTRIES = frozenset({"__init__", "__call__", "forward"})
 _NAMED = re.compile(r"\.[ \t]*(\w+)")
 _NAME = re.compile(r"[^\W\d]\w*")
 
 
 def mentions(chunks: tuple[Chunk, ...]) -> dict[str, list[Chunk]]:
-    """Name -> the top-level statements that may bind it: a definition, or any other that mentions it."""
+    """Return the statements that may bind each name: a definition binds its own, any other statement those that it
+    contains.
+    """
     found: dict[str, list[Chunk]] = {}
     for chunk in chunks:
         name = chunk.defines
@@ -42,7 +45,7 @@ def mentions(chunks: tuple[Chunk, ...]) -> dict[str, list[Chunk]]:
 
 
 def wanted(chunks: Sequence[Chunk]) -> set[Chunk]:
-    """The statements that matter, and those that call them."""
+    """Return the relevant statements, and those that call the definitions among them."""
     found = {chunk for chunk in chunks if matters(chunk)}
     named = {chunk.defines for chunk in found} - {None}
     if named:
@@ -52,18 +55,18 @@ def wanted(chunks: Sequence[Chunk]) -> set[Chunk]:
 
 
 def matters(chunk: Chunk) -> bool:
-    """Imports and small statements matter, and definitions with a word for it."""
+    """True for imports and other small statements, and for definitions that contain a relevant word."""
     return chunk.defines is None or _speaks(chunk.text)
 
 
 def _speaks(text: str, start: int = 0, end: int = sys.maxsize) -> bool:
-    """Whether there is a word for precision, for training, or for what decides between them."""
+    """True if the text has a word for precision, for training, or for what separates training from inference."""
     found = _MATTERS.finditer(text, start, end)
     return any(each.lastindex is None or _WORDS.match(text, each.start()) is not None for each in found)
 
 
 def _sets(text: str, start: int, end: int) -> bool:
-    """Whether a method gives an attribute a value, at the beginning of a statement, or yields, or sets a global."""
+    """True if a method sets an attribute at the beginning of a statement, yields, or declares a global."""
     for found in _SETS.finditer(text, start, end):
         if found.start() and (text[found.start() - 1].isalnum() or text[found.start() - 1] == "_"):
             continue
@@ -74,12 +77,14 @@ def _sets(text: str, start: int, end: int) -> bool:
 
 
 def is_table(chunk: Chunk) -> bool:
-    """A long literal without a word that matters: what is in it says nothing."""
+    """True for a long literal without a relevant word, such as a table of data."""
     return chunk.defines is None and chunk.end - chunk.start > WHOLE and not _speaks(chunk.text)
 
 
 def skimmed(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-    """Skips, in large classes, the methods that do not matter, and neither call nor are called by those that do."""
+    """Skip the irrelevant methods of large classes: those without a relevant word that neither call nor are called by
+    relevant ones.
+    """
     left = {
         method: chunk
         for chunk in chunks

@@ -1,9 +1,9 @@
-"""Guards: under which flag conditions an event happens.
+"""Path conditions: the conditions over flags under which a record is executed.
 
-A condition is a small formula over *flags*: the last name of a dotted path (`args.amp`,
-`self.args.amp` and `amp` are one flag), or the text of what is compared or called. A guard is the
-set of conditions that hold where an event stands. A flag has one value in the whole run, so two
-events belong together only if one assignment of the flags meets both guards.
+A condition is a small formula over *flags*. A flag is the last name of a dotted path (`args.amp`, `self.args.amp` and
+`amp` are one flag), or the text of what is compared or called. A path condition is the conjunction of the conditions on
+the way to a record. A flag has one value in the whole run, so two events belong to the same run only if one assignment
+of the flags satisfies both path conditions.
 """
 
 from __future__ import annotations
@@ -12,45 +12,50 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 
-#: What a flag may be known to be, by its name: None -> whether it is truthy; a constant -> whether it equals that;
-#: `_IS` -> the constant that it equals.
+#: What is known of a flag, by its name: None -> its truth value; a constant -> whether the flag equals it; `_IS` -> the
+#: constant that it equals.
 Known = Mapping[str, Mapping[object, object]]
 _IS = object()
-#: A guard of more conditions than this is not followed further: what it guards is unknown.
+#: A path condition of more conditions than this is not followed further; its value is unknown.
 MOST_CONDITIONS = 40
-#: A formula of more flags than this is one flag of its own: names for conditions on conditions double it each time.
+#: A formula of more flags than this becomes one opaque flag: named conditions over named conditions double in size each
+#: time.
 MOST_FLAGS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """`flag` is truthy; with `equals`, it is that constant."""
+    """The condition that a flag is truthy; with `equals`, that it equals this constant."""
 
     name: str
     equals: object = None
     leaves = 1
 
     def value(self, known: Known) -> bool | None:
+        """Return the truth value under an assignment of flags; None if it is undecided."""
         said = known.get(self.name)
         if said is None:
             return None
         if self.equals in said:
             return bool(said[self.equals])
-        if _IS in said:  # equal to a constant: as truthy as that, and no other
+        if _IS in said:  # equal to a constant: it is as truthy as that constant, and equals no other
             return bool(said[_IS]) if self.equals is None else False
         return False if said.get(None) is False and bool(self.equals) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Not:
+    """Negation."""
+
     inner: Condition
 
     @functools.cached_property
     def leaves(self) -> int:
-        """How many flags the formula has, each as often as it stands there."""
+        """The number of occurrences of flags in the formula."""
         return self.inner.leaves
 
     def value(self, known: Known) -> bool | None:
+        """Return the truth value under an assignment of flags; None if it is undecided."""
         found = self.inner.value(known)
         return None if found is None else not found
 
@@ -61,6 +66,7 @@ class _Parts:
 
     @functools.cached_property
     def leaves(self) -> int:
+        """The number of occurrences of flags in the formula."""
         return sum(part.leaves for part in self.parts)
 
 
@@ -68,6 +74,7 @@ class All(_Parts):
     """Conjunction."""
 
     def value(self, known: Known) -> bool | None:
+        """Return the truth value under an assignment of flags; None if it is undecided."""
         values = [part.value(known) for part in self.parts]
         return False if False in values else None if None in values else True
 
@@ -76,18 +83,20 @@ class Any(_Parts):
     """Disjunction."""
 
     def value(self, known: Known) -> bool | None:
+        """Return the truth value under an assignment of flags; None if it is undecided."""
         values = [part.value(known) for part in self.parts]
         return True if True in values else None if None in values else False
 
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """A condition that is known."""
+    """A condition with a known truth value."""
 
     truth: bool
     leaves = 1
 
     def value(self, known: Known) -> bool | None:  # noqa: ARG002
+        """Return the known truth value."""
         return self.truth
 
 
@@ -95,7 +104,7 @@ Condition = Flag | Not | All | Any | Fixed
 
 
 def negated(condition: Condition) -> Condition:
-    """The condition's contrary, with the negation as far inside as it goes."""
+    """Return the negation of a condition, in negation normal form."""
     if isinstance(condition, Not):
         return condition.inner
     if isinstance(condition, Fixed):
@@ -108,29 +117,30 @@ def negated(condition: Condition) -> Condition:
 
 
 class PathCondition(frozenset[Condition]):
-    """The conditions that all hold; the empty guard is "always"."""
+    """A conjunction of conditions; the empty set is always true."""
 
     def given(self, *conditions: Condition) -> PathCondition:
-        """This guard and more conditions."""
+        """Return the conjunction with more conditions."""
         added: list[Condition] = []
         for condition in conditions:
             added += condition.parts if isinstance(condition, All) else (condition,)
         return PathCondition(self | {c for c in added if c != Fixed(True)})
 
     def joined(self, *others: PathCondition) -> PathCondition:
+        """Return the conjunction with other path conditions."""
         return _joined(self, others[0]) if len(others) == 1 else PathCondition(self.union(*others))
 
     @functools.cached_property
     def possible(self) -> bool:
-        """Whether some assignment of the flags meets all conditions (as far as unit propagation sees)."""
+        """True if some assignment of the flags satisfies all conditions, as far as unit propagation can decide."""
         return _consistent(self)
 
     def flags(self) -> set[str]:
-        """The names of all flags in it."""
+        """Return the names of all flags in it."""
         return {flag.name for condition in self for flag in _flags(condition)}
 
     def words(self) -> set[str]:
-        """The names of all flags in it, and the strings that they are compared with."""
+        """Return the names of all flags in it, and the strings that they are compared with."""
         found = [flag for condition in self for flag in _flags(condition)]
         return {flag.name for flag in found} | {flag.equals for flag in found if isinstance(flag.equals, str)}
 
@@ -139,17 +149,18 @@ ALWAYS = PathCondition()
 
 
 def compatible(*guards: PathCondition) -> bool:
-    """Whether the guards can hold in one and the same run."""
+    """True if the path conditions can hold in the same run."""
     joined = guards[0].joined(*guards[1:])
     return not joined or joined.possible
 
 
 def implies(guard: PathCondition, other: PathCondition) -> bool:
-    """Whether `other` holds wherever `guard` does."""
+    """True if `other` holds whenever `guard` does."""
     return all(condition in guard or not guard.given(negated(condition)).possible for condition in other)
 
 
 def _flags(condition: Condition) -> Iterable[Flag]:
+    """Yield the flags of a condition."""
     if isinstance(condition, Flag):
         yield condition
     elif isinstance(condition, Not):
@@ -161,6 +172,7 @@ def _flags(condition: Condition) -> Iterable[Flag]:
 
 @functools.lru_cache(1 << 14)
 def _joined(one: PathCondition, other: PathCondition) -> PathCondition:
+    """Return the conjunction of two path conditions."""
     if other <= one:
         return one
     return other if one <= other else PathCondition(one.union(other))
@@ -168,7 +180,9 @@ def _joined(one: PathCondition, other: PathCondition) -> PathCondition:
 
 @functools.lru_cache(1 << 14)
 def _consistent(conditions: PathCondition) -> bool:
-    """Unit propagation: what each condition forces is assumed, until nothing new is or one fails."""
+    """True unless unit propagation finds a contradiction: literals that the conditions force are assigned until none is
+    new or a condition is false.
+    """
     known: dict[str, dict[object, object]] = {}
     pending = list(conditions)
     while True:
@@ -198,7 +212,7 @@ def _consistent(conditions: PathCondition) -> bool:
 
 
 def _literal(condition: Condition, known: Known) -> tuple[Flag, bool] | All | None:
-    """What an undecided condition forces: a flag's value, a conjunction, or nothing yet."""
+    """Return what an undecided condition forces: a flag with its truth value, a conjunction, or None for nothing yet."""
     if isinstance(condition, Flag):
         return condition, True
     if isinstance(condition, Not) and isinstance(condition.inner, Flag):

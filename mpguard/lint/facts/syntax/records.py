@@ -1,7 +1,8 @@
-"""What the walk over a file records: scopes, and in them bindings, calls, uses of names, `with` items and returns.
+"""Records: what the index of a file contains - scopes, and in them bindings, calls, uses of names, `with` items and
+returns.
 
-A record is raw and in order; nothing is resolved. Each knows its *guard* (the flag conditions under which it
-happens), the `with` items and loops around it, and its scope.
+A record is syntactic and in order of evaluation; no name is resolved. Each has its path condition (`guard`: the
+conditions over flags under which it is executed), the enclosing `with` items and loops, and its scope.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BindingKind = Literal[
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Record:
-    """Something in the file: its node, scope, order of evaluation, guard, enclosing `with` items and loops."""
+    """A place in the file: its node, scope, order of evaluation, path condition, enclosing `with` items and loops."""
 
     node: cst.CSTNode
     scope: Scope
@@ -49,7 +50,7 @@ class Record:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Where it stands in `Source.text`."""
+        """Start and end in `Source.text`."""
         return self.chunk.span(self.node)
 
     def __repr__(self) -> str:
@@ -59,10 +60,10 @@ class Record:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Binding(Record):
-    """A name (`x`, `self.x`, `args.dtype`) gets a value.
+    """A binding of a name or attribute (`x`, `self.x`, `args.dtype`) to a value.
 
-    value: the expression; of an `element` it is unpacked, at `index`. For imports `target` is the
-    module and `name` what is taken from it.
+    value: the bound expression; for an `element` the expression that is unpacked, at `index`. For imports `target` is
+    the module and `name` the imported name.
     """
 
     key: str
@@ -77,14 +78,14 @@ class Binding(Record):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Use(Record):
-    """A name or dotted name is read: the longest chain, such as `out.loss.backward`."""
+    """A read of a name or dotted name: the longest chain, such as `out.loss.backward`."""
 
     path: str
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class With(Record):
-    """One item of a `with` statement (or what `enter_context` enters); `last` is the order at its end."""
+    """One item of a `with` statement (or the argument of `enter_context`); `last` is the order at its end."""
 
     expr: cst.BaseExpression
     last: int = 1 << 60
@@ -92,7 +93,7 @@ class With(Record):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Return(Record):
-    """`return value`, or `yield value`."""
+    """A `return value`, or `yield value` (`yields`)."""
 
     value: cst.BaseExpression | None
     yields: bool = False
@@ -100,14 +101,19 @@ class Return(Record):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Exit(Record):
-    """`continue`, `break` or `raise`: the node's type says which."""
+    """A `continue`, `break` or `raise`, by the type of the node."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Call(Record):
-    """A call. `name`: the last name of what is called; `path`: all of it where it is a dotted name;
-    `receiver`: what stands before the last dot; `statement`: the small statement it stands in,
-    `line` the whole line or compound header."""
+    """A call.
+
+    name       the last name of the callee
+    path       the callee where that is a dotted name, else ""
+    receiver   the expression before the last dot
+    statement  the simple statement that contains the call
+    line       the whole line, or the header of the compound statement
+    """
 
     node: cst.Call
     name: str
@@ -118,6 +124,7 @@ class Call(Record):
 
     @property
     def func(self) -> cst.BaseExpression:
+        """The callee."""
         return self.node.func
 
     @functools.cached_property
@@ -133,20 +140,21 @@ class Call(Record):
 
     @functools.cached_property
     def keywords(self) -> dict[str, cst.BaseExpression]:
+        """The keyword arguments by name."""
         return {arg.keyword.value: arg.value for arg in self.node.args if arg.keyword is not None}
 
     @property
     def is_statement(self) -> bool:
-        """Whether the call is a whole statement: `model.half()`."""
+        """True if the call is a whole statement: `model.half()`."""
         return isinstance(self.statement, cst.Expr) and self.statement.value is self.node
 
     @property
     def starred(self) -> bool:
-        """Whether arguments come from `*args` or `**kwargs`."""
+        """True if arguments come from `*args` or `**kwargs`."""
         return any(arg.star for arg in self.node.args)
 
     def argument(self, position: int | None, *names: str) -> cst.BaseExpression | None:
-        """An argument by position or one of its names; None where it is not given."""
+        """Return an argument by position or by one of its names; None if it is not given."""
         for name in names:
             if name in self.keywords:
                 return self.keywords[name]
@@ -157,6 +165,8 @@ class Call(Record):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Param:
+    """A parameter of a function."""
+
     name: str
     default: cst.BaseExpression | None
     annotation: cst.BaseExpression | None
@@ -164,7 +174,7 @@ class Param:
 
 
 class Scope:
-    """A module, class or function, with what happens in it."""
+    """A module, class or function scope with its records."""
 
     def __init__(
         self,
@@ -178,7 +188,7 @@ class Scope:
         self.params: list[Param] = []
         self.decorators: list[cst.BaseExpression] = []
         self.bases: list[cst.BaseExpression] = []
-        #: The dotted names of the bases, as they are written; those of a statement that is not parsed too.
+        #: The dotted names of the bases as they are written; also for a class that is not parsed.
         self.base_names: list[str] = []
         self.bindings: dict[str, list[Binding]] = {}
         self.uses: dict[str, list[Use]] = {}
@@ -192,17 +202,18 @@ class Scope:
         self.guard: PathCondition = ALWAYS
         self.order = 0
         self.parsed = True
-        #: Names that were set to a condition: `use_amp = args.fp16 and cuda`.
+        #: Names bound to a condition: `use_amp = args.fp16 and cuda`.
         self.conditions: dict[str, Condition] = {}
         self.globals: set[str] = set()
 
     @property
     def qualname(self) -> str:
+        """The dotted name of the scope within its module."""
         return f"{self.parent.qualname}.{self.name}".lstrip(".") if self.parent is not None else ""
 
     @property
     def owner(self) -> Scope | None:
-        """The class whose method this is, or within whose method it is defined."""
+        """The class that encloses this scope, or None."""
         scope = self.parent
         while scope is not None and scope.kind != "class":
             scope = scope.parent
@@ -210,15 +221,16 @@ class Scope:
 
     @property
     def is_method(self) -> bool:
+        """True if this is a function directly in a class."""
         return self.kind == "function" and self.parent is not None and self.parent.kind == "class"
 
     @property
     def is_bound(self) -> bool:
-        """Whether its first parameter is the object, or the class."""
+        """True if its first parameter is the object, or the class."""
         return self.is_method and not any(dotted(each) == "staticmethod" for each in self.decorators)
 
     def chain(self) -> Iterator[Scope]:
-        """This scope and those around it, as names are looked up (classes only as the innermost)."""
+        """Yield this scope and the enclosing ones in order of name lookup (classes only as the innermost)."""
         scope: Scope | None = self
         while scope is not None:
             if scope is self or scope.kind != "class":
@@ -226,19 +238,20 @@ class Scope:
             scope = scope.parent
 
     def within(self) -> Iterator[Scope]:
-        """This scope and all those around it."""
+        """Yield this scope and all enclosing ones, innermost first."""
         scope: Scope | None = self
         while scope is not None:
             yield scope
             scope = scope.parent
 
     def descendants(self) -> Iterator[Scope]:
-        """This scope and all inside it."""
+        """Yield this scope and all nested ones."""
         yield self
         for child in self.children:
             yield from child.descendants()
 
     def method(self, name: str) -> Scope | None:
+        """Return the method of a class, or None."""
         return next((child for child in self.children if child.kind == "function" and child.name == name), None)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What an expression of a file is: names, attributes and calls are followed to the `atoms` that they may be."""
+"""Abstract evaluation: names, attributes and calls are resolved to the abstract values that an expression may have."""
 
 from __future__ import annotations
 
@@ -37,20 +37,23 @@ from mpguard.lint.facts.values.lattice import (
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
-#: How far calls, parameters and names are followed.
+#: How deep calls, parameters and names are followed.
 DEPTH = 24
 _MOST = 16
-#: Expressions that are looked at for one; in real code it is 4 for nearly all, and 900 at most but for a few.
+#: Expressions evaluated for one request. In real code it is 4 for nearly all, and at most 900 with few exceptions.
 _MOST_STEPS = 1_000
-#: Stands for the limits among what something was cut short for. Nothing that is active equals it.
+#: Marks in `cuts` a result that is incomplete because a limit was reached; equal to nothing that is being evaluated.
 _TOO_FAR = object()
 
 
 class _Search:
-    """What is being evaluated, outermost first, across the modules of one linted file.
+    """The state of one evaluation across the modules of a linted file: the expressions being evaluated, outermost
+    first.
 
-    `cuts`: for what of it something was cut short since it was last set. What lies inside may be more when it is asked
-    for by itself: it is remembered no longer than that is active, and not for what lies less deep (`partly`)."""
+    cuts: the expressions (or `_TOO_FAR`) because of which a result since the last reset is incomplete: a cycle, or a
+    limit. Such a result may be more precise when it is requested by itself, so it is cached only as long as these
+    expressions are being evaluated, and not for a request at a lower depth (`partly`).
+    """
 
     def __init__(self) -> None:
         self.active: dict[object, None] = {}
@@ -60,7 +63,9 @@ class _Search:
 
 
 class Values:
-    """Evaluates expressions of one file. Results are remembered, unless they depend on who asked first."""
+    """Evaluates the expressions of one file. Results are cached unless they are incomplete because of the calling
+    context.
+    """
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -69,11 +74,11 @@ class Values:
         self._bindings: dict[tuple[Scope, str], tuple[int, list[Binding]]] = {}
 
     def asked_by(self, other: Values) -> None:
-        """Evaluates as a part of what another module evaluates: what goes round through both is seen."""
+        """Share the state of an evaluation in another module, so that cycles through both modules are detected."""
         self._search = other._search
 
     def evaluate(self, node: cst.CSTNode | None, scope: Scope, order: int = 1 << 60) -> Alternatives:
-        """The alternatives that an expression may be, where it stands (`order`)."""
+        """Return the alternatives of an expression at a place (`order`)."""
         if node is None:
             return NOTHING_KNOWN
         if node in self._known:
@@ -104,7 +109,7 @@ class Values:
         return found
 
     def _cut(self, what: object) -> bool:
-        """Whether to go no further: it is being evaluated already, or lies too deep."""
+        """True if evaluation must stop: `what` is already being evaluated, or a limit is reached."""
         search = self._search
         if not search.active:
             search.steps = 0
@@ -118,7 +123,7 @@ class Values:
         return False
 
     def _left(self, what: object) -> None:
-        """What was cut short for something is whole for whoever asked for that."""
+        """End the evaluation of `what`: results that were incomplete because of it are complete for its caller."""
         del self._search.active[what]
         self._search.cuts.discard(what)
 
@@ -166,7 +171,7 @@ class Values:
         return NOTHING_KNOWN
 
     def _truth(self, test: cst.CSTNode, scope: Scope, order: int) -> bool | None:
-        """Whether a name that is tested is true, where all that it may be are constants that agree."""
+        """Return the truth of a tested name if all of its alternatives are constants that agree, else None."""
         if not dotted(test):
             return None
         atoms = [each.atom for each in self.evaluate(test, scope, order)]
@@ -176,7 +181,7 @@ class Values:
     # -- names --------------------------------------------------------------------------------------
 
     def lookup(self, path: str, scope: Scope, order: int) -> Alternatives:
-        """What a dotted name may be at a place."""
+        """Return the alternatives of a dotted name at a place."""
         found = self._named(path, scope, order)
         if found is not None:
             return found
@@ -186,7 +191,7 @@ class Values:
         return (Alternative(ALWAYS, Ref(path)),) if path.split(".", 1)[0] in _BUILTINS else NOTHING_KNOWN
 
     def _named(self, path: str, scope: Scope, order: int) -> Alternatives | None:
-        """The same where the file itself binds the name; None where it does not."""
+        """Return the alternatives of a name that the file itself binds; None if it does not bind it."""
         parts = path.split(".")
         for length in range(len(parts), 0, -1):
             key = ".".join(parts[:length])
@@ -198,7 +203,7 @@ class Values:
                     continue
             else:
                 found = ()
-                enough = _MOST if length == len(parts) else 1 << 60  # more are cut off
+                enough = _MOST if length == len(parts) else 1 << 60  # the rest is replaced by UNKNOWN
                 for binding in bindings[:_MOST]:
                     found += self.bound(binding)
                     if len(found) > enough:
@@ -211,7 +216,9 @@ class Values:
         return None
 
     def _starred(self, path: str) -> Alternatives:
-        """What one of the modules that are imported with `*` binds, or one of those that they import so."""
+        """Return the alternatives of a name that a module imported with `*` binds, directly or by a `*` import of its
+        own.
+        """
         seen = {self.facts}
         pending = _starred(self.facts)
         while pending:
@@ -231,8 +238,10 @@ class Values:
     def reaching(
         self, key: str, scope: Scope, order: int, guard: PathCondition = ALWAYS, most: int = 1 << 60
     ) -> list[Binding]:
-        """The bindings whose value `key` may have at a place, the latest first; no more than `most`, where those are
-        enough."""
+        """Return the reaching definitions of a name or `self.` attribute at a place, the latest first.
+
+        At most `most` are returned if that many are enough for the caller.
+        """
         if key.startswith("self."):
             local = [b for b in scope.bindings.get(key, ()) if b.order < order and b.kind not in ("item", "del")]
             dominating = [b for b in local if not (b.guard - scope.guard)]
@@ -253,7 +262,7 @@ class Values:
         return []
 
     def _set(self, scope: Scope, key: str) -> list[Binding]:
-        """A scope's bindings of a name that give it a value, in order."""
+        """Return the bindings of a name in a scope that give it a value, in order; cached until the scope has more."""
         bindings = scope.bindings.get(key)
         if bindings is None:
             return []
@@ -266,7 +275,7 @@ class Values:
         return known[1]
 
     def bound(self, binding: Binding) -> Alternatives:
-        """What a binding gives its name."""
+        """Return the alternatives that a binding gives to its name."""
         if self._cut(binding):
             return NOTHING_KNOWN
         self._search.active[binding] = None
@@ -336,7 +345,7 @@ class Values:
         return tuple(found)
 
     def given(self, call: Call, scope: Scope, name: str) -> cst.BaseExpression | None:
-        """The expression that a call of a function hands to its parameter; the default; None if out of sight."""
+        """Return the argument that a call passes for a parameter, or its default; None if it is not visible."""
         if name in call.keywords:
             return call.keywords[name]
         params = [p for p in scope.params if p.kind == "plain"]
@@ -368,7 +377,7 @@ class Values:
         if isinstance(atom, Ref):
             return (Alternative(ALWAYS, ref(f"{atom.path}.{name}")),)
         if isinstance(atom, Constant) and isinstance(atom.value, str) and name == "type":
-            return (Alternative(ALWAYS, Constant(atom.value.split(":", 1)[0])),)  # of a torch.device
+            return (Alternative(ALWAYS, Constant(atom.value.split(":", 1)[0])),)  # the type of a `torch.device`
         if isinstance(atom, Module):
             atom.facts.need(name)
             if name in atom.facts.module.bindings:
@@ -388,7 +397,7 @@ class Values:
         return NOTHING_KNOWN
 
     def result(self, call: Call) -> Alternatives:
-        """What a call returns."""
+        """Return the alternatives of a call's result."""
         if self._cut(call):
             return NOTHING_KNOWN
         self._search.active[call] = None
@@ -423,7 +432,7 @@ class Values:
         if path in ("torch.compile", "copy.copy") or last in library_names.WRAPPERS:
             inner = call.argument(0, "model", "module")
             found = self.evaluate(inner, call.scope, call.order)
-            if last in library_names.PARALLEL:  # its `forward` is that of the model inside
+            if last in library_names.PARALLEL:  # the wrapper's `forward` calls that of the model inside
                 inside = [each.atom for each in found if isinstance(each.atom, Object) and each.atom.cls is not None]
                 cls = inside[0] if len(inside) == len(found) == 1 else Object("")
                 return (Alternative(ALWAYS, Object("model", call, path, cls.cls, cls.facts)),)
@@ -458,7 +467,9 @@ class Values:
         return (Alternative(ALWAYS, Object(kind, call, path)),) if kind else NOTHING_KNOWN
 
     def _getattr(self, call: Call) -> Alternatives:
-        """`getattr(torch.optim, name)` is some optimizer; an attribute whose name is written out is that attribute."""
+        """Evaluate `getattr`: of `torch.optim` with an unknown name it is some optimizer; with a literal name, that
+        attribute.
+        """
         owners, name = self.evaluate(call.argument(0), call.scope, call.order), constant(call.argument(1))
         if name is not None and isinstance(name[0], str):
             default = call.argument(2)
@@ -512,14 +523,14 @@ class Values:
 
 
 def _starred(facts: Facts) -> list[Facts]:
-    """The modules of the linted tree that a file imports with `*`, the last first."""
+    """Return the modules of the linted tree that a file imports with `*`, the last import first."""
     facts.need("*")
     found = (facts.imported(binding.target) for binding in facts.module.bindings.get("*", ()))
     return [other for other in found if other is not None][::-1]
 
 
 def _last(bindings: list[Binding], order: int, guard: PathCondition, most: int) -> list[Binding]:
-    """Of a scope's bindings in order, those that reach a place: back to one that always happens."""
+    """Return the bindings that reach a place, the latest first: back to one that is always executed."""
     found: list[Binding] = []
     before = bisect.bisect_left(bindings, order, key=lambda binding: binding.order) or len(bindings)
     for place in range(before - 1, -1, -1):

@@ -1,8 +1,7 @@
-"""What an expression may be: a small lattice of values, each under the guard that makes it so.
+"""The lattice of abstract values: what an expression may be, each alternative under its path condition.
 
-`Facts.evaluate` gives *alternatives*: `torch.float16 if args.fp16 else torch.float32` is float16 under the
-flag `fp16` and float32 under its contrary. `UNKNOWN` is a value of its own: what it stands for may
-be anything, and no rule reports on it.
+`Facts.evaluate` returns *alternatives*: `torch.float16 if args.fp16 else torch.float32` is float16 under the flag
+`fp16` and float32 under its negation. `UNKNOWN` is the top element: it may be any value, and no rule reports it.
 """
 
 from __future__ import annotations
@@ -21,24 +20,28 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DtypeValue:
+    """A torch dtype, by its name without `torch.`."""
+
     name: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
+    """A literal, or what it is bound to."""
+
     value: object
 
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
-    """Something of a library, by its full dotted name."""
+    """An object of a library, by its full dotted name."""
 
     path: str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Function:
-    """A function of the linted tree, also one that is a method."""
+    """A function or method of the linted tree."""
 
     scope: Scope
     facts: Facts
@@ -54,7 +57,7 @@ class Class:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Object:
-    """An object of a known kind; `call` made it, `cls` is its class where that is in the tree."""
+    """An instance of a known kind; `call` creates it, `cls` is its class if that is in the tree."""
 
     kind: str
     call: Call | None = None
@@ -66,7 +69,7 @@ class Object:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Method:
-    """A method of an object of a known kind, or an attribute that nobody in sight sets."""
+    """A method of an object of a known kind, or an attribute that is set nowhere in the analysed files."""
 
     owner: Object
     name: str
@@ -74,7 +77,7 @@ class Method:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Several:
-    """What is unpacked; each part is evaluated when it is asked for."""
+    """A tuple or list; each part is evaluated on demand."""
 
     parts: tuple[Callable[[], Alternatives], ...]
 
@@ -97,6 +100,8 @@ Atom = DtypeValue | Constant | Ref | Function | Class | Object | Method | Severa
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Alternative:
+    """One abstract value and the path condition under which an expression has it."""
+
     guard: PathCondition
     atom: Atom
 
@@ -106,7 +111,7 @@ NOTHING_KNOWN: Alternatives = (Alternative(ALWAYS, UNKNOWN),)
 
 
 def several(*atoms: Atom) -> Several:
-    """What is unpacked to these."""
+    """Return the tuple of these values."""
 
     def part(atom: Atom) -> Callable[[], Alternatives]:
         return lambda: (Alternative(ALWAYS, atom),)
@@ -115,13 +120,13 @@ def several(*atoms: Atom) -> Several:
 
 
 def ref(path: str) -> Atom:
-    """What the full name of something of a library stands for."""
+    """Return the abstract value of a full dotted library name: a dtype, or a reference by its canonical name."""
     dtype = library_names.DTYPES.get(path)
     return DtypeValue(dtype) if dtype is not None else Ref(library_names.canonical(path))
 
 
 def under(alternatives: Alternatives, guard: PathCondition) -> Alternatives:
-    """The alternatives that remain under a further guard."""
+    """Return the alternatives that remain under a further path condition."""
     if not guard:
         return alternatives
     found: list[Alternative] = []
@@ -135,7 +140,7 @@ def under(alternatives: Alternatives, guard: PathCondition) -> Alternatives:
 
 
 def picked(alternatives: Alternatives, index: tuple[int, ...]) -> Alternatives:
-    """The element at an index of what is unpacked."""
+    """Return the alternatives of the element at an index of a tuple or list."""
     for place in index:
         found: list[Alternative] = []
         for each in alternatives:

@@ -1,6 +1,8 @@
-"""What the names of the libraries stand for: dtypes, and the kinds of object that a call makes.
+"""What the names of the libraries stand for: dtypes, and the kind of object that a call creates.
 
-Paths are the full dotted names that imports give (`torch.cuda.amp.autocast`), whatever a file calls them.
+Names are the full dotted names that imports give (`torch.cuda.amp.autocast`), whatever local name a file uses. Only the
+general APIs of torch, Accelerate, DeepSpeed, Transformers, Transformer Engine, torchao and apex are here; words of
+single projects are in `project_words.py`.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ DTYPES = {
     "float32",
     "torch.float64": "float64", "torch.double": "float64",
     "torch.float8_e4m3fn": "float8_e4m3fn", "torch.float8_e5m2": "float8_e5m2",
-    "torch.float8_e4m3": "float8_e4m3fn",  # torch has no such name, and people write it
+    "torch.float8_e4m3": "float8_e4m3fn",  # torch has no such name, but code uses it
     "torch.float8_e4m3fnuz": "float8_e4m3fnuz", "torch.float8_e5m2fnuz": "float8_e5m2fnuz",
     "torch.int64": "int64", "torch.long": "int64", "torch.int32": "int32", "torch.int": "int32", "torch.bool": "bool",
     "torch.uint8": "uint8", "torch.int8": "int8",
 }  # fmt: skip
-#: Strings that libraries take for a dtype (`dtype="float16"`); "half" alone is too common a word.
+#: Strings that libraries accept as a dtype (`dtype="float16"`); "half" alone is too common a word.
 DTYPE_STRINGS = {
     spelling: dtype.torch_name
     for dtype in (Dtype.FP16, Dtype.BF16, Dtype.FP32)
@@ -45,16 +47,16 @@ CLIPS = frozenset(
 NO_GRAD = frozenset(
     {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.grad_mode.no_grad"}
 )
-#: Transformer Engine's recipes, and the row of `hardware.NEEDS` that each stands for.
+#: Transformer Engine's recipes -> the row of `hardware.NEEDS` with their requirements.
 FP8_RECIPES = {
     "DelayedScaling": "delayed", "Float8CurrentScaling": "tensorwise", "Float8BlockScaling": "blockwise",
     "MXFP8BlockScaling": "mxfp8", "NVFP4BlockScaling": "nvfp4",
 }  # fmt: skip
-#: What accelerate takes among its `kwargs_handlers` for FP8.
+#: What accelerate accepts among its `kwargs_handlers` for FP8.
 FP8_HANDLERS = frozenset({"AORecipeKwargs", "TERecipeKwargs", "FP8RecipeKwargs"})
 CAPITAL = re.compile(r"[A-Z]")
 
-#: The last name of what makes an optimizer, where it is imported from anywhere.
+#: Optimizers by their last name, wherever they are imported from.
 OPTIMIZERS = frozenset({
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "LBFGS", "Adafactor",
     "Lion", "LAMB",
@@ -62,12 +64,12 @@ OPTIMIZERS = frozenset({
     "PagedAdamW8bit",
     "PagedAdamW", "Muon", "AdaBelief", "Ranger", "SophiaG", "ZeroRedundancyOptimizer", "SparseAdam", "ASGD", "Rprop",
 })  # fmt: skip
-#: Functions of a project that make one by name.
+#: Functions of a user's project that create an optimizer, by their name.
 MAKES_OPTIMIZER = re.compile(r"(?:create|build|get|make|configure|init)\w*_optim(?:izer)?s?$")
 MAKES_MODEL = re.compile(
     r"(?:create|build|get|make|load|init|initialize)\w*_(?:model|network|net|transformer|unet|gpt|llm)$"
 )
-#: Wrappers that keep a model a model: the last name.
+#: Wrappers whose result is still a model, by their last name.
 PARALLEL = frozenset({
     "DistributedDataParallel", "FullyShardedDataParallel", "ShardedDataParallel", "FSDP", "DDP", "fully_shard",
 })  # fmt: skip
@@ -78,19 +80,19 @@ WRAPPERS = PARALLEL | {
     "convert_sync_batchnorm",
     "weight_norm",
 }
-#: Modules whose loss classes are no models to be trained.
+#: Modules of libraries whose classes are models or layers.
 MODEL_ROOTS = ("torch.nn.", "torchvision.models.", "transformer_engine.pytorch.", "segmentation_models_pytorch.")
 MODEL_FACTORIES = frozenset(
     {"timm.create_model", "torch.hub.load", "open_clip.create_model", "timm.models.create_model"}
 )
 LOADERS = frozenset({"from_pretrained", "from_config", "from_single_file", "load_from_checkpoint", "_from_config"})
-#: Classes of transformers that are models, built from a config.
+#: Model classes of transformers that are built from a config.
 TASK_MODELS = re.compile(
     r"(?:For(?:CausalLM|ConditionalGeneration|MaskedLM|PreTraining|QuestionAnswering|\w+Classification)|HeadsModel|HeadModel)$"
 )
-#: Classes with `from_pretrained` that hold no weights.
+#: Classes with `from_pretrained` that have no weights.
 WEIGHTLESS = re.compile(r"Tokenizer|Processor|Extractor|Scheduler|Config|Collator|Dataset")
-#: Frameworks that run the training loop, or the backward and the step of one.
+#: Frameworks that run the training loop, or its backward pass and optimizer step.
 TRAINERS = re.compile(
     r"\w*Trainer$|Fabric$|LightningLite$|Composer$|Learner$|Runner$|IterBasedRunner$|EpochBasedRunner$"
 )
@@ -100,7 +102,8 @@ FRAMEWORK_ROOTS = frozenset({
     "catalyst", "speechbrain", "colossalai", "megatron", "fairscale", "ray", "horovod", "determined", "flair",
     "allennlp", "monai",
 })  # fmt: skip
-#: What the facts know by name: never looked for in the linted tree, even where it has a folder called alike.
+#: Libraries whose API the facts define by name; they are never resolved in the linted tree, even if it has a folder of
+#: the same name.
 LIBRARIES = frozenset({
     "torch", "torchvision", "torchao", "transformer_engine", "accelerate", "deepspeed", "transformers", "peft",
     "apex", "numpy", "jax", "lightning", "pytorch_lightning", "bitsandbytes", "timm", "sklearn", "contextlib",
@@ -128,14 +131,14 @@ TENSOR_MAKERS = frozenset({
     "as_tensor", "stack",
     "cat", "zeros_like", "ones_like", "randn_like", "rand_like", "full_like", "empty_like", "eye",
 })  # fmt: skip
-#: Methods that give their own object back.
+#: Methods that return their own object.
 SAME = frozenset({
     "to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "train", "eval", "requires_grad_",
     "share_memory", "apply",
     "to_empty", "contiguous", "xpu", "npu", "hpu",
 })  # fmt: skip
 
-#: A method or function of these names does not train, whatever it computes.
+#: Words in the name of a function or method that does not train.
 _INFERS = frozenset({
     "eval", "evaluate", "evaluation", "evaluator", "valid", "validate", "validation", "val", "test", "predict",
     "prediction",
@@ -157,7 +160,7 @@ _FSDP = {
 
 
 def is_inference(name: str) -> bool:
-    """Whether a function of this name is for inference: `evaluate`, `validation_step`, `test_*`, `export_onnx`."""
+    """True if a function of this name is used for inference: `evaluate`, `validation_step`, `test_*`, `export_onnx`."""
     if name.startswith("test_"):
         return True
     words = {word.lower() for word in _WORDS.findall(name)}
@@ -165,7 +168,7 @@ def is_inference(name: str) -> bool:
 
 
 def canonical(path: str) -> str:
-    """One name for what a library exports under several."""
+    """Return one name for an object that a library exports under several."""
     for old, new in _MOVED:
         if path.startswith(old):
             return new + path[len(old) :]
@@ -189,7 +192,9 @@ _MOVED = (
 
 
 def kind_of(path: str) -> str:
-    """What a call of this name makes: `optimizer`, `scaler`, `autocast`, `model` ...; empty where it is not known."""
+    """Return the kind of object that a call of this name creates: `optimizer`, `scaler`, `autocast`, `model` ...; "" if
+    unknown.
+    """
     last = path.rsplit(".", 1)[-1]
     root = path.split(".", 1)[0]
     if path in AUTOCASTS:

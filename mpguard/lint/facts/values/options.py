@@ -1,4 +1,4 @@
-"""The options and constants by which a script says its precision: argparse, click, dataclass fields, plain names."""
+"""Options and constants by which a script selects its precision: argparse, click, dataclass fields, plain names."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
     from mpguard.lint.facts.syntax.path_condition import PathCondition
 
-#: What an option is called that says in which dtype the run computes.
+#: Names of options that select the compute dtype of a run.
 _DTYPE = re.compile(
     r"(?i)(?:(?:amp|autocast|compute|mixed|mp|train|training|torch|model)_?)?(?:dtype|precision|mixed_precision)$"
 )
-#: A flag that asks for FP16: what it guards may be the arm of the other dtype.
+#: A flag about precision: a branch under it may be the one for the other dtype.
 _ASKS = re.compile(r"(?i)dtype|fp16|float16|half|precision|bf16|bfloat16")
 _ADDS = ("add_argument", "option", "add_option")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Option:
-    """An option, or a constant, with what it says unless the user says otherwise.
+    """An option or constant, and its default.
 
-    name: without dashes; `args.dtype` reads it. dtype: of its default, None where that is none or unknown.
-    constant: a name of the file itself, which holds a torch dtype and can be written in its place.
+    name: without dashes, as in `args.dtype`. dtype: of the default, None if it is none or unknown. constant: a name in
+    the file that holds a torch dtype and can be used in its place.
     """
 
     name: str
@@ -44,16 +44,19 @@ class Option:
 
     @property
     def guard(self) -> PathCondition:
+        """The path condition under which it is defined."""
         return self.record.guard
 
 
 def dtype_options(facts: Facts) -> list[Option]:
-    """The options and constants of a file that name its compute dtype."""
+    """Return the options and constants of a file that select its compute dtype."""
     return [option for option in _options(facts) if _DTYPE.fullmatch(option.name)]
 
 
 def forgotten_dtypes(facts: Facts) -> dict[Call, Option]:
-    """The autocasts for CUDA that have no dtype, so FP16, beside an option or constant that says BF16."""
+    """Return the CUDA autocasts without a dtype (so FP16) in a file whose option or constant selects BF16, each with
+    that option.
+    """
     found = [event.call for event in facts.events("autocast") if _default_fp16(event, facts)]
     options = dtype_options(facts) if found else []
     if not options or any(option.dtype != "bfloat16" for option in options):
@@ -95,7 +98,7 @@ def _options(facts: Facts) -> Iterator[Option]:
 
 
 def _dtype(node: cst.BaseExpression, at: Record, facts: Facts) -> str | None:
-    """The one dtype that an expression is for certain, as an object of torch's or by its name."""
+    """Return the only dtype that an expression can have, as a torch dtype or by its name; None if it is unknown."""
     found: set[str | None] = set()
     for each in facts.evaluate(node, at):
         atom = each.atom

@@ -1,9 +1,9 @@
-"""The dtype of a tensor where something happens to it: cast by hand, made so, or lowered by an autocast.
+"""The dtype of tensors: set by a cast or a constructor, or lowered by autocast.
 
-"FP16 where it happens" is one fact, and this is its one place. `facts.precision.of(expression, record)` gives the
-dtypes that a tensor may have, each under a guard and with the place that made it so. A cast, a constructor's dtype
-and a matrix product inside an autocast region that is known make it; `.float()`, a softmax under CUDA's autocast and
-arithmetic with FP32 unmake it. Whatever is not known has no dtype, and nothing is said about it.
+`facts.precision.of(expression, record)` returns the dtypes that a tensor may have, each with its path condition and the
+operation that produced it. A cast, a constructor's dtype and a matrix product in a known autocast region set the
+low-precision dtype; `.float()`, a softmax under CUDA autocast and arithmetic with FP32 end it. A tensor whose dtype
+cannot be derived has dtype None, and no rule reports it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpguard.lint.source.libcst_internals import Frames
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
-#: A Python number, or a tensor without dimensions: arithmetic with it leaves the dtype of the other side.
+#: A Python number, or a tensor without dimensions: arithmetic with it keeps the dtype of the other operand.
 NUMBER = "number"
 LOW = frozenset({"float16", "bfloat16"})
 
@@ -34,7 +34,8 @@ _CASTS = {
     "half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float64", "long": "int64",
     "int": "int32", "bool": "bool",
 }  # fmt: skip
-#: Expressions that one question follows, those of all questions of a file, and how deep they nest.
+#: Expressions followed for one request, those of all requests of a file, the depth of nesting, and the alternatives of
+#: one expression.
 _MOST = 600
 _ALL = 100_000
 _DEEP = 60
@@ -49,7 +50,8 @@ _BUILTIN_NUMBERS = frozenset({"len", "int", "float", "round", "range", "bool", "
 class TensorDtype:
     """One dtype that a tensor may have.
 
-    dtype: None where it is unknown. origin: the call or product that made it so. lowered: by autocast, not by hand.
+    dtype: None if it is unknown. origin: the call or product that produced it. lowered: by autocast, not by an explicit
+    cast.
     """
 
     guard: PathCondition
@@ -62,7 +64,7 @@ _UNKNOWN = (TensorDtype(ALWAYS, None),)
 
 
 class TensorDtypes:
-    """The dtypes of one file's tensors."""
+    """The dtypes of the tensors of one file."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -72,18 +74,20 @@ class TensorDtypes:
         self._records: dict[cst.CSTNode, Record] | None = None
 
     def of(self, node: cst.CSTNode | None, at: Record) -> tuple[TensorDtype, ...]:
-        """The dtypes that a tensor expression may have where a record stands."""
+        """Return the dtypes that a tensor expression may have at a record."""
         self._fuel = _MOST
         with Frames():
             return self._under(self._of(node, at), at.guard)
 
     def low(self, node: cst.CSTNode | None, at: Record, *dtypes: str) -> TensorDtype | None:
-        """The dtype of an expression, if it is one of the low ones in some run of the program."""
+        """Return the first of an expression's dtypes that is one of `dtypes` (default: FP16, BF16), or None."""
         wanted = dtypes or LOW
         return next((each for each in self.of(node, at) if each.dtype in wanted), None)
 
     def by_hand(self, node: cst.CSTNode | None, at: Record) -> TensorDtype | None:
-        """The low dtype of an expression that was cast or made so by hand, where no autocast is in force."""
+        """Return the low-precision dtype of an expression that was cast or created explicitly, where no autocast is
+        active.
+        """
         found = self.low(node, at)
         if found is None or found.lowered or any(state.dtype != "off" for state in self.facts.autocasting.at(at)):
             return None
@@ -112,7 +116,7 @@ class TensorDtypes:
             self._active.discard(node)
         if len(found) > _WIDE:
             found = (*found[:_WIDE], *_UNKNOWN)
-        if cut == self._cut:  # within a cycle it would be half the answer
+        if cut == self._cut:  # within a cycle the result may be incomplete
             self._known[node] = found
         return found
 
@@ -175,14 +179,14 @@ class TensorDtypes:
         later: list[PathCondition] = []
         for binding in bindings[:_WIDE]:
             if any(guard <= binding.guard for guard in later) and not path.startswith("self."):
-                continue  # what is bound under the same flag afterwards
+                continue  # replaced by a later binding under the same condition
             if binding.kind == "augmented":
                 found += [each for each in self._bound(binding) if each.dtype not in (NUMBER, "int64", "bool")]
                 continue
             later.append(binding.guard)
             found += self._under(self._bound(binding), binding.guard)
         augmented = any(binding.kind == "augmented" for binding in bindings)
-        if augmented:  # in place: a tensor keeps its dtype, a number becomes what is added
+        if augmented:  # in place: a tensor keeps its dtype, a number takes that of the added operand
             kept = [each for each in found if each.dtype == NUMBER]
             first = [b for b in bindings if b.kind != "augmented"]
             if not kept and first:
@@ -191,7 +195,9 @@ class TensorDtypes:
         return tuple(found)
 
     def _buffer(self, name: str, at: Record) -> tuple[TensorDtype, ...]:
-        """What `register_buffer("name", tensor)` gives an attribute, where that is low: an FP32 one may be cast."""
+        """Return the dtypes of an attribute set by `register_buffer("name", tensor)`; an FP32 one may be cast with the
+        module, so only low precision is known.
+        """
         found: list[TensorDtype] = []
         for call in self.facts.calls.get("register_buffer", ()):
             given = call.argument(1, "tensor")
@@ -205,7 +211,7 @@ class TensorDtypes:
         facts, value = self.facts, binding.value
         if binding.kind in ("assign", "augmented"):
             found = self._of(value, binding)
-            if binding.key.startswith("self."):  # a module's attribute: `model.half()` may change it
+            if binding.key.startswith("self."):  # an attribute of a module: `model.half()` may change it
                 return tuple(each if each.dtype in (*LOW, NUMBER) else TensorDtype(each.guard, None) for each in found)
             return found
         if binding.kind == "element" and value is not None:
@@ -233,7 +239,7 @@ class TensorDtypes:
         scope, facts = binding.scope, self.facts
         if scope.is_bound and scope.params and scope.params[0].name == binding.key:
             return _UNKNOWN
-        if scope.name == "__init__":  # sizes and factors, unless it says that it is a tensor
+        if scope.name == "__init__":  # sizes and factors, unless the annotation or the name indicates a tensor
             given = next((param for param in scope.params if param.name == binding.key), None)
             said = facts.short(given.annotation) if given is not None and given.annotation is not None else ""
             return _UNKNOWN if _TENSOR.search(said + binding.key) else (TensorDtype(ALWAYS, NUMBER),)
@@ -254,7 +260,7 @@ class TensorDtypes:
     # -- operations ---------------------------------------------------------------------------------
 
     def is_method(self, call: Call) -> bool:
-        """Whether it is a method of a tensor as far as one sees: no function of a library or of the file."""
+        """True if a call is a method of an object that is no library module and no known function: presumably a tensor."""
         return call.receiver is not None and not any(
             isinstance(each.atom, (Ref, Function)) for each in self.facts.evaluate(call.func, call)
         )
@@ -335,7 +341,7 @@ class TensorDtypes:
         return self._of(call.receiver, call) if not call.starred else _UNKNOWN
 
     def _said(self, node: cst.BaseExpression, call: Call) -> tuple[TensorDtype, ...]:
-        """The dtypes that an argument says: a dtype, or that of another tensor (`x.dtype`)."""
+        """Return the dtypes that an argument stands for: a dtype, or that of another tensor (`x.dtype`)."""
         if isinstance(node, cst.Attribute) and node.attr.value == "dtype":
             found = self._of(node.value, call)
             if any(each.dtype not in (None, NUMBER) for each in found):
@@ -357,7 +363,7 @@ class TensorDtypes:
         return self._of(first, call) if name in ops.KEEPS else _UNKNOWN
 
     def _module(self, atom: Object, call: Call) -> tuple[TensorDtype, ...]:
-        """What a layer gives."""
+        """Return the dtypes of a layer's output."""
         last = atom.path.rsplit(".", 1)[-1]
         first = call.argument(0, "input")
         if atom.cls is None and atom.path.startswith("torch.nn."):
@@ -382,7 +388,7 @@ class TensorDtypes:
         return found
 
     def _lowered(self, parts: tuple[cst.BaseExpression, ...], at: Record) -> tuple[TensorDtype, ...]:
-        """What a matrix product gives: the region's dtype, else that of its operands."""
+        """Return the dtypes of a matrix product: that of the autocast region, otherwise that of the operands."""
         found: list[TensorDtype] = []
         for state in self.facts.autocasting.at(at):
             if state.dtype in (None, "off"):
@@ -393,7 +399,7 @@ class TensorDtypes:
         return tuple(found)
 
     def _raised(self, first: cst.BaseExpression | None, at: Record) -> tuple[TensorDtype, ...]:
-        """What an operation gives that CUDA's autocast runs in FP32."""
+        """Return the dtypes of an operation that CUDA autocast runs in FP32."""
         found: list[TensorDtype] = []
         for state in self.facts.autocasting.at(at):
             if state.dtype == "off":
@@ -408,7 +414,7 @@ class TensorDtypes:
         return self.record(node) or at
 
     def record(self, node: cst.CSTNode) -> Record | None:
-        """A record of an expression that has none of its own: as that of the first name or call in it."""
+        """Return a record for an expression that has none of its own: a copy of that of the first name or call in it."""
         if self._records is None:
             self._records = {call.node: call for scope in self.facts.walker.scopes for call in scope.calls}
             for scope in self.facts.walker.scopes:
@@ -430,7 +436,7 @@ class TensorDtypes:
 
 
 def _join(one: TensorDtype, other: TensorDtype) -> TensorDtype:
-    """The dtype that arithmetic with two tensors gives."""
+    """Return the dtype of arithmetic with two tensors, by torch's type promotion."""
     guard = one.guard.joined(other.guard)
     if one.dtype is None or other.dtype is None:
         return TensorDtype(guard, None)

@@ -1,7 +1,7 @@
-"""Where a plain number meets a tensor: a mask's fill value, an epsilon, a limit.
+"""Python numbers that are combined with tensors: the fill value of a mask, an epsilon, a limit.
 
-`scalars.meetings` gives each place with the tensor and the number; `scalars.number` says what number an expression
-is: a literal, arithmetic of such, a name or a default that stands for one, `torch.finfo(torch.float32).min`.
+`scalars.uses` returns each place with the tensor and the number. `scalars.number` evaluates an expression to a number:
+a literal, arithmetic of numbers, a name or a default that stands for one, `torch.finfo(torch.float32).min`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mpguard.lint.facts.values.lattice import Function, Ref
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
-#: `raises` beyond the dtype's range; `inf`: becomes infinite there.
+#: Effect of a number beyond the dtype's range: `raises` an error, or becomes `inf`.
 How = Literal["raises", "inf"]
 _DEEP = 12
-#: Method or function -> place of the number after the tensor, its keyword.
+#: Method or function -> position of the number after the tensor, and its keyword.
 _FILLS = {
     "masked_fill": (1, "value"), "masked_fill_": (1, "value"), "full_like": (0, "fill_value"), "fill_": (0, "value"),
     "new_full": (1, "fill_value"), "index_fill": (2, "value"), "index_fill_": (2, "value"), "pad": (2, "value"),
@@ -42,7 +42,7 @@ _FINFO = {
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """What an expression is: `limit_of` names the dtype whose `finfo` it is taken from."""
+    """The value of an expression; `limit_of` is the dtype from whose `finfo` it is taken, or ""."""
 
     value: float
     limit_of: str = ""
@@ -50,7 +50,9 @@ class Number:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScalarUse:
-    """A number meets a tensor. kind: `fill`, `clamp`, `where`, `item`, `add` or `scale`; `name`: what is called."""
+    """A number that is combined with a tensor. kind: `fill`, `clamp`, `where`, `item`, `add` or `scale`; `name`: the
+    function or operator.
+    """
 
     kind: Literal["fill", "clamp", "where", "item", "add", "scale"]
     name: str
@@ -58,21 +60,22 @@ class ScalarUse:
     tensor: cst.BaseExpression
     node: cst.BaseExpression
     number: Number
-    #: Of a `clamp`: whether the number is the lower limit.
+    #: For a `clamp`: the number is the lower limit.
     lower: bool = False
 
     @property
     def how(self) -> How:
-        """What becomes of a number that the tensor's dtype cannot hold (run with torch 2.13 on a CPU)."""
+        """The effect of a number that the tensor's dtype cannot represent (measured with torch 2.13 on a CPU)."""
         return "raises" if self.kind in ("fill", "clamp") else "inf"
 
     @property
     def span(self) -> tuple[int, int]:
+        """Start and end of the number in `Source.text`."""
         return self.record.chunk.span(self.node)
 
 
 class Scalars:
-    """The plain numbers of one file."""
+    """The Python numbers of one file."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -81,11 +84,11 @@ class Scalars:
     # -- numbers ------------------------------------------------------------------------------------
 
     def number(self, node: cst.CSTNode | None, at: Record, depth: int = _DEEP) -> Number | None:
-        """The number that an expression is for certain, if nobody hands in another; None where it is unknown."""
+        """Return the number that an expression evaluates to in every visible call; None if it is unknown."""
         if node is None or depth < 0:
             return None
         if node not in self._known:
-            self._known[node] = None  # a name that is made of itself is no number
+            self._known[node] = None  # a name that is defined by itself has no value
             self._known[node] = self._number(node, at, depth)
         return self._known[node]
 
@@ -154,7 +157,7 @@ class Scalars:
         return self.number(call.positional[0], at, depth - 1)
 
     def _limit(self, node: cst.Attribute) -> Number | None:
-        """`torch.finfo(torch.float32).min`."""
+        """Return the value of an attribute of `torch.finfo(...)`, such as `torch.finfo(torch.float32).min`."""
         name = node.attr.value
         if name not in ("min", "max", "eps", "tiny", "smallest_normal") or not isinstance(node.value, cst.Call):
             return None
@@ -171,11 +174,11 @@ class Scalars:
         most, eps, tiny = _FINFO[dtype]
         return Number({"min": -most, "max": most, "eps": eps}.get(name, tiny), dtype)
 
-    # -- meetings -----------------------------------------------------------------------------------
+    # -- uses ---------------------------------------------------------------------------------------
 
     @cached_property
     def meetings(self) -> tuple[ScalarUse, ...]:
-        """All places where a number that is known meets a tensor, in order."""
+        """All places where a known number is combined with a tensor, in order."""
         self.facts.need_all()
         found = [*self._fills(), *self._wheres(), *self._items(), *self._sums()]
         return tuple(sorted(found, key=lambda each: each.record.order))
@@ -195,7 +198,7 @@ class Scalars:
             yield ScalarUse(kind, name, record, tensor, node, number, lower)
 
     def _tensor(self, call: Call) -> tuple[cst.BaseExpression | None, int]:
-        """The tensor of a method or function of torch, and where its other arguments begin."""
+        """Return the tensor of a method or torch function, and the position of its first other argument."""
         atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
         if any(isinstance(atom, Ref) and atom.path.startswith("torch.") for atom in atoms):
             return call.argument(0, "input", "self"), 1
@@ -232,7 +235,7 @@ class Scalars:
             yield from self._meeting("add", "add", call, tensor, call.argument(first, "other"))
 
     def _items(self) -> Iterator[ScalarUse]:
-        """`scores[mask] = -1e9`."""
+        """Yield assignments to elements: `scores[mask] = -1e9`; and `x += number`."""
         for scope in self.facts.walker.scopes:
             for bindings in scope.bindings.values():
                 for binding in bindings:
