@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.domain.scaler_dtype import bfloat16_region
     from mpguard.lint.facts.domain.training_use import Weights
     from mpguard.lint.facts.domain.wrappers import Wrap, WrapperSettings
-    from mpguard.lint.facts.events import Event, is_optimizer
+    from mpguard.lint.facts.events import Event, EventKind, is_optimizer
     from mpguard.lint.facts.events.compile import launched_compiled
     from mpguard.lint.facts.events.event import aliases, called
     from mpguard.lint.facts.file import Facts
     from mpguard.lint.facts.syntax import imports
-    from mpguard.lint.facts.syntax.dtype_triggers import CASTS_LOW, SPEAKS_FP16, SPEAKS_LOW
+    from mpguard.lint.facts.syntax.dtype_triggers import CASTS_LOW_PRECISION, MENTIONS_FP16, MENTIONS_LOW_PRECISION
     from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
     from mpguard.lint.facts.syntax.path_condition import (
         All,
@@ -79,11 +79,11 @@ _NAMES = {
     "mpguard.lint.facts.domain.scaler_dtype": ("bfloat16_region",),
     "mpguard.lint.facts.domain.training_use": ("Weights",),
     "mpguard.lint.facts.domain.wrappers": ("Wrap", "WrapperSettings"),
-    "mpguard.lint.facts.events": ("Event", "is_optimizer"),
+    "mpguard.lint.facts.events": ("Event", "EventKind", "is_optimizer"),
     "mpguard.lint.facts.events.compile": ("launched_compiled",),
     "mpguard.lint.facts.events.event": ("aliases", "called"),
     "mpguard.lint.facts.file": ("Facts",),
-    "mpguard.lint.facts.syntax.dtype_triggers": ("CASTS_LOW", "SPEAKS_FP16", "SPEAKS_LOW"),
+    "mpguard.lint.facts.syntax.dtype_triggers": ("CASTS_LOW_PRECISION", "MENTIONS_FP16", "MENTIONS_LOW_PRECISION"),
     "mpguard.lint.facts.syntax.nodes": ("constant", "dotted", "text_of"),
     "mpguard.lint.facts.syntax.path_condition": (
         "All",
@@ -139,10 +139,10 @@ _MODULES = {
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
-    "CASTS_LOW",
+    "CASTS_LOW_PRECISION",
+    "MENTIONS_FP16",
+    "MENTIONS_LOW_PRECISION",
     "NUMBER",
-    "SPEAKS_FP16",
-    "SPEAKS_LOW",
     "All",
     "Any",
     "Bad",
@@ -159,6 +159,7 @@ __all__ = [
     "EngineRule",
     "Entry",
     "Event",
+    "EventKind",
     "Facts",
     "Fix",
     "Flag",

@@ -20,17 +20,17 @@ import libcst as cst
 from mpguard.lint.facts.dataflow.callgraph import CallGraph
 from mpguard.lint.facts.dataflow.flow import Flow
 from mpguard.lint.facts.dataflow.trace import Traces
-from mpguard.lint.facts.domain.autocast_state import Autocasting
+from mpguard.lint.facts.domain.autocast_state import AutocastStates
 from mpguard.lint.facts.domain.checkpoints import Checkpoints
-from mpguard.lint.facts.domain.frozen_params import Frozen
+from mpguard.lint.facts.domain.frozen_params import FrozenModels
 from mpguard.lint.facts.domain.master_weights import masters
 from mpguard.lint.facts.domain.project_api import NoProject, ProjectApi
 from mpguard.lint.facts.domain.regions import Region, Regions
-from mpguard.lint.facts.domain.training_use import Trained
+from mpguard.lint.facts.domain.training_use import TrainingUse
 from mpguard.lint.facts.domain.wrappers import WrapperFacts
-from mpguard.lint.facts.events import FINDERS, Event, compiled
+from mpguard.lint.facts.events import FINDERS, Event, EventKind, compiled
 from mpguard.lint.facts.syntax import partial_parse
-from mpguard.lint.facts.syntax.constant_flags import settle
+from mpguard.lint.facts.syntax.constant_flags import apply_constant_flags
 from mpguard.lint.facts.syntax.index import Indexer
 from mpguard.lint.facts.syntax.nodes import dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, PathCondition, compatible
@@ -47,6 +47,8 @@ from mpguard.lint.source.source import Chunk, Source
 #: A class in an imported module whose code is longer than this (in characters) is indexed by its name and its bases
 #: only: parsing hundreds of methods costs more than they contribute to the analysis of the importing file.
 LARGEST_IMPORTED = 100_000
+#: Events of training that a framework runs.
+_TRAINS: tuple[EventKind, ...] = ("prepare", "initialize", "trainer")
 #: Receivers that have a `step` method and are no optimizers: schedulers, profilers, environments, progress bars.
 _NO_OPTIMIZER = re.compile(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\b|\bema\b")
 
@@ -92,58 +94,62 @@ class Facts:
         self.graph = CallGraph(self)
         self.contexts = Regions(self)
         self.flow = Flow(self)
-        self.frozen = Frozen(self)
+        self.frozen = FrozenModels(self)
         self.prepared = WrapperFacts(self)
-        self.trained = Trained(self)
+        self.trained = TrainingUse(self)
         self.checkpoints = Checkpoints(self)
-        self.autocasting = Autocasting(self)
+        self.autocasting = AutocastStates(self)
         self.precision = TensorDtypes(self)
         self.scalars = Scalars(self)
         self.calls: dict[str, list[Call]] = {}
         self._indexed: dict[Scope, int] = {}
         self._aliases: tuple[int, dict[str, list[str]]] = (-1, {})
-        self._waiting: list[Chunk] = list(chunks) if imported else []
-        self._mentions: dict[str, list[Chunk]] = partial_parse.mentions(chunks) if imported else {}
+        self._unparsed: list[Chunk] = list(chunks) if imported else []
+        self._chunks_by_name: dict[str, list[Chunk]] = partial_parse.chunks_by_name(chunks) if imported else {}
         if not imported:
-            self._walk(partial_parse.skimmed(self._wanted(chunks)))
-            for chunk in self._waiting:
+            self._walk(partial_parse.skip_irrelevant_methods(self._relevant_chunks(chunks)))
+            for chunk in self._unparsed:
                 self.walker.stub(chunk)
-            self._waiting = []
-            settle(self.walker)
-        self._events: dict[str, list[Event]] = {}
+            self._unparsed = []
+            apply_constant_flags(self.walker)
+        self._events: dict[EventKind, list[Event]] = {}
         self._imported: dict[str, Facts | None] = {}
         self._active: set[object] = set()
         self._steps: dict[Scope, bool] = {}
-        self._infers: dict[Scope, bool] = {}
+        self._inference_scopes: dict[Scope, bool] = {}
 
     def need(self, name: str) -> None:
         """Parse the statements that may bind a top-level name.
 
         Does nothing for the linted file, which is parsed at once; an imported module is parsed on demand.
         """
-        if self._waiting and name in self._mentions:
-            chunks = [chunk for chunk in self._mentions.pop(name) if chunk in self._waiting]
+        if self._unparsed and name in self._chunks_by_name:
+            chunks = [chunk for chunk in self._chunks_by_name.pop(name) if chunk in self._unparsed]
             large = [chunk for chunk in chunks if chunk.end - chunk.start > LARGEST_IMPORTED]
             for chunk in large:
-                self._waiting.remove(chunk)
+                self._unparsed.remove(chunk)
                 self.walker.stub(chunk)
             self._walk(
-                partial_parse.skimmed(
+                partial_parse.skip_irrelevant_methods(
                     [chunk for chunk in chunks if chunk not in large and not partial_parse.is_table(chunk)]
                 )
             )
 
     def need_all(self) -> None:
         """Parse all relevant statements of an imported module, which its events need."""
-        if self._waiting:
-            self._walk(partial_parse.skimmed([chunk for chunk in self._waiting if partial_parse.matters(chunk)]))
-            self._waiting = []
+        if self._unparsed:
+            self._walk(
+                partial_parse.skip_irrelevant_methods(
+                    [chunk for chunk in self._unparsed if partial_parse.is_relevant(chunk)]
+                )
+            )
+            self._unparsed = []
 
     def _walk(self, chunks: Sequence[Chunk]) -> None:
         with Frames(), _without_gc():
             for chunk in chunks:
-                if chunk in self._waiting:
-                    self._waiting.remove(chunk)
+                if chunk in self._unparsed:
+                    self._unparsed.remove(chunk)
                 self.parsed_bytes += chunk.end - chunk.start - sum(each.end - each.body for each in chunk.skipped)
                 self.walker.chunk(chunk)
         for scope in self.walker.scopes:
@@ -152,12 +158,12 @@ class Facts:
                 self.calls.setdefault(call.name, []).append(call)
             self._indexed[scope] = len(scope.calls)
 
-    def _wanted(self, chunks: tuple[Chunk, ...]) -> Sequence[Chunk]:
+    def _relevant_chunks(self, chunks: tuple[Chunk, ...]) -> Sequence[Chunk]:
         """Return the chunks of the linted file to parse; the others get stubs."""
-        if len(self.source.normal) <= partial_parse.WHOLE:
+        if len(self.source.normal) <= partial_parse.WHOLE_FILE_LIMIT:
             return chunks
-        wanted = partial_parse.wanted(chunks)
-        self._waiting = [chunk for chunk in chunks if chunk not in wanted]
+        wanted = partial_parse.relevant_chunks(chunks)
+        self._unparsed = [chunk for chunk in chunks if chunk not in wanted]
         return [chunk for chunk in chunks if chunk in wanted]
 
     def aliases(self, name: str) -> list[str]:
@@ -168,7 +174,7 @@ class Facts:
             found: dict[str, list[str]] = {}
             for scope in self.walker.scopes:
                 for key, bindings in scope.bindings.items():
-                    for original in dict.fromkeys(map(_renamed, bindings)):
+                    for original in dict.fromkeys(map(_original_name, bindings)):
                         if original and original != key:
                             found.setdefault(original, []).append(key)
             self._aliases = self.parsed_bytes, found
@@ -273,7 +279,7 @@ class Facts:
             self._imported[module] = None  # within an import cycle the module is unknown
             other = self._imported[module] = self.project.source_of(module, self.path)
             if other is not None:
-                other.values.asked_by(self.values)
+                other.values.share_search(self.values)
         return self._imported[module]
 
     def exported(self, name: str) -> bool:
@@ -350,7 +356,7 @@ class Facts:
 
     # -- events -----------------------------------------------------------------------------------
 
-    def events(self, kind: str) -> list[Event]:
+    def events(self, kind: EventKind) -> list[Event]:
         """Return all events of a kind in the file, in order of evaluation."""
         self.need_all()
         if kind not in self._events:
@@ -370,32 +376,36 @@ class Facts:
 
     @cached_property
     def forgotten_dtypes(self) -> dict[Call, Option]:
-        """The autocasts without a dtype in a script whose own option or constant selects BF16, each with that option."""
+        """The autocasts without a dtype in a script whose own option or constant selects BF16, each with that
+        option.
+        """
         return forgotten_dtypes(self)
 
     # -- training and inference -------------------------------------------------------------------
 
     def is_inference(self, record: Record) -> bool:
-        """True if a record belongs to inference: by the regions around it, the names of its functions, or its callers."""
+        """True if a record belongs to inference: by the regions around it, the names of its functions, or its
+        callers.
+        """
         if any(
             region.kind == "no_grad" and compatible(region.guard, record.guard) and not (region.guard - record.guard)
             for region in self.regions(record)
         ):
             return True
-        return self.scope_infers(record.scope)
+        return self.is_inference_scope(record.scope)
 
-    def scope_infers(self, scope: Scope) -> bool:
+    def is_inference_scope(self, scope: Scope) -> bool:
         """True if a scope is used for inference only: by the names of the functions around it, or by all of its
         callers.
         """
-        if scope in self._infers:
-            return self._infers[scope]
-        found, whole = self._scope_infers(scope), not self._active
+        if scope in self._inference_scopes:
+            return self._inference_scopes[scope]
+        found, whole = self._find_inference_scope(scope), not self._active
         if whole:  # within a cycle of calls the result may be incomplete
-            self._infers[scope] = found
+            self._inference_scopes[scope] = found
         return found
 
-    def _scope_infers(self, scope: Scope) -> bool:
+    def _find_inference_scope(self, scope: Scope) -> bool:
         key = ("infers", scope)
         if key in self._active or len(self._active) > DEPTH:
             return False
@@ -420,11 +430,13 @@ class Facts:
     def any_training(self) -> bool:
         """True if the file trains at all: it has a backward pass, `prepare`, `deepspeed.initialize` or a trainer."""
         return bool(self.calls.get("backward") or self.calls.get("manual_backward")) or any(
-            self.events(kind) for kind in ("prepare", "initialize", "trainer")
+            self.events(kind) for kind in _TRAINS
         )
 
     def steps(self, scope: Scope) -> bool:
-        """True if gradients are applied in the functions connected with a scope: a `step` of anything but a scheduler."""
+        """True if gradients are applied in the functions connected with a scope: a `step` of anything but a
+        scheduler.
+        """
         if scope not in self._steps:
             self._steps[scope] = any(
                 call.name == "step"
@@ -472,7 +484,7 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _renamed(binding: Binding) -> str:
+def _original_name(binding: Binding) -> str:
     """Return the original last name that an import or an assignment of a dotted name renames; or an empty string."""
     if binding.kind == "from":
         return binding.name

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 #: Expressions followed for one request.
-_MOST = 400
+_MAX_EXPRESSIONS = 400
 
 
-class Origins:
+class BackwardFlow:
     """Collects the origins of one expression in `found`."""
 
     def __init__(self, facts: Facts) -> None:
@@ -27,7 +27,7 @@ class Origins:
 
     def expression(self, node: cst.CSTNode | None, scope: Scope, order: int, guard: PathCondition, depth: int) -> None:
         """Follow the names and calls in an expression."""
-        if node is None or depth < 0 or node in self.seen or len(self.seen) > _MOST:
+        if node is None or depth < 0 or node in self.seen or len(self.seen) > _MAX_EXPRESSIONS:
             return
         self.seen.add(node)
         if isinstance(node, cst.Call):
@@ -45,7 +45,7 @@ class Origins:
         """Follow a dotted name to its reaching definitions, and a parameter to the arguments of the callers."""
         parts = path.split(".")
         for length in range(len(parts), 0, -1):
-            if self.facts.flow.spent:
+            if self.facts.flow.exhausted:
                 return
             key = ".".join(parts[:length])
             bindings = [

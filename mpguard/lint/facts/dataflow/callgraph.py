@@ -1,4 +1,6 @@
-"""The call graph of one file: classes and their base classes, callers, callees, and the conditions that callers share."""
+"""The call graph of one file: classes and their base classes, callers, callees, and the conditions that
+callers share.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ _COMMON = frozenset({
 
 
 #: Bindings that make a name neither a class of the file nor an instance of one.
-_NOT_OURS = frozenset({"def", "import", "from"})
+_NO_CLASS = frozenset({"def", "import", "from"})
 
 
 class CallGraph:
@@ -52,12 +54,12 @@ class CallGraph:
         self._contexts: dict[Scope, PathCondition] = {}
         self._active: set[object] = set()
         self._escapes: dict[Scope, bool] = {}
-        self._given: set[str] = set()
-        self._given_of = -1
-        self._near: dict[Scope, list[Scope]] = {}
-        self._deep = 0
+        self._passed_names: set[str] = set()
+        self._passed_names_at = -1
+        self._neighbours_of: dict[Scope, list[Scope]] = {}
+        self._depth = 0
         self._named: dict[str, list[Scope]] = {}
-        self._named_of = 0
+        self._named_at = 0
 
     def attributes(self, cls: Scope) -> dict[str, list[Binding]]:
         """Return the attributes set by the body and the methods of a class, with their bindings; those of base classes
@@ -158,7 +160,7 @@ class CallGraph:
                 call
                 for name, calls in self.facts.calls.items()
                 for call in calls
-                if _could_be_instance(call) and (name == wanted or self._may_be_ours(call))
+                if _could_be_instance(call) and (name == wanted or self._may_be_class_or_instance(call))
             ]
         for call in candidates:
             if self._resolves(call, scope):
@@ -166,14 +168,16 @@ class CallGraph:
         self._callers[scope] = found
         return found
 
-    def _may_be_ours(self, call: Call) -> bool:
-        """True if the callee may be a class of this file or an instance of one: no import and no `def` binds its name."""
+    def _may_be_class_or_instance(self, call: Call) -> bool:
+        """True if the callee may be a class of this file or an instance of one: no import and no `def` binds
+        its name.
+        """
         if self.facts.imported_module:  # an imported module is parsed only in part
             return True
         if call.receiver is not None:
             return call.name in self._attribute_names
         return any(
-            binding.kind not in _NOT_OURS
+            binding.kind not in _NO_CLASS
             for place in call.scope.chain()
             for binding in place.bindings.get(call.name, ())
         )
@@ -185,7 +189,7 @@ class CallGraph:
             key.rpartition(".")[2]
             for scope in self.facts.walker.scopes
             for key, bindings in scope.bindings.items()
-            if "." in key or (scope.kind == "class" and any(each.kind not in _NOT_OURS for each in bindings))
+            if "." in key or (scope.kind == "class" and any(each.kind not in _NO_CLASS for each in bindings))
         }
 
     def _resolves(self, call: Call, scope: Scope) -> bool:
@@ -243,8 +247,8 @@ class CallGraph:
     def named(self, name: str) -> list[Scope]:
         """Return the functions and methods of a name."""
         scopes = self.facts.walker.scopes
-        if self._named_of != len(scopes):
-            self._named_of, self._named = len(scopes), {}
+        if self._named_at != len(scopes):
+            self._named_at, self._named = len(scopes), {}
             for scope in scopes:
                 if scope.kind == "function":
                     self._named.setdefault(scope.name, []).append(scope)
@@ -253,21 +257,21 @@ class CallGraph:
     def escapes(self, scope: Scope) -> bool:
         """True if a function is passed as a value, so that code outside the call graph may call it."""
         if scope not in self._escapes:
-            self._escapes[scope] = scope.parent is not None and self._handed_on(scope)
+            self._escapes[scope] = scope.parent is not None and self._passed_as_value(scope)
         return self._escapes[scope]
 
-    def _handed_on(self, scope: Scope) -> bool:
-        if self._given_of != self.facts.parsed_bytes:
+    def _passed_as_value(self, scope: Scope) -> bool:
+        if self._passed_names_at != self.facts.parsed_bytes:
             parents = self.facts.walker.parents
-            self._given_of = self.facts.parsed_bytes
-            self._given = {
+            self._passed_names_at = self.facts.parsed_bytes
+            self._passed_names = {
                 use.path
                 for place in self.facts.walker.scopes
                 for uses in place.uses.values()
                 for use in uses
                 if isinstance(parents.get(use.node), (cst.Arg, cst.Element))
             }
-        return (f"self.{scope.name}" if scope.is_method else scope.name) in self._given
+        return (f"self.{scope.name}" if scope.is_method else scope.name) in self._passed_names
 
     # -- path conditions ---
 
@@ -282,11 +286,11 @@ class CallGraph:
             return ALWAYS
         if scope not in self._contexts:
             self._contexts[scope] = ALWAYS
-            callers = self.callers(scope) if self._deep < DEPTH else []
+            callers = self.callers(scope) if self._depth < DEPTH else []
             if callers and not self.escapes(scope):
-                self._deep += 1
+                self._depth += 1
                 guards = [self.guard_of(call) for call in callers]
-                self._deep -= 1
+                self._depth -= 1
                 self._contexts[scope] = PathCondition(frozenset.intersection(*map(frozenset, guards)))
             elif scope.parent is not None and scope.parent.kind == "function":
                 self._contexts[scope] = self.context(scope.parent)
@@ -303,9 +307,9 @@ class CallGraph:
             if current in seen:
                 continue
             seen.add(current)
-            if current not in self._near:
-                self._near[current] = self._neighbours(current)
-            pending += self._near[current]
+            if current not in self._neighbours_of:
+                self._neighbours_of[current] = self._neighbours(current)
+            pending += self._neighbours_of[current]
         return seen
 
     def _neighbours(self, scope: Scope) -> list[Scope]:
@@ -319,11 +323,11 @@ class CallGraph:
             if scope.parent is not None:
                 found.append(scope.parent)
         for call in scope.calls:
-            if not self._elsewhere(call):
+            if not self._is_imported(call):
                 found += [function.scope for function in self.functions(call) if function.facts is self.facts]
         return found
 
-    def _elsewhere(self, call: Call) -> bool:
+    def _is_imported(self, call: Call) -> bool:
         """True if the callee is imported, so that it is no function of this file."""
         root = call.path.split(".", 1)[0]
         bindings = self.facts.module.bindings.get(root, ()) if root not in call.scope.bindings else ()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from mpguard.lint.facts.dataflow.backward_flow import Origins
-from mpguard.lint.facts.dataflow.forward_flow import Forward, Reach
+from mpguard.lint.facts.dataflow.backward_flow import BackwardFlow
+from mpguard.lint.facts.dataflow.forward_flow import ForwardFlow, Reach
 from mpguard.lint.facts.syntax.path_condition import PathCondition
 from mpguard.lint.facts.syntax.records import Binding, Record
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 #: Uses of names, and bindings, that are visited for one file. Beyond these limits the flow of a value is unknown.
-_MOST_USES = 100_000
-_MOST_BINDINGS = 2_000_000
+_MAX_USES = 100_000
+_MAX_BINDINGS = 2_000_000
 _ORDER = operator.attrgetter("order")
 
 
@@ -28,11 +28,11 @@ class Flow:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self.uses_left = _MOST_USES
-        self.bindings_left = _MOST_BINDINGS
+        self.uses_left = _MAX_USES
+        self.bindings_left = _MAX_BINDINGS
 
     @property
-    def spent(self) -> bool:
+    def exhausted(self) -> bool:
         """True if a limit is reached."""
         return self.uses_left <= 0 or self.bindings_left <= 0
 
@@ -45,19 +45,19 @@ class Flow:
 
     def forward(self, node: cst.CSTNode, at: Record, guard: PathCondition | None = None) -> Reach:
         """Return the sinks that the value of an expression reaches."""
-        return Forward(self.facts, at.guard if guard is None else guard).start(node, at)
+        return ForwardFlow(self.facts, at.guard if guard is None else guard).start(node, at)
 
     def forward_key(self, key: str, at: Record, guard: PathCondition | None = None) -> Reach:
         """Return the sinks of an object that is cast under a name (`model.half()`, `x = x.half()`): follows the uses of
         the name from there on.
         """
-        walk = Forward(self.facts, at.guard if guard is None else guard)
+        walk = ForwardFlow(self.facts, at.guard if guard is None else guard)
         walk.cast = (key, at.scope)
         walk.taint(key, at.scope, at.order)
         return walk.reach
 
     def backward(self, node: cst.CSTNode, at: Record, depth: int = 6) -> list[Record]:
         """Return the bindings and calls, in any function of the file, that an expression is computed from."""
-        walk = Origins(self.facts)
+        walk = BackwardFlow(self.facts)
         walk.expression(node, at.scope, at.order, at.guard, depth)
         return walk.found

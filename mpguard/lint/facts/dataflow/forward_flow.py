@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 #: Nodes visited for one value, and nesting of functions. Beyond these limits the flow of the value is unknown.
-_MOST = 400
-_DEEP = 40
+_MAX_NODES = 400
+_MAX_DEPTH = 40
 _CASTS = frozenset({"float", "double", "to", "type", "type_as"})
 #: Methods that end the effect of a cast to FP16.
 UPCASTS = frozenset({"float", "double"})
 
 #: Methods and functions whose result has no gradient, or that only read the value.
-_STOPS = frozenset({
+_ENDS_FLOW = frozenset({
     "item", "detach", "detach_", "numpy", "tolist", "size", "dim", "numel", "data_ptr", "element_size", "state_dict",
     "get_device",
     "is_floating_point", "argmax", "argmin", "print", "len", "isinstance", "type_as", "str", "repr", "int", "bool",
@@ -45,10 +45,10 @@ _STOPS = frozenset({
     "summary", "export", "trace", "script", "update_parameters", "generate", "predict", "evaluate", "named_modules",
     "modules",
 })  # fmt: skip
-_LOOKS = frozenset(
+_METADATA = frozenset(
     {"shape", "device", "dtype", "ndim", "config", "requires_grad", "is_cuda", "data", "grad", "__class__", "training"}
 )
-_GATHERS = frozenset({"append", "extend", "add", "insert", "setdefault", "appendleft"})
+_ADDS_TO_CONTAINER = frozenset({"append", "extend", "add", "insert", "setdefault", "appendleft"})
 #: Methods whose result a framework calls `backward` on.
 FRAMEWORK_STEPS = frozenset({"training_step", "compute_loss"})
 _ORDER = operator.attrgetter("order")
@@ -89,20 +89,20 @@ class Reach:
         return any(sink.kind == kind for sink in self.sinks)
 
 
-class Forward:
+class ForwardFlow:
     """One forward traversal; the result is in `reach`."""
 
     def __init__(self, facts: Facts, guard: PathCondition) -> None:
         self.facts, self.guard = facts, guard
         self.reach = Reach()
         self.seen: set[object] = set()
-        self.left = _MOST
-        self.deep = 0
+        self.nodes_left = _MAX_NODES
+        self.depth = 0
         self.cast: tuple[str, Scope] | None = None
 
     def start(self, node: cst.CSTNode, at: Record) -> Reach:
         """Follow the value of an expression."""
-        self.climb(node, at)
+        self.follow(node, at)
         return self.reach
 
     def sink(self, kind: str, call: Call) -> None:
@@ -111,19 +111,19 @@ class Forward:
             kind = "gradient" if kind in _TRAIN_SINKS else kind
         self.reach.sinks.append(Sink(kind, call))
 
-    def climb(self, node: cst.CSTNode, at: Record) -> None:
+    def follow(self, node: cst.CSTNode, at: Record) -> None:
         """Follow the value of `node` to the enclosing expressions and statements."""
         parents = self.facts.walker.parents
-        while self.left > 0 and ("node", node) not in self.seen:
+        while self.nodes_left > 0 and ("node", node) not in self.seen:
             self.seen.add(("node", node))
-            self.left -= 1
+            self.nodes_left -= 1
             parent = parents.get(node)
             if parent is None or isinstance(
                 parent, (cst.Expr, cst.If, cst.While, cst.Comparison, cst.Index, cst.Slice, cst.Assert)
             ):
                 return
             if isinstance(parent, cst.Attribute):
-                if parent.attr.value in _LOOKS:
+                if parent.attr.value in _METADATA:
                     return
                 above = parents.get(parent)
                 if isinstance(above, cst.Call) and above.func is parent:
@@ -186,12 +186,16 @@ class Forward:
         if isinstance(parent, cst.Assign) and isinstance(name := parent.targets[0].target, cst.Name):
             for call in self.facts.calls.get(name.value, ()):
                 bound = self.facts.values.reaching(name.value, call.scope, call.order)
-                if call.receiver is None and any(binding.value is node for binding in bound) and not self._quiet(call):
-                    self.climb(call.node, call)
-        elif isinstance(parent, cst.Arg) and not self._quiet(at):
+                if (
+                    call.receiver is None
+                    and any(binding.value is node for binding in bound)
+                    and not self._in_no_grad(call)
+                ):
+                    self.follow(call.node, call)
+        elif isinstance(parent, cst.Arg) and not self._in_no_grad(at):
             above = parents[parent]
             if isinstance(above, cst.Call) and dotted(above.func) == "map":
-                self.climb(above, at)
+                self.follow(above, at)
 
     def cast_back(self, call: Call) -> bool:
         """True if a kernel's result is cast immediately: `kernel(x.half()).float()`, `out = kernel(q.half())`,
@@ -230,20 +234,20 @@ class Forward:
         key = dotted(target)
         if key:
             bindings = at.scope.bindings.get(key, ())
-            made = bisect.bisect_right(bindings, at.order, key=_ORDER)
-            self.taint(key, at.scope, bindings[made].order if made < len(bindings) else at.order)
+            place = bisect.bisect_right(bindings, at.order, key=_ORDER)
+            self.taint(key, at.scope, bindings[place].order if place < len(bindings) else at.order)
 
     def taint(self, key: str, scope: Scope, order: int) -> None:
         """Follow all uses of a name that may hold the value."""
-        if (key, scope, order) in self.seen or self.left <= 0:
+        if (key, scope, order) in self.seen or self.nodes_left <= 0:
             return
-        if self.deep > _DEEP or self.facts.flow.spent:
+        if self.depth > _MAX_DEPTH or self.facts.flow.exhausted:
             self.reach.outside = True
             return
         self.seen.add((key, scope, order))
-        self.deep += 1
+        self.depth += 1
         self.uses(key, scope, order)
-        self.deep -= 1
+        self.depth -= 1
 
     def uses(self, key: str, scope: Scope, order: int) -> None:
         """Visit the uses of a name from a place on."""
@@ -259,7 +263,7 @@ class Forward:
         for place in places:
             for use in place.uses.get(root, ()):
                 self.facts.flow.uses_left -= 1
-                if self.facts.flow.spent:
+                if self.facts.flow.exhausted:
                     self.reach.outside = True
                     return
                 if use.path != key and not use.path.startswith(key + "."):
@@ -271,12 +275,14 @@ class Forward:
                 ):
                     continue
                 self.seen.add((use, key))
-                if self._quiet(use):
+                if self._in_no_grad(use):
                     continue
                 self.used(use.path[len(key) + 1 :], use)
 
     def ends(self, key: str, scope: Scope, order: int) -> int:
-        """Return the place where an object that was cast in place (`model.half()`) is upcast again by `model.float()`."""
+        """Return the place where an object that was cast in place (`model.half()`) is upcast again by
+        `model.float()`.
+        """
         if self.cast is None or (key, scope) != self.cast:
             return 1 << 60
         ups = (
@@ -317,7 +323,7 @@ class Forward:
             )
         )
 
-    def _quiet(self, record: Record) -> bool:
+    def _in_no_grad(self, record: Record) -> bool:
         """True if a record is in a `no_grad` region."""
         return any(
             region.kind == "no_grad" and not (region.guard - record.guard) for region in self.facts.regions(record)
@@ -326,19 +332,19 @@ class Forward:
     def used(self, rest: str, use: Record) -> None:
         """Follow one use; `rest` is the attribute path after the name."""
         parts = rest.split(".") if rest else []
-        if parts and parts[0] in _LOOKS and parts[0] != "data":
+        if parts and parts[0] in _METADATA and parts[0] != "data":
             return
         parent = self.facts.walker.parents.get(use.node)
         if isinstance(parent, cst.Call) and parent.func is use.node:
             if parts:
                 if self.method(parts[-1], parent):
-                    self.climb(parent, use)
+                    self.follow(parent, use)
             else:
                 call = self.facts.walker.call_of.get(parent)
                 if call is not None:
-                    self.climb(parent, call)
+                    self.follow(parent, call)
             return
-        self.climb(use.node, use)
+        self.follow(use.node, use)
 
     def method(self, name: str, node: cst.Call) -> bool:
         """Handle a method call on the value. True if the flow continues with the method's result."""
@@ -350,7 +356,7 @@ class Forward:
                 return False
             self.sink("backward", call)
             return False
-        if name in _GATHERS or name in _STOPS:
+        if name in _ADDS_TO_CONTAINER or name in _ENDS_FLOW:
             if name.startswith("save"):
                 self.sink("saved", call)
             return False
@@ -364,14 +370,14 @@ class Forward:
         if name in ("backward", "manual_backward"):
             self.sink("backward", call)
             return False
-        if name in _GATHERS and call.receiver is not None:
+        if name in _ADDS_TO_CONTAINER and call.receiver is not None:
             self.bind(call.receiver, call)
             return False
-        if name in _STOPS:
+        if name in _ENDS_FLOW:
             if name.startswith("save"):
                 self.sink("saved", call)
             return False
-        if self._quiet(call):
+        if self._in_no_grad(call):
             return False
         if name == "prepare" and call.receiver is not None:
             kinds = facts.kinds(call.receiver, call)
@@ -418,7 +424,7 @@ class Forward:
         if library_names.SAVES.search(last):
             self.sink("saved", call)
             return False
-        if last in _STOPS or path.startswith(("numpy.", "logging.", "os.", "json.", "wandb.")):
+        if last in _ENDS_FLOW or path.startswith(("numpy.", "logging.", "os.", "json.", "wandb.")):
             if last == "save":
                 self.sink("saved", call)
             return False
@@ -490,5 +496,5 @@ class Forward:
         if not callers:
             self.reach.outside = True
         for call in callers:
-            if not self._quiet(call):
-                self.climb(call.node, call)
+            if not self._in_no_grad(call):
+                self.follow(call.node, call)

@@ -12,7 +12,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import libcst as cst
 
@@ -30,11 +30,15 @@ Kind = Literal[
     "scale", "backward", "framework", "unscale", "clip", "scaler_step", "step", "update", "get_scale",
     "zero_grad", "scheduler", "other_step", "read", "handed", "exit",
 ]  # fmt: skip
-_EVENTS: tuple[Kind, ...] = (
+_Operation = Literal[
     "scale", "backward", "framework", "unscale", "clip", "scaler_step", "step", "update", "get_scale",
-)  # fmt: skip
+]  # fmt: skip
+#: The events that are steps of a trace.
+_OPERATIONS: tuple[_Operation, ...] = get_args(_Operation)
 #: Flags that select the last micro-batch of gradient accumulation: `(i + 1) % n == 0`, `is_accumulating`, `update_now`.
-_RHYTHM = re.compile(r"(?i)%|accum|last_(?:opt_)?step|update_freq|sync_grad|should_(?:step|update)|do_(?:step|update)")
+_ACCUMULATION = re.compile(
+    r"(?i)%|accum|last_(?:opt_)?step|update_freq|sync_grad|should_(?:step|update)|do_(?:step|update)"
+)
 #: Flags that may choose between scaled and plain gradients: precision, backend, device, framework.
 _PRECISION = re.compile(
     r"(?i)16|amp(?!l)|scal|half|precision|dtype|apex|deepspeed|\bds_|fsdp|accelerat(?!ion_steps|e_grad)|mixed|native"
@@ -43,12 +47,12 @@ _PRECISION = re.compile(
 #: Flags for an overflow or an invalid batch: the branch is exceptional.
 CHECKS = re.compile(r"(?i)finite|inf(?![a-z])|nan(?![a-z])|overflow|invalid")
 #: Functions that take a scaler without stepping with it: `save_checkpoint(model, scaler)`.
-_ONLY_STORE = re.compile(
+_DOES_NOT_STEP = re.compile(
     r"(?i)save|load|checkpoint|ckpt|restore|resume|print|log|info|state|isinstance|hasattr|getattr|bool"
 )
 #: Steps of one trace, and depth of calls.
-_MOST = 3_000
-_DEEP = 6
+_MAX_STEPS = 3_000
+_MAX_DEPTH = 6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,12 +109,12 @@ class Traces:
         self.facts = facts
         self._relevant: dict[Scope, bool] = {}
         self._items: dict[Scope, list[TraceStep | Call]] = {}
-        self._left = 0
+        self._leaves_between = 0
 
     @cached_property
     def all(self) -> tuple[Trace, ...]:
         """One trace for each function with relevant operations that no other function of the file calls."""
-        scopes = [s for s in self.facts.walker.scopes if s.kind != "class" and self._matters(s, ())]
+        scopes = [s for s in self.facts.walker.scopes if s.kind != "class" and self._has_steps(s, ())]
         called = {
             helper.scope
             for s in scopes
@@ -121,7 +125,7 @@ class Traces:
         return tuple(self._trace(scope) for scope in scopes if scope not in called)
 
     def _trace(self, scope: Scope) -> Trace:
-        self._left = _MOST
+        self._leaves_between = _MAX_STEPS
         return tuple(self._expand(scope, ALWAYS, (), (), (scope,)))
 
     def _expand(
@@ -135,25 +139,27 @@ class Traces:
         for item in self._items_of(scope):
             record = item if isinstance(item, Call) else item.record
             both = guard.joined(record.guard)
-            if len(both) > MOST_CONDITIONS or not both.possible or self._left <= 0:
+            if len(both) > MOST_CONDITIONS or not both.possible or self._leaves_between <= 0:
                 continue
-            self._left -= 1
+            self._leaves_between -= 1
             around = (*loops, *record.loops)
             if isinstance(item, TraceStep):
                 yield dataclasses.replace(item, guard=both, loops=around, via=via)
                 continue
             helpers = [each for each in self._helpers(item) if each.scope not in stack]
-            for number, helper in enumerate(helpers if len(stack) < _DEEP else ()):
+            for number, helper in enumerate(helpers if len(stack) < _MAX_DEPTH else ()):
                 arm = both.given(Flag(f"call#{item.order}", number + 1)) if len(helpers) > 1 else both
                 yield from self._expand(helper.scope, arm, around, (*via, item), (*stack, helper.scope))
 
     # -- the steps of one function ----------------------------------------------------------------------
 
-    def _matters(self, scope: Scope, active: tuple[Scope, ...]) -> bool:
+    def _has_steps(self, scope: Scope, active: tuple[Scope, ...]) -> bool:
         """True if a function, or one of its helpers, has relevant operations."""
-        if scope not in self._relevant and scope not in active and len(active) <= _DEEP:
-            found = scope in self._own or any(
-                self._matters(helper.scope, (*active, scope)) for call in scope.calls for helper in self._helpers(call)
+        if scope not in self._relevant and scope not in active and len(active) <= _MAX_DEPTH:
+            found = scope in self._steps_of or any(
+                self._has_steps(helper.scope, (*active, scope))
+                for call in scope.calls
+                for helper in self._helpers(call)
             )
             if active and not found:
                 return False  # within a cycle the result may be incomplete
@@ -164,20 +170,22 @@ class Traces:
         """Return the steps of a function itself and its calls of helpers that have some, in order."""
         if scope not in self._items:
             calls = [
-                call for call in scope.calls if any(self._matters(each.scope, (scope,)) for each in self._helpers(call))
+                call
+                for call in scope.calls
+                if any(self._has_steps(each.scope, (scope,)) for each in self._helpers(call))
             ]
             found: list[tuple[int, int, TraceStep | Call]] = [(c.order, 0, c) for c in calls]
-            found += [(m.record.order, 1, m) for m in self._own.get(scope, ())]
+            found += [(m.record.order, 1, m) for m in self._steps_of.get(scope, ())]
             if found:
                 found += [(e.order, 2, TraceStep("exit", e)) for e in (*scope.exits, *scope.returns)]
             self._items[scope] = [item for _, _, item in sorted(found, key=lambda each: each[:2])]
         return self._items[scope]
 
     @cached_property
-    def _own(self) -> dict[Scope, list[TraceStep]]:
+    def _steps_of(self) -> dict[Scope, list[TraceStep]]:
         facts = self.facts
         found: dict[Scope, list[TraceStep]] = {}
-        for kind in _EVENTS:
+        for kind in _OPERATIONS:
             for event in facts.events(kind):
                 if kind == "framework" and self._helpers(event.call):
                     continue  # a method of the file: its operations are visible
@@ -185,20 +193,19 @@ class Traces:
                 found.setdefault(event.scope, []).append(TraceStep(kind, event.call, event, scale=scale))
         for call in facts.calls.get("zero_grad", ()):
             found.setdefault(call.scope, []).append(TraceStep("zero_grad", call))
-        known = {event.call for kind in ("step", "scaler_step") for event in facts.events(kind)}
+        known = {event.call for event in (*facts.events("step"), *facts.events("scaler_step"))}
         for call in facts.calls.get("step", ()):
             if call.receiver is None or call in known:
                 continue
             schedules = "sched" in last_name(call.receiver).lower() or "scheduler" in facts.kinds(call.receiver, call)
-            kind = "scheduler" if schedules else "other_step"
-            found.setdefault(call.scope, []).append(TraceStep(kind, call))
+            found.setdefault(call.scope, []).append(TraceStep("scheduler" if schedules else "other_step", call))
         for scope in facts.walker.scopes:
             for uses in scope.uses.values():
                 for use in uses:
                     if use.path.endswith(".grad") or ".grad." in use.path:
                         found.setdefault(scope, []).append(TraceStep("read", use))
             for call in scope.calls:
-                if self._handed(call):
+                if self._may_use_scaler(call):
                     found.setdefault(scope, []).append(TraceStep("handed", call))
         return found
 
@@ -237,9 +244,9 @@ class Traces:
             return ()
         return [function for function in facts.functions(call) if function.facts is facts]
 
-    def _handed(self, call: Call) -> bool:
+    def _may_use_scaler(self, call: Call) -> bool:
         """True if a call outside the file may use a scaler: one that is an argument, or that its object holds."""
-        if call.name[:1].isupper() or _ONLY_STORE.search(call.name) or self._helpers(call):
+        if call.name[:1].isupper() or _DOES_NOT_STEP.search(call.name) or self._helpers(call):
             return False
         given = [*call.positional, *call.keywords.values()]
         if any("scaler" in last_name(each).lower() for each in given) and not (
@@ -260,7 +267,9 @@ class Traces:
     # -- identity of objects ----------------------------------------------------------------------------
 
     def own(self, node: cst.CSTNode | None, at: Record) -> bool:
-        """True if a scaler is created in the file from one of torch's classes for certain (or is None on another path)."""
+        """True if a scaler is created in the file from one of torch's classes for certain (or is None on
+        another path).
+        """
         atoms = [each.atom for each in self.facts.evaluate(node, at)]
         made = [atom for atom in atoms if not (isinstance(atom, Constant) and atom.value in (None, False))]
         return bool(made) and all(
@@ -290,7 +299,7 @@ class Traces:
         """True if two expressions are the same object for certain: created by one call, or one name in one function."""
         if one is None or other is None:
             return False
-        made, made_there = self._made(one, at), self._made(other, there)
+        made, made_there = self._creating_calls(one, at), self._creating_calls(other, there)
         if made is not None and made_there is not None:
             return bool(made & made_there)
         place, elsewhere = dotted(one), dotted(other)
@@ -299,10 +308,10 @@ class Traces:
 
     def differ(self, one: cst.CSTNode | None, at: Record, other: cst.CSTNode | None, there: Record) -> bool:
         """True if two expressions are different objects for certain."""
-        made, made_there = self._made(one, at), self._made(other, there)
+        made, made_there = self._creating_calls(one, at), self._creating_calls(other, there)
         return made is not None and made_there is not None and not made & made_there
 
-    def _made(self, node: cst.CSTNode | None, at: Record) -> set[Call] | None:
+    def _creating_calls(self, node: cst.CSTNode | None, at: Record) -> set[Call] | None:
         """Return the calls that may have created an object; None if one of them is unknown."""
         atoms = [each.atom for each in self.facts.evaluate(node, at)]
         made = [atom for atom in atoms if not isinstance(atom, Constant)]
@@ -314,16 +323,16 @@ class Traces:
 def between(trace: Trace, first: int, last: int, *kinds: Kind, guard: PathCondition) -> Iterator[TraceStep]:
     """Yield the steps of some kinds between two places of a trace that may be executed under a path condition."""
     for place in range(first + 1, last):
-        moment = trace[place]
-        if moment.kind in kinds and compatible(moment.guard, guard) and not _left(trace, place, last):
-            yield moment
+        step = trace[place]
+        if step.kind in kinds and compatible(step.guard, guard) and not _leaves_between(trace, place, last):
+            yield step
 
 
-def _left(trace: Trace, place: int, last: int) -> bool:
+def _leaves_between(trace: Trace, place: int, last: int) -> bool:
     """True if control leaves between two places of a trace: `optimizer.zero_grad(); continue`."""
-    moment, target = trace[place], trace[last]
+    step, target = trace[place], trace[last]
     for each in trace[place + 1 : last]:
-        if each.kind != "exit" or each.guard - moment.guard:
+        if each.kind != "exit" or each.guard - step.guard:
             continue
         loop = each.loops[-1] if each.loops and not each.ends(cst.Return) and not each.ends(cst.Raise) else None
         if loop in target.loops if loop is not None else target.via[: len(each.via)] == each.via:
@@ -335,25 +344,25 @@ def before(trace: Trace, place: int) -> Iterator[tuple[int, TraceStep]]:
     """Yield the backward passes whose gradients a step uses: the last one before it, and those on mutually exclusive
     paths.
     """
-    moment = trace[place]
+    step = trace[place]
     arms: list[PathCondition] = []
     for index in range(place - 1, -1, -1):
         each = trace[index]
-        if each.kind not in ("backward", "framework") or not compatible(each.guard, moment.guard):
+        if each.kind not in ("backward", "framework") or not compatible(each.guard, step.guard):
             continue
         if any(compatible(each.guard, arm) for arm in arms):
             continue
         yield index, each
         arms.append(each.guard)
-        if not (each.guard - moment.guard):
+        if not (each.guard - step.guard):
             return
 
 
-def iteration(trace: Trace, moment: TraceStep) -> list[tuple[int, TraceStep]]:
+def iteration(trace: Trace, step: TraceStep) -> list[tuple[int, TraceStep]]:
     """Return the steps in one iteration of the innermost loop around a step; those of the whole trace if there is no
     loop.
     """
-    loop = moment.loops[-1] if moment.loops else None
+    loop = step.loops[-1] if step.loops else None
     return [(place, each) for place, each in enumerate(trace) if loop is None or loop in each.loops]
 
 
@@ -367,7 +376,7 @@ def unrelated(later: PathCondition, earlier: PathCondition) -> bool:
 
 def rhythm(guard: PathCondition) -> bool:
     """True if some condition selects micro-batches of gradient accumulation."""
-    return any(_RHYTHM.search(flag) for flag in guard.flags())
+    return any(_ACCUMULATION.search(flag) for flag in guard.flags())
 
 
 def exceptional(guard: PathCondition) -> bool:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 #: Depth of the search through callers and enclosing modules, and the number of callers per function.
-_FAR = 6
-_MOST = 12
+_MAX_DEPTH = 6
+_MAX_CALLERS = 12
 #: Words of code that may run a function under autocast.
-_SPEAKS = re.compile(
+_MENTIONS_AUTOCAST = re.compile(
     r"(?i:autocast|\bamp\b|accelerat|deepspeed|lightning|fabric|mixed.?precision)|import [^\n]*Trainer|\(\w*Trainer\)"
 )
 
@@ -38,7 +38,7 @@ class AutocastState:
 _UNKNOWN = (AutocastState(ALWAYS, None),)
 
 
-class Autocasting:
+class AutocastStates:
     """The autocast states of one file."""
 
     def __init__(self, facts: Facts) -> None:
@@ -46,9 +46,11 @@ class Autocasting:
         self._around: dict[Scope, tuple[AutocastState, ...]] = {}
 
     def at(self, record: Record) -> tuple[AutocastState, ...]:
-        """Return the autocasts that may be active at a record: those of its function, otherwise those of its callers."""
+        """Return the autocasts that may be active at a record: those of its function, otherwise those of its
+        callers.
+        """
         with Frames():
-            return self._at(record, _FAR)
+            return self._at(record, _MAX_DEPTH)
 
     def _at(self, record: Record, depth: int) -> tuple[AutocastState, ...]:
         found: list[AutocastState] = []
@@ -76,7 +78,7 @@ class Autocasting:
         self._around[scope] = _UNKNOWN
         callers = self.facts.callers(scope) if depth else []
         found: list[AutocastState] = []
-        for call in callers[:_MOST]:
+        for call in callers[:_MAX_CALLERS]:
             for state in self._prepared(call) or self._at(call, depth - 1):
                 guard = state.guard.joined(call.guard)
                 if guard.possible:
@@ -86,11 +88,11 @@ class Autocasting:
         for host in hosts:
             found += self._outer(host, depth - 1)
         backward = any(call.name == "backward" for call in scope.calls)  # a backward pass is never run under autocast
-        if not callers and not model and (backward or self._alone):
+        if not callers and not model and (backward or self._mentions_no_autocast):
             found.append(AutocastState(ALWAYS, "off"))
-        elif not (callers or hosts) or len(callers) > _MOST or self.facts.escapes(scope):
+        elif not (callers or hosts) or len(callers) > _MAX_CALLERS or self.facts.escapes(scope):
             found.append(AutocastState(ALWAYS, None))
-        if depth == _FAR:
+        if depth == _MAX_DEPTH:
             self._around[scope] = tuple(found)
         else:
             del self._around[scope]
@@ -114,20 +116,20 @@ class Autocasting:
         return list(dict.fromkeys(found))
 
     @functools.cached_property
-    def _alone(self) -> bool:
+    def _mentions_no_autocast(self) -> bool:
         """True if nothing in the file mentions autocast. A script is analysed on its own; a module's `forward` depends
         on its callers only.
         """
-        return not _SPEAKS.search(self.facts.source.text)
+        return not _MENTIONS_AUTOCAST.search(self.facts.source.text)
 
     def _prepared(self, call: Call) -> tuple[AutocastState, ...]:
         """Return the autocast that Accelerate applies to the `forward` of a model that it prepared."""
         if not any(isinstance(e.atom, Object) and e.atom.prepared for e in self.facts.evaluate(call.func, call)):
             return ()
         created = self.facts.events("accelerator")
-        said = {constant(event.call.keywords.get("mixed_precision")) for event in created}
-        if said == {None} and not any(event.call.starred or event.call.positional for event in created):
-            said = {(config.mixed_precision,) for config in self.facts.project.configs_for(self.facts.path)}
+        given = {constant(event.call.keywords.get("mixed_precision")) for event in created}
+        if given == {None} and not any(event.call.starred or event.call.positional for event in created):
+            given = {(config.mixed_precision,) for config in self.facts.project.configs_for(self.facts.path)}
         modes: dict[tuple[object] | None, str] = {("fp16",): "float16", ("bf16",): "bfloat16", ("no",): "off"}
-        dtype = modes.get(said.pop()) if len(said) == 1 else None
+        dtype = modes.get(given.pop()) if len(given) == 1 else None
         return (AutocastState(ALWAYS, dtype, "cuda", call),)

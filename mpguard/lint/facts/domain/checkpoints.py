@@ -26,7 +26,7 @@ _MODEL = re.compile(
 #: Functions that read a checkpoint; not data, and not a factory (`load_optimizer(args.optimizer)`).
 _LOADS = re.compile(r"(?i)^(?!.*(?:data|batch|optim(?:izer)?s?$)).*(?:load|resume|restore)")
 #: Functions that write or read a checkpoint, or create its contents.
-_KEEPS = re.compile(r"(?i)save|checkpoint|ckpt|snapshot|store|dump|resume|state")
+_SAVES_OR_RESTORES = re.compile(r"(?i)save|checkpoint|ckpt|snapshot|store|dump|resume|state")
 
 
 class Checkpoints:
@@ -114,11 +114,11 @@ class Checkpoints:
         for scope in self.facts.walker.scopes:
             for each in scope.uses.values():
                 for use in each:
-                    if use.path.rsplit(".", 1)[-1] == uses and self._hands_on(use):
+                    if use.path.rsplit(".", 1)[-1] == uses and self._passes_on(use):
                         return True
         return False
 
-    def _hands_on(self, use: Use) -> bool:
+    def _passes_on(self, use: Use) -> bool:
         parents = self.facts.walker.parents
         node: cst.CSTNode = use.node
         parent = parents.get(node)
@@ -129,7 +129,9 @@ class Checkpoints:
         if isinstance(parent, cst.Arg):
             above = parents.get(parent)
             call = self.facts.walker.call_of.get(above) if isinstance(above, cst.Call) else None
-            return call is not None and bool(_KEEPS.search(call.name) or call.name in ("register", "append", "setattr"))
+            return call is not None and bool(
+                _SAVES_OR_RESTORES.search(call.name) or call.name in ("register", "append", "setattr")
+            )
         if isinstance(parent, cst.Assign) and parent.value is node:
             return any(isinstance(target.target, (cst.Attribute, cst.Subscript)) for target in parent.targets)
         return isinstance(parent, cst.Return)

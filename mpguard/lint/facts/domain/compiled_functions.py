@@ -18,7 +18,9 @@ _DISABLES = ("torch.compiler.disable", "torch._dynamo.disable", "torch.compiler.
 
 
 def compiled_scopes(facts: Facts) -> dict[Scope, tuple[int, int]]:
-    """Return the functions that are compiled, each with the span of the call or decorator that compiles it or a caller."""
+    """Return the functions that are compiled, each with the span of the call or decorator that compiles it or
+    a caller.
+    """
     found: dict[Scope, tuple[int, int]] = {}
     pending: list[tuple[Scope, tuple[int, int]]] = []
     for scope in facts.walker.scopes:

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.syntax.records import Call, Record
 
 #: Keys that only a DeepSpeed config has.
-_OWN = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "torch_autocast"})
+_DEEPSPEED_KEYS = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "torch_autocast"})
 #: A key that other configs have too, and the sections of which one must be in the same dict.
-_SHARED, _BESIDE = "train_batch_size", frozenset({"bf16", "fp16"})
+_COMMON_KEY, _PRECISION_SECTIONS = "train_batch_size", frozenset({"bf16", "fp16"})
 
 #: Callables that take a config: the last name -> the names of the argument, and its position.
-_TAKES: dict[str, tuple[tuple[str, ...], int | None]] = {
+_CONFIG_ARGUMENTS: dict[str, tuple[tuple[str, ...], int | None]] = {
     "initialize": (("config", "config_params"), None),
     "TrainingArguments": (("deepspeed",), None),
     "Seq2SeqTrainingArguments": (("deepspeed",), None),
@@ -57,14 +57,14 @@ UNKNOWN = Unknown()
 def configs(facts: Facts) -> list[Document]:
     """Return the DeepSpeed configs that a file writes as dicts, each once, in the order of the file."""
     facts.need_all()
-    found: dict[cst.Dict, _Written] = {}
+    found: dict[cst.Dict, _DictConfig] = {}
     for node, at, name in _dicts(facts):
-        written = found.setdefault(node, _Written(facts, node, at))
+        written = found.setdefault(node, _DictConfig(facts, node, at))
         written.names |= {name} - {""}
-    for call in [call for name in _TAKES for call in facts.calls.get(name, ())]:
+    for call in [call for name in _CONFIG_ARGUMENTS for call in facts.calls.get(name, ())]:
         for node in _given(facts, call):
             if node in found:
-                found[node].takers.add(_taker(facts, call))
+                found[node].callees.add(_callee_name(facts, call))
     documents = [document for each in found.values() if (document := each.document()) is not None]
     return sorted(documents, key=lambda document: document.root.start if document.root is not None else 0)
 
@@ -77,12 +77,12 @@ def given_to(facts: Facts, call: Call) -> Document | None:
     nodes = list(_given(facts, call))
     if len(nodes) != 1 or not all(isinstance(each, cst.DictElement) for each in nodes[0].elements):
         return None
-    written: _Written | None = None
+    written: _DictConfig | None = None
     for node, at, name in _dicts(facts):
         if node is nodes[0]:
-            written = written or _Written(facts, node, at)
+            written = written or _DictConfig(facts, node, at)
             written.names |= {name} - {""}
-            written.takers.add(call.name)
+            written.callees.add(call.name)
     if written is None or written.changed():
         return None
     document = written.document()
@@ -107,7 +107,7 @@ def _dicts(facts: Facts) -> Iterator[tuple[cst.Dict, Record, str]]:
 
 def _given(facts: Facts, call: Call) -> Iterator[cst.Dict]:
     """Yield the dicts that a call with a config argument may take: in place, by name, or returned by a function."""
-    names, position = _TAKES[call.name]
+    names, position = _CONFIG_ARGUMENTS[call.name]
     value = call.argument(position, *names)
     key = dotted(value)
     bindings = facts.values.reaching(key, call.scope, call.order) if key else []
@@ -119,20 +119,20 @@ def _given(facts: Facts, call: Call) -> Iterator[cst.Dict]:
             yield from (back.value for back in function.scope.returns if isinstance(back.value, cst.Dict))
 
 
-def _taker(facts: Facts, call: Call) -> str:
+def _callee_name(facts: Facts, call: Call) -> str:
     """Return `deepspeed.initialize`, `TrainingArguments` ...; "" for an `initialize` of another library."""
     if call.name != "initialize":
         return call.name
     return call.path if facts.called_path(call) == "deepspeed.initialize" else ""
 
 
-class _Written:
+class _DictConfig:
     """A dict in the code: its record, its names, and the calls that take it."""
 
     def __init__(self, facts: Facts, node: cst.Dict, at: Record) -> None:
         self.facts, self.node, self.at = facts, node, at
         self.names: set[str] = set()
-        self.takers: set[str] = set()
+        self.callees: set[str] = set()
 
     def document(self) -> Document | None:
         """Return the config as a document; None if the dict is no DeepSpeed config."""
@@ -142,15 +142,19 @@ class _Written:
             if isinstance(each, cst.DictElement) and (key := constant(each.key)) and isinstance(key[0], str)
         }
         sections = {key for key, value in members.items() if isinstance(value, cst.Dict)}
-        own = members.keys() & _OWN or (_SHARED in members and sections & _BESIDE) or self.takers - {""}
-        if not own or any("." in key for key in members):
+        is_deepspeed = (
+            members.keys() & _DEEPSPEED_KEYS
+            or (_COMMON_KEY in members and sections & _PRECISION_SECTIONS)
+            or self.callees - {""}
+        )
+        if not is_deepspeed or any("." in key for key in members):
             return None
         root = self._node(self.node, 0)
-        takers = set(self.takers)
-        if not self._forget_changes(root) or not takers:
-            takers.add("")
+        callees = set(self.callees)
+        if not self._set_changes_unknown(root) or not callees:
+            callees.add("")
         source = self.facts.source
-        document = Document(source.path, source.text, "python", root, [], given_to=tuple(sorted(takers)))
+        document = Document(source.path, source.text, "python", root, [], given_to=tuple(sorted(callees)))
         document.__dict__["kind"] = "deepspeed"  # it may be one only because of the call that takes it
         return document
 
@@ -188,7 +192,7 @@ class _Written:
     def _mapping(self, node: cst.Dict, made: Node, depth: int) -> Node:
         for element in node.elements:
             if not isinstance(element, cst.DictElement):  # `**base` may override any key before it
-                _forget(made.pairs)
+                _set_unknown(made.pairs)
                 continue
             key = constant(element.key)
             if key is None or not isinstance(key[0], str):
@@ -199,27 +203,27 @@ class _Written:
             made.members[pair.key] = pair
         return made
 
-    def _forget_changes(self, root: Node) -> bool:
+    def _set_changes_unknown(self, root: Node) -> bool:
         """Set to unknown what the code changes elsewhere. False if the dict is passed to code that may complete it."""
         known = True
         for scope in self.facts.walker.scopes if self.names else ():
             for name in self.names & scope.bindings.keys():
                 for binding in scope.bindings[name]:
                     if binding.kind == "item":
-                        _forget_item(root, binding.node)
+                        _set_item_unknown(root, binding.node)
             for call in scope.calls:
                 holder: cst.CSTNode | None = call.receiver
                 while isinstance(holder, cst.Subscript):
                     holder = holder.value
                 if call.name in _CHANGES and dotted(holder) in self.names:
-                    _forget_item(root, call.receiver)
-                elif call.name not in _TAKES and call.name not in _HARMLESS:
+                    _set_item_unknown(root, call.receiver)
+                elif call.name not in _CONFIG_ARGUMENTS and call.name not in _HARMLESS:
                     given = (*call.positional, *call.keywords.values())
                     known &= not any(dotted(each) in self.names for each in given)
         return known
 
 
-def _forget_item(root: Node, changed: cst.CSTNode | None) -> None:
+def _set_item_unknown(root: Node, changed: cst.CSTNode | None) -> None:
     """Set a section to unknown for `config["bf16"]["enabled"] = ...`; all of them for `config[key]` or
     `config.update()`.
     """
@@ -228,9 +232,9 @@ def _forget_item(root: Node, changed: cst.CSTNode | None) -> None:
         first, changed = changed, changed.value
     index = first.slice[0].slice if first is not None and len(first.slice) == 1 else None
     key = constant(index.value) if isinstance(index, cst.Index) else None
-    _forget(pair for pair in root.pairs if key is None or pair.key == key[0])
+    _set_unknown(pair for pair in root.pairs if key is None or pair.key == key[0])
 
 
-def _forget(pairs: Iterable[Pair]) -> None:
+def _set_unknown(pairs: Iterable[Pair]) -> None:
     for pair in pairs:
         pair.value = Node("scalar", *pair.value.span, UNKNOWN)

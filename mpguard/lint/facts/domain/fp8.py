@@ -28,7 +28,7 @@ SIZES = {
     "MultiheadAttention": {"hidden_size": 0},
 }
 _CONTAINERS = frozenset({"Sequential", "ModuleList"})
-_DEPTH = 6
+_MAX_DEPTH = 6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,7 +127,7 @@ def layers_in_fp8(facts: Facts) -> list[Layer]:
 # -- layers -----------------------------------------------------------------------------------------
 
 
-def made_layers(facts: Facts, node: cst.CSTNode, at: Record, library: str, depth: int = _DEPTH) -> Iterator[Layer]:
+def made_layers(facts: Facts, node: cst.CSTNode, at: Record, library: str, depth: int = _MAX_DEPTH) -> Iterator[Layer]:
     """Yield the layers of a library that an expression is, or contains in a `Sequential`."""
     for each in facts.evaluate(node, at):
         atom = each.atom
@@ -143,7 +143,7 @@ def made_layers(facts: Facts, node: cst.CSTNode, at: Record, library: str, depth
                     yield from made_layers(facts, inner, atom.call, library, depth - 1)
 
 
-def layers_of(facts: Facts, node: cst.CSTNode, at: Record, library: str, depth: int = _DEPTH) -> Iterator[Layer]:
+def layers_of(facts: Facts, node: cst.CSTNode, at: Record, library: str, depth: int = _MAX_DEPTH) -> Iterator[Layer]:
     """Yield all layers of a library in a model, as far as its classes are in the file."""
     yield from made_layers(facts, node, at, library, depth)
     pending = [each.atom.cls for each in facts.evaluate(node, at) if isinstance(each.atom, Object)]
@@ -188,7 +188,7 @@ class Float8Config:
         return not any(call.starred for call in self.calls)
 
 
-def float8_configs(facts: Facts, node: cst.CSTNode, at: Record, depth: int = _DEPTH) -> list[Float8Config | None]:
+def float8_configs(facts: Facts, node: cst.CSTNode, at: Record, depth: int = _MAX_DEPTH) -> list[Float8Config | None]:
     """Return the configs that an expression may be; None stands for an unknown one."""
     found: list[Float8Config | None] = []
     if isinstance(node, cst.Call) and node in facts.walker.call_of and depth > 0:

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 #: Names of helpers that freeze their argument, for helpers outside the file.
-_HELPERS = frozenset({"freeze", "freeze_model", "freeze_params", "freeze_module", "freeze_parameters"})
+_FREEZERS = frozenset({"freeze", "freeze_model", "freeze_params", "freeze_module", "freeze_parameters"})
 
 
-class Frozen:
+class FrozenModels:
     """The frozen models of one file, by their (last) name or by expression."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self._named: dict[str, bool] = {}
-        self._helpers: dict[Scope, set[str]] = {}
+        self._frozen_params: dict[Scope, set[str]] = {}
         self._index: tuple[int, dict[str, list[tuple[Use, str, cst.Call]]], dict[str, list[Binding]]] = (-1, {}, {})
 
     def named(self, key: str) -> bool:
@@ -51,7 +51,7 @@ class Frozen:
                     return True
                 node = above
             elif isinstance(parent, cst.Arg) and isinstance(above, cst.Call):
-                return self._freezing(above, parent.value)
+                return self._freezes_argument(above, parent.value)
             elif isinstance(parent, cst.Assign):
                 return any(self.named(dotted(target.target)) for target in parent.targets)
             elif isinstance(parent, cst.AnnAssign):
@@ -74,10 +74,10 @@ class Frozen:
                 trained = True
             frozen = frozen or self._freezes(use, method, call)
         for binding in made.get(name, ()):
-            chain = _chained(binding.value)
-            frozen = frozen or chain.get("requires_grad_") == (False,) or self._made_frozen(binding)
+            chain = _method_chain(binding.value)
+            frozen = frozen or chain.get("requires_grad_") == (False,) or self._returned_by_freezer(binding)
             evaluated = evaluated or "eval" in chain
-        return frozen or self._handed(name) or (evaluated and not trained)
+        return frozen or self._passed_to_freezer(name) or (evaluated and not trained)
 
     def _by_name(self) -> tuple[dict[str, list[tuple[Use, str, cst.Call]]], dict[str, list[Binding]]]:
         """Return, by the last name of an object, the calls of its methods and its bindings."""
@@ -117,10 +117,10 @@ class Frozen:
 
     # -- helpers ------------------------------------------------------------------------------------
 
-    def _helper(self, scope: Scope) -> set[str]:
+    def _params_frozen_by(self, scope: Scope) -> set[str]:
         """Return the parameters that a function freezes."""
-        if scope not in self._helpers:
-            self._helpers[scope] = found = set()
+        if scope not in self._frozen_params:
+            self._frozen_params[scope] = found = set()
             params = {param.name for param in scope.params} - {"self"}
             for use in _uses(scope):
                 root, _, method = use.path.partition(".")
@@ -128,35 +128,37 @@ class Frozen:
                 always = root in params and not (use.guard - scope.guard)
                 if always and isinstance(parent, cst.Call) and self._freezes(use, method, parent):
                     found.add(root)
-        return self._helpers[scope]
+        return self._frozen_params[scope]
 
-    def _freezing(self, node: cst.Call, value: cst.BaseExpression) -> bool:
+    def _freezes_argument(self, node: cst.Call, value: cst.BaseExpression) -> bool:
         """True if a call freezes its argument."""
         call = self.facts.walker.call_of.get(node)
         if call is None:
             return False
-        if call.name in _HELPERS:
+        if call.name in _FREEZERS:
             return True
         return any(
             self.facts.values.given(call, scope, name) is value
             for scope in self.facts.graph.named(call.name)
-            for name in self._helper(scope)
+            for name in self._params_frozen_by(scope)
         )
 
-    def _handed(self, name: str) -> bool:
+    def _passed_to_freezer(self, name: str) -> bool:
         """True if an object of this name is passed to a helper that freezes it."""
-        helpers = {s.name for s in self.facts.walker.scopes if s.kind == "function" and self._helper(s)} | _HELPERS
+        helpers = {
+            s.name for s in self.facts.walker.scopes if s.kind == "function" and self._params_frozen_by(s)
+        } | _FREEZERS
         return any(
-            dotted(value).rsplit(".", 1)[-1] == name and self._freezing(call.node, value)
+            dotted(value).rsplit(".", 1)[-1] == name and self._freezes_argument(call.node, value)
             for helper in helpers
             for call in self.facts.calls.get(helper, ())
             for value in call.positional
         )
 
-    def _made_frozen(self, binding: Binding) -> bool:
+    def _returned_by_freezer(self, binding: Binding) -> bool:
         """True if a binding's value is returned by a helper that freezes it."""
         value = binding.value
-        return isinstance(value, cst.Call) and any(self._freezing(value, arg.value) for arg in value.args)
+        return isinstance(value, cst.Call) and any(self._freezes_argument(value, arg.value) for arg in value.args)
 
 
 def _uses(scope: Scope) -> Iterator[Use]:
@@ -177,7 +179,7 @@ def _clears_grad(scope: Scope, loop: cst.For) -> bool:
     return False
 
 
-def _chained(node: cst.CSTNode | None) -> dict[str, tuple[object] | None]:
+def _method_chain(node: cst.CSTNode | None) -> dict[str, tuple[object] | None]:
     """Return the methods of a chain such as `Net().half().eval()`, each with its first literal argument."""
     found: dict[str, tuple[object] | None] = {}
     while isinstance(node, cst.Call):

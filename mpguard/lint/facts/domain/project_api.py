@@ -30,10 +30,14 @@ class ProjectApi(Protocol):
         """Return the versions of a package that the project of a file requires."""
 
     def config_named(self, path: str, name: str) -> Document | None:
-        """Return the config that a file names, in the file's folder or in the working directory; None if there is none."""
+        """Return the config that a file names, in the file's folder or in the working directory; None if
+        there is none.
+        """
 
     def source_of(self, module: str, from_path: str) -> Facts | None:
-        """Return the facts of an imported module of the linted tree, or None; leading dots stand for relative imports."""
+        """Return the facts of an imported module of the linted tree, or None; leading dots stand for relative
+        imports.
+        """
 
     def imported_elsewhere(self, path: str, name: str) -> bool:
         """True if another file of the tree may import a name from a module."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _REGIONS = frozenset({"autocast", "no_grad", "fp8_autocast", "accelerator_autocast"})
 #: Regions of callers that are followed.
-_MOST = 32
+_MAX_REGIONS = 32
 #: Names of unknown contexts and decorators that may disable autocast.
 _MAY_DISABLE = re.compile(r"(?i)autocast|amp(?!le)|precision|float|fp32|custom_fwd|custom_bwd")
 
@@ -115,7 +115,7 @@ class Regions:
             found: list[tuple[Region, PathCondition]] = []
             for call in self.facts.callers(scope):
                 found += self.facts.of(call).contexts.autocasts(call, depth - 1)
-                if len(found) > _MOST:
+                if len(found) > _MAX_REGIONS:
                     break
             self._outer[scope, depth] = found
         return self._outer[scope, depth]
@@ -146,7 +146,7 @@ class Regions:
                         for region in atom.facts.regions(given):
                             found.append(dataclasses.replace(region, guard=region.guard.joined(item.guard, each.guard)))
                 elif isinstance(atom, Object) and atom.kind in _REGIONS:
-                    region = self._handed(self._region(each), item, atom.path)
+                    region = self._pass_arguments(self._region(each), item, atom.path)
                     found.append(dataclasses.replace(region, guard=region.guard.joined(item.guard)))
                 elif atom is UNKNOWN or isinstance(atom, (Ref, Method)):
                     found.append(Region("", each.guard.joined(item.guard), None, self.facts))
@@ -167,7 +167,7 @@ class Regions:
             return Region(atom.kind, guard, call, facts)
         return dataclasses.replace(facts.autocast(call, atom.path), guard=guard.joined(facts.enabled(call, atom.path)))
 
-    def _handed(self, region: Region, item: With, path: str) -> Region:
+    def _pass_arguments(self, region: Region, item: With, path: str) -> Region:
         """Return the region of a wrapper, `def autocast(**kwargs): return torch.autocast("cuda", **kwargs)`, with the
         arguments that an item passes through it; the region unchanged if they cannot be derived.
         """
@@ -181,10 +181,10 @@ class Regions:
             return region
         if any(binding.kind != "param" for name in starred for binding in inner.scope.bindings.get(name, ())):
             return region
-        handed = {name: value for name, value in outer.keywords.items() if name not in params}
+        passed = {name: value for name, value in outer.keywords.items() if name not in params}
         found = region.facts.contexts.autocast(inner, path, complete=True)
-        dtypes = self.facts.dtypes(handed["dtype"], outer) if "dtype" in handed else found.dtypes
-        enabled = ALWAYS.given(self.facts.condition(handed["enabled"], item.scope)) if "enabled" in handed else ALWAYS
+        dtypes = self.facts.dtypes(passed["dtype"], outer) if "dtype" in passed else found.dtypes
+        enabled = ALWAYS.given(self.facts.condition(passed["enabled"], item.scope)) if "enabled" in passed else ALWAYS
         return dataclasses.replace(found, dtypes=dtypes, guard=region.guard.joined(enabled))
 
     def enabled(self, call: Call, path: str) -> PathCondition:

@@ -16,7 +16,7 @@ import libcst as cst
 
 from mpguard.lint.facts.dataflow.forward_flow import FRAMEWORK_STEPS, UPCASTS, Reach, Sink
 from mpguard.lint.facts.domain.autocast_ops import LOWERED
-from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.events import Event, EventKind
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
@@ -26,6 +26,10 @@ from mpguard.lint.facts.values.lattice import Function, Object, Ref
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
+#: Events that may set the dtype of weights.
+_SETS_DTYPE: tuple[EventKind, ...] = ("cast", "construct", "load")
+#: Events of training.
+_TRAINS: tuple[EventKind, ...] = ("backward", "framework", "trainer")
 #: Methods of modules that tensors do not have.
 _OF_MODULES = frozenset({
     "parameters", "named_parameters", "modules", "named_modules", "children", "named_children", "train", "eval",
@@ -41,8 +45,8 @@ _QUANTIZES = ("quantization_config", "load_in_8bit", "load_in_4bit")
 #: Frameworks that keep FP32 masters of low-precision weights, or upcast them.
 _SHARDS = re.compile(r"(?i)deepspeed|fsdp|megatron|colossal|zero_?(?:stage|optimizer|redundancy)")
 #: Arguments of a Trainer that add adapters to its model or replace its optimizer; arguments of its settings that shard.
-_OTHER = ("peft_config", "optimizers", "optimizer_cls_and_kwargs")
-_SHARDING = frozenset({"deepspeed", "fsdp", "fsdp_config"})
+_OTHER_OPTIMIZER = ("peft_config", "optimizers", "optimizer_cls_and_kwargs")
+_SHARDING_ARGUMENTS = frozenset({"deepspeed", "fsdp", "fsdp_config"})
 #: Optimizers of a Trainer that update the weights directly.
 _PLAIN = re.compile(r"(?:paged_)?(?:adamw|lion|sgd|rmsprop|adagrad)(?:_torch|_hf|_fused|_bnb|_8bit|_32bit)*$")
 #: Marks for a profiler, in a script that does nothing else.
@@ -80,7 +84,7 @@ class Weights:
     training: Training
 
 
-class Trained:
+class TrainingUse:
     """The training in one file."""
 
     def __init__(self, facts: Facts) -> None:
@@ -104,7 +108,7 @@ class Trained:
             return None
         if self.facts.kinds(cast.subject, cast.call) & {"engine", "pipeline", "criterion"}:
             return None
-        whole = self._whole(cast)
+        whole = self._cast_model(cast)
         if whole is not None and (self.facts.frozen.named(whole[0]) or self.adapted(whole[0])):
             return None
         return self._training(self._reach(cast, guards[0], whole))
@@ -125,7 +129,7 @@ class Trained:
             return self.facts.flow.forward_key(bound.key, bound, guard)
         return self.facts.flow.forward(cast.call.node, cast.call, guard)
 
-    def _whole(self, cast: Event) -> tuple[str, Record] | None:
+    def _cast_model(self, cast: Event) -> tuple[str, Record] | None:
         """Return the name and record of the model whose parts are cast in a loop over them, or by the function that
         `apply` takes.
         """
@@ -246,7 +250,7 @@ class Trained:
         """
         if dtype not in self._weights:
             self._weights[dtype] = []
-            events = (event for kind in ("cast", "construct", "load") for event in self.facts.events(kind))
+            events = (event for kind in _SETS_DTYPE for event in self.facts.events(kind))
             for event in events:
                 guards = event.may_be(dtype)
                 if not guards or not self.is_module(event) or self.adapted(event.key):
@@ -304,7 +308,7 @@ class Trained:
             event.kind == "construct"
             or kinds & {"model", "parameters"}
             or event.call.is_statement
-            or self._whole(event) is not None
+            or self._cast_model(event) is not None
         ):
             return True
         if "tensor" in kinds:
@@ -374,17 +378,17 @@ class Trained:
         calls = self.facts.calls.get("backward", ())
         if not calls or self.facts.calls.get("manual_backward"):
             return False
-        if all(self._starts(call) for call in calls):
+        if all(self._starts_from_artificial(call) for call in calls):
             return True
         if not _PROFILES.search(self.facts.source.text):
             return False
         return not any(
-            isinstance(loop, cst.While) or (isinstance(loop, cst.For) and not _counts(loop))
+            isinstance(loop, cst.While) or (isinstance(loop, cst.For) and not _only_counts(loop))
             for call in calls
             for loop in call.loops
         )
 
-    def _starts(self, call: Call) -> bool:
+    def _starts_from_artificial(self, call: Call) -> bool:
         """True if a backward pass starts from an artificial or detached gradient."""
         node = call.argument(0, "gradient")
         if isinstance(node, cst.Subscript):
@@ -398,9 +402,11 @@ class Trained:
         )
 
     def trainer_of(self, call: Call) -> Call | None:
-        """Return what trains in the functions connected with a call: a backward pass with a step, `prepare`, a Trainer."""
+        """Return what trains in the functions connected with a call: a backward pass with a step, `prepare`,
+        a Trainer.
+        """
         near = self.facts.reachable(call.scope)
-        for kind in ("backward", "framework", "trainer"):
+        for kind in _TRAINS:
             for event in self.facts.events(kind):
                 together = event.scope in near and compatible(event.guard, self.facts.guard_of(call))
                 if together and (kind == "trainer" or self.facts.steps(event.scope)):
@@ -430,18 +436,20 @@ class Trained:
         for call in training.of("trainer"):
             root = self.facts.called_path(call).split(".", 1)[0]
             given = call.argument(1, "args")
-            other = any(key in call.keywords and constant(call.keywords[key]) != (None,) for key in _OTHER)
+            other = any(key in call.keywords and constant(call.keywords[key]) != (None,) for key in _OTHER_OPTIMIZER)
             if root not in _TRAINER_ROOTS or call.starred or other or given is None:
                 continue
             arguments = self.arguments(given, call)
-            if arguments is None or arguments.starred or not _SHARDING.isdisjoint(arguments.keywords):
+            if arguments is None or arguments.starred or not _SHARDING_ARGUMENTS.isdisjoint(arguments.keywords):
                 continue
             if (optim := arguments.keywords.get("optim")) is None or _is_plain_name(constant(optim)):
                 found.append(call)
         return found
 
     def arguments(self, node: cst.BaseExpression, at: Call) -> Call | None:
-        """Return the only call of `TrainingArguments`, or of a class like it, that an expression comes from, or None."""
+        """Return the only call of `TrainingArguments`, or of a class like it, that an expression comes from,
+        or None.
+        """
         records = [
             record
             for record in self.facts.flow.backward(node, at, depth=2)
@@ -450,11 +458,13 @@ class Trained:
         return records[0] if len(records) == 1 else None
 
 
-def _counts(loop: cst.For) -> bool:
+def _only_counts(loop: cst.For) -> bool:
     """True if a loop only counts: `for _ in range(10)`."""
     return isinstance(loop.iter, cst.Call) and dotted(loop.iter.func) in ("range", "trange")
 
 
 def _is_plain_name(literal: tuple[object] | None) -> bool:
-    """True if the optimizer that a setting names updates the weights directly; a value that is no literal may be any."""
+    """True if the optimizer that a setting names updates the weights directly; a value that is no literal may
+    be any.
+    """
     return literal is not None and isinstance(literal[0], str) and bool(_PLAIN.match(literal[0]))

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 #: Names that may stand for a loss scaler or contain one. They do not prove that there is one, but its absence is no
 #: longer certain.
-_MAYBE = re.compile(r"(?i)scaler|scale_loss|loss_scale|grad_scale|init_scale|lossscale|amp_handle")
+_MAY_BE_SCALER = re.compile(r"(?i)scaler|scale_loss|loss_scale|grad_scale|init_scale|lossscale|amp_handle")
 #: Scalers of data, not of gradients.
-_DATA = re.compile(r"(?:Standard|MinMax|Robust|MaxAbs|Data|Feature|Target|Image)Scaler")
+_DATA_SCALER = re.compile(r"(?:Standard|MinMax|Robust|MaxAbs|Data|Feature|Target|Image)Scaler")
 #: Kinds of objects with a loss scaler of their own.
-_BRINGS = frozenset({"accelerator", "engine", "trainer", "fabric", "apex", "scaler"})
+_HAS_OWN_SCALER = frozenset({"accelerator", "engine", "trainer", "fabric", "apex", "scaler"})
 
 
 def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts: Facts) -> Event | None:
@@ -55,11 +55,15 @@ def scaled(guard: PathCondition, program: set[Scope], facts: Facts) -> bool:
         if scope.kind == "class" and facts.base_unknown(scope):
             return True
         for param in scope.params:
-            if _MAYBE.search(param.name) and not _data_scaler(param.name, facts):
+            if _MAY_BE_SCALER.search(param.name) and not _data_scaler(param.name, facts):
                 return True
         for uses in scope.uses.values():
             for use in uses:
-                if _MAYBE.search(use.path) and compatible(use.guard, guard) and not _data_scaler(use.path, facts):
+                if (
+                    _MAY_BE_SCALER.search(use.path)
+                    and compatible(use.guard, guard)
+                    and not _data_scaler(use.path, facts)
+                ):
                     return True
         for call in scope.calls:
             if not call.name[:1].isupper() and call.name != "initialize":
@@ -69,9 +73,9 @@ def scaled(guard: PathCondition, program: set[Scope], facts: Facts) -> bool:
             for each in facts.evaluate(call.func, call):
                 if not compatible(each.guard, guard):
                     continue
-                if isinstance(each.atom, Ref) and library_names.kind_of(each.atom.path) in _BRINGS:
+                if isinstance(each.atom, Ref) and library_names.kind_of(each.atom.path) in _HAS_OWN_SCALER:
                     return True
-                if isinstance(each.atom, Class) and each.atom.facts.class_kind(each.atom.scope) in _BRINGS:
+                if isinstance(each.atom, Class) and each.atom.facts.class_kind(each.atom.scope) in _HAS_OWN_SCALER:
                     return True
     return any(
         event.scope in program and compatible(event.guard, guard)
@@ -82,8 +86,10 @@ def scaled(guard: PathCondition, program: set[Scope], facts: Facts) -> bool:
 
 def _data_scaler(path: str, facts: Facts) -> bool:
     """True if a name is that of a scaler of data (`StandardScaler`)."""
-    if _DATA.search(path):
+    if _DATA_SCALER.search(path):
         return True
     last = path.split(".", 1)[0]
     made = [b for scope in facts.walker.scopes for b in scope.bindings.get(last, ()) if isinstance(b.value, cst.Call)]
-    return bool(made) and all(isinstance(b.value, cst.Call) and bool(_DATA.search(dotted(b.value.func))) for b in made)
+    return bool(made) and all(
+        isinstance(b.value, cst.Call) and bool(_DATA_SCALER.search(dotted(b.value.func))) for b in made
+    )

@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from mpguard.document import Document
     from mpguard.lint.facts.file import Facts
 
-_DEPTH = 8
+_MAX_DEPTH = 8
 #: Expressions followed for one request, and bindings of one name.
-_MOST = 200
-_MOST_BINDINGS = 16
+_MAX_EXPRESSIONS = 200
+_MAX_BINDINGS = 16
 #: Functions whose `return` is not the result of calling the object.
 _NO_RESULT = frozenset({"__init__", "forward", "__call__"})
 #: Methods that return the object, or its parameters.
 _SAME = library_names.SAME | {"parameters", "named_parameters", "module", "values"}
 #: Functions that return their argument, or an object made of it.
-_HANDS_ON = frozenset({
+_RETURNS_ARGUMENT = frozenset({
     "unwrap_model", "compile", "list", "tuple", "filter", "chain", "get_peft_model", "DistributedDataParallel", "DDP",
     "extract_model_from_parallel", "iter", "sorted",
 })  # fmt: skip
 #: Names of flags under which one of several frameworks may run the training loop.
-_OTHER_WAY = re.compile(r"(?i)accelerat|distributed_type|deepspeed|use_ds|backend|strategy")
+_FRAMEWORK_FLAG = re.compile(r"(?i)accelerat|distributed_type|deepspeed|use_ds|backend|strategy")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,12 +166,12 @@ class _Search:
 
     def start(self, node: cst.CSTNode, at: Record) -> list[Wrap]:
         """Return the wrappers of an expression at a record."""
-        self.expression(node, at, ALWAYS, _DEPTH)
+        self.expression(node, at, ALWAYS, _MAX_DEPTH)
         return self.found
 
     def expression(self, node: cst.CSTNode | None, at: Record, guard: PathCondition, depth: int) -> None:
         """Follow an expression; guard: the conditions on the way from the requested place."""
-        if node is None or depth < 0 or node in self.seen or len(self.seen) > _MOST:
+        if node is None or depth < 0 or node in self.seen or len(self.seen) > _MAX_EXPRESSIONS:
             return
         self.seen.add(node)
         if isinstance(node, cst.Call):
@@ -199,7 +199,7 @@ class _Search:
                 self.found.append(Wrap(self.calls[call], call, self.facts, both, index))
         elif call.receiver is not None and call.name in _SAME:
             self.expression(call.receiver, call, guard, depth - 1)
-        elif call.name in _HANDS_ON:
+        elif call.name in _RETURNS_ARGUMENT:
             for value in call.positional:
                 self.expression(value, call, guard, depth - 1)
         else:
@@ -227,7 +227,7 @@ class _Search:
             bindings = self.facts.values.reaching(key, at.scope, at.order, at.guard)
             if bindings:
                 if all(rest == "module" for rest in parts[length:]):
-                    for binding in bindings[:_MOST_BINDINGS]:
+                    for binding in bindings[:_MAX_BINDINGS]:
                         self.binding(binding, guard, depth)
                 return
 
@@ -301,7 +301,7 @@ def other_way(guard: PathCondition, own: str) -> bool:
     for condition in guard:
         if isinstance(condition, Flag) and condition.equals is None and own in condition.name.lower():
             continue
-        if any(_OTHER_WAY.search(flag) for flag in PathCondition([condition]).flags()):
+        if any(_FRAMEWORK_FLAG.search(flag) for flag in PathCondition([condition]).flags()):
             return True
     return False
 

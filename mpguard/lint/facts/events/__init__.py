@@ -15,11 +15,12 @@ and its name in `EventKind`; `Facts.events` sorts and caches them.
 
 from mpguard.lint.facts.events import autocast, casts, checkpoints, compile, fp8, scaling, training
 from mpguard.lint.facts.events.compile import compiled
-from mpguard.lint.facts.events.event import FINDERS, Event, Finder, finds, is_optimizer, is_scaler
+from mpguard.lint.facts.events.event import FINDERS, Event, EventKind, Finder, finds, is_optimizer, is_scaler
 
 __all__ = [
     "FINDERS",
     "Event",
+    "EventKind",
     "Finder",
     "autocast",
     "casts",

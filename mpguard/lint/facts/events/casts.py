@@ -56,7 +56,9 @@ def _casts(facts: Facts) -> Iterator[Event]:
 
 
 def _is_torch(facts: Facts, call: Call) -> bool:
-    """True if a method's receiver may be a tensor or a module: neither a library nor an object of another known kind."""
+    """True if a method's receiver may be a tensor or a module: neither a library nor an object of another
+    known kind.
+    """
     for each in facts.evaluate(call.receiver, call):
         if isinstance(each.atom, (Ref, Class, Constant)):
             return False

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import libcst as cst
 
@@ -23,6 +23,41 @@ if TYPE_CHECKING:
 _OPTIMIZER = re.compile(r"optim(?!.*sched)|^opt(?:_|$)|_opt$")
 
 
+#: The kinds of events. A test compares them with the registered `FINDERS`.
+EventKind = Literal[
+    "accelerator",  # an `Accelerator` is created
+    "arguments",  # a `TrainingArguments` of transformers, or a class derived from it, is created
+    "autocast",  # an autocast is created; `dtypes` of its region
+    "backward",  # `loss.backward()`
+    "cast",  # `x.half()`, `x.to(torch.float16)`, `x.type(...)`, and the same for other dtypes; `dtypes`
+    "clip",  # `clip_grad_norm_`, `clip_grad_value_`
+    "compile",  # `torch.compile`, `model.compile`, a dynamo option
+    "construct",  # a layer is created with `dtype=`; `dtypes`
+    "convert",  # torchao's `convert_to_float8_training`
+    "convert_accelerate",  # accelerate's functions that convert to Transformer Engine or torchao
+    "default_dtype",  # `torch.set_default_dtype`, `torch.set_default_tensor_type`; `dtypes`
+    "float8_config",  # torchao's `Float8LinearConfig` is created
+    "fp8_handler",  # accelerate's FP8 `kwargs_handlers` are created
+    "fp8_recipe",  # a recipe of Transformer Engine is created
+    "framework",  # a backward pass that a framework runs: `accelerator.backward(loss)`
+    "get_scale",  # the scale of a GradScaler is read
+    "initialize",  # `deepspeed.initialize`
+    "load",  # `from_pretrained` and its kin; `dtypes`
+    "policy",  # FSDP's `MixedPrecision` or `MixedPrecisionPolicy` is created; `dtypes` of the parameters
+    "prepare",  # `accelerator.prepare`
+    "restore",  # `x.load_state_dict(...)`, or torch.distributed.checkpoint's functions for it
+    "scale",  # `scaler.scale(loss)`
+    "scaler",  # a GradScaler is created
+    "scaler_step",  # `scaler.step(optimizer)`
+    "shard",  # FSDP wraps a model
+    "state",  # `x.state_dict()`, or torch.distributed.checkpoint's functions for it
+    "step",  # `optimizer.step()`
+    "trainer",  # a framework's trainer is created
+    "unscale",  # `scaler.unscale_(optimizer)`
+    "update",  # `scaler.update()`
+]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Event:
     """One operation on an object.
@@ -31,7 +66,7 @@ class Event:
     condition, name) alternatives, with None for unknown.
     """
 
-    kind: str
+    kind: EventKind
     call: Call
     facts: Facts
     subject: cst.BaseExpression | None = None
@@ -73,10 +108,10 @@ class Event:
 
 
 Finder = Callable[["Facts"], Iterator[Event]]
-FINDERS: dict[str, Finder] = {}
+FINDERS: dict[EventKind, Finder] = {}
 
 
-def finds(kind: str) -> Callable[[Finder], Finder]:
+def finds(kind: EventKind) -> Callable[[Finder], Finder]:
     """Register a function that yields all events of a kind in a file, in any order."""
 
     def register(finder: Finder) -> Finder:
@@ -92,7 +127,7 @@ def called(facts: Facts, *wanted: str) -> Iterator[Call]:
         yield from facts.calls.get(name, ())
 
 
-def created(facts: Facts, kind: str) -> Iterator[Event]:
+def created(facts: Facts, kind: EventKind) -> Iterator[Event]:
     """Yield the calls that create an object of a kind; not methods and functions, whose names begin with a small
     letter.
     """

@@ -94,7 +94,7 @@ def _initializes(facts: Facts) -> Iterator[Event]:
     """Yield `deepspeed.initialize(...)`."""
     for call in called(facts, "initialize", *aliases(facts, "initialize")):
         if any(library_names.kind_of(path) == "engine" for _, path in facts.paths(call)):
-            yield Event("engine", call, facts, call.node)
+            yield Event("initialize", call, facts, call.node)
 
 
 @finds("prepare")

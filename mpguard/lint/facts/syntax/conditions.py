@@ -29,7 +29,9 @@ class Conditions:
         self._formulas: dict[cst.CSTNode, Condition] = {}
 
     def name(self, key: str, node: cst.CSTNode, holder: Scope, scope: Scope) -> None:
-        """Record a name that is bound to a condition (`use_amp = args.fp16 and cuda`): from here on it stands for that."""
+        """Record a name that is bound to a condition (`use_amp = args.fp16 and cuda`): from here on it stands
+        for that.
+        """
         if not _is_formula(node):
             return
         condition = self.of(node, scope)

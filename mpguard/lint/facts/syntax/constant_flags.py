@@ -12,23 +12,25 @@ from mpguard.lint.facts.syntax.path_condition import Fixed, Flag, PathCondition,
 from mpguard.lint.facts.syntax.records import Record, Scope
 
 
-def settle(walker: Indexer) -> None:
+def apply_constant_flags(walker: Indexer) -> None:
     """Make the path conditions that contradict a constant flag impossible."""
-    contrary = {negated(Flag(name)) if truth else Flag(name) for name, truth in _settled(walker.scopes).items()}
-    if not contrary:
+    contradictions = {
+        negated(Flag(name)) if truth else Flag(name) for name, truth in _constant_flags(walker.scopes).items()
+    }
+    if not contradictions:
         return
-    never: dict[PathCondition, PathCondition] = {}
+    impossible: dict[PathCondition, PathCondition] = {}
     for scope in walker.scopes:
-        kept: list[Sequence[Record]] = [scope.calls, scope.withs, scope.returns, scope.exits]
-        kept += scope.bindings.values()
-        kept += scope.uses.values()
-        for records in kept:
+        groups: list[Sequence[Record]] = [scope.calls, scope.withs, scope.returns, scope.exits]
+        groups += scope.bindings.values()
+        groups += scope.uses.values()
+        for records in groups:
             for record in records:
-                if record.guard & contrary:
-                    record.guard = never.setdefault(record.guard, record.guard.given(Fixed(False)))
+                if record.guard & contradictions:
+                    record.guard = impossible.setdefault(record.guard, record.guard.given(Fixed(False)))
 
 
-def _settled(scopes: list[Scope]) -> dict[str, bool]:
+def _constant_flags(scopes: list[Scope]) -> dict[str, bool]:
     """Return the names that are bound only to Boolean literals of one truth value, and are no attribute or parameter
     anywhere.
     """

@@ -1,7 +1,7 @@
 """Triggers for rules that need `facts.precision`: the byte strings by which code produces a low-precision tensor."""
 
 
-def _spelled(*dtypes: bytes) -> tuple[bytes, ...]:
+def _creation_patterns(*dtypes: bytes) -> tuple[bytes, ...]:
     """Return the ways in which code uses a dtype to create or cast a tensor; not those that test one
     (`x.dtype in (torch.float16, ...)`).
     """
@@ -11,12 +11,16 @@ def _spelled(*dtypes: bytes) -> tuple[bytes, ...]:
 
 
 #: A file that contains none of these casts nothing to FP16, or to a low-precision dtype.
-CASTS_FP16 = (*_spelled(b"float16", b"half"), b".half()", b"HalfTensor", b"import torch as", b"import float16",
-              b"import half")  # fmt: skip
-CASTS_LOW = (*CASTS_FP16, *_spelled(b"bfloat16"), b".bfloat16()", b"BFloat16Tensor", b"import bfloat16")
-#: The same together with what may run a matrix product in low precision.
-_LOWERS = (
+CASTS_FP16 = (
+    *_creation_patterns(b"float16", b"half"), b".half()", b"HalfTensor", b"import torch as", b"import float16",
+    b"import half",
+)  # fmt: skip
+CASTS_LOW_PRECISION = (
+    *CASTS_FP16, *_creation_patterns(b"bfloat16"), b".bfloat16()", b"BFloat16Tensor", b"import bfloat16",
+)  # fmt: skip
+_AUTOCASTS = (
     b".autocast(", b" autocast(", b"@autocast", b"import autocast", b"autocast as", b"amp.autocast", b"Accelerator(",
 )  # fmt: skip
-SPEAKS_FP16 = (*CASTS_FP16, *_LOWERS)
-SPEAKS_LOW = (*CASTS_LOW, *_LOWERS)
+#: A file that contains none of these has no tensor in FP16, or in low precision, by a cast or by autocast.
+MENTIONS_FP16 = (*CASTS_FP16, *_AUTOCASTS)
+MENTIONS_LOW_PRECISION = (*CASTS_LOW_PRECISION, *_AUTOCASTS)

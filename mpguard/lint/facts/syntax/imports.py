@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.syntax.records import Binding, Record, Use
 
 #: A condition on the version of torch, or on the presence of an attribute.
-_ASKS = re.compile(
+_VERSION_CHECK = re.compile(
     r"(?i)version|hasattr|torch_?\w*\d|is_torch_\w*than|torch_(?:ge|gt|min)|has_\w*(?:amp|autocast|scaler)"
 )
 #: A branch for torch 1.x and newer is no fallback: it is the one that runs today.
-_SINCE_1 = re.compile(r">=?\D*1\.\d")
+_TORCH_1 = re.compile(r">=?\D*1\.\d")
 
 
 def imports(facts: Facts) -> Iterator[Binding]:
@@ -66,9 +66,11 @@ def stands_in(record: Record) -> bool:
     for condition in record.guard:
         if isinstance(condition, Not) and isinstance(condition.inner, Flag) and condition.inner.name.startswith("try#"):
             return True
-        if isinstance(condition, Flag) and _SINCE_1.search(condition.name):
+        if isinstance(condition, Flag) and _TORCH_1.search(condition.name):
             continue
-        if any(_ASKS.search(flag) for flag in PathCondition([condition]).flags() if not flag.startswith("try#")):
+        if any(
+            _VERSION_CHECK.search(flag) for flag in PathCondition([condition]).flags() if not flag.startswith("try#")
+        ):
             return True
     return False
 
@@ -76,14 +78,14 @@ def stands_in(record: Record) -> bool:
 def own(facts: Facts, package: str) -> bool:
     """True if a file belongs to the source tree of a package itself, with its tests and examples: a fork of apex."""
     with tracked_fs.recording_for(facts.path):
-        return _holds(Path(facts.path).absolute().parent, package)
+        return _contains_package(Path(facts.path).absolute().parent, package)
 
 
 @cached_per_run
-def _holds(folder: Path, package: str) -> bool:
+def _contains_package(folder: Path, package: str) -> bool:
     """True if a folder, or one above it, holds the sources of a package."""
     if folder.name in NEVER or folder.parent == folder:  # an installed package: its neighbours are not of its tree
         return False
     here = tracked_fs.is_file(folder / "__init__.py")  # a sub-package with the same name: `theirs.torch`
     holds = not here and tracked_fs.is_file(folder / package / "__init__.py")
-    return holds or _holds(folder.parent, package)
+    return holds or _contains_package(folder.parent, package)

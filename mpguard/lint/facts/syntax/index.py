@@ -16,7 +16,7 @@ from mpguard.lint.source.source import Chunk
 
 _Place = tuple[Any, Scope, int, PathCondition, tuple[With, ...], tuple[cst.CSTNode, ...], Chunk]
 #: The state that is restored at the end of a function or class.
-_Outside = tuple[Scope, tuple[With, ...], tuple[cst.CSTNode, ...], cst.CSTNode, cst.CSTNode]
+_Saved = tuple[Scope, tuple[With, ...], tuple[cst.CSTNode, ...], cst.CSTNode, cst.CSTNode]
 
 
 class Indexer:
@@ -34,7 +34,7 @@ class Indexer:
         self.statement: cst.CSTNode = module.node
         self.line: cst.CSTNode = module.node
         self.conditions = Conditions()
-        self._outside: tuple[_Outside, ...] = ()
+        self._saved: tuple[_Saved, ...] = ()
 
     def chunk(self, chunk: Chunk) -> None:
         """Index one top-level statement (or the whole file) as the next of the module."""
@@ -344,15 +344,15 @@ class Indexer:
         scope.order = self.order
         self.scope.children.append(scope)
         self.scopes.append(scope)
-        self._outside = (*self._outside, (self.scope, self.withs, self.loops, self.line, self.statement))
+        self._saved = (*self._saved, (self.scope, self.withs, self.loops, self.line, self.statement))
         self.scope = scope
         if kind == "function":
             self.withs, self.loops = (), ()
         return scope
 
     def _leave(self) -> None:
-        *rest, (self.scope, self.withs, self.loops, self.line, self.statement) = self._outside
-        self._outside = tuple(rest)
+        *rest, (self.scope, self.withs, self.loops, self.line, self.statement) = self._saved
+        self._saved = tuple(rest)
 
     # -- expressions ------------------------------------------------------------------------------
 
@@ -370,9 +370,9 @@ class Indexer:
         elif kind is cst.Call:
             self._call(node)  # type: ignore[arg-type]
         elif kind is cst.IfExp:
-            self._either(node)  # type: ignore[arg-type]
+            self._conditional(node)  # type: ignore[arg-type]
         elif kind is cst.BooleanOperation:
-            self._shortcut(node)  # type: ignore[arg-type]
+            self._boolean_operation(node)  # type: ignore[arg-type]
         elif kind in _COMPREHENSIONS:
             self._comprehension(node)
         elif kind is cst.Lambda:
@@ -426,7 +426,7 @@ class Indexer:
             self.scope.withs.append(entered)
             self.withs = (*self.withs, entered)
 
-    def _either(self, node: cst.IfExp) -> None:
+    def _conditional(self, node: cst.IfExp) -> None:
         self._expr(node.test, node)
         before, condition = self.guard, self._condition(node.test)
         self.guard = before.given(condition)
@@ -435,7 +435,7 @@ class Indexer:
         self._expr(node.orelse, node)
         self.guard = before
 
-    def _shortcut(self, node: cst.BooleanOperation) -> None:
+    def _boolean_operation(self, node: cst.BooleanOperation) -> None:
         self._expr(node.left, node)
         before, condition = self.guard, self._condition(node.left)
         self.guard = before.given(condition if isinstance(node.operator, cst.And) else negated(condition))

@@ -9,28 +9,28 @@ from collections.abc import Sequence
 from mpguard.lint.source.source import Chunk
 
 #: Files up to this size (in characters) are parsed whole; of larger ones only the relevant statements.
-WHOLE = 8_000
+WHOLE_FILE_LIMIT = 8_000
 #: A top-level statement with one of these words is relevant: precision, training, and what separates training from
 #: inference. Each alternative begins with a letter, which is three times as fast as one that begins with `\b`; a match
-#: of the group is checked again with `_WORDS`.
-_MATTERS = re.compile(
+#: of the group is checked again with `_WHOLE_WORDS`.
+_RELEVANT = re.compile(
     r"float16|bf16|fp16|autocast|[sS]caler|backward|\.step\(|float8|fp8|\.prepare\(|deepspeed|accelerat|"
     r"no_grad|inference_mode|Trainer|Optimizer|optim\b|HalfTensor|requires_grad|tf32|fp32_precision|"
     r"transformer_engine|Scaling\(|RecipeKwargs|fully_shard|matmul_precision|\.(?:load_)?state_dict\(|"
     r"(half\b|amp\b|compile|te(?=\.))"
 )
-_WORDS = re.compile(r"\bhalf|\bamp|(?<!\bre\.)compile|\bte")
+_WHOLE_WORDS = re.compile(r"\bhalf|\bamp|(?<!\bre\.)compile|\bte")
 #: Methods without a relevant word that the facts need nevertheless: those that set an attribute, or may be context
 #: managers.
-_SETS = re.compile(r"(?:self|cls)\.[\w.]+[^\n=()]*(?<![<>!])=(?!=)|(yield\b|global\b|as[ \t]+self\.)")
-_BEFORE = re.compile(r"[=(#]")
+_SETS_STATE = re.compile(r"(?:self|cls)\.[\w.]+[^\n=()]*(?<![<>!])=(?!=)|(yield\b|global\b|as[ \t]+self\.)")
+_INSIDE_EXPRESSION = re.compile(r"[=(#]")
 #: Methods that are called without being named.
-_ENTRIES = frozenset({"__init__", "__call__", "forward"})
-_NAMED = re.compile(r"\.[ \t]*(\w+)")
+_IMPLICIT_CALLS = frozenset({"__init__", "__call__", "forward"})
+_ATTRIBUTE = re.compile(r"\.[ \t]*(\w+)")
 _NAME = re.compile(r"[^\W\d]\w*")
 
 
-def mentions(chunks: tuple[Chunk, ...]) -> dict[str, list[Chunk]]:
+def chunks_by_name(chunks: tuple[Chunk, ...]) -> dict[str, list[Chunk]]:
     """Return the statements that may bind each name: a definition binds its own, any other statement those that it
     contains.
     """
@@ -44,9 +44,9 @@ def mentions(chunks: tuple[Chunk, ...]) -> dict[str, list[Chunk]]:
     return found
 
 
-def wanted(chunks: Sequence[Chunk]) -> set[Chunk]:
+def relevant_chunks(chunks: Sequence[Chunk]) -> set[Chunk]:
     """Return the relevant statements, and those that call the definitions among them."""
-    found = {chunk for chunk in chunks if matters(chunk)}
+    found = {chunk for chunk in chunks if is_relevant(chunk)}
     named = {chunk.defines for chunk in found} - {None}
     if named:
         calls = re.compile(r"\b(?:" + "|".join(sorted(map(re.escape, filter(None, named)))) + r")\(")
@@ -54,55 +54,55 @@ def wanted(chunks: Sequence[Chunk]) -> set[Chunk]:
     return found
 
 
-def matters(chunk: Chunk) -> bool:
+def is_relevant(chunk: Chunk) -> bool:
     """True for imports and other small statements, and for definitions that contain a relevant word."""
-    return chunk.defines is None or _speaks(chunk.text)
+    return chunk.defines is None or _has_relevant_word(chunk.text)
 
 
-def _speaks(text: str, start: int = 0, end: int = sys.maxsize) -> bool:
+def _has_relevant_word(text: str, start: int = 0, end: int = sys.maxsize) -> bool:
     """True if the text has a word for precision, for training, or for what separates training from inference."""
-    found = _MATTERS.finditer(text, start, end)
-    return any(each.lastindex is None or _WORDS.match(text, each.start()) is not None for each in found)
+    found = _RELEVANT.finditer(text, start, end)
+    return any(each.lastindex is None or _WHOLE_WORDS.match(text, each.start()) is not None for each in found)
 
 
-def _sets(text: str, start: int, end: int) -> bool:
+def _sets_state(text: str, start: int, end: int) -> bool:
     """True if a method sets an attribute at the beginning of a statement, yields, or declares a global."""
-    for found in _SETS.finditer(text, start, end):
+    for found in _SETS_STATE.finditer(text, start, end):
         if found.start() and (text[found.start() - 1].isalnum() or text[found.start() - 1] == "_"):
             continue
         line = text.rfind("\n", 0, found.start()) + 1
-        if found.lastindex or not _BEFORE.search(text, line, found.start()):
+        if found.lastindex or not _INSIDE_EXPRESSION.search(text, line, found.start()):
             return True
     return False
 
 
 def is_table(chunk: Chunk) -> bool:
     """True for a long literal without a relevant word, such as a table of data."""
-    return chunk.defines is None and chunk.end - chunk.start > WHOLE and not _speaks(chunk.text)
+    return chunk.defines is None and chunk.end - chunk.start > WHOLE_FILE_LIMIT and not _has_relevant_word(chunk.text)
 
 
-def skimmed(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+def skip_irrelevant_methods(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
     """Skip the irrelevant methods of large classes: those without a relevant word that neither call nor are called by
     relevant ones.
     """
     left = {
         method: chunk
         for chunk in chunks
-        if chunk.end - chunk.start > WHOLE
+        if chunk.end - chunk.start > WHOLE_FILE_LIMIT
         for method in chunk.methods
-        if not (method.name in _ENTRIES or _speaks(chunk.text, method.start, method.end))
-        and not _sets(chunk.text, method.start, method.end)
+        if not (method.name in _IMPLICIT_CALLS or _has_relevant_word(chunk.text, method.start, method.end))
+        and not _sets_state(chunk.text, method.start, method.end)
     }
     if not left:
         return chunks
-    mattering = {m.name for chunk in chunks for m in chunk.methods if m not in left} - _ENTRIES
+    relevant = {m.name for chunk in chunks for m in chunk.methods if m not in left} - _IMPLICIT_CALLS
     for chunk in chunks:
         chunk.skipped = tuple(method for method, home in left.items() if home is chunk)
-    read = set().union(*(_NAMED.findall(chunk.code) for chunk in chunks))
+    used = set().union(*(_ATTRIBUTE.findall(chunk.code) for chunk in chunks))
     for chunk in chunks:
         chunk.skipped = tuple(
             method
             for method in chunk.skipped
-            if method.name not in read and mattering.isdisjoint(_NAMED.findall(chunk.text, method.body, method.end))
+            if method.name not in used and relevant.isdisjoint(_ATTRIBUTE.findall(chunk.text, method.body, method.end))
         )
     return chunks

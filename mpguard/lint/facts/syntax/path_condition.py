@@ -33,14 +33,14 @@ class Flag:
 
     def value(self, known: Known) -> bool | None:
         """Return the truth value under an assignment of flags; None if it is undecided."""
-        said = known.get(self.name)
-        if said is None:
+        values = known.get(self.name)
+        if values is None:
             return None
-        if self.equals in said:
-            return bool(said[self.equals])
-        if _IS in said:  # equal to a constant: it is as truthy as that constant, and equals no other
-            return bool(said[_IS]) if self.equals is None else False
-        return False if said.get(None) is False and bool(self.equals) else None
+        if self.equals in values:
+            return bool(values[self.equals])
+        if _IS in values:  # equal to a constant: it is as truthy as that constant, and equals no other
+            return bool(values[_IS]) if self.equals is None else False
+        return False if values.get(None) is False and bool(self.equals) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +212,9 @@ def _consistent(conditions: PathCondition) -> bool:
 
 
 def _literal(condition: Condition, known: Known) -> tuple[Flag, bool] | All | None:
-    """Return what an undecided condition forces: a flag with its truth value, a conjunction, or None for nothing yet."""
+    """Return what an undecided condition forces: a flag with its truth value, a conjunction, or None for
+    nothing yet.
+    """
     if isinstance(condition, Flag):
         return condition, True
     if isinstance(condition, Not) and isinstance(condition.inner, Flag):

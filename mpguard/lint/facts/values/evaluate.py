@@ -27,11 +27,11 @@ from mpguard.lint.facts.values.lattice import (
     Module,
     Object,
     Ref,
-    Several,
-    picked,
+    TupleValue,
+    element_at,
     ref,
-    several,
-    under,
+    restrict,
+    tuple_of,
 )
 
 if TYPE_CHECKING:
@@ -39,27 +39,27 @@ if TYPE_CHECKING:
 
 #: How deep calls, parameters and names are followed.
 DEPTH = 24
-_MOST = 16
+_MAX_ALTERNATIVES = 16
 #: Expressions evaluated for one request. In real code it is 4 for nearly all, and at most 900 with few exceptions.
-_MOST_STEPS = 1_000
+_MAX_STEPS = 1_000
 #: Marks in `cuts` a result that is incomplete because a limit was reached; equal to nothing that is being evaluated.
-_TOO_FAR = object()
+_LIMIT_REACHED = object()
 
 
 class _Search:
     """The state of one evaluation across the modules of a linted file: the expressions being evaluated, outermost
     first.
 
-    cuts: the expressions (or `_TOO_FAR`) because of which a result since the last reset is incomplete: a cycle, or a
-    limit. Such a result may be more precise when it is requested by itself, so it is cached only as long as these
-    expressions are being evaluated, and not for a request at a lower depth (`partly`).
+    cuts: the expressions (or `_LIMIT_REACHED`) because of which a result since the last reset is incomplete: a cycle,
+    or a limit. Such a result may be more precise when it is requested by itself, so it is cached only as long as these
+    expressions are being evaluated, and not for a request at a lower depth (`partial`).
     """
 
     def __init__(self) -> None:
         self.active: dict[object, None] = {}
         self.steps = 0
         self.cuts: set[object] = set()
-        self.partly: dict[cst.CSTNode, tuple[Alternatives, set[object], int]] = {}
+        self.partial: dict[cst.CSTNode, tuple[Alternatives, set[object], int]] = {}
 
 
 class Values:
@@ -73,7 +73,7 @@ class Values:
         self._search = _Search()
         self._bindings: dict[tuple[Scope, str], tuple[int, list[Binding]]] = {}
 
-    def asked_by(self, other: Values) -> None:
+    def share_search(self, other: Values) -> None:
         """Share the state of an evaluation in another module, so that cycles through both modules are detected."""
         self._search = other._search
 
@@ -84,11 +84,13 @@ class Values:
         if node in self._known:
             return self._known[node]
         search = self._search
-        if self._cut(node):
+        if self._must_stop(node):
             return NOTHING_KNOWN
-        if node in search.partly:
-            found, cuts, place = search.partly[node]
-            if search.active.keys() >= cuts - {_TOO_FAR} and (_TOO_FAR not in cuts or len(search.active) >= place):
+        if node in search.partial:
+            found, cuts, place = search.partial[node]
+            if search.active.keys() >= cuts - {_LIMIT_REACHED} and (
+                _LIMIT_REACHED not in cuts or len(search.active) >= place
+            ):
                 search.cuts |= cuts
                 return found
         search.steps += 1
@@ -98,31 +100,35 @@ class Values:
             found = self._evaluate(node, scope, order)
         finally:
             del search.active[node]
-        found = found[:_MOST] if len(found) <= _MOST else (*found[:_MOST], Alternative(ALWAYS, UNKNOWN))
+        found = (
+            found[:_MAX_ALTERNATIVES]
+            if len(found) <= _MAX_ALTERNATIVES
+            else (*found[:_MAX_ALTERNATIVES], Alternative(ALWAYS, UNKNOWN))
+        )
         cuts = search.cuts - {node}
         if not cuts or not search.active:
             self._known[node] = found
         else:
-            search.partly[node] = found, cuts, len(search.active)
+            search.partial[node] = found, cuts, len(search.active)
             outside |= cuts
         search.cuts = outside
         return found
 
-    def _cut(self, what: object) -> bool:
+    def _must_stop(self, what: object) -> bool:
         """True if evaluation must stop: `what` is already being evaluated, or a limit is reached."""
         search = self._search
         if not search.active:
             search.steps = 0
-            search.partly = {}
+            search.partial = {}
         elif what in search.active:
             search.cuts.add(what)
             return True
-        elif len(search.active) > DEPTH or search.steps > _MOST_STEPS:
-            search.cuts.add(_TOO_FAR)
+        elif len(search.active) > DEPTH or search.steps > _MAX_STEPS:
+            search.cuts.add(_LIMIT_REACHED)
             return True
         return False
 
-    def _left(self, what: object) -> None:
+    def _finish(self, what: object) -> None:
         """End the evaluation of `what`: results that were incomplete because of it are complete for its caller."""
         del self._search.active[what]
         self._search.cuts.discard(what)
@@ -143,23 +149,23 @@ class Values:
                 return self.evaluate(node.body if known else node.orelse, scope, order)
             condition = self.facts.condition(node.test, scope)
             return (
-                *under(self.evaluate(node.body, scope, order), ALWAYS.given(condition)),
-                *under(self.evaluate(node.orelse, scope, order), ALWAYS.given(negated(condition))),
+                *restrict(self.evaluate(node.body, scope, order), ALWAYS.given(condition)),
+                *restrict(self.evaluate(node.orelse, scope, order), ALWAYS.given(negated(condition))),
             )
         if isinstance(node, cst.BooleanOperation):
             condition = self.facts.condition(node.left, scope)
             if isinstance(node.operator, cst.And):
-                return under(self.evaluate(node.right, scope, order), ALWAYS.given(condition))
+                return restrict(self.evaluate(node.right, scope, order), ALWAYS.given(condition))
             return (
                 *self.evaluate(node.left, scope, order),
-                *under(self.evaluate(node.right, scope, order), ALWAYS.given(negated(condition))),
+                *restrict(self.evaluate(node.right, scope, order), ALWAYS.given(negated(condition))),
             )
         if isinstance(node, cst.Call):
             call = self.facts.walker.call_of.get(node)
             return self.result(call) if call is not None else NOTHING_KNOWN
         if isinstance(node, (cst.Tuple, cst.List)):
             parts = tuple(functools.partial(self.evaluate, element.value, scope, order) for element in node.elements)
-            return (Alternative(ALWAYS, Several(parts)),)
+            return (Alternative(ALWAYS, TupleValue(parts)),)
         if isinstance(node, cst.Await):
             return self.evaluate(node.expression, scope, order)
         if isinstance(node, cst.NamedExpr):
@@ -167,7 +173,7 @@ class Values:
         if isinstance(node, cst.Subscript) and len(node.slice) == 1 and isinstance(node.slice[0].slice, cst.Index):
             index = constant(node.slice[0].slice.value)
             if index is not None and isinstance(index[0], int):
-                return picked(self.evaluate(node.value, scope, order), (index[0],))
+                return element_at(self.evaluate(node.value, scope, order), (index[0],))
         return NOTHING_KNOWN
 
     def _truth(self, test: cst.CSTNode, scope: Scope, order: int) -> bool | None:
@@ -182,7 +188,7 @@ class Values:
 
     def lookup(self, path: str, scope: Scope, order: int) -> Alternatives:
         """Return the alternatives of a dotted name at a place."""
-        found = self._named(path, scope, order)
+        found = self._lookup_bound(path, scope, order)
         if found is not None:
             return found
         self.facts.need("*")
@@ -190,12 +196,12 @@ class Values:
             return self._starred(path)
         return (Alternative(ALWAYS, Ref(path)),) if path.split(".", 1)[0] in _BUILTINS else NOTHING_KNOWN
 
-    def _named(self, path: str, scope: Scope, order: int) -> Alternatives | None:
+    def _lookup_bound(self, path: str, scope: Scope, order: int) -> Alternatives | None:
         """Return the alternatives of a name that the file itself binds; None if it does not bind it."""
         parts = path.split(".")
         for length in range(len(parts), 0, -1):
             key = ".".join(parts[:length])
-            bindings = self.reaching(key, scope, order, most=_MOST + 1)
+            bindings = self.reaching(key, scope, order, most=_MAX_ALTERNATIVES + 1)
             if not bindings:
                 if key == "self" and scope.owner is not None:
                     found: Alternatives = (self._instance(scope.owner),)
@@ -203,12 +209,12 @@ class Values:
                     continue
             else:
                 found = ()
-                enough = _MOST if length == len(parts) else 1 << 60  # the rest is replaced by UNKNOWN
-                for binding in bindings[:_MOST]:
+                enough = _MAX_ALTERNATIVES if length == len(parts) else 1 << 60  # the rest is replaced by UNKNOWN
+                for binding in bindings[:_MAX_ALTERNATIVES]:
                     found += self.bound(binding)
                     if len(found) > enough:
                         break
-                if len(bindings) > _MOST:
+                if len(bindings) > _MAX_ALTERNATIVES:
                     found += NOTHING_KNOWN
             for name in parts[length:]:
                 found = self._attribute(found, name)
@@ -226,7 +232,7 @@ class Values:
             if other in seen:
                 continue
             seen.add(other)
-            found = other.values._named(path, other.module, 1 << 60)
+            found = other.values._lookup_bound(path, other.module, 1 << 60)
             if found is None:
                 pending += _starred(other)
             elif all(alternative.atom is not UNKNOWN for alternative in found):
@@ -246,7 +252,7 @@ class Values:
             local = [b for b in scope.bindings.get(key, ()) if b.order < order and b.kind not in ("item", "del")]
             dominating = [b for b in local if not (b.guard - scope.guard)]
             if dominating and scope.name != "__init__":
-                return _last(local, order, guard, most)
+                return _reaching_definitions(local, order, guard, most)
             owner = scope.owner
             return self.facts.graph.attributes(owner).get(key[5:], []) if owner is not None else []
         for place in scope.chain():
@@ -254,14 +260,14 @@ class Values:
                 self.facts.need(key.split(".", 1)[0])
             if key.split(".", 1)[0] in place.globals:
                 continue
-            found = self._set(place, key)
+            found = self._value_bindings(place, key)
             if found:
                 if place is scope:
-                    return _last(found, order, guard, most)
-                return _last(found, 1 << 60, guard, most)
+                    return _reaching_definitions(found, order, guard, most)
+                return _reaching_definitions(found, 1 << 60, guard, most)
         return []
 
-    def _set(self, scope: Scope, key: str) -> list[Binding]:
+    def _value_bindings(self, scope: Scope, key: str) -> list[Binding]:
         """Return the bindings of a name in a scope that give it a value, in order; cached until the scope has more."""
         bindings = scope.bindings.get(key)
         if bindings is None:
@@ -276,21 +282,21 @@ class Values:
 
     def bound(self, binding: Binding) -> Alternatives:
         """Return the alternatives that a binding gives to its name."""
-        if self._cut(binding):
+        if self._must_stop(binding):
             return NOTHING_KNOWN
         self._search.active[binding] = None
         try:
             found = self._bound(binding)
         finally:
-            self._left(binding)
-        return under(found, binding.guard)
+            self._finish(binding)
+        return restrict(found, binding.guard)
 
     def _bound(self, binding: Binding) -> Alternatives:
         kind = binding.kind
         if kind in ("assign", "with"):
             return self.evaluate(binding.value, binding.scope, binding.order)
         if kind == "element":
-            return picked(self.evaluate(binding.value, binding.scope, binding.order), binding.index)
+            return element_at(self.evaluate(binding.value, binding.scope, binding.order), binding.index)
         if kind == "import":
             return self._module(binding.target)
         if kind == "from":
@@ -336,10 +342,10 @@ class Values:
             if given is None:
                 found.append(Alternative(call.guard, UNKNOWN))
             elif given is binding.value:
-                found += under(self.evaluate(given, scope.parent or scope), call.guard)
+                found += restrict(self.evaluate(given, scope.parent or scope), call.guard)
             else:
                 facts = self.facts.of(call)
-                found += under(facts.values.evaluate(given, call.scope, call.order), call.guard)
+                found += restrict(facts.values.evaluate(given, call.scope, call.order), call.guard)
         if not callers or self.facts.imported_module or self.facts.escapes(scope):
             return (*found, *NOTHING_KNOWN)
         return tuple(found)
@@ -398,18 +404,18 @@ class Values:
 
     def result(self, call: Call) -> Alternatives:
         """Return the alternatives of a call's result."""
-        if self._cut(call):
+        if self._must_stop(call):
             return NOTHING_KNOWN
         self._search.active[call] = None
         try:
             found: list[Alternative] = []
             for alternative in self.evaluate(call.func, call.scope, call.order):
-                found += under(self._called(alternative.atom, call), alternative.guard)
-                if len(found) > _MOST:
+                found += restrict(self._called(alternative.atom, call), alternative.guard)
+                if len(found) > _MAX_ALTERNATIVES:
                     break
             return tuple(found) or NOTHING_KNOWN
         finally:
-            self._left(call)
+            self._finish(call)
 
     def _called(self, atom: Atom, call: Call) -> Alternatives:
         if isinstance(atom, Ref):
@@ -463,7 +469,7 @@ class Values:
             return (Alternative(ALWAYS, Object("partial", call, paths[0])),) if len(paths) == 1 else NOTHING_KNOWN
         kind = library_names.kind_of(path)
         if kind in ("engine", "apex"):
-            return (Alternative(ALWAYS, self._engine(call, path, kind)),)
+            return (Alternative(ALWAYS, self._initialized(call, path, kind)),)
         return (Alternative(ALWAYS, Object(kind, call, path)),) if kind else NOTHING_KNOWN
 
     def _getattr(self, call: Call) -> Alternatives:
@@ -478,9 +484,9 @@ class Values:
         paths = {each.atom.path for each in owners if isinstance(each.atom, Ref)}
         return (Alternative(ALWAYS, Ref("torch.optim.Optimizer")),) if paths == {"torch.optim"} else NOTHING_KNOWN
 
-    def _engine(self, call: Call, path: str, kind: str) -> Several:
+    def _initialized(self, call: Call, path: str, kind: str) -> TupleValue:
         kinds = ("model", "apex_optimizer") if kind == "apex" else ("engine", "engine_optimizer", "", "scheduler")
-        return several(*(Object(kind, call, path) if kind else UNKNOWN for kind in kinds))
+        return tuple_of(*(Object(kind, call, path) if kind else UNKNOWN for kind in kinds))
 
     def _returned(self, atom: Function) -> Alternatives:
         scope, values = atom.scope, atom.facts.values
@@ -489,7 +495,7 @@ class Values:
             if each.yields:
                 return (Alternative(ALWAYS, Object("context", None, scope.name, scope, atom.facts)),)
             for alternative in values.evaluate(each.value, scope, each.order) if each.value is not None else ():
-                found += under((alternative,), each.guard)
+                found += restrict((alternative,), each.guard)
         return tuple(found) or NOTHING_KNOWN
 
     def _method_call(self, atom: Method, call: Call) -> Alternatives:
@@ -498,13 +504,13 @@ class Values:
             if len(call.positional) == 1 and not call.starred:
                 return self._prepared(call.positional[0], call)
             parts = tuple(functools.partial(self._prepared, each, call) for each in call.positional)
-            return (Alternative(ALWAYS, Several(parts)),) if not call.starred else NOTHING_KNOWN
+            return (Alternative(ALWAYS, TupleValue(parts)),) if not call.starred else NOTHING_KNOWN
         if owner.kind == "accelerator" and name == "autocast":
             return (Alternative(ALWAYS, Object("accelerator_autocast", call)),)
         if owner.kind == "accelerator" and name == "unwrap_model":
             return self.evaluate(call.argument(0), call.scope, call.order)
         if owner.kind in ("trainer", "fabric") and name in ("setup", "setup_module", "setup_optimizers"):
-            return (Alternative(ALWAYS, several(owner, owner)),)
+            return (Alternative(ALWAYS, tuple_of(owner, owner)),)
         if owner.kind in ("model", "tensor", "engine", "criterion", "pipeline") and name in library_names.SAME:
             return (Alternative(ALWAYS, owner),)
         if owner.kind == "model" and name in ("parameters", "named_parameters"):
@@ -529,7 +535,7 @@ def _starred(facts: Facts) -> list[Facts]:
     return [other for other in found if other is not None][::-1]
 
 
-def _last(bindings: list[Binding], order: int, guard: PathCondition, most: int) -> list[Binding]:
+def _reaching_definitions(bindings: list[Binding], order: int, guard: PathCondition, most: int) -> list[Binding]:
     """Return the bindings that reach a place, the latest first: back to one that is always executed."""
     found: list[Binding] = []
     before = bisect.bisect_left(bindings, order, key=lambda binding: binding.order) or len(bindings)

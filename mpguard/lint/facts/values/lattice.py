@@ -76,7 +76,7 @@ class Method:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Several:
+class TupleValue:
     """A tuple or list; each part is evaluated on demand."""
 
     parts: tuple[Callable[[], Alternatives], ...]
@@ -95,7 +95,7 @@ class _Unknown:
 
 
 UNKNOWN = _Unknown()
-Atom = DtypeValue | Constant | Ref | Function | Class | Object | Method | Several | Module | _Unknown
+Atom = DtypeValue | Constant | Ref | Function | Class | Object | Method | TupleValue | Module | _Unknown
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,13 +110,13 @@ Alternatives = tuple[Alternative, ...]
 NOTHING_KNOWN: Alternatives = (Alternative(ALWAYS, UNKNOWN),)
 
 
-def several(*atoms: Atom) -> Several:
+def tuple_of(*atoms: Atom) -> TupleValue:
     """Return the tuple of these values."""
 
     def part(atom: Atom) -> Callable[[], Alternatives]:
         return lambda: (Alternative(ALWAYS, atom),)
 
-    return Several(tuple(map(part, atoms)))
+    return TupleValue(tuple(map(part, atoms)))
 
 
 def ref(path: str) -> Atom:
@@ -125,7 +125,7 @@ def ref(path: str) -> Atom:
     return DtypeValue(dtype) if dtype is not None else Ref(library_names.canonical(path))
 
 
-def under(alternatives: Alternatives, guard: PathCondition) -> Alternatives:
+def restrict(alternatives: Alternatives, guard: PathCondition) -> Alternatives:
     """Return the alternatives that remain under a further path condition."""
     if not guard:
         return alternatives
@@ -139,13 +139,13 @@ def under(alternatives: Alternatives, guard: PathCondition) -> Alternatives:
     return tuple(found)
 
 
-def picked(alternatives: Alternatives, index: tuple[int, ...]) -> Alternatives:
+def element_at(alternatives: Alternatives, index: tuple[int, ...]) -> Alternatives:
     """Return the alternatives of the element at an index of a tuple or list."""
     for place in index:
         found: list[Alternative] = []
         for each in alternatives:
-            if isinstance(each.atom, Several) and -len(each.atom.parts) <= place < len(each.atom.parts):
-                found += under(each.atom.parts[place](), each.guard)
+            if isinstance(each.atom, TupleValue) and -len(each.atom.parts) <= place < len(each.atom.parts):
+                found += restrict(each.atom.parts[place](), each.guard)
             else:
                 found.append(Alternative(each.guard, UNKNOWN))
         alternatives = tuple(found)

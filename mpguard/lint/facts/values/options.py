@@ -24,8 +24,8 @@ _DTYPE = re.compile(
     r"(?i)(?:(?:amp|autocast|compute|mixed|mp|train|training|torch|model)_?)?(?:dtype|precision|mixed_precision)$"
 )
 #: A flag about precision: a branch under it may be the one for the other dtype.
-_ASKS = re.compile(r"(?i)dtype|fp16|float16|half|precision|bf16|bfloat16")
-_ADDS = ("add_argument", "option", "add_option")
+_PRECISION_FLAG = re.compile(r"(?i)dtype|fp16|float16|half|precision|bf16|bfloat16")
+_ADD_OPTION = ("add_argument", "option", "add_option")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,11 +69,11 @@ def _default_fp16(event: Event, facts: Facts) -> bool:
     path = next((path for _, path in facts.paths(call) if path in library_names.AUTOCASTS), "")
     if call.argument(1, "dtype") is not None or call.starred or {name for _, name in event.dtypes} != {"float16"}:
         return False
-    return facts.enabled(call, path).possible and not any(_ASKS.search(flag) for flag in event.guard.flags())
+    return facts.enabled(call, path).possible and not any(_PRECISION_FLAG.search(flag) for flag in event.guard.flags())
 
 
 def _options(facts: Facts) -> Iterator[Option]:
-    for name in _ADDS:
+    for name in _ADD_OPTION:
         for call in facts.calls.get(name, ()):
             flags = [str(c[0]) for each in call.positional if (c := constant(each)) and isinstance(c[0], str)]
             flags = [flag.lstrip("-").replace("-", "_") for flag in flags]
@@ -86,15 +86,15 @@ def _options(facts: Facts) -> Iterator[Option]:
                 continue
             value = binding.value
             if isinstance(value, cst.Call) and dotted(value.func).rsplit(".", 1)[-1] in ("field", "Field"):
-                made = facts.walker.call_of.get(value)
-                default = made.argument(0 if made.name == "Field" else None, "default") if made is not None else None
+                field = facts.walker.call_of.get(value)
+                default = field.argument(0 if field.name == "Field" else None, "default") if field is not None else None
                 if default is None:
                     continue
                 value = default
             dtype = _dtype(value, binding, facts)
             if dtype is not None and (scope.kind in ("class", "module") or not isinstance(value, cst.Name)):
-                held = constant(value) is None and scope.kind != "class"
-                yield Option(key.rsplit(".", 1)[-1], binding, dtype, held, binding.span)
+                is_dtype_object = constant(value) is None and scope.kind != "class"
+                yield Option(key.rsplit(".", 1)[-1], binding, dtype, is_dtype_object, binding.span)
 
 
 def _dtype(node: cst.BaseExpression, at: Record, facts: Facts) -> str | None:

@@ -36,10 +36,10 @@ _CASTS = {
 }  # fmt: skip
 #: Expressions followed for one request, those of all requests of a file, the depth of nesting, and the alternatives of
 #: one expression.
-_MOST = 600
-_ALL = 100_000
-_DEEP = 60
-_WIDE = 12
+_MAX_PER_REQUEST = 600
+_MAX_PER_FILE = 100_000
+_MAX_DEPTH = 60
+_MAX_ALTERNATIVES = 12
 _DEVICE = re.compile(r"(?i)device|cuda|gpu|rank|cpu")
 _TENSOR = re.compile(r"(?i)tensor|param|weight|module")
 _CONSTANTS = frozenset({"math.pi", "math.e", "numpy.pi", "math.tau"})
@@ -70,12 +70,12 @@ class TensorDtypes:
         self.facts = facts
         self._known: dict[cst.CSTNode, tuple[TensorDtype, ...]] = {}
         self._active: set[object] = set()
-        self._cut = self._used = self._fuel = 0
+        self._incomplete = self._file_used = self._request_left = 0
         self._records: dict[cst.CSTNode, Record] | None = None
 
     def of(self, node: cst.CSTNode | None, at: Record) -> tuple[TensorDtype, ...]:
         """Return the dtypes that a tensor expression may have at a record."""
-        self._fuel = _MOST
+        self._request_left = _MAX_PER_REQUEST
         with Frames():
             return self._under(self._of(node, at), at.guard)
 
@@ -101,22 +101,22 @@ class TensorDtypes:
         if node in self._known:
             return self._known[node]
         if node in self._active:
-            self._cut += 1
+            self._incomplete += 1
             return ()
-        if self._fuel <= 0 or self._used > _ALL or len(self._active) > _DEEP:
-            self._cut += 1
+        if self._request_left <= 0 or self._file_used > _MAX_PER_FILE or len(self._active) > _MAX_DEPTH:
+            self._incomplete += 1
             return _UNKNOWN
-        self._fuel -= 1
-        self._used += 1
+        self._request_left -= 1
+        self._file_used += 1
         self._active.add(node)
-        cut = self._cut
+        cut = self._incomplete
         try:
             found = self._expression(node, at)
         finally:
             self._active.discard(node)
-        if len(found) > _WIDE:
-            found = (*found[:_WIDE], *_UNKNOWN)
-        if cut == self._cut:  # within a cycle the result may be incomplete
+        if len(found) > _MAX_ALTERNATIVES:
+            found = (*found[:_MAX_ALTERNATIVES], *_UNKNOWN)
+        if cut == self._incomplete:  # within a cycle the result may be incomplete
             self._known[node] = found
         return found
 
@@ -134,7 +134,7 @@ class TensorDtypes:
                 return self._lowered((node.left, node.right), self._record(node, at))
             both = self._promoted((node.left, node.right), at)
             if isinstance(node.operator, cst.Power) and any(each.dtype != NUMBER for each in both):
-                return self._raised(node.left, self._record(node, at))
+                return self._float32_under_autocast(node.left, self._record(node, at))
             return both
         if isinstance(node, cst.UnaryOperation) and not isinstance(node.operator, cst.Not):
             return self._of(node.expression, at)
@@ -177,7 +177,7 @@ class TensorDtypes:
             return (TensorDtype(ALWAYS, NUMBER),) if paths and paths <= _CONSTANTS else _UNKNOWN
         found: list[TensorDtype] = []
         later: list[PathCondition] = []
-        for binding in bindings[:_WIDE]:
+        for binding in bindings[:_MAX_ALTERNATIVES]:
             if any(guard <= binding.guard for guard in later) and not path.startswith("self."):
                 continue  # replaced by a later binding under the same condition
             if binding.kind == "augmented":
@@ -190,7 +190,7 @@ class TensorDtypes:
             kept = [each for each in found if each.dtype == NUMBER]
             first = [b for b in bindings if b.kind != "augmented"]
             if not kept and first:
-                return tuple(each for b in first[:_WIDE] for each in self._under(self._bound(b), b.guard))
+                return tuple(each for b in first[:_MAX_ALTERNATIVES] for each in self._under(self._bound(b), b.guard))
             found = [each for each in found if each.dtype != NUMBER] or found
         return tuple(found)
 
@@ -245,7 +245,7 @@ class TensorDtypes:
             return _UNKNOWN if _TENSOR.search(said + binding.key) else (TensorDtype(ALWAYS, NUMBER),)
         callers = facts.callers(scope)
         found: list[TensorDtype] = []
-        for call in callers[:_WIDE]:
+        for call in callers[:_MAX_ALTERNATIVES]:
             value = facts.values.given(call, scope, binding.key)
             if value is None or facts.of(call) is not facts:
                 found.append(TensorDtype(call.guard, None))
@@ -253,14 +253,16 @@ class TensorDtypes:
                 found += self._under(self._of(value, binding), call.guard)
             else:
                 found += self._under(self._of(value, call), call.guard)
-        if not callers or len(callers) > _WIDE or facts.escapes(scope):
+        if not callers or len(callers) > _MAX_ALTERNATIVES or facts.escapes(scope):
             found.append(TensorDtype(ALWAYS, None))
         return tuple(found)
 
     # -- operations ---------------------------------------------------------------------------------
 
     def is_method(self, call: Call) -> bool:
-        """True if a call is a method of an object that is no library module and no known function: presumably a tensor."""
+        """True if a call is a method of an object that is no library module and no known function: presumably
+        a tensor.
+        """
         return call.receiver is not None and not any(
             isinstance(each.atom, (Ref, Function)) for each in self.facts.evaluate(call.func, call)
         )
@@ -296,7 +298,7 @@ class TensorDtypes:
             return _UNKNOWN
         given = call.argument(None, "dtype")
         if given is not None and constant(given) != (None,):
-            return self._said(given, call)
+            return self._argument_dtypes(given, call)
         if last in ops.MAKES_FLOAT32:
             default = "set_default_dtype" in self.facts.calls or "set_default_tensor_type" in self.facts.calls
             return (TensorDtype(ALWAYS, None if default or call.starred else "float32"),)
@@ -323,13 +325,13 @@ class TensorDtypes:
             return (TensorDtype(ALWAYS, NUMBER),)
         given = call.argument(None, "dtype")
         if given is not None and constant(given) != (None,):
-            return self._said(given, call)
+            return self._argument_dtypes(given, call)
         return self._operation(name, receiver, tuple(call.positional), call)
 
     def _to(self, call: Call) -> tuple[TensorDtype, ...]:
         given = call.keywords.get("dtype")
         for argument in [given] if given is not None else call.positional[:2]:
-            found = self._said(argument, call)
+            found = self._argument_dtypes(argument, call)
             if any(each.dtype is not None for each in found):
                 return found
             literal = constant(argument)
@@ -340,7 +342,7 @@ class TensorDtypes:
                 return (TensorDtype(ALWAYS, "float16", call),)
         return self._of(call.receiver, call) if not call.starred else _UNKNOWN
 
-    def _said(self, node: cst.BaseExpression, call: Call) -> tuple[TensorDtype, ...]:
+    def _argument_dtypes(self, node: cst.BaseExpression, call: Call) -> tuple[TensorDtype, ...]:
         """Return the dtypes that an argument stands for: a dtype, or that of another tensor (`x.dtype`)."""
         if isinstance(node, cst.Attribute) and node.attr.value == "dtype":
             found = self._of(node.value, call)
@@ -354,7 +356,7 @@ class TensorDtypes:
         if name in ops.LOWERED:
             return self._lowered((*((first,) if first is not None else ()), *others[:1]), call)
         if name in ops.FLOAT32_ON_CUDA:
-            return self._raised(first, call)
+            return self._float32_under_autocast(first, call)
         if name == "where":
             both = (call.receiver, *others[1:2]) if self.is_method(call) else others[:2]
             return self._promoted(tuple(each for each in both if each is not None), call)
@@ -370,7 +372,7 @@ class TensorDtypes:
             if last in ops.LOWERED_LAYERS:
                 return self._lowered((first,) if first is not None else (), call)
             if last in ops.FLOAT32_LAYERS:
-                return self._raised(first, call)
+                return self._float32_under_autocast(first, call)
             return self._of(first, call) if last in ops.KEEPING_LAYERS else _UNKNOWN
         if atom.cls is None or atom.prepared or atom.facts is not self.facts:
             return _UNKNOWN
@@ -384,7 +386,7 @@ class TensorDtypes:
         found: tuple[TensorDtype, ...] = (TensorDtype(ALWAYS, NUMBER),)
         for part in parts:
             both = [_join(a, b) for a in found for b in self._of(part, at)]
-            found = tuple(each for each in both if each.guard.possible)[: _WIDE + 1]
+            found = tuple(each for each in both if each.guard.possible)[: _MAX_ALTERNATIVES + 1]
         return found
 
     def _lowered(self, parts: tuple[cst.BaseExpression, ...], at: Record) -> tuple[TensorDtype, ...]:
@@ -398,7 +400,7 @@ class TensorDtypes:
                 found.append(TensorDtype(state.guard, state.dtype, at, lowered=True))
         return tuple(found)
 
-    def _raised(self, first: cst.BaseExpression | None, at: Record) -> tuple[TensorDtype, ...]:
+    def _float32_under_autocast(self, first: cst.BaseExpression | None, at: Record) -> tuple[TensorDtype, ...]:
         """Return the dtypes of an operation that CUDA autocast runs in FP32."""
         found: list[TensorDtype] = []
         for state in self.facts.autocasting.at(at):
@@ -414,7 +416,9 @@ class TensorDtypes:
         return self.record(node) or at
 
     def record(self, node: cst.CSTNode) -> Record | None:
-        """Return a record for an expression that has none of its own: a copy of that of the first name or call in it."""
+        """Return a record for an expression that has none of its own: a copy of that of the first name or
+        call in it.
+        """
         if self._records is None:
             self._records = {call.node: call for scope in self.facts.walker.scopes for call in scope.calls}
             for scope in self.facts.walker.scopes:

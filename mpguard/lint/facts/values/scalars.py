@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: Effect of a number beyond the dtype's range: `raises` an error, or becomes `inf`.
 How = Literal["raises", "inf"]
-_DEEP = 12
+_MAX_DEPTH = 12
 #: Method or function -> position of the number after the tensor, and its keyword.
 _FILLS = {
     "masked_fill": (1, "value"), "masked_fill_": (1, "value"), "full_like": (0, "fill_value"), "fill_": (0, "value"),
@@ -83,7 +83,7 @@ class Scalars:
 
     # -- numbers ------------------------------------------------------------------------------------
 
-    def number(self, node: cst.CSTNode | None, at: Record, depth: int = _DEEP) -> Number | None:
+    def number(self, node: cst.CSTNode | None, at: Record, depth: int = _MAX_DEPTH) -> Number | None:
         """Return the number that an expression evaluates to in every visible call; None if it is unknown."""
         if node is None or depth < 0:
             return None
@@ -177,13 +177,13 @@ class Scalars:
     # -- uses ---------------------------------------------------------------------------------------
 
     @cached_property
-    def meetings(self) -> tuple[ScalarUse, ...]:
+    def uses(self) -> tuple[ScalarUse, ...]:
         """All places where a known number is combined with a tensor, in order."""
         self.facts.need_all()
         found = [*self._fills(), *self._wheres(), *self._items(), *self._sums()]
         return tuple(sorted(found, key=lambda each: each.record.order))
 
-    def _meeting(
+    def _use(
         self,
         kind: Literal["fill", "clamp", "where", "item", "add", "scale"],
         name: str,
@@ -210,29 +210,29 @@ class Scalars:
         for name, (place, keyword) in _FILLS.items():
             for call in self.facts.calls.get(name, ()):
                 tensor, first = self._tensor(call)
-                yield from self._meeting("fill", name, call, tensor, call.argument(place + first, keyword))
+                yield from self._use("fill", name, call, tensor, call.argument(place + first, keyword))
         for name, limits in _CLAMPS.items():
             for call in self.facts.calls.get(name, ()):
                 tensor, first = self._tensor(call)
                 for place, limit in enumerate(limits):
                     given = call.argument(place + first, limit)
-                    yield from self._meeting("clamp", name, call, tensor, given, lower=limit == "min")
+                    yield from self._use("clamp", name, call, tensor, given, lower=limit == "min")
         for call in self.facts.calls.get("full", ()):
             if self.facts.called_path(call) == "torch.full" and "dtype" in call.keywords:
-                yield from self._meeting("fill", "full", call, call.node, call.argument(1, "fill_value"))
+                yield from self._use("fill", "full", call, call.node, call.argument(1, "fill_value"))
 
     def _wheres(self) -> Iterator[ScalarUse]:
         for call in self.facts.calls.get("where", ()):
             tensor, first = self._tensor(call)
             if first == 0:
-                yield from self._meeting("where", "where", call, tensor, call.argument(1, "other"))
+                yield from self._use("where", "where", call, tensor, call.argument(1, "other"))
             elif tensor is not None:
                 one, other = call.argument(1, "self"), call.argument(2, "other")
-                yield from self._meeting("where", "where", call, one, other)
-                yield from self._meeting("where", "where", call, other, one)
+                yield from self._use("where", "where", call, one, other)
+                yield from self._use("where", "where", call, other, one)
         for call in self.facts.calls.get("add", ()):
             tensor, first = self._tensor(call)
-            yield from self._meeting("add", "add", call, tensor, call.argument(first, "other"))
+            yield from self._use("add", "add", call, tensor, call.argument(first, "other"))
 
     def _items(self) -> Iterator[ScalarUse]:
         """Yield assignments to elements: `scores[mask] = -1e9`; and `x += number`."""
@@ -240,11 +240,11 @@ class Scalars:
             for bindings in scope.bindings.values():
                 for binding in bindings:
                     if binding.kind == "item" and isinstance(binding.node, cst.Subscript) and not binding.index:
-                        yield from self._meeting("item", "", binding, binding.node.value, binding.value)
+                        yield from self._use("item", "", binding, binding.node.value, binding.value)
                     elif binding.kind == "augmented" and isinstance(binding.node, cst.AugAssign):
                         target = binding.node.target
                         if isinstance(binding.node.operator, cst.AddAssign) and isinstance(target, cst.BaseExpression):
-                            yield from self._meeting("add", "+=", binding, target, binding.value)
+                            yield from self._use("add", "+=", binding, target, binding.value)
 
     def _sums(self) -> Iterator[ScalarUse]:
         for node in self.facts.walker.parents:
@@ -260,4 +260,4 @@ class Scalars:
             for tensor, number in ((node.left, node.right), (node.right, node.left)):
                 if sign == "-" and number is node.left:
                     continue
-                yield from self._meeting("scale" if scale else "add", sign, record, tensor, number)
+                yield from self._use("scale" if scale else "add", sign, record, tensor, number)

@@ -108,7 +108,7 @@ with torch.autocast("cuda"):
             calls = [call for call in scope.calls if len(call.withs) > 1 and call.path]
             for call in calls:
                 item = self._region(call, facts)
-                if item is None or facts.scope_infers(scope) or not self._is_trained_model(call, facts):
+                if item is None or facts.is_inference_scope(scope) or not self._is_trained_model(call, facts):
                     continue
                 later = next((c for c in scope.calls if self._trains(c, call, item, facts)), None)
                 if later is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    CASTS_LOW,
+    CASTS_LOW_PRECISION,
     Bad,
     Call,
     Diagnostic,
@@ -63,7 +63,7 @@ class EmaInHalf(Rule):
             b"averaged",
             b"ExponentialMovingAverage",
         ),
-        any_of(*CASTS_LOW),
+        any_of(*CASTS_LOW_PRECISION),
         any_of(b"lerp", b"mul_(", b"update", b"step_ema"),
     )  # fmt: skip
     examples = (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    CASTS_LOW,
+    CASTS_LOW_PRECISION,
     Bad,
     Diagnostic,
     Event,
@@ -57,7 +57,7 @@ class IntegersCastToComputeDtype(Rule):
         any_of(b"input_ids", b"token_ids", b"label_ids", b"token_type_ids", b"output_ids"),
         any_of(b"ids.to(", b"ids.half", b"ids.bfloat16", b"ids.type(", b'ids"]', b"ids']", b".items()", b"ids.cuda",
                b"ids.view", b"ids.reshape", b"ids.contiguous", b"ids.clone", b"ids.detach", b"ids = "),
-        any_of(*CASTS_LOW),
+        any_of(*CASTS_LOW_PRECISION),
     )  # fmt: skip
     examples = (
         Bad(

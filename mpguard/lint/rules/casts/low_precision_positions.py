@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    CASTS_LOW,
+    CASTS_LOW_PRECISION,
     Bad,
     Call,
     Diagnostic,
@@ -57,7 +57,7 @@ class LowPrecisionPositions(Rule):
     code, name = "MPG108", "low-precision-positions"
     severity = "warning"
     message = "positions in {dtype}, which holds integers exactly up to {exact} only"
-    triggers = (any_of(b"arange(", b"linspace("), any_of(*CASTS_LOW))
+    triggers = (any_of(b"arange(", b"linspace("), any_of(*CASTS_LOW_PRECISION))
     examples = (
         Bad(
             """\

@@ -8,6 +8,7 @@ from mpguard.lint import (
     Call,
     Diagnostic,
     Event,
+    EventKind,
     Facts,
     Fix,
     Good,
@@ -31,7 +32,7 @@ _FILTER = "filter_first_and_last_linear_layers"
 _LAYERS = ("torch.nn.Linear", "transformer_engine.pytorch.Linear")
 
 #: Event that takes a filter -> position and name of that argument.
-_FILTERED = {
+_FILTERED: dict[EventKind, tuple[int | None, str]] = {
     "convert": (None, "module_filter_fn"),
     "convert_accelerate": (2, "module_filter_func"),
     "fp8_handler": (1, "module_filter_func"),

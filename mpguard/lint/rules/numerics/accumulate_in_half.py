@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
+    MENTIONS_LOW_PRECISION,
     NUMBER,
-    SPEAKS_LOW,
     Bad,
     Binding,
     Call,
@@ -52,7 +52,7 @@ class AccumulateInHalf(Rule):
     message = "`{key}` is accumulated over steps in {dtype}: the sum stops growing"
     help = "Accumulate in float32, or as a Python number (`.item()`)"
     triggers = (
-        any_of(*SPEAKS_LOW),
+        any_of(*MENTIONS_LOW_PRECISION),
         any_of(b"loader", b"Loader", b"batches", b"dataset", b"steps", b"epoch", b"_iter"),
         any_of(b"loss", b"total", b"sum", b"acc", b"correct", b"running", b"metric", b"count", b"avg", b"mean",
                b"error", b"score", b"zeros", b"tensor("),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import CASTS_LOW, Bad, Call, Diagnostic, Facts, Good, Note, Object, Ref, Rule, any_of
+from mpguard.lint import CASTS_LOW_PRECISION, Bad, Call, Diagnostic, Facts, Good, Note, Object, Ref, Rule, any_of
 from mpguard.policy.dtype import Dtype
 
 _LOSSES = frozenset({
@@ -34,7 +34,7 @@ class CrossEntropyOnHalfLogits(Rule):
     message = "`{loss}` on logits that were cast to {dtype} by hand"
     help = "Cast them with `.float()`, or not at all"
     triggers = (
-        any_of(*CASTS_LOW),
+        any_of(*CASTS_LOW_PRECISION),
         any_of(b"cross_entropy", b"CrossEntropyLoss", b"BCELoss", b"BCEWithLogitsLoss"),
         any_of(b"backward("),
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import SPEAKS_FP16, Bad, Call, Diagnostic, Edit, Facts, Fix, Good, Note, Rule, ScalarUse, any_of
+from mpguard.lint import MENTIONS_FP16, Bad, Call, Diagnostic, Edit, Facts, Fix, Good, Note, Rule, ScalarUse, any_of
 
 #: Half of FP16's smallest number. This and smaller numbers round to zero.
 _ROUNDS_TO_ZERO = 2.0**-25
@@ -37,7 +37,7 @@ class EpsilonUnderflowsHalf(Rule):
     severity = "error"
     message = "{number} is zero in FP16, whose smallest number is 6e-8: {effect}"
     triggers = (
-        any_of(*SPEAKS_FP16),
+        any_of(*MENTIONS_FP16),
         any_of(b"e-8", b"e-9", b"e-08", b"e-09", b"e-10", b"e-11", b"e-12", b"e-13", b"e-14", b"e-15", b"e-16", b"e-17",
                b"e-18", b"e-19", b"e-2", b"e-3", b"2**-", b"2 ** -", b"10**-", b"10 ** -", b".tiny", b".00000001",
                b"Adam(", b"AdamW(", b"Adamax(", b"RMSprop(", b"Adagrad("),
@@ -177,7 +177,7 @@ def main(loader, eps):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        for use in facts.scalars.meetings:
+        for use in facts.scalars.uses:
             if not 0 < use.number.value <= _ROUNDS_TO_ZERO or not self._protects(use):
                 continue
             found = facts.precision.low(use.tensor, use.record, "float16")

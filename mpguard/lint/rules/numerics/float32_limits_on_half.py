@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import SPEAKS_LOW, Bad, Diagnostic, Facts, Good, Note, Rule, any_of
+from mpguard.lint import MENTIONS_LOW_PRECISION, Bad, Diagnostic, Facts, Good, Note, Rule, any_of
 from mpguard.lint.rules.numerics.mask_overflows_half import limit_of_own_dtype
 from mpguard.policy.dtype import Dtype
 
@@ -35,7 +35,7 @@ class Float32LimitsOnHalf(Rule):
     triggers = (
         any_of(b"finfo"),
         any_of(b"float32", b"float64", b"torch.float)", b"torch.double", b"np.float"),
-        any_of(*SPEAKS_LOW),
+        any_of(*MENTIONS_LOW_PRECISION),
         any_of(b".min", b".max"),
     )
     examples = (
@@ -124,7 +124,7 @@ def fine(q, k, mask, x, dtype):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        for use in facts.scalars.meetings:
+        for use in facts.scalars.uses:
             if use.number.limit_of not in ("float32", "float64") or abs(use.number.value) < 1e38:
                 continue
             found = facts.precision.low(use.tensor, use.record)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from mpguard.lint import (
-    SPEAKS_FP16,
+    MENTIONS_FP16,
     Bad,
     Diagnostic,
     Facts,
@@ -48,7 +48,7 @@ class MaskOverflowsHalf(Rule):
     severity = "error"
     message = "{number} does not fit FP16, which ends at 65504: {effect}"
     triggers = (
-        any_of(*SPEAKS_FP16),
+        any_of(*MENTIONS_FP16),
         any_of(b"1e5", b"1e6", b"1e7", b"1e8", b"1e9", b"1e1", b"1e2", b"1e3", b"e+", b"e5", b"e6", b"e9", b"00000",
                b"99999", b"-9999", b"-7000", b"-8000", b"-9000", b"-655", b"-656", b"2**", b"2 ** ", b"10**", b"10 ** ",
                b"finfo(torch.bfloat16"),
@@ -268,7 +268,7 @@ def own(scores, mask):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        for use in facts.scalars.meetings:
+        for use in facts.scalars.uses:
             if use.number.limit_of in ("float32", "float64") or not self._overflows(use):
                 continue
             found = facts.precision.low(use.tensor, use.record, "float16")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    SPEAKS_LOW,
+    MENTIONS_LOW_PRECISION,
     Bad,
     Call,
     Diagnostic,
@@ -53,7 +53,7 @@ class NormInHalf(Rule):
     preview = True
     message = "squares of {dtype} values without an upcast: {effect}"
     triggers = (
-        any_of(*SPEAKS_LOW),
+        any_of(*MENTIONS_LOW_PRECISION),
         any_of(b"pow(", b"** 2", b"**2", b"square(", b").mean(", b".var(", b"var_mean", b").sum("),
     )
     examples = (

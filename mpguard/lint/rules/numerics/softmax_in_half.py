@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import (
-    CASTS_LOW,
+    CASTS_LOW_PRECISION,
     Bad,
     Call,
     Diagnostic,
@@ -49,7 +49,7 @@ class SoftmaxInHalf(Rule):
     severity = "warning"
     message = "`{operation}` on values that were cast to {dtype} by hand"
     triggers = (
-        any_of(*CASTS_LOW),
+        any_of(*CASTS_LOW_PRECISION),
         any_of(b"softmax(", b".exp(", b"logsumexp(", b"Softmax("),
         any_of(b"backward("),
     )

@@ -399,7 +399,7 @@ class Tests:
         """True if the scale of a scaler changes: the code scales with it and updates it."""
         near = facts.reachable(scaler.scope)
         if not scaler.guard.possible or not all(
-            any(event.scope in near for event in facts.events(kind)) for kind in ("scale", "update")
+            any(event.scope in near for event in events) for events in (facts.events("scale"), facts.events("update"))
         ):
             return False
         enabled = facts.enabled(scaler.call, facts.called_path(scaler.call))
