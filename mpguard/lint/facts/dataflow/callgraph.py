@@ -13,7 +13,7 @@ import libcst as cst
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import project_words
 from mpguard.lint.facts.values.evaluate import DEPTH
 from mpguard.lint.facts.values.lattice import NOTHING_KNOWN, UNKNOWN, Class, Function, Object, Ref
 
@@ -122,10 +122,7 @@ class CallGraph:
             self._active.discard(cls)
         for base in bases:
             last = base.rsplit(".", 1)[-1]
-            if base.split(".", 1)[0] in library_names.FRAMEWORK_ROOTS or last in (
-                "LightningModule",
-                "LightningDataModule",
-            ):
+            if base.split(".", 1)[0] in project_words.FRAMEWORK_PACKAGES or last in project_words.FRAMEWORK_CLASSES:
                 return "framework"
             if base.startswith("torch.nn.") or last in ("PreTrainedModel", "ModelMixin", "Module"):
                 return "model"

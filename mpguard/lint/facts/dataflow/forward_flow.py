@@ -19,7 +19,7 @@ import libcst as cst
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Call, Record, Scope, Use
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import library_names, project_words
 from mpguard.lint.facts.values.lattice import Ref
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ _METADATA = frozenset(
 _ADDS_TO_CONTAINER = frozenset({"append", "extend", "add", "insert", "setdefault", "appendleft"})
 #: Methods whose result a framework calls `backward` on.
 FRAMEWORK_STEPS = frozenset({"training_step", "compute_loss"})
+#: Prefixes of the full names of functions that only read a value.
+_READERS = ("numpy.", "logging.", "os.", "json.", *project_words.LOGGERS)
 _ORDER = operator.attrgetter("order")
 _TRAIN_SINKS = frozenset({"backward", "optimizer", "prepare", "initialize", "trainer", "parallel"})
 
@@ -360,7 +362,7 @@ class ForwardFlow:
             if name.startswith("save"):
                 self.sink("saved", call)
             return False
-        if library_names.ADAPTERS.search(name):
+        if project_words.ADAPTERS.search(name):
             self.sink("peft", call)
         return True
 
@@ -387,7 +389,7 @@ class ForwardFlow:
         if facts.frozen.named(dotted(call.receiver)) or facts.frozen.named(call.path):
             self.sink("frozen", call)
             return False
-        if library_names.ADAPTERS.search(name) or library_names.LOADS_ADAPTERS.search(call.path):
+        if project_words.ADAPTERS.search(name) or project_words.ADAPTER_LOADERS.search(call.path):
             self.sink("peft", call)
         carries, known = False, False
         for each in facts.evaluate(call.func, call):
@@ -424,7 +426,7 @@ class ForwardFlow:
         if library_names.SAVES.search(last):
             self.sink("saved", call)
             return False
-        if last in _ENDS_FLOW or path.startswith(("numpy.", "logging.", "os.", "json.", "wandb.")):
+        if last in _ENDS_FLOW or path.startswith(_READERS):
             if last == "save":
                 self.sink("saved", call)
             return False

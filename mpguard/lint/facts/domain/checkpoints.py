@@ -13,12 +13,15 @@ import libcst as cst
 from mpguard.lint.facts.events.event import Event, is_optimizer, is_scaler, last_name
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.records import Call, Use
+from mpguard.lint.facts.values import project_words
 from mpguard.lint.facts.values.library_names import SAVES
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 Role = Literal["model", "optimizer", "scaler", "other", ""]
+#: Functions that return the wrapped model.
+_UNWRAPS = project_words.MODEL_UNWRAPPERS | {"unwrap_model"}
 _SCHEDULER = re.compile(r"sched|warmup")
 _MODEL = re.compile(
     r"model|net(?:work)?(?:_?[gd\d])?$|module|encoder|decoder|generator|discriminator|backbone|ema|critic|actor|policy|head"
@@ -51,7 +54,7 @@ class Checkpoints:
             return "optimizer"
         if "model" in kinds or _MODEL.search(name) or last_name(node) in self.facts.trained.modules:
             return "model"
-        if isinstance(node, cst.Call) and dotted(node.func).rsplit(".", 1)[-1] in ("unwrap_model", "de_parallel"):
+        if isinstance(node, cst.Call) and dotted(node.func).rsplit(".", 1)[-1] in _UNWRAPS:
             return "model"
         return ""
 

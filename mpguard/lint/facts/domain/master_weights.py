@@ -10,7 +10,7 @@ import libcst as cst
 from mpguard.lint.facts.events import is_optimizer
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.records import Use
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import project_words
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -29,13 +29,13 @@ def masters(facts: Facts) -> bool:
         if call.receiver is not None and call.positional and is_optimizer(facts, call.receiver, call):
             return True
     for scope in facts.walker.scopes:
-        if any(library_names.MASTERS.search(base) for base in scope.base_names):
+        if any(project_words.MASTER_WEIGHTS.search(base) for base in scope.base_names):
             return True
-        if any(library_names.MASTERS.search(use.path) for uses in scope.uses.values() for use in uses):
+        if any(project_words.MASTER_WEIGHTS.search(use.path) for uses in scope.uses.values() for use in uses):
             return True
         for key, bindings in scope.bindings.items():
             for binding in bindings:
-                if binding.kind in ("from", "import") and library_names.FP16_MODULE.search(f"{binding.target}."):
+                if binding.kind in ("from", "import") and project_words.FP16_MODULES.search(f"{binding.target}."):
                     return True
                 if key.endswith(".grad") and binding.value is not None:
                     given = facts.short(binding.value)

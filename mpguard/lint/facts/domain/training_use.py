@@ -20,7 +20,7 @@ from mpguard.lint.facts.events import Event, EventKind
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import library_names, project_words
 from mpguard.lint.facts.values.lattice import Function, Object, Ref
 
 if TYPE_CHECKING:
@@ -39,11 +39,8 @@ _OF_MODULES = frozenset({
 _PARTS = frozenset({"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"})
 #: The condition under which a loop casts what is not trained.
 _FROZEN = negated(Flag("requires_grad"))
-_SPARED = re.compile(r"(?i)lora|adapter|frozen|freeze|trainable")
 #: Arguments of a load that quantize: adapters are trained, the weights stay.
 _QUANTIZES = ("quantization_config", "load_in_8bit", "load_in_4bit")
-#: Frameworks that keep FP32 masters of low-precision weights, or upcast them.
-_SHARDS = re.compile(r"(?i)deepspeed|fsdp|megatron|colossal|zero_?(?:stage|optimizer|redundancy)")
 #: Arguments of a Trainer that add adapters to its model or replace its optimizer; arguments of its settings that shard.
 _OTHER_OPTIMIZER = ("peft_config", "optimizers", "optimizer_cls_and_kwargs")
 _SHARDING_ARGUMENTS = frozenset({"deepspeed", "fsdp", "fsdp_config"})
@@ -51,8 +48,6 @@ _SHARDING_ARGUMENTS = frozenset({"deepspeed", "fsdp", "fsdp_config"})
 _PLAIN = re.compile(r"(?:paged_)?(?:adamw|lion|sgd|rmsprop|adagrad)(?:_torch|_hf|_fused|_bnb|_8bit|_32bit)*$")
 #: Marks for a profiler, in a script that does nothing else.
 _PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
-#: Packages whose Trainers build their own optimizer.
-_TRAINER_ROOTS = frozenset({"transformers", "trl", "sentence_transformers", "setfit"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,7 +140,7 @@ class TrainingUse:
         )
         if not changed or not part or "." in part or _FROZEN in cast.call.guard:
             return None
-        if any(map(_SPARED.search, cast.call.guard.flags())):
+        if any(map(project_words.PARTLY_FROZEN.search, cast.call.guard.flags())):
             return None
         for binding in self.facts.values.reaching(part, cast.scope, cast.order):
             if binding.kind == "for":
@@ -263,7 +258,7 @@ class TrainingUse:
 
     def _loaded(self, load: Event, dtype: str, guard: PathCondition) -> Training | None:
         call = load.call
-        if library_names.LOADS_ADAPTERS.search(call.path):
+        if project_words.ADAPTER_LOADERS.search(call.path):
             return None
         if any(constant(call.keywords.get(name)) not in (None, (None,), (False,)) for name in _QUANTIZES):
             return None
@@ -322,9 +317,9 @@ class TrainingUse:
         if self._adapted is None:
             self._adapted = set()
             for name, calls in self.facts.calls.items():
-                adapts = library_names.ADAPTERS.search(name)
+                adapts = project_words.ADAPTERS.search(name)
                 for call in calls if adapts or name == "from_pretrained" else ():
-                    if not adapts and not library_names.LOADS_ADAPTERS.search(call.path):
+                    if not adapts and not project_words.ADAPTER_LOADERS.search(call.path):
                         continue
                     given = [call.receiver, *call.positional, call.keywords.get("model")]
                     if isinstance(call.statement, cst.Assign):
@@ -355,12 +350,12 @@ class TrainingUse:
         if self.facts.masters or launched & {"DEEPSPEED", "FSDP", "MEGATRON_LM"}:
             return True
         return any(
-            _SHARDS.search(f"{binding.target}.{binding.name}.{key}")
+            project_words.SHARDING.search(f"{binding.target}.{binding.name}.{key}")
             for scope in self.facts.walker.scopes
             for key, bindings in scope.bindings.items()
             for binding in bindings
         ) or any(
-            _SHARDS.search(use.path)
+            project_words.SHARDING.search(use.path)
             for scope in self.facts.walker.scopes
             for uses in scope.uses.values()
             for use in uses
@@ -437,7 +432,7 @@ class TrainingUse:
             root = self.facts.called_path(call).split(".", 1)[0]
             given = call.argument(1, "args")
             other = any(key in call.keywords and constant(call.keywords[key]) != (None,) for key in _OTHER_OPTIMIZER)
-            if root not in _TRAINER_ROOTS or call.starred or other or given is None:
+            if root not in project_words.TRAINER_PACKAGES or call.starred or other or given is None:
                 continue
             arguments = self.arguments(given, call)
             if arguments is None or arguments.starred or not _SHARDING_ARGUMENTS.isdisjoint(arguments.keywords):

@@ -13,12 +13,13 @@ import libcst as cst
 from mpguard.lint.facts.events.event import Event, aliases, called, finds
 from mpguard.lint.facts.syntax.nodes import constant
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible
+from mpguard.lint.facts.values import project_words
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
-#: Functions that may compile, by their names: `maybe_compile(model)`, torchtitan's `parallelize_llama(model)`.
-_COMPILES = re.compile(r"compile|parallelize")
+#: Functions that may compile, by words in their names: `maybe_compile(model)`.
+_COMPILES = re.compile("|".join(("compile", *project_words.COMPILING_FUNCTIONS)))
 _COMPILE_OPTIONS = frozenset(
     {"dynamo_backend", "dynamo_plugin", "torch_compile", "torch_compile_backend", "torch_compile_mode"}
 )

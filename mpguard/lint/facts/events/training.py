@@ -10,13 +10,10 @@ import libcst as cst
 from mpguard.lint.facts.events.event import Event, aliases, called, created, finds, is_optimizer, is_scaler, last_name
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.records import Call
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import library_names, project_words
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
-
-#: Packages whose `...TrainingArguments` are those of transformers.
-_TRAINING_ARGUMENTS = frozenset({"transformers", "sentence_transformers", "optimum", "trl", "adapters"})
 
 
 @finds("backward")
@@ -135,7 +132,7 @@ def _arguments(facts: Facts) -> Iterator[Event]:
             continue
         for call in calls:
             if any(
-                (path.split(".", 1)[0] in _TRAINING_ARGUMENTS and name.endswith("TrainingArguments"))
+                (path.split(".", 1)[0] in project_words.ARGUMENTS_PACKAGES and name.endswith("TrainingArguments"))
                 or path.startswith("trl.")
                 for _, path in facts.paths(call)
             ):

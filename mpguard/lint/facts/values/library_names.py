@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from mpguard.lint.facts.values import project_words
 from mpguard.policy.dtype import Dtype
 
 #: Dotted name -> dtype. Tensor types count as their dtype.
@@ -39,6 +40,8 @@ AUTOCASTS = frozenset({
     "torch.cpu.amp.autocast", "torch.cpu.amp.autocast_mode.autocast",
 })  # fmt: skip
 SCALER_NAMES = frozenset({"GradScaler", "ShardedGradScaler"})
+#: Ends of the class names of loss scalers, of DeepSpeed, apex and others.
+_SCALERS = ("GradScaler", "LossScaler", *project_words.SCALERS)
 CLIPS = frozenset(
     f"torch.nn.utils.{module}{name}"
     for module in ("", "clip_grad.")
@@ -57,34 +60,26 @@ FP8_HANDLERS = frozenset({"AORecipeKwargs", "TERecipeKwargs", "FP8RecipeKwargs"}
 CAPITAL = re.compile(r"[A-Z]")
 
 #: Optimizers by their last name, wherever they are imported from.
-OPTIMIZERS = frozenset({
-    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "LBFGS", "Adafactor",
-    "Lion", "LAMB",
-    "Lamb", "LARS", "FusedAdam", "FusedLAMB", "FusedSGD", "DeepSpeedCPUAdam", "AdamW8bit", "Adam8bit",
-    "PagedAdamW8bit",
-    "PagedAdamW", "Muon", "AdaBelief", "Ranger", "SophiaG", "ZeroRedundancyOptimizer", "SparseAdam", "ASGD", "Rprop",
-})  # fmt: skip
+OPTIMIZERS = project_words.OPTIMIZERS | {
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "LBFGS", "SparseAdam", "ASGD",
+    "Rprop", "ZeroRedundancyOptimizer",  # torch
+    "Adafactor",  # transformers, torch
+    "FusedAdam", "FusedLAMB", "FusedSGD",  # apex
+    "DeepSpeedCPUAdam",
+}  # fmt: skip
 #: Functions of a user's project that create an optimizer, by their name.
 MAKES_OPTIMIZER = re.compile(r"(?:create|build|get|make|configure|init)\w*_optim(?:izer)?s?$")
 MAKES_MODEL = re.compile(
     r"(?:create|build|get|make|load|init|initialize)\w*_(?:model|network|net|transformer|unet|gpt|llm)$"
 )
 #: Wrappers whose result is still a model, by their last name.
-PARALLEL = frozenset({
-    "DistributedDataParallel", "FullyShardedDataParallel", "ShardedDataParallel", "FSDP", "DDP", "fully_shard",
-})  # fmt: skip
-WRAPPERS = PARALLEL | {
-    "DataParallel",
-    "get_peft_model",
-    "prepare_model_for_kbit_training",
-    "convert_sync_batchnorm",
-    "weight_norm",
-}
+PARALLEL = project_words.PARALLEL_WRAPPERS | {
+    "DistributedDataParallel", "FullyShardedDataParallel", "FSDP", "DDP", "fully_shard",
+}  # fmt: skip
+WRAPPERS = PARALLEL | project_words.MODEL_WRAPPERS | {"DataParallel", "convert_sync_batchnorm", "weight_norm"}
 #: Modules of libraries whose classes are models or layers.
-MODEL_ROOTS = ("torch.nn.", "torchvision.models.", "transformer_engine.pytorch.", "segmentation_models_pytorch.")
-MODEL_FACTORIES = frozenset(
-    {"timm.create_model", "torch.hub.load", "open_clip.create_model", "timm.models.create_model"}
-)
+MODEL_ROOTS = ("torch.nn.", "torchvision.models.", "transformer_engine.pytorch.", *project_words.MODEL_PACKAGES)
+MODEL_FACTORIES = project_words.MODEL_FACTORIES | {"torch.hub.load"}
 LOADERS = frozenset({"from_pretrained", "from_config", "from_single_file", "load_from_checkpoint", "_from_config"})
 #: Model classes of transformers that are built from a config.
 TASK_MODELS = re.compile(
@@ -92,16 +87,6 @@ TASK_MODELS = re.compile(
 )
 #: Classes with `from_pretrained` that have no weights.
 WEIGHTLESS = re.compile(r"Tokenizer|Processor|Extractor|Scheduler|Config|Collator|Dataset")
-#: Frameworks that run the training loop, or its backward pass and optimizer step.
-TRAINERS = re.compile(
-    r"\w*Trainer$|Fabric$|LightningLite$|Composer$|Learner$|Runner$|IterBasedRunner$|EpochBasedRunner$"
-)
-FRAMEWORK_ROOTS = frozenset({
-    "lightning", "pytorch_lightning", "lightning_fabric", "composer", "fastai", "ignite", "mmcv", "mmengine",
-    "detectron2", "fvcore",
-    "catalyst", "speechbrain", "colossalai", "megatron", "fairscale", "ray", "horovod", "determined", "flair",
-    "allennlp", "monai",
-})  # fmt: skip
 #: Libraries whose API the facts define by name; they are never resolved in the linted tree, even if it has a folder of
 #: the same name.
 LIBRARIES = frozenset({
@@ -109,23 +94,8 @@ LIBRARIES = frozenset({
     "apex", "numpy", "jax", "lightning", "pytorch_lightning", "bitsandbytes", "timm", "sklearn", "contextlib",
     "functools", "copy",
 })  # fmt: skip
-#: What keeps FP32 masters of FP16 weights, in apex and in frameworks of one's own.
-MASTERS = re.compile(
-    r"(?i)fp16_?(?:\w*optim|module)|mixed_?precision_?(?:\w*optim|trainer|plugin)|ampoptim|ampmodel"
-    r"|master_?(?:param|weight|cop)|float16_?optim|bf16_?optim"
-)
-#: What puts adapters on a model and leaves its own weights frozen: functions and methods.
-ADAPTERS = re.compile(
-    r"^(?:get_peft_model|PeftModel|PeftMixedModel|mark_only_\w*trainable|(?:add|inject|train|init|apply|inject_trainable)"
-    r"_(?:adapters?|q?lora\w*)|(?:swap|convert|replace|wrap)(?:_\w+)?_q?lora\w*"
-    r"|prepare_model_for_(?:kbit|int8)_training)"
-)
-#: The same where a class loads: `PeftModel.from_pretrained(base, ...)`, `AutoPeftModel.from_pretrained(...)`.
-LOADS_ADAPTERS = re.compile(r"(?:^|\.)(?:Auto)?Peft\w*\.from_pretrained$")
 #: Functions that write a file: `torch.save`, `save_checkpoint`.
 SAVES = re.compile(r"(?:^|_)save(?:_|d?$)|^save[A-Z]")
-#: A module for FP16 in a path: `apex.fp16_utils`, `fairseq.optim.fp16_optimizer`, `parlai.utils.fp16`.
-FP16_MODULE = re.compile(r"\bfp16(?:_\w+)?\.")
 TENSOR_MAKERS = frozenset({
     "tensor", "randn", "rand", "zeros", "ones", "full", "empty", "arange", "linspace", "randint", "from_numpy",
     "as_tensor", "stack",
@@ -199,7 +169,7 @@ def kind_of(path: str) -> str:
     root = path.split(".", 1)[0]
     if path in AUTOCASTS:
         return "autocast"
-    if last in SCALER_NAMES or last.endswith(("GradScaler", "LossScaler", "NativeScaler")):
+    if last in SCALER_NAMES or last.endswith(_SCALERS):
         return "scaler"
     if path in NO_GRAD:
         return "no_grad"
@@ -229,7 +199,7 @@ def kind_of(path: str) -> str:
         return "scheduler"
     if root == "apex" and last == "initialize":
         return "apex"
-    if "." in path and TRAINERS.match(last):
+    if "." in path and project_words.TRAINERS.match(last):
         return "trainer"
     if last in LOADERS:
         owner = path.rsplit(".", 2)[-2] if path.count(".") > 1 else ""
