@@ -187,14 +187,14 @@ class TrainingUse:
             if isinstance(arg := parents.get(each), cst.Arg)
         }
         for call in sorted((c for c in calls if c is not None and c.scope is cast.scope), key=lambda c: c.order):
-            handed = (*call.positional, *call.keywords.values())
-            if cast.call.node in handed or (
+            arguments = (*call.positional, *call.keywords.values())
+            if cast.call.node in arguments or (
                 bound is not None
                 and call.order > bound.order
                 and any(
                     dotted(each) == bound.key
                     and bound in self.facts.values.reaching(bound.key, call.scope, call.order, call.guard)
-                    for each in handed
+                    for each in arguments
                 )
             ):
                 found.append(call)

@@ -1,7 +1,8 @@
 """Names and patterns of single projects that the facts need to know, each with its meaning and its evidence.
 
 `library_names` defines the general APIs of torch, Accelerate, DeepSpeed, Transformers, Transformer Engine, torchao and
-apex. Everything that is known because of one other project stands here, and only here. `needed_by` says why:
+apex. Names that only single other projects use are here, and only here. `needed_by` lists the
+evidence of a row:
 
     "peft"                  a package of the evidence (benchmarks/evidence_packages.txt, evidence_unseen.json)
     "MPG101"                an example of a rule, which fails without the row
