@@ -1,4 +1,4 @@
-"""The facts that rules ask about: guards, values, regions, callers, flow, events, imports in the tree."""
+"""`Facts`: path conditions, values, regions, callers, data flow, events, imports in the tree."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def dtypes(code: str) -> set[tuple[str | None, frozenset[Condition]]]:
         ([Fixed(False)], [], False),
     ],
 )
-def test_exclusive_arms(one: list[Condition], other: list[Condition], together: bool) -> None:
+def test_exclusive_branches(one: list[Condition], other: list[Condition], together: bool) -> None:
     assert compatible(ALWAYS.given(*one), ALWAYS.given(*other)) is together
 
 
@@ -87,17 +87,17 @@ def test_implication() -> None:
         ("f()", []),
     ],
 )
-def test_the_guard_of_a_call(code: str, guard: list[Condition]) -> None:
+def test_the_path_condition_of_a_call(code: str, guard: list[Condition]) -> None:
     facts = facts_of(code)
     assert facts.calls["f"][0].guard == PathCondition(guard)
 
 
-def test_an_arm_that_sets_its_own_flag_says_nothing_about_it_later() -> None:
+def test_a_branch_that_sets_its_own_flag_does_not_constrain_it_later() -> None:
     facts = facts_of("if scaler is None:\n    scaler = f()\nif scaler is not None:\n    g()\n")
     assert compatible(facts.calls["f"][0].guard, facts.calls["g"][0].guard)
 
 
-def test_except_is_another_arm() -> None:
+def test_except_excludes_try() -> None:
     facts = facts_of("try:\n    f()\nexcept ImportError:\n    g()\nh()\n")
     f, g, h = (facts.calls[name][0].guard for name in "fgh")
     assert not compatible(f, g)
@@ -153,7 +153,7 @@ def test_dtypes_are_followed(code: str, expected: set[str | None]) -> None:
     assert {name for name, _ in dtypes(code)} == expected
 
 
-def test_sometimes_is_a_dtype_under_a_guard() -> None:
+def test_a_conditional_dtype_has_a_path_condition() -> None:
     assert dtypes("import torch\nd = torch.half if args.fp16 else torch.float32\nuse(d)") == {
         ("float16", frozenset([B])),
         ("float32", frozenset([Not(B)])),
@@ -224,7 +224,7 @@ def test_regions(code: str, expected: list[tuple[str, str | None, bool]]) -> Non
     assert region(code) == expected
 
 
-def test_enabled_is_a_guard() -> None:
+def test_enabled_is_a_path_condition() -> None:
     facts = facts_of("import torch\nwith torch.autocast('cuda', enabled=args.amp):\n    use()\n")
     (found,) = facts.regions(facts.calls["use"][0])
     assert found.guard == PathCondition([A])
@@ -273,7 +273,7 @@ def test_flow(code: str, expected: list[str]) -> None:
         ("def other():\n    opt.step()", False),
     ],
 )
-def test_what_no_optimizer_steps_is_only_a_gradient(rest: str, steps: bool) -> None:
+def test_backward_without_a_step_is_only_a_gradient(rest: str, steps: bool) -> None:
     facts = facts_of(f"def f(x):\n    x.half().backward()\n{rest}\n")
     (cast,) = facts.events("cast")
     expected = "backward" if steps else "gradient"
@@ -320,7 +320,7 @@ def test_callers_of_forward(code: str) -> None:
         ("from accelerate import init_empty_weights\ninit_empty_weights()", False),
     ],
 )
-def test_what_builds_an_accelerator(code: str, made: bool) -> None:
+def test_calls_that_create_an_accelerator(code: str, made: bool) -> None:
     assert bool(facts_of(code).events("accelerator")) is made
 
 
@@ -343,7 +343,7 @@ def test_inference_by_names_and_callers(code: str, infers: bool) -> None:
 # -- statements that are not parsed, and modules of the tree ---------------------------------------------
 
 
-def test_of_a_large_file_only_what_matters_is_parsed() -> None:
+def test_only_the_relevant_statements_of_a_large_file_are_parsed() -> None:
     filler = "".join(f"def filler_{n}(x):\n    return x + {n}\n\n" for n in range(400))
     code = f"import torch\n{filler}class Net(torch.nn.Module):\n    pass\n\n"
     code += "def train(x):\n    Net()(x.half()).backward()\n    optimizer.step()\n"
@@ -353,7 +353,7 @@ def test_of_a_large_file_only_what_matters_is_parsed() -> None:
     assert [sink.kind for sink in facts.flow.forward(cast.call.node, cast.call).sinks] == ["backward"]
 
 
-def test_of_a_large_class_only_the_methods_that_matter_are_parsed() -> None:
+def test_only_the_relevant_methods_of_a_large_class_are_parsed() -> None:
     filler = "".join(f"    def filler_{n}(self):\n        return self.size + {n}\n\n" for n in range(400))
     code = f"""import torch
 class Run:
@@ -399,7 +399,7 @@ def test_names_of_the_tree_are_followed_into_their_modules(tmp_path: Path) -> No
     ]
 
 
-def test_of_a_huge_imported_class_the_name_and_the_bases_are_known(tmp_path: Path) -> None:
+def test_a_huge_imported_class_is_indexed_by_name_and_bases(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").touch()
     method = "    def m{}(self):\n        return self.half()\n"
     body = "".join(map(method.format, range(3000)))
@@ -414,7 +414,7 @@ def test_of_a_huge_imported_class_the_name_and_the_bases_are_known(tmp_path: Pat
     assert other is not None and other.parsed_bytes < 100
 
 
-def test_a_folder_called_as_a_library_is_not_that_library(tmp_path: Path) -> None:
+def test_a_folder_named_like_a_library_is_not_that_library(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("float16 = 1\n")
@@ -425,7 +425,7 @@ def test_a_folder_called_as_a_library_is_not_that_library(tmp_path: Path) -> Non
     assert facts.dtypes(call.positional[0], call)[0][1] == "float16"
 
 
-def test_modules_that_import_each_other_end(tmp_path: Path) -> None:
+def test_import_cycles_terminate(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "a.py").write_text("from b import x\nuse(x)\n")
     (tmp_path / "b.py").write_text("from a import x\n")
@@ -452,7 +452,7 @@ def test_an_unknown_kind_of_event_is_an_error() -> None:
         ("", False),
     ],
 )
-def test_a_name_that_another_file_imports(tmp_path: Path, other: str, taken: bool) -> None:
+def test_a_name_that_another_file_imports_is_exported(tmp_path: Path, other: str, taken: bool) -> None:
     code = "from torch.cuda.amp import autocast\n\ndef ctx():\n    return autocast()\n"
     (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / "compat.py").write_text(code)
@@ -461,7 +461,7 @@ def test_a_name_that_another_file_imports(tmp_path: Path, other: str, taken: boo
     assert facts.exported("autocast") is taken
 
 
-def test_a_flag_that_is_set_once_to_a_literal() -> None:
+def test_paths_that_contradict_a_constant_flag_are_impossible() -> None:
     facts = facts_of("ON = False\nif ON:\n    f()\nelse:\n    g()\nif args.ON2:\n    h()\nON2 = False\n")
     possible = {name: facts.calls[name][0].guard.possible for name in "fgh"}
     assert possible == {"f": False, "g": True, "h": True}
@@ -477,7 +477,7 @@ def test_a_flag_that_is_set_once_to_a_literal() -> None:
     ],
     ids=["functions", "flags", "methods", "conditional expressions"],
 )
-def test_what_grows_without_end_is_unknown(code: str) -> None:
+def test_values_that_grow_without_bound_are_unknown(code: str) -> None:
     facts = facts_of(f"import torch\nx = 1\n{code}\nloss(x).backward()\nopt.step()\n")
     for cast in facts.events("cast"):
         facts.guard_of(cast.call)
@@ -499,7 +499,7 @@ def test_modules_that_import_each_other_with_a_star(tmp_path: Path) -> None:
     assert (here, nowhere, half) == ("float16", None, None)
 
 
-def test_conditions_on_conditions_end() -> None:
+def test_nested_named_conditions_terminate() -> None:
     lines = ["c0 = a0 and b0", *(f"c{n} = c{n - 1} and not d{n} or c{n - 1} and e{n}" for n in range(1, 60))]
     facts = facts_of("import torch\n" + "\n".join(lines) + "\nif c59:\n    loss.backward()\n")
     (backward,) = facts.events("backward")
@@ -530,7 +530,7 @@ _ROUND = """
 """
 
 
-def test_values_do_not_depend_on_what_was_asked_before() -> None:
+def test_values_do_not_depend_on_earlier_requests() -> None:
     """What a definition in a circle may be is cut short at the place that asked, and that is not kept for others."""
 
     def asked(order: Iterable[int]) -> dict[int, set[str]]:

@@ -1,4 +1,4 @@
-"""The order in which scaled gradients are made, unscaled, clipped and applied, across helpers and arms of flags."""
+"""Traces: the order in which gradients are scaled, unscaled, clipped and applied, across helpers and branches."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HELPERS = """
 """
 
 
-def test_helpers_are_run_where_they_are_called_and_make_no_trace_of_their_own() -> None:
+def test_helpers_are_expanded_at_their_calls_and_have_no_trace_of_their_own() -> None:
     (trace,) = traces_of(HELPERS)
     assert kinds(trace) == ["scale", "backward", "unscale", "scaler_step", "update"]
     assert [[call.name for call in moment.via] for moment in trace] == [
@@ -78,7 +78,7 @@ def test_a_closure_runs_at_the_step_that_takes_it() -> None:
     assert [kind for kind in kinds(trace) if kind != "exit"] == ["zero_grad", "scale", "backward", "step"]
 
 
-def test_recursion_ends() -> None:
+def test_recursive_helpers_terminate() -> None:
     (trace,) = traces_of("""
         def again(scaler, loss, n):
             scaler.scale(loss).backward()
@@ -91,7 +91,7 @@ def test_recursion_ends() -> None:
     assert kinds(trace) == ["scale", "backward"]
 
 
-def test_of_two_functions_that_a_call_may_run_one_does() -> None:
+def test_two_functions_that_one_call_may_run_are_exclusive() -> None:
     (trace,) = traces_of("""
         def main(args, losses, scaler):
             if args.amp:
@@ -121,13 +121,13 @@ ARMS = """
 """
 
 
-def test_each_arm_has_its_own_backward_before_a_step() -> None:
+def test_each_branch_has_its_own_backward_before_a_step() -> None:
     (trace,) = traces_of(ARMS)
     place = kinds(trace).index("scaler_step")
     assert [moment.scale is not None for _, moment in before(trace, place)] == [False, True]
 
 
-def test_what_is_on_the_way_out_is_not_on_the_way() -> None:
+def test_a_step_before_an_exit_is_not_between_two_others() -> None:
     (trace,) = traces_of("""
         def train(args, model, loader, optimizer, scaler):
             for x in loader:
@@ -143,7 +143,7 @@ def test_what_is_on_the_way_out_is_not_on_the_way() -> None:
     assert list(between(trace, first, last, "zero_grad", guard=PathCondition())) == []
 
 
-def test_an_iteration_is_a_pass_of_the_innermost_loop() -> None:
+def test_an_iteration_is_one_pass_of_the_innermost_loop() -> None:
     (trace,) = traces_of("""
         def train(loaders, model, optimizer, scaler):
             for loader in loaders:
@@ -160,7 +160,7 @@ def test_an_iteration_is_a_pass_of_the_innermost_loop() -> None:
     ("condition", "handed"),
     [("finish(scaler)", True), ("save_checkpoint(model, scaler)", False), ("loss_scaler(loss, optimizer)", True)],
 )
-def test_a_scaler_that_leaves_the_file_may_do_anything(condition: str, handed: bool) -> None:
+def test_a_scaler_passed_out_of_the_file_may_be_used_there(condition: str, handed: bool) -> None:
     (trace,) = traces_of(f"""
         from elsewhere import finish, save_checkpoint
         def train(model, loss, optimizer, scaler, loss_scaler):
@@ -184,7 +184,7 @@ def test_a_scaler_that_leaves_the_file_may_do_anything(condition: str, handed: b
         ("device.type == 'cuda'", False),
     ],
 )
-def test_flags_about_precision_are_told_from_others(condition: str, apart: bool) -> None:
+def test_flags_about_precision_are_distinguished_from_others(condition: str, apart: bool) -> None:
     (trace,) = traces_of(f"""
         def train(self, args, model, loss, optimizer, scaler, device, step, use_amp):
             scaler.scale(loss).backward()
@@ -194,7 +194,7 @@ def test_flags_about_precision_are_told_from_others(condition: str, apart: bool)
     assert unrelated(only(trace, "scaler_step").guard, only(trace, "backward").guard) == apart
 
 
-def test_own_scalers_are_torchs_alone() -> None:
+def test_only_scalers_of_torch_are_own_scalers() -> None:
     code = """
         import torch
         from timm.utils import NativeScaler

@@ -1,4 +1,4 @@
-"""What the project requires, which alignment FP8 needs, and what the rules about FP8 make of it."""
+"""The versions that a project requires, the alignment that FP8 needs, and how the rules about FP8 use both."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_nearest_file_that_names_it_decides(tmp_path: Path) -> None:
     assert required(str(tmp_path / "other"), str(tmp_path), "transformer_engine").before((2, 0))
 
 
-def test_setup_py_lies_beside_the_package(tmp_path: Path) -> None:
+def test_setup_py_is_next_to_the_package(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -63,16 +63,20 @@ def test_setup_py_lies_beside_the_package(tmp_path: Path) -> None:
     ("wheels", "expected"),
     [(("ours",), Required((1, 13, 0), (1, 13, 1))), (("ours", "other"), Required())],  # several are an environment
 )
-def test_an_unpacked_wheel_says_what_it_requires(wheels: tuple[str, ...], expected: Required, tmp_path: Path) -> None:
-    said = "Name: it\nRequires-Dist: transformer-engine (==1.13.0) ; extra == 'te'\n\nNeeds transformer-engine>=2.10\n"
+def test_an_unpacked_wheel_declares_its_requirements(
+    wheels: tuple[str, ...], expected: Required, tmp_path: Path
+) -> None:
+    metadata = (
+        "Name: it\nRequires-Dist: transformer-engine (==1.13.0) ; extra == 'te'\n\nNeeds transformer-engine>=2.10\n"
+    )
     for wheel in wheels:
         (tmp_path / f"{wheel}-1.0.dist-info").mkdir()
-        (tmp_path / f"{wheel}-1.0.dist-info" / "METADATA").write_text(said)
+        (tmp_path / f"{wheel}-1.0.dist-info" / "METADATA").write_text(metadata)
     assert required(str(tmp_path), str(tmp_path), "transformer_engine") == expected
 
 
 @pytest.mark.parametrize(("version", "level"), [("2.20", "safe"), ("2.3", "unsafe")])
-def test_the_new_names_are_safe_where_the_project_asks_for_them(version: str, level: str, tmp_path: Path) -> None:
+def test_the_new_names_are_safe_if_the_project_requires_them(version: str, level: str, tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text(f"transformer-engine>={version}\n")
     path = tmp_path / "train.py"
     path.write_text(OLD)
@@ -82,11 +86,11 @@ def test_the_new_names_are_safe_where_the_project_asks_for_them(version: str, le
         return engine.run([Target(str(path), "python", named=True)])[0]
 
     assert [finding.fix.applicability for finding in run(None).findings if finding.fix is not None] == [level]
-    mended = run("safe").fix_result
-    assert (mended.after.decode() if mended is not None else OLD) == (NEW if level == "safe" else OLD)
+    fixed = run("safe").fix_result
+    assert (fixed.after.decode() if fixed is not None else OLD) == (NEW if level == "safe" else OLD)
 
 
-def test_every_recipe_of_te_has_its_needs() -> None:
+def test_every_recipe_of_te_has_its_requirements() -> None:
     assert set(library_names.FP8_RECIPES.values()) <= set(NEEDS)
     assert all(NEEDS[row].multiple > 1 for row in library_names.FP8_RECIPES.values())
     assert {row for row in BACKENDS if NEEDS[row].multiple == 1} == set()

@@ -1,4 +1,4 @@
-"""Which autocast is in force where something happens, and fixes that move code out of a region."""
+"""The autocast that is active at a place, and fixes that move code out of a region."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def in_force(code: str) -> set[str | None]:
         ),
     ],
 )
-def test_the_autocast_in_force(code: str, devices: set[str | None]) -> None:
+def test_the_active_autocast(code: str, devices: set[str | None]) -> None:
     assert in_force(code) == devices
 
 
-def test_recursion_ends() -> None:
+def test_recursive_functions_terminate() -> None:
     code = "import torch\ndef f():\n    use()\n    g()\ndef g():\n    f()\nwith torch.autocast('cuda'):\n    f()"
     assert in_force(code) == {"cuda"}
 
@@ -59,7 +59,7 @@ def fixed(code: str) -> str:
     engine = Engine(rule, Options(Selectors(select=("MPG301",)), fix="unsafe"))
     report = engine.check(Target("example.py", "python", named=True, data=code.encode()))
     assert not report.defects, report.defects[0].traceback
-    assert bool(report.findings) == (report.fix_result is None)  # what is mended is no longer reported
+    assert bool(report.findings) == (report.fix_result is None)  # a fixed finding is no longer reported
     return code if report.fix_result is None else report.fix_result.after.decode()
 
 
@@ -114,12 +114,12 @@ def test_backward_is_moved_out_of_its_region(newline: str, tabs: bool) -> None:
         'loss = model(x)\n        loss.backward()\n        print("""a\n        b""")',  # text would change
     ],
 )
-def test_no_fix_that_changes_more(body: str) -> None:
+def test_no_fix_if_it_would_change_more(body: str) -> None:
     code = f"import torch\nfor x in loader:\n    with torch.autocast('cuda'):\n        {body}\n"
     assert fixed(code) == code
 
 
-def test_no_fix_where_another_context_would_be_left() -> None:
+def test_no_fix_if_another_context_would_be_left() -> None:
     code = (
         "import torch\nfor x in loader:\n    with accelerator.accumulate(model), torch.autocast('cuda'):\n"
         "        loss = model(x)\n        loss.backward()\n"

@@ -1,4 +1,4 @@
-"""Which weights a file trains, in which dtype and by what; what its checkpoints hold."""
+"""The weights that a file trains, their dtype and what trains them; the contents of its checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def facts_of(code: str) -> Facts:
         ("model.apply(lambda m: m.half())", "float16"),
     ],
 )
-def test_low_weights_are_found_with_their_optimizer(code: str, dtype: str) -> None:
+def test_low_precision_weights_are_found_with_their_optimizer(code: str, dtype: str) -> None:
     facts = facts_of("from transformers import AutoModel\n" + code + LOOP)
     (weights,) = facts.trained.weights(dtype)
     assert weights.dtype == dtype
@@ -58,7 +58,7 @@ def test_low_weights_are_found_with_their_optimizer(code: str, dtype: str) -> No
         "other = torch.nn.Linear(8, 8).half()",
     ],
 )
-def test_what_is_not_trained_in_a_low_dtype(code: str) -> None:
+def test_weights_that_are_not_trained_in_low_precision(code: str) -> None:
     facts = facts_of("from peft import get_peft_model\nfrom transformers import AutoModel\n" + code + LOOP)
     assert facts.trained.weights("float16") == []
 
@@ -66,11 +66,11 @@ def test_what_is_not_trained_in_a_low_dtype(code: str) -> None:
 @pytest.mark.parametrize(
     "mention", ["import deepspeed", "from torch.distributed.fsdp import FSDP", "o = FP16_Optimizer(o)"]
 )
-def test_masters_may_be_kept_elsewhere(mention: str) -> None:
+def test_master_weights_may_be_kept_by_other_code(mention: str) -> None:
     assert facts_of(mention).trained.masters
 
 
-def test_masters_are_not_kept_by_a_plain_loop() -> None:
+def test_master_weights_are_not_kept_by_a_plain_loop() -> None:
     assert not facts_of("model = torch.nn.Linear(8, 8)" + LOOP).trained.masters
 
 

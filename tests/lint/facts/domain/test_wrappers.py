@@ -1,4 +1,4 @@
-"""What a model, an optimizer or parameters came by: prepare, deepspeed.initialize, FSDP; and DeepSpeed's settings."""
+"""Wrappers of models, optimizers and parameters: prepare, deepspeed.initialize, FSDP; and DeepSpeed's settings."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ HEAD += (
         ("net = ours.prepare(net)\nuse(net)", []),
     ],
 )
-def test_wraps_are_followed(code: str, found: list[tuple[str, int | None]]) -> None:
+def test_wrappers_are_followed(code: str, found: list[tuple[str, int | None]]) -> None:
     assert wraps(HEAD + code) == found
 
 
@@ -91,13 +91,13 @@ def test_policy_of_a_sharded_model() -> None:
         ),
         ('{**base, "train_batch_size": 8}', WrapperSettings()),
         ("args.config", WrapperSettings()),
-        ('"beside.json"', WrapperSettings(3, fp16=False, torch_autocast=True)),
+        ('"neighbour.json"', WrapperSettings(3, fp16=False, torch_autocast=True)),
         ('"missing.json"', WrapperSettings()),
         ('"broken.json"', WrapperSettings()),
     ],
 )
 def test_settings_of_an_engine(config: str, settings: WrapperSettings, tmp_path: Path) -> None:
-    (tmp_path / "beside.json").write_text(
+    (tmp_path / "neighbour.json").write_text(
         '{"zero_optimization": {"stage": 3}, "torch_autocast": {"enabled": true}, "train_batch_size": 1}'
     )
     (tmp_path / "broken.json").write_text("{")

@@ -1,4 +1,4 @@
-"""The dtype of a tensor where something happens to it, and the numbers that meet it: held against torch itself."""
+"""The dtypes of tensors and the numbers that are combined with them, compared with torch itself."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EXPRESSIONS = [
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_dtypes_are_those_of_torch(expression: str) -> None:
+def test_derived_dtypes_equal_those_of_torch(expression: str) -> None:
     """Outside autocast, each dtype that is known is the one that torch gives."""
     torch = pytest.importorskip("torch")
     import math
@@ -62,7 +62,7 @@ def test_dtypes_are_those_of_torch(expression: str) -> None:
     assert dtypes(code) == {real}
 
 
-def test_lowered_operations_are_lowered() -> None:
+def test_lowered_operations_run_in_low_precision_in_torch() -> None:
     """In an FP16 region on a CPU, what the table calls lowered comes out in FP16, from FP32 operands."""
     torch = pytest.importorskip("torch")
     a = torch.randn(4, 4)
@@ -74,7 +74,7 @@ def test_lowered_operations_are_lowered() -> None:
         assert (a + a).dtype == torch.float32
 
 
-def test_table_is_that_of_the_installed_torch() -> None:
+def test_tables_equal_the_header_of_the_installed_torch() -> None:
     """The lists of operations are those of the header that torch brings; what it has beyond them is internal."""
     torch = pytest.importorskip("torch")
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
@@ -110,7 +110,7 @@ def test_table_is_that_of_the_installed_torch() -> None:
         ("torch.where(h > 0, h, -1e9)", False),
     ],
 )
-def test_what_raises(operation: str, raises: bool) -> None:
+def test_out_of_range_numbers_raise_or_become_infinite(operation: str, raises: bool) -> None:
     """What the rules' pages say that torch does."""
     torch = pytest.importorskip("torch")
     scope = {"torch": torch, "h": torch.ones(4).half()}
@@ -176,7 +176,7 @@ def test_prepared_models_run_in_the_accelerators_dtype() -> None:
     assert dtypes(code.replace('mixed_precision="fp16"', "")) == {None}
 
 
-def test_layers_run_where_their_hosts_do() -> None:
+def test_layers_run_under_the_autocast_of_their_parent_modules() -> None:
     code = """
         import torch
         from torch import nn
