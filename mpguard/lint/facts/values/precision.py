@@ -241,8 +241,8 @@ class TensorDtypes:
             return _UNKNOWN
         if scope.name == "__init__":  # sizes and factors, unless the annotation or the name indicates a tensor
             given = next((param for param in scope.params if param.name == binding.key), None)
-            said = facts.short(given.annotation) if given is not None and given.annotation is not None else ""
-            return _UNKNOWN if _TENSOR.search(said + binding.key) else (TensorDtype(ALWAYS, NUMBER),)
+            annotation = facts.short(given.annotation) if given is not None and given.annotation is not None else ""
+            return _UNKNOWN if _TENSOR.search(annotation + binding.key) else (TensorDtype(ALWAYS, NUMBER),)
         callers = facts.callers(scope)
         found: list[TensorDtype] = []
         for call in callers[:_MAX_ALTERNATIVES]:
@@ -335,8 +335,10 @@ class TensorDtypes:
             if any(each.dtype is not None for each in found):
                 return found
             literal = constant(argument)
-            said = literal is not None or _DEVICE.search(self.facts.short(argument))
-            if not said or (call.name == "type" and literal not in (("torch.HalfTensor",), ("torch.cuda.HalfTensor",))):
+            known = literal is not None or _DEVICE.search(self.facts.short(argument))
+            if not known or (
+                call.name == "type" and literal not in (("torch.HalfTensor",), ("torch.cuda.HalfTensor",))
+            ):
                 return _UNKNOWN
             if call.name == "type":
                 return (TensorDtype(ALWAYS, "float16", call),)
