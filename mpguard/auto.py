@@ -1,7 +1,7 @@
-"""`import mpguard.auto`: the policy that this process was handed, else `[tool.mpguard] recipe`, in force from here on.
+"""`import mpguard.auto` puts a policy in force: the one that the launcher handed over, else `[tool.mpguard] recipe`.
 
-The explicit form for a script that is started by `torchrun`, `deepspeed` or plain `python`: one line
-at its top. Raises `ConfigError` where nothing says a policy.
+For a script that is started by `torchrun`, `deepspeed` or plain `python`: one line at its top. Raises
+`ConfigError` if no policy is defined.
 """
 
 from __future__ import annotations
@@ -12,6 +12,6 @@ from mpguard.runtime import activation, exit_hooks, guard
 from mpguard.runtime.plan import CONFIG, Plan
 
 if guard.current() is None:
-    # A config's name alone (MPGUARD_CONFIG=mp.yaml torchrun ...) is enough.
+    # MPGUARD_CONFIG alone is enough: `MPGUARD_CONFIG=mp.yaml torchrun ...`.
     _config = None if Plan.from_environment() else os.environ.get(CONFIG) or None
-    exit_hooks.ExitHooks(activation.start(Plan.found(_config))).take_over()
+    exit_hooks.ExitHooks(activation.start(Plan.resolve(_config))).install()

@@ -1,11 +1,12 @@
-"""Lets `accelerate launch --config mp.yaml train.py` work, with the policy in force in its workers.
+"""Install the hook for `accelerate launch --config mp.yaml train.py`, with the policy in force in its workers.
 
     mpguard hook install [--user]
     mpguard hook status
     mpguard hook uninstall [--user]
 
 Opt-in: one line in one `.pth` file of this environment, which does nothing without an mp.yaml.
-Exit status: 0 done, or installed; 1 not installed; 2 could not be written.
+`status` reports a line that an earlier version wrote as outdated; `install` replaces it.
+Exit status: 0 done, or installed; 1 not installed, outdated or without effect; 2 could not be written.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from mpguard.runtime.plan import POLICY
 
 NAME = "mpguard_hook.pth"
 
-#: Imports nothing unless a policy was handed over, or this is `accelerate`; pip leaves the file behind
-#: when mpguard is uninstalled, so a missing mpguard is no error.
+#: It imports nothing unless a launcher handed over a policy, or the program is `accelerate`. pip does not remove
+#: the file when mpguard is uninstalled, so a missing mpguard is no error.
 LINE = (
     f"import os, sys; exec('try:\\n import mpguard.runtime.launch.startup_hook\\nexcept ImportError:\\n pass') "
     f"if os.environ.get('{POLICY}') or any('accelerate' in word for word in sys.orig_argv[:8]) else None\n"
@@ -52,7 +53,8 @@ def _folder(user: bool) -> Path:
 
 def _install(folder: Path, user: bool) -> int:
     path = folder / NAME
-    _refuse(folder, user)
+    _require_writable(folder, user)
+    replaced = path.is_file() and not _is_current(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(LINE, encoding="utf-8")
@@ -61,11 +63,11 @@ def _install(folder: Path, user: bool) -> int:
     if not _runs():
         path.unlink()
         raise ConfigError(
-            f"{path}: this Python ({sys.executable}) does not run import lines in .pth files there; "
+            f"{path}: this Python ({sys.executable}) does not run import lines of .pth files in this folder; "
             "nothing is installed. Use `mpguard launch --config mp.yaml train.py`, which needs no hook"
         )
     print(
-        f"Wrote one file: {path} (1 line).\n"
+        f"{'Replaced the line of an earlier version in' if replaced else 'Wrote one file:'} {path} (1 line).\n"
         f"  {LINE.rstrip()}\n"
         "With it `accelerate launch --config mp.yaml train.py` works, and its policy is in force in the workers.\n"
         "Without an mp.yaml it does nothing. Remove it with `mpguard hook uninstall`."
@@ -73,8 +75,8 @@ def _install(folder: Path, user: bool) -> int:
     return 0
 
 
-def _refuse(folder: Path, user: bool) -> None:
-    """Raises `ConfigError` for environments that are not ours to write to."""
+def _require_writable(folder: Path, user: bool) -> None:
+    """Raise `ConfigError` for an environment that mpguard cannot or must not write to."""
     isolated = sys.prefix != sys.base_prefix
     if (Path(sysconfig.get_path("stdlib")) / "EXTERNALLY-MANAGED").exists() and not isolated:
         raise ConfigError(
@@ -103,8 +105,9 @@ def _uninstall(folder: Path) -> int:
 
 
 def _status(form: str) -> int:
+    """Print where the hook is installed, if its line is current, and if a fresh interpreter runs it."""
     paths = _installed()
-    current = [path.read_text(encoding="utf-8") == LINE for path in paths]
+    current = [_is_current(path) for path in paths]
     works = bool(paths) and _runs()
     if form == "json":
         files = [{"path": str(path), "current": new} for path, new in zip(paths, current, strict=True)]
@@ -113,18 +116,35 @@ def _status(form: str) -> int:
         print(f"Not installed. `mpguard hook install` writes {_folder(False) / NAME}.")
     else:
         for path, new in zip(paths, current, strict=True):
-            print(f"Installed: {path}" + ("" if new else " (of another version; `mpguard hook install` renews it)"))
-        print("It works." if works else "It has no effect: this Python does not run it.")
+            print(f"Installed: {path}" if new else _outdated(path))
+        if works:
+            print("It works.")
+        elif any(current):
+            print("It has no effect: this Python does not run it.")
+        else:
+            print("It has no effect: runs of `accelerate launch` are not under their policy.")
     return 0 if works and all(current) else 1
 
 
+def _is_current(path: Path) -> bool:
+    """True if a file has the line of this version; one that is no text has not."""
+    return path.read_bytes() == LINE.encode()
+
+
+def _outdated(path: Path) -> str:
+    """Return the message for a line that another version wrote."""
+    user = " --user" if path.parent == _folder(True) else ""
+    return f"Outdated: {path}: it is of another mpguard version. Run `mpguard hook install{user}`"
+
+
 def _installed() -> list[Path]:
+    """Return the files of the hook in this environment and in the user's site-packages."""
     folders = dict.fromkeys((_folder(False), _folder(True)))
     return [folder / NAME for folder in folders if (folder / NAME).is_file()]
 
 
 def _runs() -> bool:
-    """Whether a fresh interpreter of this environment really runs the line."""
+    """True if a fresh interpreter of this environment runs the line."""
     code = "import sys; sys.exit(0 if 'mpguard.runtime.launch.startup_hook' in sys.modules else 3)"
     environment = {**os.environ, POLICY: '{"name": "probe"}'}
     return (

@@ -1,24 +1,23 @@
-"""The policy at run time: injection and proof.
+"""Run time: put the policy in force in a training process, and prove that it is.
 
-    plan        what a run was asked to be, and how workers are told
-    launcher    the launcher half: resolve once, refuse what can be refused, start the workers
-    checks      what can be known before training
-    hooked      what the hook's .pth line imports
-    activation  a plan put in force: patches, hooks, the guard
-    imports     patches are made as modules come in
-    patches     the few things that are wrapped, and why: a table for each library
-    converting  what becomes of the models of an optimizer
-    compiling   the same: compiled in place, where accelerate does not
-    checkpoints the history of delayed scaling beside checkpoints
-    products    the matrix products behind a backward pass, and their dtypes
-    recorder    what is only visible while it happens
-    fp8         FP8 layers as they are
-    observe     what a process really does, as plain data
-    proof       that data against the policy: rows, table, JSON
-    verdict     one verdict over all ranks
-    guard       when to prove, and what follows
-    saying      the lines that a run prints
-    ending      the status that a process ends with
+Modules of this package:
 
-Importing this package imports nothing else: the hook does it at interpreter start.
+    plan         `Plan`: policy, engine and number of processes of a run, and how workers inherit them
+    activation   puts a plan in force in this process: patches, hooks and the guard
+    guard        `Guard`: when an optimizer is proven, how long the proof may take, when it is repeated
+    reporter     `Reporter`: prints and writes the proof, failures and overrides
+    messages     texts that the launcher and the workers share
+    checkpoints  saves and loads the amax history of delayed scaling together with checkpoints
+    exit_hooks   the exit status of a process whose run is not in force
+
+Sub-packages:
+
+    launch/      starts a run: the launcher, the checks before any worker starts (`preflight`), the hook for
+                 `accelerate launch --config` (`startup_hook`), and `python -m mpguard.run` (`worker`)
+    patches/     the functions of libraries that are wrapped: one module per library, one `Patch` with its reason per
+                 function (`table` applies them), and `import_hooks`, which applies them as modules are imported
+    proof/       observes what a process really does (`recorder`, `matmuls`, `fp8`, `observe`), compares it with
+                 the policy (`compare`) and makes all ranks agree on the result (`consensus`)
+
+Importing this package imports nothing else, because the startup hook imports it when the interpreter starts.
 """

@@ -1,4 +1,4 @@
-"""Puts a policy in force in this process: patches, hooks and the guard that proves it."""
+"""Put a policy in force in this process: apply the patches, install the hooks, start the guard that proves it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from mpguard.core.errors import NotInForce
 from mpguard.nn import compile as compilation
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import given
-from mpguard.runtime import exit_hooks, patches
+from mpguard.runtime import exit_hooks
 from mpguard.runtime.guard import Guard, current, set_current
 from mpguard.runtime.messages import header, suppress_not_carried
 from mpguard.runtime.patches import import_hooks
+from mpguard.runtime.patches.table import apply_patches
 from mpguard.runtime.plan import Plan, enforcement
-from mpguard.runtime.proof.consensus import number, rank
+from mpguard.runtime.proof.consensus import launcher_variable, rank
 from mpguard.targets.capabilities import require_supported
 
 
 def start(plan: Plan) -> Guard:
-    """Puts a plan in force for everything that is built from here on, and returns its guard.
+    """Put a plan in force for everything that is built after this call, and return its guard.
 
-    A second call with another plan replaces the first one's. Raises `PolicyError`, `NotInForce`.
+    A second call with another policy replaces the plan of the first. Raises `PolicyError`, `NotInForce`.
     """
     guard = current()
     if guard is None:
@@ -42,62 +43,62 @@ def start(plan: Plan) -> Guard:
 def activate(
     policy: Policy | str | None = None, *, enforce: str | None = None, proof_json: str | None = None
 ) -> Policy:
-    """Puts a policy in force for everything that is built from here on, and proves it. Returns the policy.
+    """Put a policy in force for everything that is built after this call, and prove it. Returns the policy.
 
-    policy: a `Policy`, or the name of a recipe; by default the one that the launcher handed over,
-    else `[tool.mpguard] recipe` (`ConfigError` where there is none). enforce: "error" (default),
-    "warn", "off". proof_json: where the proof is written. Precision that the frameworks are given
-    from here on (`Accelerator`, `deepspeed.initialize`, FSDP, GradScaler, TF32) becomes the
-    policy's, and each override is logged; after the first applied optimizer step `NotInForce` is
-    raised where what runs is something else. Call it before models and optimizers are built.
+    policy: a `Policy`, or the name of a recipe; by default the policy that the launcher handed over,
+    else `[tool.mpguard] recipe` (`ConfigError` if there is none). enforce: "error" (default),
+    "warn", "off". proof_json: the file that the proof is written to. Precision settings that the
+    frameworks get after this call (`Accelerator`, `deepspeed.initialize`, FSDP, GradScaler, TF32) are
+    replaced by the policy's, and each override is logged. After the first applied optimizer step,
+    `NotInForce` is raised if the run does not match the policy. Call it before models and optimizers are built.
     """
     before = current()
     if policy is None:
-        plan = before.plan if before is not None else Plan.found(None, enforce=enforce, proof_json=proof_json)
+        plan = before.plan if before is not None else Plan.resolve(None, enforce=enforce, proof_json=proof_json)
     else:
         policy = given(policy, "activate")
-        handed = Plan.from_environment() or Plan(policy, enforce=enforcement(None, Path.cwd()))
+        inherited = Plan.from_environment() or Plan(policy, enforce=enforcement(None, Path.cwd()))
         plan = dataclasses.replace(
-            handed,
+            inherited,
             policy=policy,
-            enforce=enforcement(enforce or handed.enforce, Path.cwd()),
-            proof_json=proof_json or handed.proof_json,
+            enforce=enforcement(enforce or inherited.enforce, Path.cwd()),
+            proof_json=proof_json or inherited.proof_json,
         )
     guard = start(plan)
     if before is None:
-        exit_hooks.ExitHooks(guard).take_over()
+        exit_hooks.ExitHooks(guard).install()
     return guard.plan.policy
 
 
 def _begin(guard: Guard) -> None:
-    """Says the header, where the launcher half has not, and waits for the libraries to come in."""
-    if number("WORLD_SIZE", 1) > 1:
+    """Print the header unless the launcher did, check what is known already, and register the patches."""
+    if launcher_variable("WORLD_SIZE", 1) > 1:
         enable_line_buffering()
     if "WORLD_SIZE" in os.environ:
         atexit.register(exit_hooks.drain_gloo_threads)
     if not guard.plan.announced and rank() == 0:
         print_line(header(guard.plan))
     check_start(guard.plan)
-    guard.write_proof(None)
+    guard.reporter.reset_proof_file(guard.plan)
 
-    def torch_is_here(_torch: ModuleType) -> None:
+    def on_torch_import(_torch: ModuleType) -> None:
         with suppress_not_carried():
             if guard.plan.policy.tf32 is not None:
                 guard.plan.policy.to("torch").set_tf32()
         guard.listen()
 
-    patches.apply()
-    import_hooks.after("torch", torch_is_here)
+    apply_patches()
+    import_hooks.after("torch", on_torch_import)
     import_hooks.after("transformer_engine", lambda _: guard.recorder.listen_to_modules())
     if guard.plan.enforce == "error":
         exit_hooks.patch_os_exit(guard)
 
 
 def check_start(plan: Plan) -> None:
-    """What a worker knows before it trains. Raises `NotInForce`."""
+    """Check what a worker can know before it trains. Raises `NotInForce`."""
     if plan.enforce == "error" and (reason := compilation.conflict(plan.policy)):
         raise NotInForce(reason)
-    launched, asked = number("WORLD_SIZE", 1), plan.processes
+    launched, asked = launcher_variable("WORLD_SIZE", 1), plan.processes
     if asked is not None and launched != asked and plan.enforce == "error":
         raise NotInForce(
             f"{plan.config or 'the plan'} asks for {asked} process{'es' if asked > 1 else ''}, "

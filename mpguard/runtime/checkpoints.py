@@ -1,6 +1,7 @@
-"""The history of delayed scaling beside checkpoints of accelerate and the Trainer, whose formats have no place for it.
+"""Save and load the amax history of delayed scaling with checkpoints of accelerate and the Trainer.
 
-One file per rank, as accelerate has them for random states: with `reduce_amax=False` each rank has scales of its own.
+Their formats have no place for it, so it is in files of its own in the checkpoint's folder: one per rank, as accelerate
+does for random states, because with `reduce_amax=False` each rank has its own scales.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def _file(folder: str | Path, number: int) -> Path:
+def _path(folder: str | Path, number: int) -> Path:
     return Path(folder, f"mpguard_fp8_{number}.bin")
 
 
 def save(models: Iterable[nn.Module], folder: str | Path) -> None:
-    """Writes what the models' layers remember; nothing where none does."""
+    """Write the amax history of the models' layers; write nothing if no layer has one."""
     import torch
 
     from mpguard.nn.fp8.amax_history import fp8_state_dict
@@ -28,20 +29,21 @@ def save(models: Iterable[nn.Module], folder: str | Path) -> None:
     states = [fp8_state_dict(model) for model in models]
     if any(states):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        torch.save(states, _file(folder, rank()))
+        torch.save(states, _path(folder, rank()))
 
 
 def load(models: Iterable[nn.Module], folder: str | Path) -> None:
-    """Gives it back, where the checkpoint has it; on more ranks than there were, that of the first.
+    """Restore the amax history if the checkpoint has one. Ranks without a file of their own use that of rank 0.
 
-    A policy that has more layers in FP8 than the checkpoint's is none's mistake: those begin anew, which is said.
+    Not strict: a policy may have more layers in FP8 than the checkpoint; those start with an empty history, and that is
+    logged.
     """
     import torch
 
     from mpguard.nn.fp8.amax_history import layers_of, load_fp8_state_dict
 
     models = list(models)
-    path = next((path for number in (rank(), 0) if (path := _file(folder, number)).is_file()), None)
+    path = next((path for number in (rank(), 0) if (path := _path(folder, number)).is_file()), None)
     if path is None or not any(map(layers_of, models)):
         return
     states: list[Any] = torch.load(path, map_location="cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""How a process ends: the status that it should have, and the last word on a run that is not in force."""
+"""The end of a process: its exit status, and the last message about a run that is not in force."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from mpguard.runtime.proof.consensus import is_reporting_rank, rank
 
 
 def finish(guard: Guard, status: int = 0) -> int:
-    """At the end of the script, with its status: the status that the process should have.
+    """Finish the proof at the end of the script, and return the exit status that the process should have.
 
-    1 instead of 0 where the run is not in force though the script swallowed the exception, or where
-    it trained and ended before it could be proven. A script that never trained is no failure.
+    status: the script's own. It becomes 1 instead of 0 if the run is not in force although the script
+    caught the exception, or if it trained and ended before it could be proven. A script that never
+    trained is no failure.
     """
     if os.getpid() != guard.process:
-        return status  # a fork of the script's
+        return status  # a process that the script forked
     if guard.finished:
         return status or int(guard.failure is not None)
     guard.finished = True
@@ -34,39 +35,39 @@ def finish(guard: Guard, status: int = 0) -> int:
             guard.finalize(status)
         except NotInForce as error:
             failure, status = str(error), status or 1
-            _report_failure(failure)
+            _print_failure(failure)
         finally:
             guard.recorder.stop()
     elif not status:
-        _report_failure(failure)
+        _print_failure(failure)
     return status or int(failure is not None)
 
 
-def _report_failure(failure: str) -> None:
+def _print_failure(failure: str) -> None:
     if rank() == 0:
         print_line(f"mpguard: {failure_message(failure)}")
 
 
 def patch_os_exit(guard: Guard) -> None:
-    """`os._exit` runs no exit handler; a run that is not in force must not end with 0 through it."""
-    really = os._exit
+    """Patch `os._exit` so that a failed run cannot exit 0 by skipping atexit handlers."""
+    original = os._exit
 
     def _exit(status: int) -> None:
-        really(finish(guard, status) if os.getpid() == guard.process else status)
+        original(finish(guard, status) if os.getpid() == guard.process else status)
 
     os._exit = _exit  # type: ignore[assignment]
 
 
 class ExitHooks:
-    """The end of a process that mpguard did not start: exceptions without a traceback, and the last word."""
+    """Hooks for a process that mpguard did not start: print `NotInForce` without a traceback, set the exit status."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
         self.crashed = False
-        self.status, self.stepped = 0, 0
+        self.status, self.step_calls = 0, 0
 
-    def take_over(self) -> None:
-        """Puts itself in the place of `sys.excepthook` and `sys.exit`, and comes last."""
+    def install(self) -> None:
+        """Replace `sys.excepthook` and `sys.exit`, and register an atexit handler."""
         former, leave = sys.excepthook, sys.exit
         self.guard.spawned = multiprocessing.parent_process() is not None
 
@@ -80,19 +81,19 @@ class ExitHooks:
 
         def exit(status: Any = None) -> NoReturn:
             self.status = 0 if status is None else status if isinstance(status, int) else 1
-            self.stepped = self.guard.stepped
+            self.step_calls = self.guard.step_calls
             leave(status)
 
         sys.excepthook, sys.exit = hook, exit
         atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
-        # A script that swallowed its own `sys.exit` and trained on did not leave with that.
-        status = self.status if self.guard.stepped == self.stepped else 0
+        # If optimizer steps followed `sys.exit`, the script caught the SystemExit: its status does not count.
+        status = self.status if self.guard.step_calls == self.step_calls else 0
         if self.crashed:
             finish(self.guard, 1)
         elif finish(self.guard, status) and not status and os.getpid() == self.guard.process:
-            # An exit handler cannot change the status otherwise; those that are left still run.
+            # An atexit handler cannot change the status in another way. The remaining handlers still run.
             atexit.unregister(self._at_exit)
             atexit._run_exitfuncs()
             sys.stdout.flush()
@@ -101,9 +102,9 @@ class ExitHooks:
 
 
 def drain_gloo_threads() -> None:
-    """Gives gloo's threads the interpreter once more before it ends.
+    """Release the GIL for 50 ms, so that gloo's threads can finish before the interpreter ends.
 
-    Such a thread takes the GIL to drop what belongs to a collective. If Python ends meanwhile, it ends
+    Such a thread takes the GIL to release the objects of a collective. If Python ends meanwhile, it ends
     the thread, and C++ the process: "terminate called without an active exception", SIGABRT, in up to
     one of five runs whose last act is a collective (torch 2.13, CPU, stock accelerate too).
     """

@@ -24,8 +24,13 @@ def header(plan: Plan) -> str:
     return " · ".join([*parts, str(hardware.detect())])
 
 
+def overridable(message: str) -> str:
+    """Append to a failure how to continue in spite of it."""
+    return f"{message}  (--enforce warn to go on anyway)"
+
+
 def failure_message(message: str) -> str:
-    """Prefix a failure with `not in force: `, unless it already says that the run is not proven."""
+    """Prefix a failure with `not in force: `, unless it already begins with `not proven`."""
     return message if re.match(r"(rank [\d, ]+: )?not proven", message) else f"not in force: {message}"
 
 
@@ -33,7 +38,7 @@ def warn_not_proven(message: str) -> None:
     """Warn `NotProven`, never as an exception: a script's `warnings.simplefilter("error")` does not apply to it."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", NotProven)
-        warnings.warn(NotProven(message), stacklevel=3)
+        warnings.warn(NotProven(message), stacklevel=4)  # where `Guard.fail` was called
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""What a run was asked to be: the policy, and the engine and the processes that it should run on.
+"""`Plan`: the policy of a run, and the engine and the number of processes that it should have.
 
-The launcher half makes a `Plan` once; workers get it as text in environment variables and read
+The launcher makes a `Plan` once; workers get it as text in environment variables and read
 nothing else. accelerate's own variables carry no recipe outside `mixed_precision: fp8`.
 """
 
@@ -22,17 +22,18 @@ from mpguard.targets.plugin import get
 
 Enforce = Literal["error", "warn", "off"]
 
-#: The whole frozen policy as text, the config's name, and the rest of the plan as JSON.
+#: Environment variables: the whole frozen policy as text, the path of the config, and the rest of the plan as JSON.
 POLICY, CONFIG, PLAN = "MPGUARD_POLICY", "MPGUARD_CONFIG", "MPGUARD_PLAN"
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run was asked to be.
+    """What a run should be.
 
-    config: the file that says so; None where a recipe alone does.
-    strategy, processes: None where nothing says them; then they are shown, not compared.
-    announced: whether the header has been printed (by the launcher half).
+    config: the file that defines it; None if it is defined by a recipe alone.
+    strategy, processes: None if not defined; then the proof shows them and does not compare them.
+    enforce: what a mismatch does. proof_json: the file that the proof is written to.
+    announced: True if the launcher has printed the header.
     """
 
     policy: Policy
@@ -44,7 +45,7 @@ class Plan:
     announced: bool = False
 
     def environment(self) -> dict[str, str]:
-        """The variables that hand this plan to the workers."""
+        """Return the environment variables that hand this plan to the workers."""
         rest = {
             "strategy": self.strategy,
             "processes": self.processes,
@@ -56,7 +57,7 @@ class Plan:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Plan | None:
-        """The plan that a launcher half handed over; None without one. Raises `PolicyError`."""
+        """Return the plan that a launcher handed over; None if there is none. Raises `PolicyError`."""
         environment = os.environ if environment is None else environment
         if not environment.get(POLICY):
             return None
@@ -71,12 +72,14 @@ class Plan:
         except (ValueError, TypeError, AttributeError) as error:
             if isinstance(error, PolicyError):
                 raise
-            raise PolicyError(f"{PLAN} is {text[:80]!r}; what `mpguard launch` writes is needed: {error}") from None
+            raise PolicyError(
+                f"{PLAN} is {text[:80]!r}; what `mpguard launch` writes is needed: {error}. Unset the variable"
+            ) from None
         return plan if rest else dataclasses.replace(plan, enforce=enforcement(None, Path.cwd()))
 
     @classmethod
-    def of(cls, path: Path, *, enforce: str | None = None, proof_json: str | None = None) -> Plan:
-        """The plan that an mp.yaml states. Raises `ConfigError`, `PolicyError`."""
+    def from_config(cls, path: Path, *, enforce: str | None = None, proof_json: str | None = None) -> Plan:
+        """Return the plan that an mp.yaml defines. Raises `ConfigError`, `PolicyError`."""
         policy = mp_yaml.load_policy(path)
         config = read(path).require()
         processes = config.get("num_processes")
@@ -90,17 +93,17 @@ class Plan:
         )
 
     @classmethod
-    def found(cls, config: str | None, *, enforce: str | None = None, proof_json: str | None = None) -> Plan:
-        """The plan of a worker: from a config, else handed over, else `[tool.mpguard] recipe`.
+    def resolve(cls, config: str | None, *, enforce: str | None = None, proof_json: str | None = None) -> Plan:
+        """Return the plan of a worker: from a config, else from the launcher, else from `[tool.mpguard] recipe`.
 
-        Raises `ConfigError` where there is none.
+        Raises `ConfigError` if there is none.
         """
-        handed = cls.from_environment()
+        inherited = cls.from_environment()
         if config is not None:
-            plan = cls.of(Path(config), enforce=enforce, proof_json=proof_json)
-            same = handed is not None and handed.config is not None and _same_file(handed.config, config)
-            return cast(Plan, handed) if same and enforce is None and proof_json is None else plan
-        if handed is None:
+            plan = cls.from_config(Path(config), enforce=enforce, proof_json=proof_json)
+            same = inherited is not None and inherited.config is not None and _same_file(inherited.config, config)
+            return cast(Plan, inherited) if same and enforce is None and proof_json is None else plan
+        if inherited is None:
             here = settings.nearest(Path.cwd())
             if here.recipe is None:
                 raise ConfigError(
@@ -108,11 +111,11 @@ class Plan:
                     "Give --config mp.yaml (`mpguard init bf16_mixed` writes one), set one of these, "
                     'or call mpguard.activate("bf16_mixed")'
                 )
-            handed = cls(recipe(here.recipe), enforce=enforcement(None, Path.cwd()))
+            inherited = cls(recipe(here.recipe), enforce=enforcement(None, Path.cwd()))
         return dataclasses.replace(
-            handed,
-            enforce=cast(Enforce, enforce or handed.enforce),
-            proof_json=absolute(proof_json) or handed.proof_json,
+            inherited,
+            enforce=cast(Enforce, enforce or inherited.enforce),
+            proof_json=absolute(proof_json) or inherited.proof_json,
         )
 
 
@@ -120,26 +123,26 @@ def _same_file(one: str, other: str) -> bool:
     try:
         return Path(one).samefile(other)
     except OSError:
-        return False  # what was handed over is gone; what is given counts
+        return False  # the inherited config no longer exists: the given one applies
 
 
 def enforcement(given: str | None, near: Path) -> Enforce:
-    """What a mismatch does: as given, else `[tool.mpguard] enforce`, else "error"."""
-    said = given or settings.nearest(near).enforce or "error"
-    if said not in get_args(Enforce):
-        raise ConfigError(f"enforce is {said!r}; it must be one of {', '.join(get_args(Enforce))}")
-    return cast(Enforce, said)
+    """Return what a mismatch does: as given, else `[tool.mpguard] enforce`, else "error". Raises `ConfigError`."""
+    enforce = given or settings.nearest(near).enforce or "error"
+    if enforce not in get_args(Enforce):
+        raise ConfigError(f"enforce is {enforce!r}; it must be one of {', '.join(get_args(Enforce))}")
+    return cast(Enforce, enforce)
 
 
 def absolute(path: str | None) -> str | None:
-    """Workers may run elsewhere than the launcher."""
+    """Return an absolute path, because workers may run in another folder than the launcher; None for no path."""
     return str(Path(path).absolute()) if path else None
 
 
 def strategy_of(config: Mapping[str, Any], path: Path) -> str | None:
-    """The strategy that an accelerate config asks for; None for engines that no strategy names.
+    """Return the strategy that an accelerate config asks for; None for an engine that has no strategy.
 
-    A DeepSpeed file that it names decides the ZeRO stage; one process of many is `single`.
+    If the config names a DeepSpeed file, that file defines the ZeRO stage. DDP with `num_processes: 1` is `single`.
     """
     document = deepspeed_file(config, path) if config.get("distributed_type") == "DEEPSPEED" else None
     if document is not None:
@@ -149,30 +152,33 @@ def strategy_of(config: Mapping[str, Any], path: Path) -> str | None:
 
 
 def deepspeed_file(config: Mapping[str, Any], path: Path) -> Document | None:
-    """The DeepSpeed file that an accelerate config names, looked for as accelerate does (from here), then beside it."""
+    """Return the DeepSpeed file that an accelerate config names; None if it names none.
+
+    A relative path is resolved from the current folder, as accelerate does, then from the folder of the config.
+    """
     name = mp_yaml.deepspeed_file(config)
     if name is None:
         return None
-    beside = path.parent / name
-    return read(Path(name) if Path(name).exists() or not beside.exists() else beside)
+    sibling = path.parent / name
+    return read(Path(name) if Path(name).exists() or not sibling.exists() else sibling)
 
 
 def refuse_config_after_script(script: str, arguments: Sequence[str]) -> None:
-    """Raises `NotInForce` where the script's own arguments name an accelerate config and none is in force."""
+    """Raise `NotInForce` if the script's own arguments name an accelerate config while none is in force."""
     for argument in arguments:
         name = argument.partition("=")[2] if argument.startswith("--") and "=" in argument else argument
-        if _looks_like_accelerate(name):
+        if _is_accelerate_config(name):
             raise NotInForce(
                 f"{name} comes after {script}, so it is an argument of the script and no config is in force. "
                 f"Put it before: --config {name} {script}"
             )
 
 
-def _looks_like_accelerate(name: str) -> bool:
-    """Whether an argument names a file that is an accelerate config for certain.
+def _is_accelerate_config(name: str) -> bool:
+    """True if an argument names a file that certainly is an accelerate config.
 
-    Less counts than for the plugin, which may take a file with `mixed_precision` and a few more keys for one: here it
-    is an argument of the user's script, whose own config may have those, and a run is refused for it.
+    This is stricter than the plugin, which accepts a file with `mixed_precision` and a few more keys: here the file is
+    an argument of the user's script, whose own config may have those keys, and the run would be refused.
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml", ".json") or not path.is_file():

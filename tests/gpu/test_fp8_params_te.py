@@ -227,8 +227,8 @@ def test_what_cannot_keep_them_is_refused_by_the_guard_before_training(tmp_path:
     found = {each["attempt"]: each for each in results(run)}
     reasons = {
         "adamw": "AdamW holds no FP32 master weights", "no masters": "FusedAdam was made without FP32 master weights",
-        **{name: f"nothing does so under {name} with fp8_recipe tensorwise (te)" for name in ("fsdp1", "fsdp2")},
-        "deepspeed": "nothing does so under DeepSpeed", "accelerate": "nothing does so under fsdp2",
+        **{name: f"not supported under {name} with fp8_recipe tensorwise (te)" for name in ("fsdp1", "fsdp2")},
+        "deepspeed": "not supported under DeepSpeed", "accelerate": "not supported under fsdp2",
     }  # fmt: skip
     assert found.keys() == reasons.keys(), told(run)
     for name, reason in reasons.items():

@@ -78,7 +78,7 @@ def test_s22_multi_gpu_without_a_gpu_starts_processes_that_do_not_know_of_each_o
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in (0, 1)]
     assert worlds(tmp_path, ranks) == [(0, 1, "NO", "no")] * 2, fixed_upstream(22)  # what torchrun alone hands over
 
-    assert "processes would start that do not know of each other" in refused(mp_yaml(tmp_path, **keys))
+    assert "processes would start without a process group in common" in refused(mp_yaml(tmp_path, **keys))
 
 
 def test_s23_use_cpu_is_ignored_beside_fsdp_and_deepspeed(tmp_path: Path) -> None:

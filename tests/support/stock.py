@@ -33,7 +33,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
     5: ("mpguard.document.schemas.accelerate:FP8", "mpguard_plugins.accelerate:accelerate", "MPG801"),
     6: ("MPG801",),
     7: (
-        "mpguard.runtime.launch.preflight:_beaten",
+        "mpguard.runtime.launch.preflight:_conflicting_keys",
         "mpguard_plugins.accelerate:accelerate",
         "mpguard.document.schemas.accelerate:ARGUMENTS",
         "MPG804",
@@ -50,7 +50,11 @@ OURS: Mapping[int, tuple[str, ...]] = {
     ),
     10: ("mpguard.runtime.launch.preflight:_hardware", "MPG814"),
     11: ("mpguard.runtime.patches.accelerate:_accelerator", "MPG863"),
-    12: ("mpguard.runtime.patches.accelerate:_fsdp_plugin", "mpguard.runtime.launch.preflight:_beaten", "MPG864"),
+    12: (
+        "mpguard.runtime.patches.accelerate:_fsdp_plugin",
+        "mpguard.runtime.launch.preflight:_conflicting_keys",
+        "MPG864",
+    ),
     13: ("mpguard.runtime.patches.accelerate:_fsdp_plugin", "mpguard.runtime.patches.torch:_mixed_precision"),
     14: ("mpguard.nn.fp8.filters:reasons",),
     15: ("mpguard.nn.fp8.filters:reasons", "MPG409"),
@@ -64,13 +68,13 @@ OURS: Mapping[int, tuple[str, ...]] = {
     23: ("mpguard.runtime.launch.preflight:_engine", "MPG811"),
     24: ("mpguard.runtime.plan:Plan.environment",),
     25: ("mpguard_plugins.accelerate:beside_deepspeed_file", "mpguard.runtime.launch.launcher:_flags", "MPG861"),
-    26: ("mpguard.runtime.exit_hooks:let_gloo_finish",),
+    26: ("mpguard.runtime.exit_hooks:drain_gloo_threads",),
     27: ("MPG801", "MPG807"),
     28: ("MPG802", "MPG809"),
     29: ("MPG826",),
     30: ("mpguard.nn.grouped_mm:lowered",),
     31: ("mpguard.nn.fp8.weights:_stepped",),
-    32: ("mpguard.runtime.patches.torch:_why_own_parameters",),
+    32: ("mpguard.runtime.patches.torch:_reason_for_orig_params",),
 }
 
 

@@ -1,8 +1,8 @@
-"""The launcher half: the policy is resolved once, what can be refused is refused, workers are told.
+"""The launcher: resolve the policy once, refuse runs that cannot be in force, hand the plan to the workers.
 
-It serves `mpguard launch`, which then runs accelerate's own launcher in this process with
-`mpguard.run` in each worker, and the hook, which rewrites the arguments of an `accelerate launch`
-that is about to read them.
+Used by `mpguard launch`, which then runs accelerate's own launcher in this process with
+`mpguard.run` in each worker, and by the startup hook, which rewrites the arguments of an
+`accelerate launch` before accelerate reads them.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from mpguard.core.console import print_line
 from mpguard.core.errors import ConfigError, MpguardError, NotInForce
 from mpguard.document import mp_yaml, read
 from mpguard.runtime.launch import preflight
-from mpguard.runtime.messages import header
+from mpguard.runtime.messages import header, overridable
 from mpguard.runtime.plan import Plan, absolute, enforcement, refuse_config_after_script, strategy_of
 from mpguard.runtime.proof.compare import Proof
 from mpguard.targets.capabilities import require_supported
 from mpguard.targets.inject import Change, differences
 from mpguard.targets.settings import Setting, merged, show
 
-#: `launch_command_parser` of accelerate.
+#: The type of accelerate's `launch_command_parser`.
 ParserFactory = Callable[[], argparse.ArgumentParser]
 
-#: Seconds that workers have to end after a signal before they are killed.
+#: Seconds that workers have to end after a signal; then they are killed.
 GRACE = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparedLaunch:
-    """A launch that nothing speaks against.
+    """A launch that passed all checks.
 
-    flags, script, arguments: what accelerate's parser is given. environment: what workers inherit.
+    flags, script, arguments: the command line for accelerate's parser. environment: the variables that workers inherit.
+    header: the lines to print.
     """
 
     plan: Plan
@@ -61,48 +62,49 @@ class PreparedLaunch:
 
 
 def prepare(argv: Sequence[str], parser_factory: ParserFactory) -> PreparedLaunch | None:
-    """Reads a command line of `accelerate launch` with our options in it; None where no config is given.
+    """Check a command line of `accelerate launch` with mpguard's options in it; return None if it names no config.
 
-    Raises `NotInForce` for what is refused, `MpguardError` for what cannot start.
+    Raises `NotInForce` if the run is refused, another `MpguardError` if it cannot start.
     """
     argv = list(argv)
-    options = _parsed(argv, parser_factory)
+    options = _parse(argv, parser_factory)
     script, arguments = options.training_script, list(options.training_script_args)
     if options.config_file is None:
         refuse_config_after_script(script, arguments)
         return None
     if not options.module and not Path(script).is_file():
-        raise ConfigError(f"{script}: there is no such file; the script to launch is needed")
+        raise ConfigError(f"{script}: there is no such file; give the path of the script to launch")
     path = Path(options.config_file)
     document = read(path)
     config = document.require()
-    preflight.readable(document, options.num_processes)
+    preflight.check_config(document, options.num_processes)
     policy = mp_yaml.load_policy(path)
     if options.no_python:
         raise ConfigError(
-            f"--no_python: {script} is no Python that mpguard could put the policy in force in. Remove the flag"
+            f"--no_python: {script} would not run in Python, and mpguard can put a policy in force in Python only. "
+            "Remove the flag"
         )
     kind = _kind(options, config)
     processes = options.num_processes or config.get("num_processes")
-    asked = {**config, "distributed_type": kind, "num_processes": processes, **_sections(options, config)}
+    effective = {**config, "distributed_type": kind, "num_processes": processes, **_sections(options, config)}
     plan = Plan(
         policy,
         config=str(path.absolute()),
-        strategy=strategy_of(asked, path),
+        strategy=strategy_of(effective, path),
         processes=processes if isinstance(processes, int) and processes > 0 else None,
         enforce=enforcement(options.enforce, path),
         proof_json=absolute(options.proof_json),
         announced=True,
     )
     changes = differences(config, policy, "accelerate", plan.strategy)
-    launch = preflight.PlannedLaunch(plan, document, kind, tuple(changes), accelerator_here())
+    launch = preflight.PlannedLaunch(plan, document, kind, tuple(changes), has_accelerator())
     _refuse(plan, list(preflight.refusals(launch)))
     require_supported("accelerate", policy, plan.strategy)
     flags = argv[: len(argv) - len(arguments) - 1]
     flags, header = _flags(flags, options, launch)
     environment = dict(plan.environment())
     if kind == "MULTI_CPU" and (plan.processes or 1) > 1 and not _uses_mpi(options, config):
-        # Stock accelerate starts one process for MULTI_CPU; its torchrun launcher starts those asked for (S21).
+        # Stock accelerate starts one process for MULTI_CPU; its torchrun launcher starts `num_processes` (S21).
         flags = [*_without(flags, (), ("--cpu",)), "--multi_gpu"]
         if options.num_processes is None:
             flags += ["--num_processes", str(plan.processes)]
@@ -110,8 +112,8 @@ def prepare(argv: Sequence[str], parser_factory: ParserFactory) -> PreparedLaunc
     return PreparedLaunch(plan, tuple(flags), script, tuple(arguments), environment, header)
 
 
-def _parsed(argv: list[str], parser_factory: ParserFactory) -> argparse.Namespace:
-    """accelerate's own parser, an instance of our own, with the options that it does not have."""
+def _parse(argv: list[str], parser_factory: ParserFactory) -> argparse.Namespace:
+    """Parse with a new instance of accelerate's parser, to which mpguard's options are added. Raises `ConfigError`."""
     parser = parser_factory()
     parser.add_argument("--config", dest="config_file", default=None)
     parser.add_argument("--enforce", choices=("error", "warn", "off"), default=None)
@@ -119,37 +121,37 @@ def _parsed(argv: list[str], parser_factory: ParserFactory) -> argparse.Namespac
 
     def refuse_launch(message: str) -> None:
         if "required: training_script" in message:
-            message = "no script is given: mpguard launch --config mp.yaml SCRIPT"
+            message = "no script is given; the command is mpguard launch --config mp.yaml SCRIPT"
         raise ConfigError(message)
 
     parser.error = refuse_launch  # type: ignore[method-assign,assignment]
     return parser.parse_args(argv)
 
 
-def accelerator_here() -> bool:
-    """Whether torch finds a GPU or its like in this process."""
+def has_accelerator() -> bool:
+    """True if torch finds a GPU or another accelerator in this process."""
     import torch
 
     return bool(torch.accelerator.is_available())
 
 
 def _kind(options: argparse.Namespace, config: Mapping[str, Any]) -> str:
-    """accelerate's `distributed_type`, where its flags come before the file."""
+    """Return accelerate's `distributed_type`; flags override the file."""
     if options.use_deepspeed:
         return "DEEPSPEED"
     if options.use_fsdp:
         return "FSDP"
     if options.multi_gpu:
         return "MULTI_GPU"
-    said = config.get("distributed_type")
-    kind = "NO" if said in (None, False) else str(said)  # unquoted, NO is a boolean
+    value = config.get("distributed_type")
+    kind = "NO" if value in (None, False) else str(value)  # YAML reads an unquoted NO as a boolean
     if options.cpu and kind != "NO":
         return "MULTI_CPU"
     return kind
 
 
 def _sections(options: argparse.Namespace, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections that decide the strategy, with the flags that were given."""
+    """Return the sections of the config that define the strategy, with the flags that were given."""
     given: set[str] = getattr(options, "nondefault", set())
     sections: dict[str, Any] = {}
     for section, key, flag in (
@@ -168,6 +170,7 @@ def _uses_mpi(options: argparse.Namespace, config: Mapping[str, Any]) -> bool:
 
 
 def _refuse(plan: Plan, reasons: list[str]) -> None:
+    """Raise `NotInForce` with the reasons, if any; with `enforce` warn print them, with off ignore them."""
     if not reasons or plan.enforce == "off":
         return
     if plan.enforce == "warn":
@@ -177,11 +180,11 @@ def _refuse(plan: Plan, reasons: list[str]) -> None:
     message = "\n  ".join(reasons)
     if plan.proof_json:
         Proof("not in force", plan, failures=tuple(reasons)).write(plan.proof_json)
-    raise NotInForce(f"{message}.  (--enforce warn to go on anyway)")
+    raise NotInForce(overridable(f"{message}."))
 
 
 def _flags(flags: list[str], options: argparse.Namespace, launch: preflight.PlannedLaunch) -> tuple[list[str], str]:
-    """accelerate's flags with the policy in the config, and the header that says what was overridden."""
+    """Return accelerate's flags with the policy in the config, and the header that lists what was overridden."""
     plan, document = launch.plan, launch.document
     overridden = [change for change in launch.changes if change.overrides or change.key == "mixed_precision"]
     flags = _without(
@@ -189,16 +192,14 @@ def _flags(flags: list[str], options: argparse.Namespace, launch: preflight.Plan
     )
     config = merged(launch.config, {change.key: Setting(change.new) for change in launch.changes})
     mode = config.get("mixed_precision", "bf16" if plan.policy.bf16 else "fp16" if plan.policy.fp16 else "no")
-    said = options.mixed_precision
-    if said is not None and str(said).lower() != str(mode).lower():
-        overridden.append(Change("mixed_precision", said, mode, "--mixed_precision"))
+    given = options.mixed_precision
+    if given is not None and str(given).lower() != str(mode).lower():
+        overridden.append(Change("mixed_precision", given, mode, "--mixed_precision"))
     flags = _without(flags, ("--mixed_precision", "--mixed-precision"), ())
-    if said is not None or "mixed_precision" not in config:
-        flags += [
-            "--mixed_precision",
-            str(mode),
-        ]  # the one place that accelerate takes it from beside a DeepSpeed file (S25)
-    path = _written(config) if launch.changes else document.path
+    if given is not None or "mixed_precision" not in config:
+        # With a DeepSpeed file, accelerate reads the mode from this flag only (S25).
+        flags += ["--mixed_precision", str(mode)]
+    path = _write_config(config) if launch.changes else document.path
     return ["--config_file", path, *flags], _header(plan, launch, str(mode), overridden)
 
 
@@ -209,18 +210,18 @@ def _header(plan: Plan, launch: preflight.PlannedLaunch, mode: str, overridden: 
         rows.insert(0, ("mixed_precision", mode, name))
     reduce = plan.policy.reduce_dtype
     if plan.strategy and plan.strategy.startswith(("fsdp", "deepspeed")) and plan.policy.params_dtype is not reduce:
-        usual = f"{plan.strategy} would reduce in {plan.policy.params_dtype}"
-        rows.append(("reduce_dtype", f"{plan.policy.params_dtype} -> {reduce}", f"grad_reduce_in_fp32 ({usual})"))
-    wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        default = f"{plan.strategy} would reduce in {plan.policy.params_dtype}"
+        rows.append(("reduce_dtype", f"{plan.policy.params_dtype} -> {reduce}", f"grad_reduce_in_fp32 ({default})"))
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [
         header(plan),
-        *(f"  {key:{wide[0]}}  {values:{wide[1]}}  {why}".rstrip() for key, values, why in rows),
+        *(f"  {key:{widths[0]}}  {values:{widths[1]}}  {reason}".rstrip() for key, values, reason in rows),
     ]
     return "\n".join(lines)
 
 
-def _written(config: Mapping[str, Any]) -> str:
-    """The config with the policy in it, in a file of our own; the user's stays as it is."""
+def _write_config(config: Mapping[str, Any]) -> str:
+    """Write the config with the policy in it to a temporary file, and return its path."""
     folder = tempfile.mkdtemp(prefix="mpguard-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = Path(folder) / "mp.json"
@@ -229,8 +230,8 @@ def _written(config: Mapping[str, Any]) -> str:
 
 
 def _without(tokens: Sequence[str], valued: Sequence[str], switches: Sequence[str]) -> list[str]:
-    """The tokens without some options, given as `--name value` or `--name=value`."""
-    kept: list[str] = []
+    """Return the tokens without some options, which may be given as `--name value` or `--name=value`."""
+    remaining: list[str] = []
     position = 0
     while position < len(tokens):
         token = tokens[position]
@@ -238,27 +239,30 @@ def _without(tokens: Sequence[str], valued: Sequence[str], switches: Sequence[st
             position += 2
             continue
         if token not in switches and not any(token.startswith(f"{name}=") for name in valued):
-            kept.append(token)
+            remaining.append(token)
         position += 1
-    return kept
+    return remaining
 
 
 # -- running -------------------------------------------------------------------------------------
 
 
 class _Signalled(BaseException):
+    """Raised by the signal handler in the launcher. number: the signal."""
+
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 def run(argv: Sequence[str]) -> int:
-    """`mpguard launch`: prepares, starts accelerate's launcher here, returns the script's status."""
+    """Run `mpguard launch`: check the run, start accelerate's launcher here, return the script's status."""
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     prepared = prepare(argv, launch_command_parser)
     if prepared is None:
         raise ConfigError(
-            "no --config is given: mpguard launch --config mp.yaml SCRIPT (`mpguard init bf16_mixed` writes one)"
+            "no --config is given; the command is mpguard launch --config mp.yaml SCRIPT "
+            "(`mpguard init bf16_mixed` writes an mp.yaml)"
         )
     print_line(prepared.header)
     module = [flag for flag in prepared.flags if flag in ("-m", "--module")]
@@ -266,25 +270,25 @@ def run(argv: Sequence[str]) -> int:
     command = [*flags, "--module", "mpguard.run", *(["-m"] if module else []), prepared.script, *prepared.arguments]
     os.environ.update(prepared.environment)
     options = launch_command_parser().parse_args(command)
-    options.quiet = False  # accelerate's quiet replaces the status by 1
+    options.quiet = False  # with accelerate's `quiet`, the status of a failed script is always 1
     with _signals():
-        return _status(launch_command, options)
+        return _launch(launch_command, options)
 
 
-def _status(launch_command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
-    """The status of the script; of the first rank that failed where there are several."""
+def _launch(launch_command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
+    """Run accelerate's launcher and return the status of the script: with several ranks, of the first that failed."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
         launch_command(options)
     except subprocess.CalledProcessError as error:
-        return _plain(error.returncode)
+        return _shell_status(error.returncode)
     except ChildFailedError as error:
-        # Those that torchelastic has ended itself (SIGTERM) are the consequence, whatever their times say.
-        itself = [failure for failure in error.failures.values() if failure.exitcode != -signal.SIGTERM]
-        first = min(itself, key=lambda failure: failure.timestamp, default=error.get_first_failure()[1])
-        return _plain(first.exitcode)
+        # torchelastic ends the other ranks with SIGTERM; they are not the cause, whatever their timestamps are.
+        causes = [failure for failure in error.failures.values() if failure.exitcode != -signal.SIGTERM]
+        first = min(causes, key=lambda failure: failure.timestamp, default=error.get_first_failure()[1])
+        return _shell_status(first.exitcode)
     except SignalException as error:
         return 128 + int(error.sigval)
     except KeyboardInterrupt:
@@ -293,19 +297,22 @@ def _status(launch_command: Callable[[argparse.Namespace], None], options: argpa
         return _end_workers(error.number)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-    except Exception as error:  # what accelerate itself refuses, before a worker starts
+    except Exception as error:  # accelerate itself refuses the run before a worker starts
         raise ConfigError(f"accelerate could not start: {type(error).__name__}: {error}") from error
     return 0
 
 
-def _plain(status: int) -> int:
-    """A status as a shell has it: 128 + the number of the signal that ended a process."""
+def _shell_status(status: int) -> int:
+    """Return a status as a shell does: 128 + the number of the signal that ended the process."""
     return 128 - status if status < 0 else status
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the workers too; Ctrl-C does by itself. torchelastic takes over for its own."""
+    """Turn SIGTERM and SIGHUP into `_Signalled`, so that they end the workers too.
+
+    Ctrl-C reaches the workers by itself. torchelastic installs its own handlers for the workers that it starts.
+    """
 
     def handler(number: int, _frame: FrameType | None) -> None:
         raise _Signalled(number)
@@ -314,12 +321,12 @@ def _signals() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, was in former.items():
-            signal.signal(number, was)
+        for number, previous in former.items():
+            signal.signal(number, previous)
 
 
 def _end_workers(number: int) -> int:
-    """Passes a signal on to the workers, and waits until they have ended."""
+    """Send a signal to the workers, wait until they have ended, and return the status 128 + the signal."""
     import psutil  # type: ignore[import-untyped]  # accelerate needs it too
 
     workers = psutil.Process().children(recursive=True)
@@ -327,8 +334,7 @@ def _end_workers(number: int) -> int:
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.send_signal(number)
     with contextlib.suppress(KeyboardInterrupt):
-        _gone, left = psutil.wait_procs(workers, timeout=GRACE)
-        workers = left
+        _, workers = psutil.wait_procs(workers, timeout=GRACE)
     for worker in workers:
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.kill()
@@ -339,10 +345,10 @@ def _end_workers(number: int) -> int:
 
 
 def rewrite(argv: list[str], parser_factory: ParserFactory, environment: dict[str, str] | None = None) -> None:
-    """Rewrites the arguments of an `accelerate launch` in place, so that its mp.yaml is in force.
+    """Rewrite the arguments of an `accelerate launch` in place, so that its mp.yaml is in force.
 
-    Does nothing for a config that names no recipe. Ends the process, with a `mpguard:` line, for
-    what is refused. argv: without the program and the command.
+    Does nothing for a config that names no recipe. Ends the process with a `mpguard:` line if the run
+    is refused (status 1) or cannot start (status 2). argv: without the program and the command.
     """
     try:
         if not _names_recipe(argv, parser_factory):
@@ -362,10 +368,12 @@ def rewrite(argv: list[str], parser_factory: ParserFactory, environment: dict[st
 
 
 def _names_recipe(argv: list[str], parser_factory: ParserFactory) -> bool:
-    """Whether the config given is an mp.yaml. Without a config, or with arguments that accelerate
-    will refuse itself, the rest decides: a config after the script must still be refused."""
+    """True if the given config names a recipe, or if there is none: a config after the script must still be refused.
+
+    False for arguments that accelerate will refuse itself.
+    """
     try:
-        options = _parsed(argv, parser_factory)
+        options = _parse(argv, parser_factory)
     except ConfigError:
         return False
     if options.config_file is None or not Path(options.config_file).is_file():

@@ -1,7 +1,7 @@
-"""What can be known before training: runs that the stock stack lets degrade in silence.
+"""Checks before training: runs that the stock libraries would silently degrade.
 
-Each check yields sentences: where, what is, what would happen, what to do. With `enforce: error` a
-launch that has any is refused.
+Each check yields messages: where, what is, what would happen, what to do. With `enforce: error` a
+launch for which there is any is refused.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mpguard.runtime.plan import Plan, deepspeed_file
 from mpguard.targets.inject import Change, differences
 from mpguard.targets.settings import ABSENT, show
 
-_EITHER = "Set `distributed_type: MULTI_CPU`, or run where there is a GPU"
+_USE_CPU_OR_GPU = "Set `distributed_type: MULTI_CPU`, or run where there is a GPU"
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedLaunch:
-    """What is about to be launched.
+    """The launch to be checked.
 
-    kind: accelerate's `distributed_type`, flags considered; changes: what the policy makes of the
-    config; accelerator: whether there is a GPU or its like.
+    kind: accelerate's `distributed_type`, after flags. changes: how the config must change for the policy.
+    accelerator: True if there is a GPU or another accelerator.
     """
 
     plan: Plan
@@ -43,21 +43,21 @@ class PlannedLaunch:
         return self.document.require()
 
     def at(self, key: str) -> str:
-        """`(line 3)` of a key, where the config has it."""
+        """Return ` (line 3)` for a key of the config; empty if the config does not have it."""
         entry = self.document.entry(key)
         return "" if entry is None else f" (line {self.document.position(entry.key_span[0])[0]})"
 
-    def asks(self, key: str, value: object, for_what: str) -> str:
-        """`mp.yaml asks for FSDP (line 3)`; of the command line where that says it."""
+    def request(self, key: str, value: object, requested: str) -> str:
+        """Return `mp.yaml asks for FSDP (line 3)`, or the same of the command line if the value comes from there."""
         if str(self.config.get(key)) == str(value):
-            return f"{self.document.path} asks for {for_what}{self.at(key)}"
-        return f"the command line asks for {for_what}"
+            return f"{self.document.path} asks for {requested}{self.at(key)}"
+        return f"the command line asks for {requested}"
 
 
-def readable(document: Document, processes: int | None) -> None:
-    """Raises `ConfigError` for what accelerate would refuse in its own copy of the file, without line or near name.
+def check_config(document: Document, processes: int | None) -> None:
+    """Raise `ConfigError` for a config that accelerate would refuse, with the line and a similar name.
 
-    processes: what the command line says.
+    accelerate would report neither, and name the temporary copy of the file. processes: `--num_processes`.
     """
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.utils import DistributedType
@@ -66,7 +66,7 @@ def readable(document: Document, processes: int | None) -> None:
     config = document.require()
     if config.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise ConfigError(
-            f"{document.path}: is for SageMaker, where accelerate starts the script with a launcher of its own. "
+            f"{document.path}: is for SageMaker, where accelerate starts the script with another launcher. "
             'Call mpguard.activate("RECIPE") in the script'
         )
     if not known & config.keys():
@@ -78,77 +78,81 @@ def readable(document: Document, processes: int | None) -> None:
         if key not in known:
             raise ConfigError(f"{document.where(str(key))}: accelerate has no such key{unknown_key(str(key)) or ''}")
     kinds = list(DistributedType.__members__)
-    kind, said = config.get("distributed_type"), config.get("num_processes")
+    kind, configured = config.get("distributed_type"), config.get("num_processes")
     if isinstance(kind, str) and kind not in kinds:
         hint = did_you_mean(kind.upper(), kinds) or f"; it is one of {', '.join(kinds)}"
         raise ConfigError(f"{document.where('distributed_type')}: accelerate has no `{kind}`{hint}")
-    number = isinstance(said, int) and not isinstance(said, bool) and said > 0
-    if said is not None and not number and processes is None:
-        raise ConfigError(f"{document.where('num_processes')}: is {show(said)}; a number from 1 is needed")
+    valid = isinstance(configured, int) and not isinstance(configured, bool) and configured > 0
+    if configured is not None and not valid and processes is None:
+        raise ConfigError(f"{document.where('num_processes')}: is {show(configured)}; a number from 1 is needed")
 
 
 def refusals(launch: PlannedLaunch) -> Iterator[str]:
-    """Everything that speaks against the launch."""
+    """Yield a message for each reason to refuse the launch."""
     yield from _engine(launch)
-    yield from _beaten(launch)
+    yield from _conflicting_keys(launch)
     yield from _deepspeed_file(launch)
     yield from _hardware(launch)
 
 
 def _engine(launch: PlannedLaunch) -> Iterator[str]:
+    """Engines that accelerate would not apply here, and processes that it would not start (S21, S22, S23)."""
     kind, processes = launch.kind, launch.plan.processes or 1
-    asks = launch.asks("distributed_type", kind, kind)
+    request = launch.request("distributed_type", kind, kind)
     ignored = (
-        f", and `use_cpu: true`{launch.at('use_cpu')} is ignored beside {kind}" if launch.config.get("use_cpu") else ""
+        f", and `use_cpu: true`{launch.at('use_cpu')} is ignored with {kind}" if launch.config.get("use_cpu") else ""
     )
     if kind == "NO" and processes > 1:
         yield (
-            f"{launch.asks('num_processes', processes, f'{processes} processes')} with `distributed_type: NO`"
-            f"{launch.at('distributed_type')}, which starts one. Set `distributed_type: "
+            f"{launch.request('num_processes', processes, f'{processes} processes')} with `distributed_type: NO`"
+            f"{launch.at('distributed_type')}, which starts one process. Set `distributed_type: "
             f"{'MULTI_GPU' if launch.accelerator else 'MULTI_CPU'}`, or `num_processes: 1`"
         )
     if launch.accelerator:
         return
-    own = (
-        f". A script that makes its {kind} itself is started by `torchrun --nproc_per_node {processes} -m mpguard.run "
-        f"--config {launch.document.path} SCRIPT`"
+    alternative = (
+        f". A script that sets up {kind} itself can be started with `torchrun --nproc_per_node {processes} "
+        f"-m mpguard.run --config {launch.document.path} SCRIPT`"
     )
     if kind == "FSDP":
         each = " Each process would train a model of its own." if processes > 1 else ""
-        yield f"{asks}, but accelerate never applies it here: there is no GPU{ignored}.{each} {_EITHER}{own}"
+        yield (
+            f"{request}, but accelerate never applies it here: there is no GPU{ignored}.{each} "
+            f"{_USE_CPU_OR_GPU}{alternative}"
+        )
     elif kind == "DEEPSPEED" and processes > 1:
         yield (
-            f"{asks} with {processes} processes, which accelerate starts on a GPU only{ignored}. "
-            f"{_EITHER}, or set `num_processes: 1`{own}"
+            f"{request} with {processes} processes, which accelerate starts on a GPU only{ignored}. "
+            f"{_USE_CPU_OR_GPU}, or set `num_processes: 1`{alternative}"
         )
     elif kind.startswith("MULTI_") and kind != "MULTI_CPU":
         yield (
-            f"{asks}, but there is no GPU here: {processes} processes would start that do not know of each other, "
-            f"and each would train a model of its own{ignored}. {_EITHER}"
+            f"{request}, but there is no GPU here: {processes} processes would start without a process group in "
+            f"common, and each would train a model of its own{ignored}. {_USE_CPU_OR_GPU}"
         )
 
 
-def _beaten(launch: PlannedLaunch) -> Iterator[str]:
-    """Keys that silently beat, or contradict, the one precision (S7, S12)."""
+def _conflicting_keys(launch: PlannedLaunch) -> Iterator[str]:
+    """Keys that silently override, or contradict, the precision of the policy (S7, S12)."""
     policy = launch.plan.policy
     for change in launch.changes:
         where = f"{launch.document.path}: `{change.key}: {show(change.old)}`{launch.at(change.key)}"
         if change.key == "deepspeed_config.mixed_precision":
             yield (
-                f"{where} silently beats the top-level mixed_precision; the policy `{policy.name}` says it alone. "
-                "Remove the key"
+                f"{where} silently beats the top-level mixed_precision; the policy `{policy.name}` must be the only "
+                "definition. Remove the key"
             )
         if change.key.endswith("mixed_precision_policy") and change.old is not ABSENT:
-            said = Dtype.spelled(str(change.old))
-            if said is not policy.params_dtype:
+            configured = Dtype.spelled(str(change.old))
+            if configured is not policy.params_dtype:
                 yield (
-                    f"{where} is not what the policy `{policy.name}` computes in ({policy.params_dtype}), "
+                    f"{where} is not the dtype that the policy `{policy.name}` computes in ({policy.params_dtype}), "
                     "and accelerate reads no such key. Remove it"
                 )
 
 
 def _deepspeed_file(launch: PlannedLaunch) -> Iterator[str]:
-    """Switches in a DeepSpeed file that are not the policy's: accelerate lets the file win (S8, S9)."""
+    """`enabled` keys of a DeepSpeed file that differ from the policy: in accelerate the file wins (S8, S9)."""
     document = deepspeed_file(launch.config, Path(launch.document.path)) if launch.kind == "DEEPSPEED" else None
     if document is None:
         return
@@ -157,16 +161,16 @@ def _deepspeed_file(launch: PlannedLaunch) -> Iterator[str]:
         if change.overrides and change.key.endswith("enabled"):
             entry = document.entry(change.key)
             line = f":{document.position(entry.key_span[0])[0]}" if entry else ""
-            means = ", which here means false" if change.old == "auto" else ""
+            meaning = ", which here means false" if change.old == "auto" else ""
             yield (
-                f"{document.path}{line}: `{change.key}` is {show(change.old)}{means}; the policy `{policy.name}` needs "
-                f"{show(change.new)}. Run `mpguard apply {policy.name} {launch.document.path} {document.path}`"
+                f"{document.path}{line}: `{change.key}` is {show(change.old)}{meaning}; the policy `{policy.name}` "
+                f"needs {show(change.new)}. Run `mpguard apply {policy.name} {launch.document.path} {document.path}`"
             )
 
 
 def _hardware(launch: PlannedLaunch) -> Iterator[str]:
-    lacking = hardware.detect().refuses(launch.plan.policy)
-    if lacking:
-        yield f"the policy `{launch.plan.policy.name}` does not run here: {lacking}"
-    if compiled := compilation.conflict(launch.plan.policy):
-        yield compiled
+    """A policy that this machine cannot run, or that cannot be compiled as it requires (S10, S19)."""
+    if missing := hardware.detect().refuses(launch.plan.policy):
+        yield f"the policy `{launch.plan.policy.name}` does not run here: {missing}"
+    if conflict := compilation.conflict(launch.plan.policy):
+        yield conflict

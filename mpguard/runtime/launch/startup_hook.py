@@ -1,8 +1,8 @@
-"""What the line in `mpguard_hook.pth` imports, and only in processes that may be concerned.
+"""The module that the line in `mpguard_hook.pth` imports, in processes that may need it only.
 
-In the launcher, `accelerate launch --config mp.yaml` gets its arguments rewritten once accelerate's
-parser is there and before it has read them. In the workers, which inherit `MPGUARD_POLICY`, the
-policy is activated. Nothing is imported now: both wait for the libraries to come in.
+In the launcher, the arguments of `accelerate launch --config mp.yaml` are rewritten after accelerate's
+parser has been imported and before it reads them. In the workers, which inherit `MPGUARD_POLICY`, the
+policy is activated. Both wait until the libraries are imported; nothing is imported here at interpreter start.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpguard.runtime.patches import import_hooks
 
 LAUNCHER = "accelerate.commands.launch"
 
-#: They import torch and train nothing; their workers do.
+#: Programs that import torch and do not train; their workers do.
 OTHER_LAUNCHERS = (
     "torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed", "deepspeed.launcher.launch",
     "mpguard", "mpguard.__main__",
@@ -24,14 +24,14 @@ OTHER_LAUNCHERS = (
 
 
 def program(argv: list[str]) -> tuple[str, int]:
-    """The program that an interpreter runs (a script's file name, or a module), and where its arguments begin.
+    """Return the program that an interpreter runs (a script's file name, or a module), and where its arguments begin.
 
     argv: `sys.orig_argv`. The name is empty for `-c`, standard input and an interactive interpreter.
     """
     position = 1
     while position < len(argv) and argv[position].startswith("-"):
-        alone = argv[position].startswith("--") or argv[position][1:2] in ("X", "W")
-        last = "" if alone else argv[position][-1]  # `-um MODULE` is `-u -m MODULE`
+        is_single = argv[position].startswith("--") or argv[position][1:2] in ("X", "W")
+        last = "" if is_single else argv[position][-1]  # `-um MODULE` is `-u -m MODULE`
         if last == "c" or argv[position] == "-":
             return "", len(argv)
         if last == "m":
@@ -41,9 +41,9 @@ def program(argv: list[str]) -> tuple[str, int]:
 
 
 def launch_arguments(argv: list[str]) -> int | None:
-    """Where the arguments of an `accelerate launch` begin; None for another program.
+    """Return where the arguments of an `accelerate launch` begin; None for another program.
 
-    Known are `accelerate launch`, `accelerate-launch`, `python -m accelerate.commands.launch` and
+    Recognized are `accelerate launch`, `accelerate-launch`, `python -m accelerate.commands.launch` and
     `python -m accelerate.commands.accelerate_cli launch`.
     """
     name, begin = program(argv)
@@ -55,17 +55,18 @@ def launch_arguments(argv: list[str]) -> int | None:
 
 
 def install() -> None:
-    """Called once, at interpreter start."""
+    """Register the callback of this process, if it is an `accelerate launch` or a worker. Runs at interpreter start."""
     begin = launch_arguments(sys.orig_argv)
     if begin is not None:
         count = len(sys.orig_argv) - begin
-        import_hooks.after(LAUNCHER, lambda module: _launcher(module, count))
+        import_hooks.after(LAUNCHER, lambda module: _rewrite_launch(module, count))
     elif os.environ.get("MPGUARD_POLICY") and program(sys.orig_argv)[0] not in OTHER_LAUNCHERS:
-        # Before torch, so that it is in place for whatever comes in first.
-        import_hooks.after("torch", _worker)
+        # Every library that is patched imports torch first.
+        import_hooks.after("torch", _activate_worker)
 
 
-def _launcher(module: ModuleType, count: int) -> None:
+def _rewrite_launch(module: ModuleType, count: int) -> None:
+    """Rewrite the last `count` arguments of this process. module: accelerate's launcher."""
     from mpguard.runtime.launch import launcher
 
     arguments = sys.argv[len(sys.argv) - count :] if count else []
@@ -73,7 +74,8 @@ def _launcher(module: ModuleType, count: int) -> None:
     sys.argv[len(sys.argv) - count :] = arguments
 
 
-def _worker(_torch: ModuleType) -> None:
+def _activate_worker(_torch: ModuleType) -> None:
+    """Put the inherited policy in force; exit with 1 if it cannot be in force, with 2 if it cannot be read."""
     from mpguard.core.console import print_line
     from mpguard.core.errors import MpguardError, NotInForce
     from mpguard.runtime import activation, exit_hooks, guard
@@ -86,7 +88,7 @@ def _worker(_torch: ModuleType) -> None:
     if plan is None:
         return
     try:
-        exit_hooks.ExitHooks(activation.start(plan)).take_over()
+        exit_hooks.ExitHooks(activation.start(plan)).install()
     except NotInForce as error:
         print_line(f"mpguard: {failure_message(str(error))}")
         raise SystemExit(1) from None

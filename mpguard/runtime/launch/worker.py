@@ -40,30 +40,31 @@ ENTRY = "mpguard.run"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a script under its policy; returns the status that the process should end with."""
-    options = _parsed(list(sys.argv[1:] if argv is None else argv))
+    """Run a script under its policy, and return the status that the process should end with."""
+    options = _parse(list(sys.argv[1:] if argv is None else argv))
     if isinstance(options, int):
         return options
     try:
         if options.config is None and not os.environ.get(CONFIG):
             refuse_config_after_script(options.script, options.arguments)
-        plan = Plan.found(options.config, enforce=options.enforce, proof_json=options.proof_json)
+        plan = Plan.resolve(options.config, enforce=options.enforce, proof_json=options.proof_json)
         if options.config is not None:
-            use_cpu_as_asked(Path(options.config))
+            apply_use_cpu(Path(options.config))
         guard = activation.start(plan)
     except NotInForce as error:
-        return _refused(failure_message(str(error)), 1)
+        return _refuse(failure_message(str(error)), 1)
     except MpguardError as error:
-        return _refused(str(error), 2)
+        return _refuse(str(error), 2)
     return exit_hooks.finish(guard, _run(options))
 
 
-def _parsed(argv: list[str]) -> argparse.Namespace | int:
+def _parse(argv: list[str]) -> argparse.Namespace | int:
+    """Return the options, or the exit status if the command line cannot be used or asks for help."""
     parser = argparse.ArgumentParser(prog="python -m mpguard.run", description=USAGE, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--config", metavar="FILE", help="the mp.yaml")
     parser.add_argument("--enforce", choices=("error", "warn", "off"), help="what a mismatch does")
-    parser.add_argument("--proof-json", metavar="FILE", help="where the proof is written")
+    parser.add_argument("--proof-json", metavar="FILE", help="the file that the proof is written to")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the deepspeed launcher's, for SCRIPT
     parser.add_argument("script", metavar="SCRIPT")
@@ -77,15 +78,15 @@ def _parsed(argv: list[str]) -> argparse.Namespace | int:
     return options
 
 
-def use_cpu_as_asked(path: Path) -> None:
-    """`use_cpu: true` for accelerate in this process: its own launcher says it by this variable, torchrun does not."""
+def apply_use_cpu(path: Path) -> None:
+    """Set accelerate's variable for `use_cpu: true`: its own launcher sets it, torchrun does not."""
     config = read(path).require()
     if config.get("use_cpu") is True and str(config.get("distributed_type", "NO")) in ("NO", "MULTI_CPU"):
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 def _run(options: argparse.Namespace) -> int:
-    """The script's own status; its exceptions are printed without mpguard's frames."""
+    """Run the script and return its own status. Its exceptions are printed without mpguard's frames."""
     sys.argv = [options.script, *options.arguments]
     try:
         if options.module:
@@ -101,7 +102,7 @@ def _run(options: argparse.Namespace) -> int:
         return 1
     except MpguardError as error:
         _record(error)
-        return _refused(str(error), 2)
+        return _refuse(str(error), 2)
     except SystemExit as error:
         if error.code in (None, 0):
             return 0
@@ -123,25 +124,25 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _require_module(name: str) -> None:
-    """Raises `ConfigError` for a module that is not there, as `python -m` does."""
+    """Raise `ConfigError` for a module that does not exist: `python -m` refuses it too."""
     try:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
     except ModuleNotFoundError:
-        found = None
-    if found is None:
-        raise ConfigError(f"-m {name}: there is no such module here")
+        spec = None
+    if spec is None:
+        raise ConfigError(f"-m {name}: there is no such module; run from the folder that contains it, or install it")
 
 
 def _run_file(path: Path) -> None:
-    """Runs a file as `python FILE` does: as `__main__`, its folder first on the path.
+    """Run a file as `python FILE` does: as `__main__`, with its folder first on the path.
 
-    Under `python -m mpguard.run` in the interpreter's own `__main__`, so that what the script leaves
-    behind is torn down when Python tears down a script: torch's gloo threads mind the difference.
+    Under `python -m mpguard.run` it runs in the interpreter's own `__main__`, so that the objects that the script
+    leaves behind are destroyed when Python destroys those of a script: torch's gloo threads depend on that order.
     """
     try:
         code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be run: {error.strerror}") from None
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; give the path of a Python script") from None
     main = sys.modules["__main__"]
     if getattr(getattr(main, "__spec__", None), "name", None) != ENTRY:
         main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -154,16 +155,17 @@ def _run_file(path: Path) -> None:
     exec(code, main.__dict__)
 
 
-def _refused(message: str, status: int) -> int:
+def _refuse(message: str, status: int) -> int:
+    """Print a message on rank 0, and return the status."""
     if rank() == 0:
         print_line(f"mpguard: {message}")
     return status
 
 
 def _record(error: BaseException) -> None:
-    """Writes torchelastic's error file, by whose time it tells the first rank that failed.
+    """Write torchelastic's error file: its timestamp shows torchelastic which rank failed first.
 
-    In the form of its `ErrorHandler`, which would add a traceback to what is the user's to mend.
+    In the format of its `ErrorHandler`, which would add a traceback to errors that the user has to fix.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:

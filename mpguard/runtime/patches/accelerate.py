@@ -1,4 +1,4 @@
-"""What is wrapped of accelerate."""
+"""Patches of accelerate."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ def _accelerator(original: Function) -> Function:
         original(self, **_accelerator_arguments(given, guard))
         if guard.plan.policy.low_bit_recipe != "delayed":
             return
-        this = weakref.ref(self)  # the hooks are its own
+        this = weakref.ref(self)  # the accelerator holds the hooks: a strong reference would be a cycle
 
         def load(_models: Any, folder: str) -> None:
-            found = this()
-            checkpoints.load(found._models if found is not None else (), folder)  # those of FSDP are not handed over
+            accelerator = this()
+            # Not `_models`: accelerate does not pass models under FSDP.
+            checkpoints.load(accelerator._models if accelerator is not None else (), folder)
 
         self.register_save_state_pre_hook(lambda models, _weights, folder: checkpoints.save(models, folder))
         self.register_load_state_pre_hook(load)
@@ -48,23 +49,23 @@ def _accelerator(original: Function) -> Function:
 
 
 def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str, Any]:
-    """The arguments of `Accelerator` with the policy in them; of FP8 the rest, where mpguard converts itself."""
+    """Return the arguments of `Accelerator` with the policy in them; without FP8 if mpguard converts the models."""
     strategy = _accelerate_strategy(given)
     policy = guard.plan.policy
-    fp8_conversion.may_keep(guard, strategy)
-    guard.converts, guard.compiles = fp8_weights(policy, strategy) != "torchao", False
-    converts = policy.low_bit_recipe is not None and guard.converts
+    fp8_conversion.check_fp8_param(guard, strategy)
+    guard.converts_models, guard.compiles_models = fp8_weights(policy, strategy) != "torchao", False
+    converts = policy.low_bit_recipe is not None and guard.converts_models
     with suppress_not_carried():
         wanted = (policy.replace(fp8=None, fp4=None) if converts else policy).to("accelerate", strategy)
-    wanted.pop("deepspeed_plugin", None)  # the run has one of its own; `deepspeed.initialize` gets the policy
+    wanted.pop("deepspeed_plugin", None)  # the run's own plugin stays; `deepspeed.initialize` gets the policy
     fsdp = wanted.pop("fsdp_plugin", None)
     mode = wanted["mixed_precision"]
     before = given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
     if converts:
-        os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # heeded in other modes too (S10)
+        os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # accelerate applies it in other modes too (S10)
     if str(before).lower() not in (mode, "fp8" if converts else mode):
-        guard.say_change("Accelerator", Change("mixed_precision", str(before), mode))
-    os.environ["ACCELERATE_MIXED_PRECISION"] = mode  # read again by its plugins and by transformers
+        guard.reporter.log_override("Accelerator", Change("mixed_precision", str(before), mode))
+    os.environ["ACCELERATE_MIXED_PRECISION"] = mode  # its plugins and transformers read it again
     result = {**given, "mixed_precision": mode}
     handlers = _handlers(list(given.get("kwargs_handlers") or []), wanted.get("kwargs_handlers", []), guard)
     if handlers or given.get("kwargs_handlers"):
@@ -73,23 +74,23 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
         result["fsdp_plugin"] = _fsdp_plugin(given.get("fsdp_plugin"), fsdp.mixed_precision_policy, guard)
     if "dynamo_backend" in wanted:
         if given.get("dynamo_plugin") is not None or given.get("dynamo_backend") is not None:
-            guard.say_change(
+            guard.reporter.log_override(
                 "Accelerator", Change("dynamo_backend", "the script's", wanted["dynamo_backend"], "compile")
             )
         result["dynamo_backend"] = wanted["dynamo_backend"]
         result.pop("dynamo_plugin", None)
     elif (chosen := compilation.choice(policy)).on is not None and chosen.on != _compiles(given):
         if chosen.on:
-            guard.report(f"mpguard: compile: auto is on here: {chosen.reason}")
+            guard.reporter.print_once(f"mpguard: compile: auto is on here: {chosen.reason}")
         else:
-            guard.say_change("Accelerator", Change("dynamo_backend", "the script's", "no", chosen.reason))
+            guard.reporter.log_override("Accelerator", Change("dynamo_backend", "the script's", "no", chosen.reason))
         result["dynamo_backend"] = "inductor" if chosen.on else "no"
         result.pop("dynamo_plugin", None)
     return result
 
 
 def _compiles(given: Mapping[str, Any]) -> bool:
-    """Whether an `Accelerator` with these arguments, or accelerate's variables, would compile models."""
+    """True if an `Accelerator` with these arguments, or accelerate's environment variables, would compile models."""
     plugin = given.get("dynamo_plugin")
     backend = given.get("dynamo_backend") or getattr(plugin, "backend", None)
     backend = backend or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
@@ -97,7 +98,7 @@ def _compiles(given: Mapping[str, Any]) -> bool:
 
 
 def _accelerate_strategy(given: Mapping[str, Any]) -> str | None:
-    """Which engine this `Accelerator` will ask for, from its arguments and accelerate's variables."""
+    """Return the engine of this `Accelerator`, from its arguments and accelerate's environment variables."""
 
     def flag(name: str) -> bool:
         return os.environ.get(name, "false").lower() in ("true", "1")
@@ -108,45 +109,46 @@ def _accelerate_strategy(given: Mapping[str, Any]) -> str | None:
         return f"fsdp{version}"
     if given.get("deepspeed_plugin") or given.get("deepspeed_plugins") or flag("ACCELERATE_USE_DEEPSPEED"):
         guard = guards.current()
-        asked = guard.plan.strategy if guard else None
-        return asked if asked and asked.startswith("deepspeed") else "deepspeed-zero2"
+        planned = guard.plan.strategy if guard else None
+        return planned if planned and planned.startswith("deepspeed") else "deepspeed-zero2"
     return "ddp" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else "single"
 
 
 def _handlers(given: list[Any], wanted: list[Any], guard: guards.Guard) -> list[Any]:
-    """The script's handlers with the policy's values; FP8 handlers other than the policy's go."""
+    """Return the script's handlers with the policy's values; FP8 handlers other than the policy's are removed."""
     result = []
     kinds = {type(handler): handler for handler in wanted}
     for handler in given:
-        ours = kinds.pop(type(handler), None)
+        policys = kinds.pop(type(handler), None)
         name = type(handler).__name__
-        if ours is None:
+        if policys is None:
             if name.endswith("RecipeKwargs"):
-                guard.say_change(
+                guard.reporter.log_override(
                     "Accelerator",
-                    Change(f"kwargs_handlers.{name}", "the script's", ABSENT, "the policy's FP8 recipe is another"),
+                    Change(f"kwargs_handlers.{name}", "the script's", ABSENT, "the policy has another FP8 recipe"),
                 )
                 continue
             result.append(handler)
             continue
-        plain = type(handler)() if not name.endswith("RecipeKwargs") else None
-        for field in dataclasses.fields(ours):
-            new, old = getattr(ours, field.name), getattr(handler, field.name)
-            if new == old or (plain is not None and new == getattr(plain, field.name)):
+        default = type(handler)() if not name.endswith("RecipeKwargs") else None
+        for field in dataclasses.fields(policys):
+            new, old = getattr(policys, field.name), getattr(handler, field.name)
+            if new == old or (default is not None and new == getattr(default, field.name)):
                 continue
-            guard.say_change("Accelerator", Change(f"{name}.{field.name}", old, new))
+            guard.reporter.log_override("Accelerator", Change(f"{name}.{field.name}", old, new))
             setattr(handler, field.name, new)
         result.append(handler)
     return result + list(kinds.values())
 
 
 def _fsdp_plugin(given: Any, wanted: Any, guard: guards.Guard) -> Any:
+    """Return the script's FSDP plugin, or a new one, with the policy's mixed precision."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     plugin = given if given is not None else FullyShardedDataParallelPlugin()
     before = plugin.mixed_precision_policy
     if before is not None and before != wanted:
-        guard.say_change("Accelerator", Change("fsdp_plugin.mixed_precision_policy", before, wanted))
+        guard.reporter.log_override("Accelerator", Change("fsdp_plugin.mixed_precision_policy", before, wanted))
     plugin.mixed_precision_policy = wanted
     return plugin
 
@@ -159,7 +161,7 @@ PATCHES = (
             "mixed_precision", "kwargs_handlers", "fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins",
             "dynamo_plugin", "dynamo_backend",
         ),
-        "the YAML has no place for the FSDP policy (S12, S13), loss scaling or torchao (S17); code beats it (S11)",
+        "the YAML has no key for the FSDP policy (S12, S13), loss scaling or torchao (S17); code overrides it (S11)",
         "accelerate 1.15.0",
         _accelerator,
     ),

@@ -1,6 +1,6 @@
-"""Compiles the models of an optimizer as it is built, where the policy asks for it.
+"""Compile the models of an optimizer when the optimizer is created, if the policy asks for it.
 
-In loops of one's own. Where there is an `Accelerator`, it does so, when it prepares a model.
+This is for custom training loops. With an `Accelerator`, accelerate compiles when it prepares a model.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ if TYPE_CHECKING:
 
 
 def compile_models(guard: Guard, optimizer: torch.optim.Optimizer) -> None:
-    """What the script has compiled is its own. Raises `NotInForce` where nothing can be compiled and it must be."""
+    """Compile in place the models that an optimizer updates, unless the script has compiled them.
+
+    Raises `NotInForce` if a model cannot be compiled and the policy has compile=True.
+    """
     policy = guard.plan.policy
     chosen = compilation.wants_compile(policy)
-    if not chosen.on or not guard.compiles or guard.failure is not None:
+    if not chosen.on or not guard.compiles_models or guard.failure is not None:
         return
     for model in models_of(updated_by(optimizer)):
-        if lacking := compilation.missing_requirement(model):
+        if missing := compilation.missing_requirement(model):
             if policy.compile is True:
-                guard.fail(f"compile: {lacking}, and the policy has compile=True")
+                guard.fail(f"compile: {missing}, and the policy has compile=True")
             else:
-                guard.report(f"mpguard: compile: auto is off here: {lacking}, though {chosen.reason}")
+                guard.reporter.print_once(f"mpguard: compile: auto is off here: {missing}, though {chosen.reason}")
         elif compilation.compile_in_place(model):
             auto = f"compile: auto is on here: {chosen.reason}"
-            guard.report(f"mpguard: {auto if policy.compile == 'auto' else 'the model is compiled in place'}")
+            guard.reporter.print_once(
+                f"mpguard: {auto if policy.compile == 'auto' else 'the model is compiled in place'}"
+            )

@@ -1,4 +1,4 @@
-"""What is wrapped of DeepSpeed."""
+"""Patches of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def _deepspeed_initialize(original: Function) -> Function:
         if guard is None:
             return original(*args, **kwargs)
         given = dict(signature.bind(*args, **kwargs).arguments)
-        fp8_conversion.may_keep(guard, "DeepSpeed")
-        guard.engine_depth += 1  # ZeRO steps its optimizer once to allocate states
+        fp8_conversion.check_fp8_param(guard, "DeepSpeed")
+        guard.engine_depth += 1  # ZeRO steps its optimizer once to allocate its states
         try:
-            made = original(**_deepspeed_arguments(given, guard))
+            result = original(**_deepspeed_arguments(given, guard))
         finally:
             guard.engine_depth -= 1
         if guard.waiting:
-            guard.recorder.engines.append(made[0])
-        return made
+            guard.recorder.engines.append(result[0])
+        return result
 
     return initialize
 
 
 def _deepspeed_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str, Any]:
-    """The arguments of `deepspeed.initialize` with the policy in the config."""
+    """Return the arguments of `deepspeed.initialize` with the policy in the config. Raises `ConfigError`."""
     config, where = given.get("config"), "deepspeed.initialize"
     if config is None:
         config = given.pop("config_params", None)
@@ -57,19 +57,20 @@ def _deepspeed_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str
         return given
     if isinstance(config, (str, os.PathLike)):
         where, config = str(config), _deepspeed_file(str(config))
-    plain = getattr(config, "_param_dict", getattr(config, "config", config))  # a DeepSpeedConfig, or HF's
+    # The attributes of a DeepSpeedConfig, and of transformers' HfDeepSpeedConfig.
+    plain = getattr(config, "_param_dict", getattr(config, "config", config))
     if not isinstance(plain, Mapping):
         raise ConfigError(f"deepspeed.initialize: config is a {type(config).__name__}; a dict or a file is needed")
     with suppress_not_carried():
         changes = differences(plain, guard.plan.policy, "deepspeed")
     for change in changes:
         if change.overrides:
-            guard.say_change(where, change)
+            guard.reporter.log_override(where, change)
     return {**given, "config": merged(plain, {change.key: Setting(change.new) for change in changes})}
 
 
 def _deepspeed_file(name: str) -> dict[str, Any]:
-    """A DeepSpeed config by path, or as base64 or JSON text, as DeepSpeed takes it."""
+    """Read a DeepSpeed config from a path or from base64, as DeepSpeed does. Raises `ConfigError`."""
     from mpguard.document import read
 
     if Path(name).is_file():
@@ -79,7 +80,9 @@ def _deepspeed_file(name: str) -> dict[str, Any]:
 
         loaded = json.loads(base64.urlsafe_b64decode(name).decode("utf-8"))
     except (ValueError, UnicodeDecodeError):
-        raise ConfigError(f"{name}: is no file; deepspeed.initialize needs a DeepSpeed config") from None
+        raise ConfigError(
+            f"{name}: there is no such file; deepspeed.initialize needs the path of a DeepSpeed config"
+        ) from None
     return dict(loaded)
 
 
@@ -108,6 +111,7 @@ def _engine_step(original: Function) -> Function:
 
 
 def _engine_scaler(engine: Any) -> dict[str, Any] | None:
+    """Return the facts about the loss scaler of an engine; None without FP16."""
     if not engine.fp16_enabled():
         return None
     optimizer = engine.optimizer
@@ -127,7 +131,7 @@ PATCHES = (
         "deepspeed",
         "initialize",
         ("args", "config", "config_params"),
-        "reduction and master dtypes have a place only in its config; `auto` and a missing section mean FP32 (S8, S9)",
+        "reduction and master dtypes can only be set in its config; `auto` and a missing section mean FP32 (S8, S9)",
         "deepspeed 0.19.8",
         _deepspeed_initialize,
     ),
@@ -135,7 +139,7 @@ PATCHES = (
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.step",
         ("self",),
-        "ZeRO steps its optimizer per group, and skips steps without a log: the engine alone knows what was applied",
+        "ZeRO steps its optimizer per group, and skips steps without a log: the engine alone records what was applied",
         "deepspeed 0.19.8",
         _engine_step,
     ),

@@ -1,6 +1,6 @@
-"""What becomes of the models of an optimizer as it is built: FP8 layers, where the policy asks for them.
+"""Convert the models of an optimizer to FP8 when the optimizer is created, if the policy asks for it.
 
-Every loop makes an optimizer, whatever framework it uses; its parameters say which models are trained.
+Every training loop creates an optimizer, whatever framework it uses, and its parameters show which models are trained.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 
 def convert(guard: Guard, optimizer: torch.optim.Optimizer) -> None:
-    """Makes FP8 layers in the models that an optimizer will update, where the policy asks for them.
+    """Convert to FP8 the models that an optimizer will update, if the policy asks for it.
 
-    A model that has some already is left to the script that put them there; the proof judges it. Raises
-    `NotInForce` where this machine has no FP8, `PolicyError` where no blocks are found for both ends.
+    A model that the script has converted is not changed; the proof compares it. Raises `NotInForce` if this
+    machine has no FP8, `PolicyError` if the first and last blocks that the policy excludes are not found.
     """
-    if guard.plan.policy.low_bit_recipe is None or not guard.converts:
+    if guard.plan.policy.low_bit_recipe is None or not guard.converts_models:
         return
     roots = models_of(updated_by(optimizer))
     engine = engine_of(roots, guard.recorder, world_size()[0])
-    kept = may_keep(guard, guard.plan.strategy or ("ddp" if engine == "none" else engine), optimizer)
+    supported = check_fp8_param(guard, guard.plan.strategy or ("ddp" if engine == "none" else engine), optimizer)
     for root in roots:
-        _convert(guard, root, guard.plan.policy if kept else guard.plan.policy.replace(fp8_param=False))
+        _convert(guard, root, guard.plan.policy if supported else guard.plan.policy.replace(fp8_param=False))
 
 
 def convert_before_ddp(guard: Guard, model: nn.Module) -> None:
-    """DDP holds on to the parameters that it finds; those that are to be kept in FP8 become so before."""
-    if guard.plan.policy.fp8_param and guard.converts and fp8_weights(guard.plan.policy, "ddp"):
+    """Convert a model before DDP wraps it, because DDP keeps references to the parameters that it finds."""
+    if guard.plan.policy.fp8_param and guard.converts_models and fp8_weights(guard.plan.policy, "ddp"):
         _convert(guard, model, guard.plan.policy)
 
 
@@ -51,22 +51,22 @@ def _convert(guard: Guard, root: nn.Module, policy: Policy) -> None:
         return
     for field in conversion.not_carried(policy):
         guard.fail(
-            f"{field}={policy.format_field(field)}: converted Linear layers have no place for it. "
+            f"{field}={policy.format_field(field)}: converted Linear layers do not support it. "
             f"To go without: mpguard_overrides: {{{field}: {str(not getattr(policy, field)).lower()}}}"
         )
     try:
-        done = conversion.convert_named(root, modules, policy)
+        report = conversion.convert_named(root, modules, policy)
     except NotInForce as error:
         guard.fail(str(error))
         return
-    if done.converted and rank() == 0:
-        print_line(f"mpguard: {str(done).splitlines()[0]}")
+    if report.converted and rank() == 0:
+        print_line(f"mpguard: {str(report).splitlines()[0]}")
 
 
-def may_keep(guard: Guard, strategy: str | None, optimizer: Any = None) -> bool:
-    """Whether parameters can be kept in FP8, where they are to be: by the engine, and by the optimizer.
+def check_fp8_param(guard: Guard, strategy: str | None, optimizer: Any = None) -> bool:
+    """Return True if the engine, and the optimizer if given, support the policy's `fp8_param`, or it is not set.
 
-    Raises `NotInForce` where not, and `enforce` says so.
+    Otherwise fail: `NotInForce`, or with `enforce` warn and off False.
     """
     policy = guard.plan.policy
     if not policy.fp8_param:
@@ -74,12 +74,12 @@ def may_keep(guard: Guard, strategy: str | None, optimizer: Any = None) -> bool:
     reason: str | None = None
     library = fp8_weights(policy, strategy)
     if library is None:
-        scaled = f"fp8_recipe {policy.fp8_recipe} ({' or '.join(policy.backends)})"
-        reason = f"nothing does so under {strategy} with {scaled}. What does: {'; '.join(FP8_WEIGHTS.values())}"
+        recipe = f"fp8_recipe {policy.fp8_recipe} ({' or '.join(policy.backends)})"
+        reason = f"not supported under {strategy} with {recipe}. Supported are: {'; '.join(FP8_WEIGHTS.values())}"
     elif optimizer is not None and library == "torchao":
         reason = (
-            "under FSDP2 float8 all-gather is put into a model by accelerate alone, and there was no "
-            "Accelerator before this optimizer; make one first"
+            "under FSDP2 only accelerate enables float8 all-gather in a model, and there was no Accelerator before "
+            "this optimizer. Create the Accelerator first"
         )
     elif optimizer is not None:
         from mpguard.nn.fp8 import weights

@@ -1,7 +1,7 @@
-"""Calling something right after a module has been imported, without importing it.
+"""Callbacks that run right after a module has been imported, without importing it.
 
-Patches are made in the defining module as it comes in, before anybody can have taken a name out of
-it. A module that is there already is served at once.
+Patches are applied to the defining module while it is being imported, before another module can import a
+name from it. For a module that has been imported already, the callback runs at once.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from typing import Any
 
 Callback = Callable[[ModuleType], None]
 
-_waiting: dict[str, list[Callback]] = {}
+_callbacks: dict[str, list[Callback]] = {}
 
 
 def after(name: str, callback: Callback) -> None:
-    """Calls `callback(module)` once the module `name` has been imported; now, where it has been."""
+    """Call `callback(module)` when the module `name` has been imported; at once if it has been already."""
     module = sys.modules.get(name)
     if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
         callback(module)
         return
-    _waiting.setdefault(name, []).append(callback)
+    _callbacks.setdefault(name, []).append(callback)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the other finders find; only the loader of a waited-for module is wrapped."""
+    """Delegates to the other finders, and wraps the loader of a module for which there are callbacks."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _waiting:
+        if fullname not in _callbacks:
             return None
         for finder in sys.meta_path:
-            found = finder.find_spec(fullname, path, target) if finder is not self else None
-            if found is not None and found.loader is not None:
-                found.loader = _Loader(found.loader, fullname)
-                return found
+            spec = finder.find_spec(fullname, path, target) if finder is not self else None
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader, fullname)
+                return spec
         return None
 
 
 class _Loader(importlib.abc.Loader):
-    """A loader that calls back when the module has run. Everything else is the real loader's."""
+    """Runs the callbacks after the real loader has executed the module. Everything else is delegated to that loader."""
 
     def __init__(self, real: Any, name: str) -> None:
         self._real, self._name = real, name
@@ -67,9 +67,9 @@ class _Loader(importlib.abc.Loader):
         self._call(module)
 
     def get_code(self, name: str) -> CodeType | None:
-        """`python -m NAME` takes the code and runs it itself: a copy of the module is made for the callbacks."""
+        """Return the code for `python -m NAME`, which executes it itself; the callbacks get a copy of the module."""
         code: CodeType | None = self._real.get_code(name)
-        if code is not None and self._name in _waiting:
+        if code is not None and self._name in _callbacks:
             spec = importlib.util.spec_from_loader(name, self._real)
             assert spec is not None
             copy = importlib.util.module_from_spec(spec)
@@ -78,6 +78,6 @@ class _Loader(importlib.abc.Loader):
         return code
 
     def _call(self, module: ModuleType) -> None:
-        while self._name in _waiting:  # a callback may bring another for the same module
-            for callback in _waiting.pop(self._name):
+        while self._name in _callbacks:  # a callback may register another one for the same module
+            for callback in _callbacks.pop(self._name):
                 callback(module)

@@ -1,4 +1,4 @@
-"""A patch: one function of a library that is wrapped, and why."""
+"""`Patch`: one function of a library that is wrapped, with the reason."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ Function = Callable[..., Any]
 class Patch:
     """One wrapped function.
 
-    module, target: where it is defined (`Class.method` or `function`). needs: the parameters that
-    the wrapper relies on, its fingerprint. why: with the numbers of the findings behind it (S1 to S25).
-    tested: the versions that it was tried with.
+    module: the module that defines it. target: `Class.method` or `function` in that module. needs: the
+    parameters of the target that the wrapper relies on; without one of them the patch is not applied. reason:
+    why it is wrapped, with the numbers of the findings behind it (S1 to S32, docs/findings.md). tested: the
+    version that the patch was tested with. wrap: takes the original function and returns the wrapper.
     """
 
     module: str

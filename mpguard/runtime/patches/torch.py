@@ -1,4 +1,4 @@
-"""What is wrapped of torch: FSDP, its scalers, optimizers, backward passes."""
+"""Patches of torch: FSDP, gradient scalers, optimizers, backward passes, DDP, loading of checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from mpguard.targets.inject import Change
 
 
 def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Callable[[Function], Function]:
-    """A wrapper that puts the policy's dtypes into the mixed precision object of FSDP 1 or 2."""
+    """Return a wrapper that puts the policy's dtypes into the mixed precision object of FSDP 1 or 2.
+
+    target: the plugin (`fsdp1`, `fsdp2`). parameter: the argument that takes the object. fields: its dtypes.
+    """
 
     def wrap(original: Function) -> Function:
         signature = inspect.signature(original)
@@ -29,15 +32,16 @@ def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Ca
             if guard is None:
                 return original(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
-            fp8_conversion.may_keep(guard, target)
+            fp8_conversion.check_fp8_param(guard, target)
             with suppress_not_carried():
                 wanted = guard.plan.policy.to(target)
             given = bound.arguments.get(parameter)
             bound.arguments[parameter] = _with_dtypes(given, wanted, fields, target, guard)
             if target == "fsdp1" and not bound.arguments.get("use_orig_params"):
-                why = _why_own_parameters(guard, bound.arguments["module"])
-                if why:
-                    guard.say_change("FullyShardedDataParallel", Change("use_orig_params", False, True, why))
+                reason = _reason_for_orig_params(guard, bound.arguments["module"])
+                if reason:
+                    change = Change("use_orig_params", False, True, reason)
+                    guard.reporter.log_override("FullyShardedDataParallel", change)
                     bound.arguments["use_orig_params"] = True
             return original(*bound.args, **bound.kwargs)
 
@@ -47,23 +51,25 @@ def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Ca
 
 
 def _with_dtypes(given: Any, wanted: Any, fields: tuple[str, ...], target: str, guard: guards.Guard) -> Any:
+    """Return a mixed precision object with the policy's dtypes, and log what is overridden."""
     if given is None:
         return wanted
     new = {field: value for field in fields if (value := getattr(wanted, field)) is not None}
     for field, value in new.items():
         old = getattr(given, field)
         if old is not None and old != value:
-            guard.say_change(target, Change(field, str(old).removeprefix("torch."), str(value).removeprefix("torch.")))
+            change = Change(field, str(old).removeprefix("torch."), str(value).removeprefix("torch."))
+            guard.reporter.log_override(target, change)
     return dataclasses.replace(given, **new)
 
 
-def _why_own_parameters(guard: guards.Guard, model: Any) -> str:
-    """Why FSDP1 must not flatten the parameters of a model into others; empty where it may."""
+def _reason_for_orig_params(guard: guards.Guard, model: Any) -> str:
+    """Return why FSDP1 must keep the original parameters of a model instead of flat ones; empty if it need not."""
     if guard.plan.policy.low_bit_recipe:
-        return "FP8 layers need a weight of their own"
+        return "FP8 layers need their own weights"
     own = {id(parameter) for parameter in model.parameters()}
-    if any(id(held) in own for optimizer in guard.optimizers for held in updated_by(optimizer)):
-        return "the optimizer made before would step parameters that no longer train"
+    if any(id(each) in own for optimizer in guard.optimizers for each in updated_by(optimizer)):
+        return "an optimizer that was created before would step parameters that are no longer trained"
     return ""
 
 
@@ -80,7 +86,7 @@ def _scaler_init(original: Function) -> Function:
             for name, value in wanted.scaling.items():
                 old = bound.arguments.get(name)
                 if old is not None and old != value:
-                    guard.say_change("GradScaler", Change(name, old, value))
+                    guard.reporter.log_override("GradScaler", Change(name, old, value))
                 bound.arguments[name] = value
             original(*bound.args, **bound.kwargs)
             wanted.hold(self)
@@ -105,12 +111,12 @@ def _scaler_step(original: Function) -> Function:
             "scale": self.get_scale(),
             "window": self.get_growth_interval() if enabled and self.get_growth_factor() >= 1.5 else None,
         }
-        before = guard.stepped, recorder.skipped
+        before = guard.step_calls, recorder.skipped
         try:
             result = original(self, optimizer, *args, **kwargs)
         finally:
             recorder.scaler = None
-        if enabled and guard.waiting and (guard.stepped, recorder.skipped) == before:
+        if enabled and guard.waiting and (guard.step_calls, recorder.skipped) == before:
             guard.step_skipped()
         return result
 
@@ -123,7 +129,7 @@ def _scaler_scale(original: Function) -> Function:
         result = original(self, outputs)
         guard = guards.current()
         if guard is not None and guard.waiting and self.is_enabled():
-            guard.recorder.scaled(result)
+            guard.recorder.record_scaled_loss(result)
         return result
 
     return scale
@@ -136,7 +142,7 @@ def _backward(original: Function) -> Function:
         if guard is None or not guard.waiting:
             return original(t_outputs, *args, **kwargs)
         guard.check_limits()
-        with guard.recorder.passing(t_outputs, bool(kwargs.get("accumulate_grad"))):
+        with guard.recorder.record_backward(t_outputs, bool(kwargs.get("accumulate_grad"))):
             return original(t_outputs, *args, **kwargs)
 
     return run
@@ -147,7 +153,7 @@ def _compiled_graph(original: Function) -> Function:
     def call_user_compiler(self: Any, gm: Any, *args: Any, **kwargs: Any) -> Any:
         guard = guards.current()
         if guard is not None and guard.waiting:
-            guard.recorder.graph(gm)
+            guard.recorder.record_graph(gm)
         return original(self, gm, *args, **kwargs)
 
     return call_user_compiler
@@ -170,13 +176,13 @@ def _ddp_init(original: Function) -> Function:
     @functools.wraps(original)
     def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         guard = guards.current()
-        exactly = original
+        init = original
         if guard is not None and guard.plan.policy.fp8_param:
             from mpguard.nn.fp8.weights import broadcast_masters
 
             fp8_conversion.convert_before_ddp(guard, module)
-            exactly = broadcast_masters(original)
-        exactly(self, module, *args, **kwargs)
+            init = broadcast_masters(original)
+        init(self, module, *args, **kwargs)
 
     return __init__
 
@@ -211,7 +217,7 @@ PATCHES = (
         "torch.distributed.fsdp.fully_sharded_data_parallel",
         "FullyShardedDataParallel.__init__",
         ("module", "mixed_precision", "use_orig_params"),
-        "without a policy FSDP reduces in the parameters' dtype (S13); it leaves an earlier optimizer behind (S32)",
+        "without a policy FSDP reduces in the parameters' dtype (S13); an earlier optimizer trains nothing (S32)",
         "torch 2.13.0",
         _mixed_precision("fsdp1", "mixed_precision", ("param_dtype", "reduce_dtype", "buffer_dtype")),
     ),
@@ -227,7 +233,7 @@ PATCHES = (
         "torch.amp.grad_scaler",
         "GradScaler.__init__",
         ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"),
-        "loss scaling of a loop of one's own",
+        "loss scaling of a custom training loop",
         "torch 2.13.0",
         _scaler_init,
     ),
@@ -235,7 +241,7 @@ PATCHES = (
         "torch.amp.grad_scaler",
         "GradScaler.step",
         ("optimizer",),
-        "whether a step was applied, and which scaler scaled it",
+        "shows if a step was applied, and which scaler scaled it",
         "torch 2.13.0",
         _scaler_step,
     ),
@@ -243,7 +249,7 @@ PATCHES = (
         "torch.amp.grad_scaler",
         "GradScaler.scale",
         ("outputs",),
-        "whether what goes backward has been scaled",
+        "shows if the loss of a backward pass was scaled",
         "torch 2.13.0",
         _scaler_scale,
     ),
@@ -251,7 +257,7 @@ PATCHES = (
         "torch.distributed.fsdp.sharded_grad_scaler",
         "ShardedGradScaler.scale",
         ("outputs",),
-        "the same: FSDP1's scaler has a `scale` of its own",
+        "the same: FSDP1's scaler has its own `scale`",
         "torch 2.13.0",
         _scaler_scale,
     ),
@@ -259,7 +265,7 @@ PATCHES = (
         "torch.autograd.graph",
         "_engine_run_backward",
         ("t_outputs",),
-        "the dtypes of the matrix products are in the graph that goes backward, and nowhere else afterwards",
+        "the dtypes of the matrix products are in autograd's graph, which backward frees",
         "torch 2.13.0",
         _backward,
     ),
@@ -267,7 +273,7 @@ PATCHES = (
         "torch._dynamo.output_graph",
         "OutputGraph.call_user_compiler",
         ("gm",),
-        "a compiled region is one node of autograd's graph: its products are in dynamo's",
+        "a compiled region is one node of autograd's graph: its matrix products are in dynamo's",
         "torch 2.13.0",
         _compiled_graph,
     ),
@@ -275,7 +281,7 @@ PATCHES = (
         "torch.optim.optimizer",
         "Optimizer.__init__",
         ("params",),
-        "every loop makes an optimizer: the models that it updates become FP8, in each engine (S1, S2, S3, S14, S15)",
+        "every loop creates an optimizer: its models are converted to FP8, in each engine (S1, S2, S3, S14, S15)",
         "torch 2.13.0",
         _optimizer_init,
     ),
@@ -283,7 +289,7 @@ PATCHES = (
         "torch.nn.parallel.distributed",
         "DistributedDataParallel.__init__",
         ("module", "init_sync"),
-        "DDP holds on to parameters, and shares FP8 ones inexactly: they become so before, exact values are shared",
+        "DDP keeps references to parameters, and broadcasts FP8 ones inexactly: convert first, broadcast exact values",
         "torch 2.13.0",
         _ddp_init,
     ),
@@ -291,7 +297,7 @@ PATCHES = (
         "torch.optim.optimizer",
         "Optimizer.load_state_dict",
         ("state_dict",),
-        "a checkpoint can bring other dtypes: the next step is proven again",
+        "a checkpoint can change dtypes: the next step is proven again",
         "torch 2.13.0",
         _load_state_dict,
     ),
@@ -299,7 +305,7 @@ PATCHES = (
         "torch.nn.modules.module",
         "Module.load_state_dict",
         ("state_dict",),
-        "weights that are loaded before the optimizer is built come before the conversion: their FP8 history is kept",
+        "weights may be loaded before the optimizer is created, so before the conversion: their FP8 history is kept",
         "torch 2.13.0",
         _module_load_state_dict,
     ),

@@ -1,4 +1,4 @@
-"""What is wrapped of Transformer Engine."""
+"""Patches of Transformer Engine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def _adam_init(original: Function) -> Function:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         guard = guards.current()
-        if guard is not None and guard.converts:
-            fp8_conversion.may_keep(guard, guard.plan.strategy or "single", self)
+        if guard is not None and guard.converts_models:
+            fp8_conversion.check_fp8_param(guard, guard.plan.strategy or "single", self)
 
     return __init__
 
@@ -26,7 +26,7 @@ PATCHES = (
         "transformer_engine.pytorch.optimizers.fused_adam",
         "FusedAdam.__init__",
         ("master_weights", "master_weight_dtype"),
-        "whether it holds FP32 masters is known when it has been made, not when torch's Optimizer has",
+        "its FP32 master weights exist after its own __init__ only, not after that of torch's Optimizer",
         "Transformer Engine 2.20.2",
         _adam_init,
     ),

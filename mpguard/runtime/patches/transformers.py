@@ -1,4 +1,4 @@
-"""What is wrapped of transformers: its Trainer, and the products of its experts."""
+"""Patches of transformers: its Trainer, and the matrix products of its experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from mpguard.targets.inject import Change
 
 
 def _trainer(parameter: str, act: Callable[..., None]) -> Callable[[Function], Function]:
-    """A wrapper of what saves or loads the optimizer's state of a Trainer: the FP8 history goes with it."""
+    """Return a wrapper of a Trainer's method that saves or loads the optimizer; `act` does so for the FP8 history.
+
+    parameter: the argument that holds the checkpoint's folder.
+    """
 
     def wrap(original: Function) -> Function:
         signature = inspect.signature(original)
@@ -34,17 +37,17 @@ def _trainer(parameter: str, act: Callable[..., None]) -> Callable[[Function], F
 
 
 def _trainer_and_deepspeed(original: Function) -> Function:
-    """`TrainingArguments` say no precision under mpguard, and a DeepSpeed config that does would be a mismatch."""
+    """Put the policy's `bf16` and `fp16` into `TrainingArguments`, so that they match the DeepSpeed config."""
 
     @functools.wraps(original)
     def trainer_config_process(self: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
         guard = guards.current()
         if guard is not None:
             for field in ("bf16", "fp16"):
-                asked = getattr(guard.plan.policy, field)
-                if getattr(args, field) and not asked:
-                    guard.say_change("TrainingArguments", Change(field, True, False))
-                setattr(args, field, asked)
+                wanted = getattr(guard.plan.policy, field)
+                if getattr(args, field) and not wanted:
+                    guard.reporter.log_override("TrainingArguments", Change(field, True, False))
+                setattr(args, field, wanted)
         return original(self, args, *more, **kwargs)
 
     return trainer_config_process
@@ -55,7 +58,7 @@ PATCHES = (
         "transformers.trainer",
         "Trainer._save_optimizer_and_scheduler",
         ("output_dir",),
-        "its checkpoints hold weights as bare tensors: the history of delayed scaling is saved beside them",
+        "its checkpoints hold weights as plain tensors: the history of delayed scaling is saved in a file next to them",
         "transformers 5.23.0",
         _trainer("output_dir", checkpoints.save),
     ),
@@ -63,7 +66,7 @@ PATCHES = (
         "transformers.trainer",
         "Trainer._load_optimizer_and_scheduler",
         ("checkpoint",),
-        "and put back",
+        "the history of delayed scaling is loaded with the checkpoint",
         "transformers 5.23.0",
         _trainer("checkpoint", checkpoints.load),
     ),
@@ -71,7 +74,7 @@ PATCHES = (
         "transformers.integrations.deepspeed",
         "HfTrainerDeepSpeedConfig.trainer_config_process",
         ("args",),
-        "it refuses a DeepSpeed config that says the precision where TrainingArguments do not",
+        "it refuses a DeepSpeed config that sets the precision if TrainingArguments do not",
         "transformers 5.23.0",
         _trainer_and_deepspeed,
     ),
@@ -79,7 +82,7 @@ PATCHES = (
         "transformers.integrations.moe",
         "_grouped_mm",
         ("input", "weight", "offs"),
-        "autocast does not lower it: experts compute in the dtype of their master weights (S30)",
+        "autocast does not cast its inputs: experts compute in the dtype of their master weights (S30)",
         "transformers 5.23.0",
         autocast_grouped_mm,
     ),

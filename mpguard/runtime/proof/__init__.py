@@ -1,0 +1,11 @@
+"""Proof: observe what a process does, and compare it with the policy.
+
+    recorder   collects what is visible only while it happens: backward passes, collectives, loss scaling
+    matmuls    the matrix products behind a backward pass, their dtypes and their work
+    fp8        the FP8 layers of a model, and the recipe in force
+    observe    `observe`: all facts about a process after an optimizer step, as plain data (`Observed`)
+    compare    `compare`: those facts against the plan, as rows; the `Proof` as a table and as JSON
+    consensus  makes all ranks agree on the failures
+
+Importing this package imports nothing else.
+"""

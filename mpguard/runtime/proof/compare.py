@@ -1,4 +1,4 @@
-"""What is in force against what was asked: rows, a verdict over all ranks, a table, a JSON file."""
+"""Compare what was observed with the plan: rows, failures, and the `Proof` as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -12,32 +12,37 @@ from typing import Any
 from mpguard.nn import compile as compilation
 from mpguard.policy.dtype import Dtype
 from mpguard.runtime.plan import Plan
-from mpguard.runtime.proof.fp8 import Fp8Found
+from mpguard.runtime.proof.fp8 import Fp8Layers
 from mpguard.runtime.proof.observe import Observed
 from mpguard.targets.plugin import get
 
-ACCELERATE_ENGINES = ". accelerate applies FSDP and DeepSpeed only on a GPU and goes on without a word elsewhere"
-ACCELERATE_ALONE = "accelerate spreads it without a GPU only where ACCELERATE_USE_CPU=true (`mpguard launch` sets it)"
+ACCELERATE_ENGINES = (
+    ". accelerate applies FSDP and DeepSpeed only on a GPU, and silently continues elsewhere. Run where there is a "
+    "GPU, or wrap the model in the script"
+)
+ACCELERATE_ON_CPU = (
+    "without a GPU accelerate distributes the model only with ACCELERATE_USE_CPU=true (`mpguard launch` sets it)"
+)
 
-#: What the model that mpguard compiled in place may not have been.
-CALL_IT = "Call the model itself, or add `step = torch.compile(step)` for what is called instead"
+#: What to do if a model that mpguard compiled in place was not called: the script calls something else.
+CALL_THE_MODEL = "Call the model itself, or add `step = torch.compile(step)` for the function that is called instead"
 
-#: What of Transformer Engine rounds the weights that are kept in FP8, by recipe.
-ROUNDED_BY = {
+#: The class of Transformer Engine that rounds the weights that are kept in FP8, by recipe.
+QUANTIZERS = {
     "delayed": "Float8Quantizer", "tensorwise": "Float8CurrentScalingQuantizer", "blockwise": "Float8BlockQuantizer",
     "mxfp8": "MXFP8Quantizer",
 }  # fmt: skip
 
 #: Rows without which a low-precision run is not proven.
-MUST_BE_SEEN = ("compute", "reduction")
+REQUIRED_ROWS = ("compute", "reduction")
 
-#: A dtype that holds less than this share of the elements is an island (a router, a head), not the run.
-ISLAND = 0.5
+#: A dtype with at most this share of the elements is allowed to differ (a router, a head).
+ALLOWED_SHARE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the proof. ok: None where it could not be observed, or nothing is asked."""
+    """One line of the proof. ok: None if it could not be observed, or if the plan does not define it."""
 
     name: str
     found: str
@@ -53,7 +58,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """The outcome for a run. failures: one sentence each, with the rank where there are several."""
+    """The result for a run. verdict: see `verdict_of`. failures: messages, with the ranks if not all have it."""
 
     verdict: str
     plan: Plan
@@ -66,23 +71,23 @@ class Proof:
         return self.verdict == "in force"
 
     def table(self) -> str:
-        """The lines for people."""
+        """Return the table that is printed."""
         seen = self.observed
         if seen is None:
             return "\n".join(self.failures)
         ranks = f"all {seen.world_size} ranks" if seen.world_size > 1 else "1 process"
         head = f"step {seen.step} proven in force on {ranks}" if self.in_force else f"step {seen.step}: {self.verdict}"
-        skipped = f", after {seen.skipped} skipped" if seen.skipped else ""
-        unseen = [row.name for row in self.rows if row.found == "not observed"]
-        if unseen and self.in_force:
-            skipped += f", but for what could not be observed: {', '.join(unseen)}"
-        lines = [f"{head}{skipped} · recipe {self.plan.policy.name}"]
-        wide = max((len(row.found) for row in self.rows), default=0)
-        lines += [f"  {row.name:14} {row.found:{wide}}  {row.verdict}".rstrip() for row in self.rows]
+        notes = f", after {seen.skipped} skipped" if seen.skipped else ""
+        unobserved = [row.name for row in self.rows if row.found == "not observed"]
+        if unobserved and self.in_force:
+            notes += f", except for what could not be observed: {', '.join(unobserved)}"
+        lines = [f"{head}{notes} · recipe {self.plan.policy.name}"]
+        width = max((len(row.found) for row in self.rows), default=0)
+        lines += [f"  {row.name:14} {row.found:{width}}  {row.verdict}".rstrip() for row in self.rows]
         return "\n".join(lines)
 
     def write(self, path: str | Path) -> None:
-        """The file for machines. Raises `OSError`."""
+        """Write the proof as JSON. Raises `OSError`."""
         data = {
             "version": 1,
             "verdict": self.verdict,
@@ -100,7 +105,7 @@ class Proof:
 
 
 def compare(seen: Observed, plan: Plan) -> tuple[Row, ...]:
-    """One row per fact. Nothing here touches torch."""
+    """Return one row per fact. Does not need torch."""
     rows = [
         _engine(seen, plan),
         _processes(seen, plan),
@@ -117,19 +122,22 @@ def compare(seen: Observed, plan: Plan) -> tuple[Row, ...]:
 
 
 def failures(rows: Iterable[Row], plan: Plan, seen: Observed) -> list[str]:
-    """The mismatches as sentences: what is, what was asked. Without any, what must be observed and could not be."""
+    """Return the mismatches as messages; if there are none, the rows that must be observed and could not be."""
     rows = list(rows)
-    wrong = [f"{row.name}: {row.found}; asked: {row.asked}{_why(row, plan, seen)}" for row in rows if row.ok is False]
+    wrong = [
+        f"{row.name}: {row.found}; asked: {row.asked}{_advice(row, plan, seen)}" for row in rows if row.ok is False
+    ]
     if wrong or not plan.policy.low_precision:
         return wrong
-    unseen = [row for row in rows if row.name in MUST_BE_SEEN and row.found == "not observed"]
+    unobserved = [row for row in rows if row.name in REQUIRED_ROWS and row.found == "not observed"]
     return [
-        f"not proven: {row.name} could not be observed; asked: {row.asked}{_why(row, plan, seen)}" for row in unseen
+        f"not proven: {row.name} could not be observed; asked: {row.asked}{_advice(row, plan, seen)}"
+        for row in unobserved
     ]
 
 
 def verdict_of(failures: Iterable[str]) -> str:
-    """`in force`, `not in force`, or `not proven` where nothing is known to be wrong."""
+    """Return `in force`, `not in force`, or `not proven` if the only failures are facts that were not observed."""
     failures = list(failures)
     if not failures:
         return "in force"
@@ -137,64 +145,73 @@ def verdict_of(failures: Iterable[str]) -> str:
 
 
 def reduced_by_script(seen: Observed) -> bool:
-    """Whether collectives that the script itself calls have reduced as much as there are gradients."""
+    """True if the script itself has called collectives that reduced as many elements as there are gradients."""
     return seen.engine == "none" and sum(seen.reductions.values()) >= sum(seen.gradients.values()) > 0
 
 
-def spread_by_nothing(seen: Observed) -> bool:
-    """Whether this is one of several processes that trains a model of its own."""
+def is_unsynchronized(seen: Observed) -> bool:
+    """True if this is one of several processes and its gradients are not reduced with those of the others."""
     return seen.world_size > 1 and seen.engine == "none" and not reduced_by_script(seen)
 
 
-def _why(row: Row, plan: Plan, seen: Observed) -> str:
-    """What usually lies behind a mismatch, and what to do."""
+def _advice(row: Row, plan: Plan, seen: Observed) -> str:
+    """Return the usual cause of a mismatch and what to do, to be appended to its message."""
     policy, accelerate = plan.policy, "accelerate" in sys.modules
     if row.name == "compute" and not seen.compute:
         return (
-            ". No matrix product that mpguard knows is behind the gradients of this step; call mpguard before "
+            ". No matrix product that mpguard recognizes is behind the gradients of this step. Activate mpguard before "
             "the first backward pass"
         )
     if row.name == "compute":
-        return _where(seen, policy.compute_dtype.short)
+        return _other_products(seen, policy.compute_dtype.short)
     if row.name == "reduction" and not seen.reductions:
-        return ". A communication hook, or a call of the process group's own, reduced where mpguard cannot hear it"
+        return (
+            ". A communication hook, or a method of the process group, reduced in a way that mpguard does not observe: "
+            "reduce with the functions of torch.distributed"
+        )
     if row.name == "processes" and seen.world_size == 1 and seen.launched > 1:
         return (
-            f". {seen.launched} processes were started that do not know of each other, and each trains a model of "
-            "its own: "
-            "without a GPU set ACCELERATE_USE_CPU=true, or `distributed_type: MULTI_CPU` for `mpguard launch`"
+            f". {seen.launched} processes were started without a process group in common, and each trains a model of "
+            "its own. Without a GPU set ACCELERATE_USE_CPU=true, or `distributed_type: MULTI_CPU` for `mpguard launch`"
         )
     if row.name == "processes":
-        return ". Start as many as the config says (`mpguard launch` does), or change `num_processes`"
+        return ". Start as many as the config defines (`mpguard launch` does), or change `num_processes`"
     if (
         row.name == "engine"
         and seen.engine in ("none", "single", "ddp")
         and (plan.strategy or "").startswith(("fsdp", "deepspeed"))
     ):
-        return ACCELERATE_ENGINES if accelerate else ". Wrap the model, or give the config the engine that is meant"
+        return (
+            ACCELERATE_ENGINES if accelerate else ". Wrap the model in the engine, or change the engine in the config"
+        )
     if row.name == "engine" and seen.engine == "none":
-        alone = f". {seen.launched} processes each train a model of their own"
-        return f"{alone}; {ACCELERATE_ALONE}" if accelerate else f"{alone}: wrap it in DistributedDataParallel"
+        each = f". {seen.launched} processes each train a model of their own"
+        return f"{each}; {ACCELERATE_ON_CPU}" if accelerate else f"{each}: wrap it in DistributedDataParallel"
     if row.name == "scaler" and seen.scaler is not None and seen.unscaled:
-        return ". Call backward on what scaler.scale(loss) returns, for each loss"
+        return ". Call backward on the result of scaler.scale(loss), for each loss"
     if row.name == "scaler" and seen.scaler is not None and seen.scaler["enabled"]:
-        return ". A GradScaler that is made once mpguard is active has the policy's values: make it after that"
+        return (
+            ". A GradScaler gets the policy's values only if mpguard is active when it is created: create it after that"
+        )
     if row.name == "scaler" and policy.fp16:
-        return ". FP16 gradients below 6e-8 are lost without loss scaling; accelerate makes no GradScaler on the CPU"
+        return (
+            ". FP16 gradients below 6e-8 are lost without loss scaling. Scale the loss with a GradScaler, or use BF16; "
+            "accelerate creates no GradScaler on the CPU"
+        )
     if row.name == "compile" and policy.low_bit_recipe == "delayed":
         return f". {compilation.NEVER}: compile nothing, or set fp8_recipe to tensorwise"
     if row.name == "compile" and policy.compile is True:
-        return f". {CALL_IT}"
+        return f". {CALL_THE_MODEL}"
     if row.name == "not in fp8":
         return (
-            ". Layers that come into a model after its optimizer are not converted: make the optimizer when the model "
-            "is whole, or call mpguard.convert before the first step"
+            ". Layers that are added to a model after its optimizer was created are not converted: create the "
+            "optimizer when the model is complete, or call mpguard.convert before the first step"
         )
     if row.name == "optimizer" and policy.master_dtype is Dtype.FP32:
         return ". Load the model in fp32: the optimizer's parameters are the master weights"
     if row.name == "fp8 weights":
         return (
-            ". mpguard keeps the exact values of layers that it converts itself: build them as nn.Linear, without "
+            ". mpguard keeps the exact values only of layers that it converts itself: build them as nn.Linear, without "
             "quantized_model_init, and set fp8_param"
         )
     if row.name == "parameters" and policy.script_requirements:
@@ -202,14 +219,14 @@ def _why(row: Row, plan: Plan, seen: Observed) -> str:
     return ""
 
 
-def _where(seen: Observed, asked: str) -> str:
-    """Whose products ran in another dtype, and what to do about it."""
+def _other_products(seen: Observed, asked: str) -> str:
+    """Return whose products ran in another dtype, and what to do about it."""
     others = [name for dtype, names in seen.computed_in.items() if dtype != asked for name in names]
     if not others or asked not in seen.compute:
-        return ". Autocast (or the engine) was not in force around the forward pass"
+        return ". Autocast (or the engine) was not in force around the forward pass: run the forward pass inside it"
     return (
-        f". Most of the matrix products are those of {_names(others)}: have autocast enabled there, or leave it so, "
-        "knowingly, with --enforce warn"
+        f". Most of the matrix products are those of {_names(others)}: enable autocast there, or accept it with "
+        "--enforce warn"
     )
 
 
@@ -231,7 +248,7 @@ def _processes(seen: Observed, plan: Plan) -> Row:
 
 
 def _parameters(seen: Observed, plan: Plan) -> Row:
-    """DeepSpeed's engine holds the compute copy; everywhere else the model holds what the optimizer updates."""
+    """DeepSpeed's engine holds the compute copy; in other engines the model holds the parameters of the optimizer."""
     policy = plan.policy
     if not seen.parameters:
         return Row("parameters", "not observed", "", None)
@@ -239,8 +256,9 @@ def _parameters(seen: Observed, plan: Plan) -> Row:
     asked = policy.params_dtype if seen.engine.startswith("deepspeed") else policy.master_dtype
     assert asked is not None
     elements = sum(seen.parameters.values())
-    found = f"{said(seen.parameters)}{shards}, {_amount(elements)}"
-    exact = {dtype: count for dtype, count in seen.parameters.items() if dtype != "fp8"}  # `_kept` judges those
+    found = f"{format_counts(seen.parameters)}{shards}, {_amount(elements)}"
+    # Parameters kept in FP8 are compared in `_fp8_weights`.
+    exact = {dtype: count for dtype, count in seen.parameters.items() if dtype != "fp8"}
     return Row("parameters", found, asked.short, _mostly(exact, asked.short))
 
 
@@ -248,13 +266,13 @@ def _compute(seen: Observed, plan: Plan) -> Row:
     asked = plan.policy.compute_dtype.short
     if not seen.compute:
         return Row("compute", "not observed", asked, None)
-    found = said(seen.compute)
+    found = format_counts(seen.compute)
     other = {"bf16": "fp16", "fp16": "bf16"}.get(asked)
-    islands = [f"{dtype}: {_names(names)}" for dtype, names in seen.computed_in.items() if dtype != asked and names]
+    different = [f"{dtype}: {_names(names)}" for dtype, names in seen.computed_in.items() if dtype != asked and names]
     ok = _mostly(seen.compute, asked) and other not in seen.compute
     if asked == "fp32":
         ok = set(seen.compute) <= {"fp32", "fp64"}
-    return Row("compute", f"{found}; {'; '.join(islands)}" if islands and ok else found, asked, ok)
+    return Row("compute", f"{found}; {'; '.join(different)}" if different and ok else found, asked, ok)
 
 
 def _fp8(seen: Observed, plan: Plan) -> list[Row]:
@@ -279,12 +297,12 @@ def _fp8(seen: Observed, plan: Plan) -> list[Row]:
     ok = fp8.backend in policy.backends and not wrong
     rows = [Row("fp8", "; ".join([found, *wrong]), asked, ok)]
     if fp8.beside:
-        beside = f"{_names(fp8.beside)} multiplied outside of the FP8 layer"
-        asked = "each FP8 layer called; or named in fp8_exclude, where other code takes its weight"
-        rows.append(Row("fp8 products", beside, asked, False))
+        outside = f"{_names(fp8.beside)} multiplied outside of the FP8 layer"
+        asked = "each FP8 layer called; or named in fp8_exclude, if other code uses its weight"
+        rows.append(Row("fp8 products", outside, asked, False))
     elif fp8.share is not None:
         rows.append(Row("fp8 products", f"{100 * fp8.share:.0f} % of the multiply-adds with weights", "", None))
-    rows += _kept(fp8, plan)
+    rows += _fp8_weights(fp8, plan)
     compute = policy.compute_dtype.short
     explained = [name for name, reason in fp8.left.items() if reason]
     reasons = dict.fromkeys(fp8.left[name] for name in explained)
@@ -300,25 +318,25 @@ def _fp8(seen: Observed, plan: Plan) -> list[Row]:
     return rows
 
 
-def _kept(fp8: Fp8Found, plan: Plan) -> list[Row]:
-    """Weights that are kept in FP8, and their masters."""
+def _fp8_weights(fp8: Fp8Layers, plan: Plan) -> list[Row]:
+    """Compare the weights that are kept in FP8, and their masters."""
     policy, layers, kept = plan.policy, len(fp8.converted), sum(fp8.kept.values())
     if not kept and not (policy.fp8_param and fp8.backend == "te" in policy.backends):
         return []
     found = f"{kept} of {layers} kept in FP8 ({', '.join(fp8.kept)})" if kept else "in high precision"
-    found += f", masters {said(fp8.masters)}" if fp8.masters else ""
+    found += f", masters {format_counts(fp8.masters)}" if fp8.masters else ""
     found += f"; not made from exact weights: {_names(fp8.inexact)}" if fp8.inexact else ""
     if not policy.fp8_param:
         return [Row("fp8 weights", found, "in high precision", False)]
-    rounded_by = ROUNDED_BY[policy.low_bit_recipe or ""]
-    ok = fp8.kept == {rounded_by: layers} and set(fp8.masters) == {policy.master_dtype.short} and not fp8.inexact
+    quantizer = QUANTIZERS[policy.low_bit_recipe or ""]
+    ok = fp8.kept == {quantizer: layers} and set(fp8.masters) == {policy.master_dtype.short} and not fp8.inexact
     return [
-        Row("fp8 weights", found, f"all kept in FP8 ({rounded_by}), exact masters in {policy.master_dtype.short}", ok)
+        Row("fp8 weights", found, f"all kept in FP8 ({quantizer}), exact masters in {policy.master_dtype.short}", ok)
     ]
 
 
-def _other_recipe(fp8: Fp8Found, plan: Plan) -> list[str]:
-    """Where the recipe in force differs from the policy's: field, found and asked."""
+def _other_recipe(fp8: Fp8Layers, plan: Plan) -> list[str]:
+    """Return the fields in which the recipe in force differs from the policy's, with both values."""
     if fp8.backend == "torchao":
         asked: dict[str, Any] = {"recipe": plan.policy.fp8_recipe}
     else:
@@ -334,11 +352,11 @@ def _gradients(seen: Observed, plan: Plan) -> Row:
     asked = plan.policy.master_dtype.short
     if not seen.gradients:
         return Row("gradients", "not observed", asked, None)
-    return Row("gradients", said(seen.gradients), asked, _mostly(seen.gradients, asked))
+    return Row("gradients", format_counts(seen.gradients), asked, _mostly(seen.gradients, asked))
 
 
 def _reduction(seen: Observed, plan: Plan) -> Row:
-    """A reduction in a wider dtype than asked loses nothing."""
+    """A reduction in a wider dtype than requested is in force: it loses nothing."""
     policy = plan.policy
     if seen.world_size == 1:
         return Row("reduction", "none: one process", "", None)
@@ -348,7 +366,7 @@ def _reduction(seen: Observed, plan: Plan) -> Row:
     total = sum(seen.reductions.values())
     narrow = [dtype for dtype, count in seen.reductions.items() if _bits(dtype) < asked.bits and count > total * 0.01]
     other = [dtype for dtype in seen.reductions if _bits(dtype) == asked.bits and dtype != asked.short]
-    found = f"{said(seen.reductions)} ({seen.reduced_by})"
+    found = f"{format_counts(seen.reductions)} ({seen.reduced_by})"
     return Row("reduction", found, asked.short, not narrow and not other)
 
 
@@ -356,10 +374,12 @@ def _optimizer(seen: Observed, plan: Plan) -> Row:
     asked = plan.policy.master_dtype.short
     if not seen.masters:
         return Row("optimizer", seen.optimizer or "not observed", asked, None)
-    states = f", states {said(seen.states)}" if seen.states else ""
-    found = f"{seen.optimizer}, weights {said(seen.masters)}{states}"
+    states = f", states {format_counts(seen.states)}" if seen.states else ""
+    found = f"{seen.optimizer}, weights {format_counts(seen.masters)}{states}"
     narrow = [dtype for dtype in seen.states if dtype in ("bf16", "fp16") and dtype != asked]
-    quantized = any(Dtype.spelled(dtype) is None for dtype in seen.states)  # the script's own choice of an optimizer
+    quantized = any(
+        Dtype.spelled(dtype) is None for dtype in seen.states
+    )  # quantized states: the script chose that optimizer
     ok = _mostly(seen.masters, asked) and not narrow
     return Row("optimizer", found, f"weights and states {asked}", None if ok and quantized else ok)
 
@@ -382,7 +402,7 @@ def _scaler(seen: Observed, plan: Plan) -> list[Row]:
         found += f", window {scaler['window']}"
         ok = scaler["window"] == policy.loss_scale_window and scaler["scale"] <= policy.initial_loss_scale
     if seen.unscaled and not seen.engine.startswith("deepspeed"):
-        found, ok = f"{found}; a loss that it did not scale went backward", False
+        found, ok = f"{found}; backward ran on a loss that it did not scale", False
     return [Row("scaler", found, asked, ok)]
 
 
@@ -392,7 +412,7 @@ def _others(seen: Observed, plan: Plan) -> list[Row]:
         rows.append(
             Row(
                 "buffers",
-                said(seen.buffers),
+                format_counts(seen.buffers),
                 policy.buffer_dtype.short,
                 _mostly(seen.buffers, policy.buffer_dtype.short),
             )
@@ -414,13 +434,13 @@ def _others(seen: Observed, plan: Plan) -> list[Row]:
         rows.append(Row("compile", "FP8 layers are compiled", "delayed scaling not compiled", False))
     elif policy.low_bit_recipe:
         chosen = compilation.choice(policy)
-        lost = f": {chosen.reason}. {CALL_IT}" if chosen.on and not seen.compiled else ""
+        lost = f": {chosen.reason}. {CALL_THE_MODEL}" if chosen.on and not seen.compiled else ""
         rows.append(Row("compile", "compiled" if seen.compiled else f"not compiled{lost}", "auto", None))
     return rows
 
 
-def said(counts: Mapping[str, int]) -> str:
-    """`bf16`, or `bf16 98 %, fp32 2 %`."""
+def format_counts(counts: Mapping[str, int]) -> str:
+    """Return `bf16`, or `bf16 98 %, fp32 2 %`."""
     total = sum(counts.values())
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     if len(ordered) == 1:
@@ -429,23 +449,25 @@ def said(counts: Mapping[str, int]) -> str:
 
 
 def _mostly(counts: Mapping[str, int], dtype: str) -> bool:
-    """Whether a dtype holds more than half of the elements; the rest is shown, and may be wider, not narrower."""
+    """True if a dtype has more than half of the elements, and no element is in a narrower one."""
     total = sum(counts.values())
     narrower = sum(count for other, count in counts.items() if _bits(other) < _bits(dtype))
-    return counts.get(dtype, 0) > total * ISLAND and narrower == 0
+    return counts.get(dtype, 0) > total * ALLOWED_SHARE and narrower == 0
 
 
 def _bits(dtype: str) -> int:
     known = Dtype.spelled(dtype)
-    return known.bits if known else 8
+    return known.bits if known else 8  # another name is that of an 8-bit format
 
 
 def _names(names: list[str], most: int = 3) -> str:
+    """Return `a, b, c and 4 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def _amount(elements: int) -> str:
+    """Return a number of elements with three digits and a unit: `875 k`, `1.24 B`."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if elements >= size:
             return f"{elements / size:.3g} {unit}"

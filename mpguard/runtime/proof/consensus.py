@@ -1,7 +1,7 @@
-"""One verdict over all ranks: each says what it found, rank 0 decides, all are told.
+"""Agreement of all ranks: each publishes its failures, rank 0 combines them, all get the result.
 
-Through the process group's store, not a collective: it needs no device, and a rank that has ended, or
-sits in another collective, is named after a while instead of waited for.
+It uses the process group's store instead of a collective: the store needs no device, and a rank that has
+ended, or waits in another collective, is reported after a timeout instead of blocking the others.
 """
 
 from __future__ import annotations
@@ -16,124 +16,135 @@ from typing import Any
 from mpguard.core.console import print_line
 from mpguard.runtime.proof.observe import world_size
 
-#: Seconds that ranks wait for each other's verdict, after how many they say so, and how long rank 0,
-#: whose process may hold the store, waits for the others to have read.
-PATIENCE, NOTICE, FAREWELL = 120.0, 10.0, 10.0
+#: Seconds that a rank waits for the failures of another one.
+VERDICT_TIMEOUT = 120.0
 
-#: Seconds for which a rank that trains a model of its own waits, once, to see whether all others do.
-ALONE = 5.0
+#: Seconds after which a waiting rank prints which rank it waits for.
+NOTICE_AFTER = 10.0
 
-#: How far apart gradients may be that are the same but for the order of sums.
-SAME = 1e-3
+#: Seconds that rank 0, whose process may host the store, waits for the others to read the result.
+READ_TIMEOUT = 10.0
 
+#: Seconds that a rank that reduces no gradients with the others waits, once, for all others to be in the same state.
+UNSYNCHRONIZED_WAIT = 5.0
+
+#: Relative difference between gradients that differ in the order of summation only.
+GRADIENT_TOLERANCE = 1e-3
+
+#: Norm and sum of gradients, see `observe.fingerprint`.
 Fingerprint = tuple[float, float]
 
 
 def rank() -> int:
-    """This process among all, as its launcher numbers them; 0 alone."""
-    return number("RANK", 0)
+    """Return the rank that the launcher gave this process; 0 without a launcher."""
+    return launcher_variable("RANK", 0)
 
 
-def number(variable: str, default: int) -> int:
-    """A launcher's variable. Raises `ConfigError` for what is no number."""
+def launcher_variable(name: str, default: int) -> int:
+    """Return an environment variable of the launcher as a number. Raises `ConfigError` if it is none."""
     from mpguard.core.errors import ConfigError
 
-    text = os.environ.get(variable) or str(default)
+    text = os.environ.get(name) or str(default)
     if not text.isdigit():
-        raise ConfigError(f"{variable} is {text!r}; a number is needed, as torchrun sets it")
+        raise ConfigError(f"{name} is {text!r}; a number is needed, as torchrun sets it. Correct or unset it")
     return int(text)
 
 
 def is_reporting_rank() -> bool:
-    """Whether this process says what is wrong: rank 0 for all, and each one where they do not know of each other."""
+    """True if this process prints failures: rank 0 does for all, and each process does without a process group."""
     return rank() == 0 or "torch" not in sys.modules or world_size()[0] == 1
 
 
-def agree_on_failures(turn: int, failures: list[str], replicated: Fingerprint | None) -> list[str]:
-    """The failures of all ranks, on all ranks; with those that only show between ranks.
+def agree_on_failures(round_number: int, failures: list[str], replicated: Fingerprint | None) -> list[str]:
+    """Return the failures of all ranks, the same list on every rank; with those that show between ranks only.
 
-    turn: the number of this verdict, the same on every rank. replicated: a fingerprint of gradients
-    that must be the same everywhere.
+    round_number: counts these calls, the same on every rank. replicated: a fingerprint of gradients
+    that must be the same on all ranks.
     """
     size, me = world_size()[0], rank()
     if size == 1:
         return failures
     store = default_store()
     if store is None:
-        return _gathered(failures, replicated, size)
+        return _gather(failures, replicated, size)
     try:
-        store.set(f"mpguard/{turn}/{me}", json.dumps([failures, replicated]))
+        store.set(f"mpguard/{round_number}/{me}", json.dumps([failures, replicated]))
         if me != 0:
-            everywhere = _read(store, f"mpguard/{turn}/verdict", "rank 0")
-            store.add(f"mpguard/{turn}/read", 1)
+            everywhere = _read(store, f"mpguard/{round_number}/verdict", "rank 0")
+            store.add(f"mpguard/{round_number}/read", 1)
             return list(everywhere)
     except Exception as error:
         return [*failures, f"not proven: rank 0 gave no verdict: {_reason(error)}"]
-    return _decide(store, turn, size, failures, replicated)
+    return _combine_all(store, round_number, size, failures, replicated)
 
 
-def _decide(store: Any, turn: int, size: int, failures: list[str], replicated: Fingerprint | None) -> list[str]:
-    said: list[tuple[list[str], Fingerprint | None]] = [(failures, replicated)]
-    heard = 0
+def _combine_all(
+    store: Any, round_number: int, size: int, failures: list[str], replicated: Fingerprint | None
+) -> list[str]:
+    """Collect the failures of all ranks on rank 0, publish the combined list, and return it."""
+    reports: list[tuple[list[str], Fingerprint | None]] = [(failures, replicated)]
+    readers = 0
     for other in range(1, size):
         try:
-            theirs, print_, *ended = _read(store, f"mpguard/{turn}/{other}", f"rank {other}")
-            said.append((theirs, print_))
-            heard += not ended
+            theirs, fingerprint, *ended = _read(store, f"mpguard/{round_number}/{other}", f"rank {other}")
+            reports.append((theirs, fingerprint))
+            readers += not ended
         except Exception as error:
-            said.append(([f"not proven: gave no verdict: {_reason(error)}"], None))
-    everywhere = combined(said)
+            reports.append(([f"not proven: gave no verdict: {_reason(error)}"], None))
+    everywhere = combine(reports)
     with contextlib.suppress(Exception):
-        store.set(f"mpguard/{turn}/verdict", json.dumps(everywhere))
-        deadline = time.monotonic() + FAREWELL
-        while store.add(f"mpguard/{turn}/read", 0) < heard and time.monotonic() < deadline:
+        store.set(f"mpguard/{round_number}/verdict", json.dumps(everywhere))
+        deadline = time.monotonic() + READ_TIMEOUT
+        while store.add(f"mpguard/{round_number}/read", 0) < readers and time.monotonic() < deadline:
             time.sleep(0.01)
     return everywhere
 
 
-def combined(said: list[tuple[list[str], Fingerprint | None]]) -> list[str]:
-    """The failures of ranks as one list, each with the ranks that it is of."""
+def combine(reports: list[tuple[list[str], Fingerprint | None]]) -> list[str]:
+    """Return the failures of all ranks as one list, each with its ranks. reports: one per rank, in order."""
     collected: dict[str, list[int]] = {}
-    for rank_, (failures, _) in enumerate(said):
+    for rank_, (failures, _) in enumerate(reports):
         for failure in failures:
             collected.setdefault(failure, []).append(rank_)
     everywhere = [
-        text if len(ranks) == len(said) else f"rank {', '.join(map(str, ranks))}: {text}"
+        text if len(ranks) == len(reports) else f"rank {', '.join(map(str, ranks))}: {text}"
         for text, ranks in collected.items()
     ]
-    prints = [print_ for _, print_ in said if print_ is not None]
-    if len(prints) == len(said) and any(_differ(prints[0], other) for other in prints[1:]):
-        norms = ", ".join(f"{norm:.4g} on rank {rank_}" for rank_, (norm, _) in enumerate(prints[:4]))
+    fingerprints = [fingerprint for _, fingerprint in reports if fingerprint is not None]
+    if len(fingerprints) == len(reports) and any(_differ(fingerprints[0], other) for other in fingerprints[1:]):
+        norms = ", ".join(f"{norm:.4g} on rank {rank_}" for rank_, (norm, _) in enumerate(fingerprints[:4]))
         everywhere.append(
             f"reduction: the gradients differ between ranks after the step (norm {norms}); asked: reduced over all. "
-            "Each rank trains a model of its own: call the wrapped model, outside no_sync()"
+            "Each rank trains a model of its own. Call the wrapped model, and run the last backward pass before a step "
+            "outside no_sync()"
         )
     return everywhere
 
 
 def _differ(one: Fingerprint, other: Fingerprint) -> bool:
+    """True if two fingerprints differ by more than the order of summation explains."""
     scale = max(one[0], other[0], 1e-30)
-    return any(abs(a - b) > SAME * max(scale, abs(a), abs(b)) for a, b in zip(one, other, strict=True))
+    return any(abs(a - b) > GRADIENT_TOLERANCE * max(scale, abs(a), abs(b)) for a, b in zip(one, other, strict=True))
 
 
-def publish_failure(turn: int, message: str) -> None:
-    """A rank that ends: those that wait for its verdict must not wait long."""
+def publish_failure(round_number: int, message: str) -> None:
+    """Publish the failure of a rank that ends, so that the other ranks do not wait for it until the timeout."""
     if world_size()[0] == 1:
         return
     with contextlib.suppress(Exception):
         store = default_store()
-        store.set(f"mpguard/{turn}/{rank()}", json.dumps([[message], None, "ended"]))
+        store.set(f"mpguard/{round_number}/{rank()}", json.dumps([[message], None, "ended"]))
         if rank() == 0:
-            store.set(f"mpguard/{turn}/verdict", json.dumps([f"rank 0: {message}"]))
+            store.set(f"mpguard/{round_number}/verdict", json.dumps([f"rank 0: {message}"]))
 
 
-def all_ranks_reached(what: str, wait: float = 0.0) -> bool:
-    """Says that this rank has come to a point; whether all have, within some seconds."""
+def all_ranks_reached(point: str, wait: float = 0.0) -> bool:
+    """Record that this rank has reached a named point; return True if all ranks have within `wait` seconds."""
     store = default_store()
     if store is None:
         return True
-    store.set(f"mpguard/{what}/{rank()}", "1")
-    keys = [f"mpguard/{what}/{other}" for other in range(world_size()[0])]
+    store.set(f"mpguard/{point}/{rank()}", "1")
+    keys = [f"mpguard/{point}/{other}" for other in range(world_size()[0])]
     deadline = time.monotonic() + wait
     while not store.check(keys):
         if time.monotonic() >= deadline:
@@ -143,7 +154,7 @@ def all_ranks_reached(what: str, wait: float = 0.0) -> bool:
 
 
 def default_store() -> Any:
-    """The store of the default process group; None where it has none (MPI)."""
+    """Return the store of the default process group; None if it has none (MPI)."""
     from torch.distributed import distributed_c10d
 
     with contextlib.suppress(Exception):
@@ -151,19 +162,19 @@ def default_store() -> Any:
     return None
 
 
-def _read(store: Any, key: str, who: str) -> Any:
-    """What a rank has written; raises `TimeoutError`, and what torch raises where the store is gone.
+def _read(store: Any, key: str, writer: str) -> Any:
+    """Return what a rank has written. Raises `TimeoutError`, and torch's error if the store no longer exists.
 
-    Looks for it again and again: a `wait` that times out has torch print warnings.
+    It polls the store, because torch prints warnings when `store.wait` times out.
     """
-    began, pause, said = time.monotonic(), 0.001, False
+    began, pause, reported = time.monotonic(), 0.001, False
     while not store.check([key]):
         waited = time.monotonic() - began
-        if waited > PATIENCE:
+        if waited > VERDICT_TIMEOUT:
             raise TimeoutError
-        if waited > NOTICE and not said:
-            said = True
-            print_line(f"mpguard: rank {rank()} waits for {who}, which has not come to this optimizer step yet")
+        if waited > NOTICE_AFTER and not reported:
+            reported = True
+            print_line(f"mpguard: rank {rank()} waits for {writer}, which has not reached this optimizer step yet")
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     return json.loads(store.get(key))
@@ -171,14 +182,14 @@ def _read(store: Any, key: str, who: str) -> Any:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
-        return f"it did not come to this step within {PATIENCE:g} s"
+        return f"it did not reach this optimizer step within {VERDICT_TIMEOUT:g} s"
     return f"its process has ended ({type(error).__name__})"
 
 
-def _gathered(failures: list[str], replicated: Fingerprint | None, size: int) -> list[str]:
-    """The same over a collective, for process groups without a store."""
+def _gather(failures: list[str], replicated: Fingerprint | None, size: int) -> list[str]:
+    """Combine the failures of all ranks with a collective, for process groups without a store."""
     import torch.distributed as dist
 
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, (failures, replicated))
-    return combined(found)
+    reports: list[Any] = [None] * size
+    dist.all_gather_object(reports, (failures, replicated))
+    return combine(reports)

@@ -1,4 +1,4 @@
-"""FP8 modules as they are: which library's, which layers, which were left out and why, and the recipe in force."""
+"""The FP8 layers of a model: their library, the layers that are not FP8 with the reason, and the recipe in force."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass
-class Fp8Found:
+class Fp8Layers:
     """The FP8 layers of a model. Plain data.
 
+    The names of the fields are keys of the proof file.
+
     backend: "te" or "torchao". converted: names of the FP8 layers with a weight matrix.
-    left: every other Linear, and why it is not FP8; "" where nothing explains it.
-    against: FP8 layers that the policy keeps out.
-    recipe: what scales them: for torchao its recipe's name under `recipe`; for Transformer Engine the
-    class and fields of the recipe that was in force during forward, empty where none was.
-    emulated: computed in software. mixed: whether layers differ in that, or in TE's recipe.
-    entered: whether they ran inside FP8 autocast (None for torchao, which has none).
+    left: every other Linear with the reason why it is not FP8; "" if there is no reason.
+    against: FP8 layers that the policy excludes.
+    recipe: how they are scaled: for torchao the name of its recipe under `recipe`; for Transformer Engine the
+    class and the fields of the recipe that was in force during forward, empty if there was none.
+    emulated: True if computed in software. mixed: True if layers differ in that, or in TE's recipe.
+    entered: True if they ran inside FP8 autocast (None for torchao, which has none).
     unmatched: the user's patterns that match no module.
-    kept: what rounds the weights that are kept in FP8, by class, and how many. masters: dtypes of their exact values,
-    and how many; inexact: layers that are trained, and whose exact values no optimizer has.
-    beside: FP8 layers whose weights something else has multiplied, and the layers not. share: of the multiply-adds
-    with weights, what FP8 layers did; None where that was not seen.
+    kept: number of weights that are kept in FP8, by the class of their quantizer. masters: number of their exact
+    values, by dtype. inexact: layers that are trained, and whose exact values no optimizer has.
+    beside: FP8 layers that were not called while other code multiplied their weights. share: the part of the
+    multiply-adds with weights that FP8 layers did; None if that was not observed.
     """
 
     backend: str
@@ -51,11 +53,12 @@ class Fp8Found:
     share: float | None = None
 
 
-def find(modules: list[tuple[str, nn.Module]], policy: Policy, te_recipes: list[dict[str, Any]]) -> Fp8Found | None:
-    """The FP8 layers among named modules; None where there is none.
+def find_fp8_layers(
+    modules: list[tuple[str, nn.Module]], policy: Policy, te_recipes: list[dict[str, Any]]
+) -> Fp8Layers | None:
+    """Return the FP8 layers among named modules; None if there are none.
 
-    te_recipes: what Transformer Engine's layers were called under, one entry per call; empty
-    entries are calls outside FP8 autocast.
+    te_recipes: the recipe of each call of a Transformer Engine layer; empty for calls outside FP8 autocast.
     """
     import torch
 
@@ -72,7 +75,7 @@ def find(modules: list[tuple[str, nn.Module]], policy: Policy, te_recipes: list[
     backend = "torchao" if layers["torchao"] else "te"
     if not layers[backend]:
         return None
-    found = Fp8Found(backend, [name for name, _ in layers[backend]])
+    found = Fp8Layers(backend, [name for name, _ in layers[backend]])
     reasons = filters.reasons(modules, policy)
     frozen = {id(module) for _, module in plain if not module.weight.requires_grad}
     found.left = {name: reasons[id(module)] or ("frozen" if id(module) in frozen else "") for name, module in plain}
@@ -97,8 +100,8 @@ def find(modules: list[tuple[str, nn.Module]], policy: Policy, te_recipes: list[
     return found
 
 
-def look_at_weights(found: Fp8Found, modules: list[tuple[str, nn.Module]], updated: set[int]) -> None:
-    """Adds what of the weights is kept in FP8. updated: ids of what the optimizer has updated by now."""
+def add_fp8_weights(found: Fp8Layers, modules: list[tuple[str, nn.Module]], updated: set[int]) -> None:
+    """Add which weights are kept in FP8, and their masters. updated: ids of the optimizer's parameters."""
     from mpguard.nn.fp8 import weights
 
     kept, masters = Counter[str](), Counter[str]()
@@ -116,16 +119,18 @@ def look_at_weights(found: Fp8Found, modules: list[tuple[str, nn.Module]], updat
 
 
 def is_fp8(module: nn.Module) -> bool:
+    """True for a module of Transformer Engine, and for a float8 module of torchao."""
     return is_te(module) or is_of(module, "torchao.float8")
 
 
 def is_te(module: nn.Module) -> bool:
+    """True for a module of Transformer Engine."""
     return is_of(module, "transformer_engine")
 
 
 def te_recipe_in_force(module: Any) -> dict[str, Any]:
-    """Class and fields of Transformer Engine's recipe for a module that has just run; empty outside FP8 autocast."""
-    if hasattr(module, "_mpguard_fp8"):  # enters FP8 autocast itself, and has left it
+    """Return class and fields of the recipe of a module of TE that has just run; empty outside FP8 autocast."""
+    if hasattr(module, "_mpguard_fp8"):  # converted by mpguard: it enters and leaves FP8 autocast in its own forward
         return _fields(module.fp8_meta["recipe"]) if module.fp8 else {}
     for name in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):
         manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
@@ -138,12 +143,13 @@ def te_recipe_in_force(module: Any) -> dict[str, Any]:
 
 
 def _fields(recipe: Any) -> dict[str, Any]:
+    """Return class and fields of a recipe as plain data."""
     fields = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     return {"recipe": type(recipe).__name__, **{name: _plain(value) for name, value in fields.items()}}
 
 
 def _plain(value: Any) -> Any:
-    """Plain data: enums by their name, arguments of products as their fields."""
+    """Return plain data: the name of an enum, the fields of matrix product arguments."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if hasattr(value, "use_split_accumulator"):
@@ -152,6 +158,7 @@ def _plain(value: Any) -> Any:
 
 
 def _torchao_recipe(config: Any) -> str:
+    """Return the name of torchao's recipe for a `Float8LinearConfig`."""
     axiswise = "axis" in str(config.cast_config_input.scaling_granularity).lower()
     high = str(config.cast_config_grad_output_for_grad_weight.scaling_type).lower().endswith("disabled")
     return "rowwise_with_gw_hp" if axiswise and high else "rowwise" if axiswise else "tensorwise"

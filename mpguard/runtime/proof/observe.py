@@ -1,7 +1,7 @@
-"""What a process really does, as plain data.
+"""`observe`: what a process really does, as plain data.
 
-To what a `Recorder` has heard while it happened, `observe()` adds what can be read off the model and
-the optimizer after a step. Nothing here judges; `proof` does.
+It combines what a `Recorder` has recorded with what can be read from the model and the optimizer after a
+step. Nothing is compared here; `compare` does that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpguard.nn.compile import is_compiled
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.policy.policy import Policy
 from mpguard.runtime.proof import fp8
-from mpguard.runtime.proof.matmuls import ATTENTION, Pass, short
+from mpguard.runtime.proof.matmuls import ATTENTION, BackwardPass, short
 from mpguard.runtime.proof.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -30,17 +30,18 @@ if TYPE_CHECKING:
 class Observed:
     """One process after an applied optimizer step. Dtypes by short name, counted in elements.
 
-    Of one optimizer and what it updates; a process with several has one for each.
+    It describes one optimizer and the parameters that it updates; a process with several has one for each.
+    The names of the fields are keys of the proof file.
     engine: `single`, `none` (several processes, no wrapper), `ddp`, `fsdp1`, `fsdp2`, `deepspeed-zeroN`.
-    world_size: of the process group; 1 without one, whatever the launcher's variables say.
-    compute: the matrix products with weights that are behind the gradients, in multiply-adds (all, where none
-    has one); `computed_in` says whose weights.
-    masters, gradients, states: of what the optimizer updates.
-    reductions: of gradients across processes; `reduced_by` says how it was seen.
-    replicated: norm and sum of gradients that must be the same on all ranks; None where they are sharded.
-    unscaled: whether gradients came from a loss that no GradScaler had scaled.
-    compiled: whether compiled code computed, not only whether something would be compiled when called.
-    compiled_fp8: whether a module that is compiled has FP8 layers in it.
+    world_size: of the process group; 1 without one, whatever the launcher's variables are. launched: the launcher's.
+    compute: multiply-adds of the matrix products with weights that are behind the gradients (of all products, if none
+    has a weight). computed_in: the names of these weights.
+    masters, gradients, states: of the parameters that the optimizer updates.
+    reductions: of gradients across processes. reduced_by: how they were observed.
+    replicated: norm and sum of gradients that must be the same on all ranks; None if they are sharded.
+    unscaled: True if gradients came from a loss that was not scaled by a GradScaler.
+    compiled: True if compiled code has run; a model that is compiled at its first call does not count.
+    compiled_fp8: True if a compiled module contains FP8 layers.
     """
 
     engine: str = "single"
@@ -63,21 +64,22 @@ class Observed:
     replicated: tuple[float, float] | None = None
     scaler: dict[str, Any] | None = None
     unscaled: bool = False
-    fp8: fp8.Fp8Found | None = None
+    fp8: fp8.Fp8Layers | None = None
     tf32: bool | None = None
     compiled: bool = False
     compiled_fp8: bool = False
 
 
 def device_of(module: nn.Module) -> str:
+    """Return the device type of the first parameter; `cpu` without parameters."""
     parameter = next(module.parameters(), None)
     return "cpu" if parameter is None else str(parameter.device.type)
 
 
 def observe(recorder: Recorder, model: nn.Module | None, optimizer: Any, *, policy: Policy, step: int = 1) -> Observed:
-    """Everything about a process after a step, as plain data.
+    """Return all facts about a process after a step, as plain data.
 
-    model: None for those whose parameters the optimizer updates. policy: says why a layer is not FP8.
+    model: None for the models whose parameters the optimizer updates. policy: explains why a layer is not FP8.
     """
     import torch
 
@@ -96,21 +98,23 @@ def observe(recorder: Recorder, model: nn.Module | None, optimizer: Any, *, poli
         _count_parameters(seen.parameters, updated)
     compiled = [module for _, module in modules if is_compiled(module)]
     seen.compiled_fp8 = any(fp8.is_fp8(inner) for module in compiled for inner in module.modules())
-    whole = _computed(seen, recorder, roots, updated)
+    whole = _add_compute(seen, recorder, roots, updated)
     seen.output = recorder.output
-    _optimized(seen, recorder, optimizer)
-    _reduced(seen, recorder, roots, updated)
+    _add_optimizer(seen, recorder, optimizer)
+    _add_reductions(seen, recorder, roots, updated)
     seen.scaler = recorder.scalers.get(id(optimizer))
-    seen.fp8 = fp8.find([(plain_name(name), module) for name, module in modules], policy, recorder.te_recipes)
+    seen.fp8 = fp8.find_fp8_layers(
+        [(plain_name(name), module) for name, module in modules], policy, recorder.te_recipes
+    )
     if seen.fp8 is not None:
-        _multiplied(seen.fp8, modules, whole)
-        fp8.look_at_weights(seen.fp8, modules, set(map(id, updated)))
+        _fp8_work(seen.fp8, modules, whole)
+        fp8.add_fp8_weights(seen.fp8, modules, set(map(id, updated)))
     seen.tf32 = torch.backends.cuda.matmul.allow_tf32
     return seen
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer of torch in what accelerate and others have wrapped around it."""
+    """Return the torch optimizer inside the wrappers of accelerate and others."""
     import torch
 
     while hasattr(optimizer, "optimizer") and not isinstance(optimizer, torch.optim.Optimizer):
@@ -119,23 +123,24 @@ def innermost(optimizer: Any) -> Any:
 
 
 def updated_by(optimizer: Any) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer."""
     return [parameter for group in getattr(optimizer, "param_groups", None) or [] for parameter in group["params"]]
 
 
 def models_of(parameters: list[torch.Tensor]) -> list[nn.Module]:
-    """The outermost modules that hold some of the parameters, whatever framework has wrapped them.
+    """Return the outermost modules that hold some of the parameters, whatever framework has wrapped them.
 
-    Found among all objects: a hook that sees models being called would be seen by dynamo, and would
-    miss those that are compiled or whose methods are called.
+    They are searched among all objects of the garbage collector. A hook on module calls would be visible to dynamo,
+    and would miss modules that are compiled, and modules of which other methods are called.
     """
     import torch
 
     def all_modules() -> list[nn.Module]:
-        # By type: `isinstance` would ask proxies of other libraries what they stand for, and wake them.
+        # Not `isinstance`: it reads `__class__`, and lazy proxies of other libraries then load their objects.
         return [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
 
     modules = all_modules()
-    if gc.get_freeze_count():  # `gc.freeze` hides them
+    if gc.get_freeze_count():  # `gc.get_objects` does not return frozen objects
         gc.unfreeze()
         modules = all_modules()
         gc.freeze()
@@ -161,7 +166,7 @@ def models_of(parameters: list[torch.Tensor]) -> list[nn.Module]:
 
 
 def world_size() -> tuple[int, int]:
-    """Processes in the process group (1 without one), and how many the launcher says it started."""
+    """Return the size of the process group (1 without one), and the launcher's `WORLD_SIZE`."""
     import torch.distributed as dist
 
     launched = int(os.environ.get("WORLD_SIZE") or 1)
@@ -171,7 +176,7 @@ def world_size() -> tuple[int, int]:
 
 
 def engine_of(roots: list[nn.Module], recorder: Recorder, world: int) -> str:
-    """What spreads the model over processes, by the objects that are there."""
+    """Return the engine that distributes the models over processes, from the types of the objects that exist."""
     for candidate in (*recorder.engines, *roots):
         stage = getattr(candidate, "zero_optimization_stage", None)
         if callable(stage) and type(candidate).__module__.startswith("deepspeed"):
@@ -187,17 +192,19 @@ def engine_of(roots: list[nn.Module], recorder: Recorder, world: int) -> str:
     return "single" if world == 1 else "none"
 
 
-def _computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], updated: list[torch.Tensor]) -> Pass:
-    """The products behind what the optimizer has updated, and the names of their weights."""
-    whole = recorder.behind({id(parameter) for parameter in updated})
+def _add_compute(
+    seen: Observed, recorder: Recorder, roots: list[nn.Module], updated: list[torch.Tensor]
+) -> BackwardPass:
+    """Add the matrix products behind the updated parameters, and the names of their weights; return the passes."""
+    whole = recorder.passes_to({id(parameter) for parameter in updated})
     names = {id(parameter): name for root in roots for name, parameter in root.named_parameters()}
     weighted = any(weight != ATTENTION for _, weight in whole.work)
     for (dtype, weight), work in whole.work.items():
-        found = seen.computed_in.setdefault(dtype, [])
+        computed = seen.computed_in.setdefault(dtype, [])
         if weight in names:
-            found.append(plain_name(names[weight]).removesuffix(".weight"))
+            computed.append(plain_name(names[weight]).removesuffix(".weight"))
         if weight == ATTENTION and weighted:
-            found.append("products of activations")
+            computed.append("products of activations")
         else:
             seen.compute[dtype] = seen.compute.get(dtype, 0) + work
     seen.unscaled = whole.unscaled
@@ -205,19 +212,20 @@ def _computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], update
     return whole
 
 
-def _multiplied(found: fp8.Fp8Found, modules: list[tuple[str, nn.Module]], whole: Pass) -> None:
-    """Which FP8 layers had their weights multiplied by something else, and what share of the work is theirs."""
+def _fp8_work(found: fp8.Fp8Layers, modules: list[tuple[str, nn.Module]], whole: BackwardPass) -> None:
+    """Add the FP8 layers whose weights other code has multiplied, and the share of the work that FP8 layers did."""
     layers = {id(module._parameters.get("weight")): name for name, module in modules if fp8.is_fp8(module)}
     work: Counter[int] = Counter()
     for (_, weight), size in whole.work.items():
         work[weight] += size if weight != ATTENTION else 0
-    seen = [weight for weight in layers if work[weight]]  # not those that are sharded, frozen or in compiled code
-    found.beside = [plain_name(layers[weight]) for weight in seen if not whole.kernels[weight]]
-    if len(seen) == len(layers) and not whole.compiled:
+    observed = [weight for weight in layers if work[weight]]  # not the sharded, frozen and compiled ones
+    found.beside = [plain_name(layers[weight]) for weight in observed if not whole.kernels[weight]]
+    if len(observed) == len(layers) and not whole.compiled:
         found.share = sum(whole.kernels[weight] for weight in layers) / work.total()
 
 
-def _optimized(seen: Observed, recorder: Recorder, optimizer: Any) -> None:
+def _add_optimizer(seen: Observed, recorder: Recorder, optimizer: Any) -> None:
+    """Add the dtypes of the optimizer's weights, gradients and states."""
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -225,7 +233,7 @@ def _optimized(seen: Observed, recorder: Recorder, optimizer: Any) -> None:
         return
     seen.optimizer = type(optimizer).__name__
     if id(optimizer) not in recorder.updated and isinstance(optimizer, torch.optim.Optimizer):
-        recorder.optimizer_stepped(optimizer)
+        recorder.record_step(optimizer)
     seen.masters, seen.gradients = map(dict, recorder.updated.get(id(optimizer), ({}, {})))
     state = getattr(optimizer, "state", None) or {}
     tensors = [t for t in tree_leaves([dict(entry) for entry in state.values()]) if isinstance(t, torch.Tensor)]
@@ -235,29 +243,32 @@ def _optimized(seen: Observed, recorder: Recorder, optimizer: Any) -> None:
 
 
 def _state_dtype(tensor: torch.Tensor) -> str | None:
-    """As what a state is held; None for indices and flags. Quantized ones say another dtype, or are bytes."""
+    """Return the dtype of an optimizer state; None for indices and flags.
+
+    For a quantized tensor subclass it is the class name, because its `dtype` is that of the values it represents.
+    """
     import torch
 
-    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has one
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
         return type(local).__name__
     return short(local.dtype) if local.is_floating_point() or local.dtype in (torch.int8, torch.uint8) else None
 
 
-def _reduced(seen: Observed, recorder: Recorder, roots: list[nn.Module], updated: list[torch.Tensor]) -> None:
-    """The dtypes in which gradients crossed processes: at the collective, or as DDP's reducer says."""
+def _add_reductions(seen: Observed, recorder: Recorder, roots: list[nn.Module], updated: list[torch.Tensor]) -> None:
+    """Add the dtypes in which gradients were reduced: from the collectives, or from the parameters of DDP."""
     if seen.world_size == 1:
         return
     ids = {id(parameter) for parameter in updated}
-    spread = [module for root in roots for module in root.modules() if _is_ddp(module)]
-    spread = [each for each in spread if any(id(own) in ids for own in each.parameters())] or spread
+    ddp = [module for root in roots for module in root.modules() if _is_ddp(module)]
+    ddp = [each for each in ddp if any(id(own) in ids for own in each.parameters())] or ddp
     if seen.engine == "ddp":
-        seen.replicated = fingerprint([own for each in spread for own in _replicated(each, seen.world_size)])
+        seen.replicated = fingerprint([own for each in ddp for own in _replicated(each, seen.world_size)])
     elif seen.engine == "none":
         seen.replicated = fingerprint(updated)
-    if spread and not any(getattr(module, "_comm_hooks", None) for module in spread):
-        # A bucket has the dtype of its parameters; a communication hook reduces in Python instead.
-        for module in spread:
+    if ddp and not any(getattr(module, "_comm_hooks", None) for module in ddp):
+        # A bucket has the dtype of its parameters. A communication hook reduces in Python, where the recorder sees it.
+        for module in ddp:
             _count(seen.reductions, (own for own in module.parameters() if own.requires_grad))
         seen.reduced_by = "the buckets of DDP's reducer"
     elif recorder.reductions:
@@ -265,11 +276,12 @@ def _reduced(seen: Observed, recorder: Recorder, roots: list[nn.Module], updated
 
 
 def _is_ddp(module: nn.Module) -> bool:
+    """True for an initialized `DistributedDataParallel`."""
     return type(module).__name__ == "DistributedDataParallel" and hasattr(module, "reducer")
 
 
 def _replicated(module: Any, world: int) -> list[torch.Tensor]:
-    """The parameters that DDP holds in step on all ranks; none where its group is a part of them."""
+    """Return the parameters that DDP keeps equal on all ranks; none if its process group is not all ranks."""
     import torch.distributed as dist
 
     if dist.get_world_size(module.process_group) != world:
@@ -279,15 +291,15 @@ def _replicated(module: Any, world: int) -> list[torch.Tensor]:
 
 
 def fingerprint(parameters: list[torch.Tensor]) -> tuple[float, float] | None:
-    """Norm and sum of all gradients, in FP64; None where there are none."""
-    found = [own.grad.detach().double() for own in parameters if own.grad is not None and not own.grad.is_sparse]
-    if not found:
+    """Return norm and sum of all gradients, in FP64; None if there are none."""
+    gradients = [own.grad.detach().double() for own in parameters if own.grad is not None and not own.grad.is_sparse]
+    if not gradients:
         return None
-    return sum(float(each.square().sum()) for each in found) ** 0.5, sum(float(each.sum()) for each in found)
+    return sum(float(each.square().sum()) for each in gradients) ** 0.5, sum(float(each.sum()) for each in gradients)
 
 
 def _count_parameters(counter: dict[str, int], parameters: Iterable[torch.Tensor]) -> None:
-    """As what they are held: those that are kept in FP8 say the dtype of their exact values."""
+    """Count elements by dtype; parameters kept in FP8, whose `dtype` is that of their exact values, count as fp8."""
     from mpguard.nn.fp8.weights import is_kept_in_fp8
 
     own = list(parameters)
@@ -297,8 +309,9 @@ def _count_parameters(counter: dict[str, int], parameters: Iterable[torch.Tensor
 
 
 def _count(counter: dict[str, int], tensors: Any) -> None:
+    """Count the elements of floating-point tensors by dtype."""
     for tensor in tensors:
         if tensor.is_floating_point():
-            # Partitioned parameters of ZeRO-3 are empty between uses and know their real size.
+            # Parameters partitioned by ZeRO-3 are empty between uses; `ds_numel` is their real size.
             dtype = short(tensor.dtype)
             counter[dtype] = counter.get(dtype, 0) + int(getattr(tensor, "ds_numel", tensor.numel()))

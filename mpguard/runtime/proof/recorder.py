@@ -1,6 +1,6 @@
-"""What is only visible while it happens: backward passes, reductions, loss scaling, FP8 autocast.
+"""`Recorder`: records what is visible only while it happens: backward passes, reductions, loss scaling, FP8 autocast.
 
-A `Recorder` listens from its start until the proof is made. It holds no tensor and no model: what
+It records from `start` until the proof is complete. It holds no tensor and no model, because an object that
 holds a process group must not outlive the script.
 """
 
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.policy.policy import Policy
 from mpguard.runtime.proof import fp8, matmuls
-from mpguard.runtime.proof.matmuls import Pass, short
+from mpguard.runtime.proof.matmuls import BackwardPass, short
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-#: Collectives that reduce, and where they live. FSDP, DeepSpeed and communication hooks of DDP call
-#: them through `torch.distributed`; DDP's own reducer is C++ and is asked instead.
+#: Collectives that reduce. FSDP, DeepSpeed and communication hooks of DDP call them through
+#: `torch.distributed`; DDP's own reducer is C++, and `observe` reads its buckets instead.
 REDUCTIONS = (
     "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor",
     "reduce_scatter_single", "_reduce_scatter_base",
@@ -31,14 +31,22 @@ REDUCTIONS = (
 
 
 class Recorder:
-    """Collects for the proofs of a process. `active` between `start` and `stop`; the findings stay."""
+    """Records facts for the proofs of a process; they remain after `stop`.
 
-    def __init__(self, former: Recorder | None = None) -> None:
-        """former: the one before, since what has been compiled is not compiled again."""
+    active: True between `start` and `stop`. engines: DeepSpeed engines. passes: backward passes by the ids of the
+    leaves that they reach. compiled: multiply-adds of compiled graphs. output: the dtype of the last module output.
+    backwards: number of backward passes. skipped: optimizer steps skipped because of an overflow. reductions: elements
+    reduced, by dtype. updated: by the id of an optimizer, elements of weights and of gradients by dtype. scaler: the
+    GradScaler whose `step` is running. scalers: facts about the scaler of an optimizer, by the optimizer's id.
+    te_recipes: the recipe of each call of a Transformer Engine module.
+    """
+
+    def __init__(self, previous: Recorder | None = None) -> None:
+        """previous: the recorder before, whose compiled graphs are kept because dynamo does not compile them again."""
         self.active = False
         self.engines: list[Any] = []
-        self.passes: dict[frozenset[int], Pass] = {}
-        self.compiled: Counter[tuple[str, int]] = Counter(former.compiled if former is not None else ())
+        self.passes: dict[frozenset[int], BackwardPass] = {}
+        self.compiled: Counter[tuple[str, int]] = Counter(previous.compiled if previous is not None else ())
         self.output: str | None = None
         self.backwards = 0
         self.skipped = 0
@@ -47,25 +55,25 @@ class Recorder:
         self.scaler: Any = None
         self.scalers: dict[int, dict[str, Any]] = {}
         self.te_recipes: list[dict[str, Any]] = []
-        self._open: Pass | None = None
+        self._open: BackwardPass | None = None
         self._scaled = False
-        self._modules: Any = None
+        self._module_hook: Any = None
         self._restore: list[Callable[[], None]] = []
         self._inside = threading.local()
 
     def start(self, policy: Policy) -> None:
-        """Listens. Needs torch. The patches of backward, GradScaler and dynamo tell the recorder that is active."""
+        """Start to record. Needs torch. The patches of backward, GradScaler and dynamo call the active recorder."""
         self.active = True
         self._listen_to_collectives()
         if policy.output_dtype is not None or "transformer_engine" in sys.modules:
             self.listen_to_modules()
 
     def stop(self) -> None:
-        """Removes every hook, and lets go of engines and scalers."""
+        """Remove every hook, and release engines and scalers."""
         self.active = False
-        if self._modules is not None:
-            self._modules.remove()
-            self._modules = None
+        if self._module_hook is not None:
+            self._module_hook.remove()
+            self._module_hook = None
         for restore in self._restore:
             restore()
         self._restore.clear()
@@ -74,46 +82,52 @@ class Recorder:
     # -- backward ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def passing(self, outputs: Any, accumulates: bool) -> Iterator[None]:
-        """Around a backward pass. One within another (a checkpoint that computes anew) belongs to it."""
-        found = matmuls.behind(outputs)
+    def record_backward(self, outputs: Any, accumulates: bool) -> Iterator[None]:
+        """Record a backward pass around its call; a nested one (activation checkpointing) is part of the outer one.
+
+        accumulates: True if it adds to `.grad` of leaves, so that the loss must be scaled for FP16.
+        """
+        products = matmuls.products_behind(outputs)
         if self._open is not None:
-            self._open.add(found)
+            self._open.add(products)
             yield
             return
         self.backwards += 1
-        self._open = whole = self.passes.setdefault(frozenset(found.leaves), Pass())
+        self._open = whole = self.passes.setdefault(frozenset(products.leaves), BackwardPass())
         self._scaled = False
-        whole.add(found)
+        whole.add(products)
         try:
             yield
         finally:
             whole.unscaled |= accumulates and not self._scaled
             self._open = None
 
-    def scaled(self, loss: Any) -> None:
-        """What a GradScaler has scaled: its gradient is asked for where backward begins there."""
+    def record_scaled_loss(self, loss: Any) -> None:
+        """Record a loss that a GradScaler has scaled: a hook on it shows whether a backward pass goes through it."""
         from torch.utils._pytree import tree_leaves
 
-        def began(_gradient: Any) -> None:
+        def mark_scaled(_gradient: Any) -> None:
             self._scaled = True
 
         for tensor in tree_leaves(loss):
             if getattr(tensor, "requires_grad", False):
-                tensor.register_hook(began)
+                tensor.register_hook(mark_scaled)
 
-    def graph(self, module: Any) -> None:
-        """A graph that dynamo is about to have compiled."""
+    def record_graph(self, module: Any) -> None:
+        """Record a graph that dynamo passes to the compiler."""
         import torch
 
         if torch.is_grad_enabled():
-            self.compiled += matmuls.in_graph(module)
+            self.compiled += matmuls.products_in_graph(module)
 
-    def behind(self, parameters: set[int]) -> Pass:
-        """The passes that reached some parameters, as one; all, where engines hold copies of their own."""
-        mine = [each for each in self.passes.values() if each.leaves & parameters]
-        whole = Pass()
-        for each in mine or self.passes.values():
+    def passes_to(self, parameters: set[int]) -> BackwardPass:
+        """Return the backward passes that reached some of the parameters, merged into one.
+
+        parameters: ids. If none was reached, all passes are merged: an engine may hold its own copies of parameters.
+        """
+        reached = [each for each in self.passes.values() if each.leaves & parameters]
+        whole = BackwardPass()
+        for each in reached or self.passes.values():
             whole.add(each)
         if whole.compiled:
             whole.work += self.compiled
@@ -122,13 +136,13 @@ class Recorder:
     # -- modules -----------------------------------------------------------------------------
 
     def listen_to_modules(self) -> None:
-        """Only where nothing else tells: dynamo warns about such hooks."""
-        if self.active and self._modules is None:
+        """Record module outputs with a global hook. Only if they are needed, because dynamo warns about such hooks."""
+        if self.active and self._module_hook is None:
             from torch.nn.modules.module import register_module_forward_hook
 
-            self._modules = register_module_forward_hook(self._put_out)
+            self._module_hook = register_module_forward_hook(self._record_output)
 
-    def _put_out(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+    def _record_output(self, module: nn.Module, _inputs: Any, output: Any) -> None:
         import torch
         from torch.utils._pytree import tree_leaves
 
@@ -142,8 +156,8 @@ class Recorder:
 
     # -- collectives -------------------------------------------------------------------------
 
-    def reduced(self, tensors: Any) -> None:
-        """Tensors that are reduced across processes. Scalars (losses, norms, flags) are no gradients."""
+    def record_reduction(self, tensors: Any) -> None:
+        """Record tensors that are reduced across processes. Scalars (losses, norms, flags) are no gradients."""
         import torch
         from torch.utils._pytree import tree_leaves
 
@@ -162,18 +176,20 @@ class Recorder:
             real = getattr(distributed_c10d, name, None)
             if real is None:
                 continue
-            heard = self._heard(real)
+            wrapper = self._recording(real)
             for module in (distributed_c10d, dist):
                 if getattr(module, name, None) is real:
-                    setattr(module, name, heard)
-                    self._restore.append(functools.partial(_put_back, module, name, heard, real))
+                    setattr(module, name, wrapper)
+                    self._restore.append(functools.partial(_restore_function, module, name, wrapper, real))
 
-    def _heard(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _recording(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a wrapper of a collective that records what it reduces; collectives that it calls are not recorded."""
+
         @functools.wraps(real)
         def collective(*args: Any, **kwargs: Any) -> Any:
             if getattr(self._inside, "collective", False) or getattr(self._inside, "own", False):
                 return real(*args, **kwargs)
-            self.reduced((args, kwargs))
+            self.record_reduction((args, kwargs))
             self._inside.collective = True
             try:
                 return real(*args, **kwargs)
@@ -183,8 +199,8 @@ class Recorder:
         return collective
 
     @contextlib.contextmanager
-    def unheard(self) -> Iterator[None]:
-        """Collectives of our own are no gradients."""
+    def ignoring_collectives(self) -> Iterator[None]:
+        """Do not record collectives inside the block: mpguard's own reduce no gradients."""
         self._inside.own = True
         try:
             yield
@@ -193,8 +209,8 @@ class Recorder:
 
     # -- optimizers --------------------------------------------------------------------------
 
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """What an optimizer has just updated, and with what: dtypes of weights and gradients. Whether there was any."""
+    def record_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Record the dtypes of the weights that an optimizer updated, and of their gradients; False if it had none."""
         from mpguard.nn.fp8.weights import master_of
 
         masters: Counter[str] = Counter()
@@ -209,6 +225,7 @@ class Recorder:
         return bool(gradients)
 
 
-def _put_back(module: Any, name: str, ours: Any, real: Any) -> None:
-    if getattr(module, name, None) is ours:
+def _restore_function(module: Any, name: str, wrapper: Any, real: Any) -> None:
+    """Restore a function of a module, unless somebody else has replaced the wrapper."""
+    if getattr(module, name, None) is wrapper:
         setattr(module, name, real)

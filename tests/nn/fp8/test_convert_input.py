@@ -388,6 +388,6 @@ def test_and_when_the_optimizer_is_made_where_it_was_not(tmp_path: Path, engine:
     )
     run = command(Path(sys.executable).name, program, cwd=tmp_path)
     assert run.returncode == 1 and "went on" not in run.stdout, told(run)
-    why = {"plain": "fp8_param: nothing does so under single", "fsdp2": "put into a model by accelerate alone"}
+    why = {"plain": "fp8_param: not supported under single", "fsdp2": "only accelerate enables float8 all-gather"}
     assert why[engine] in run.stderr, run.stderr
     assert "mpguard_overrides: {fp8_param: null}" in run.stderr

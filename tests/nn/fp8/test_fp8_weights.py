@@ -25,7 +25,7 @@ from mpguard.runtime.guard import Guard
 from mpguard.runtime.patches import fp8_conversion
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof import compare
-from mpguard.runtime.proof.fp8 import Fp8Found
+from mpguard.runtime.proof.fp8 import Fp8Layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(padded to|on padding).*:mpguard.MpguardWarning")
 
@@ -309,15 +309,15 @@ def test_without_transformer_engine_it_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_the_proof_looks_at_what_the_weights_are(changes: dict[str, Any], ok: bool, said: str) -> None:
     """The quantizer is that of the recipe, all layers have it, masters are FP32 and were made from exact weights."""
     facts = {"kept": {"Float8CurrentScalingQuantizer": 2}, "masters": {"fp32": 2}, **changes}
-    (row,) = compare._kept(Fp8Found("te", ["0", "1"], **facts), Plan(fake_te_weights.CURRENT))
+    (row,) = compare._fp8_weights(Fp8Layers("te", ["0", "1"], **facts), Plan(fake_te_weights.CURRENT))
     assert row.ok is ok and said in row.found and row.asked.startswith("all kept in FP8")
 
 
 def test_weights_in_fp8_that_nobody_asked_for_are_said() -> None:
     plain = Plan(fake_te_weights.CURRENT.replace(fp8_param=False))
-    (row,) = compare._kept(Fp8Found("te", ["0"], kept={"Float8Quantizer": 1}, inexact=["0"]), plain)
+    (row,) = compare._fp8_weights(Fp8Layers("te", ["0"], kept={"Float8Quantizer": 1}, inexact=["0"]), plain)
     assert row.ok is False and row.asked == "in high precision"
-    assert compare._kept(Fp8Found("te", ["0"]), plain) == []
+    assert compare._fp8_weights(Fp8Layers("te", ["0"]), plain) == []
 
 
 def test_the_guard_refuses_an_optimizer_without_masters_as_it_is_made() -> None:
@@ -333,10 +333,10 @@ def test_the_guard_refuses_an_optimizer_without_masters_as_it_is_made() -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "DeepSpeed"])
 def test_the_guard_refuses_engines_that_cannot_keep_them(strategy: str) -> None:
-    with pytest.raises(mpguard.NotInForce, match=f"nothing does so under {strategy} with fp8_recipe tensorwise"):
-        fp8_conversion.may_keep(Guard(Plan(fake_te_weights.CURRENT)), strategy)
-    assert fp8_conversion.may_keep(Guard(Plan(fake_te_weights.CURRENT.replace(fp8_param=False))), strategy)
-    assert not fp8_conversion.may_keep(Guard(Plan(fake_te_weights.CURRENT, enforce="warn")), strategy)
+    with pytest.raises(mpguard.NotInForce, match=f"not supported under {strategy} with fp8_recipe tensorwise"):
+        fp8_conversion.check_fp8_param(Guard(Plan(fake_te_weights.CURRENT)), strategy)
+    assert fp8_conversion.check_fp8_param(Guard(Plan(fake_te_weights.CURRENT.replace(fp8_param=False))), strategy)
+    assert not fp8_conversion.check_fp8_param(Guard(Plan(fake_te_weights.CURRENT, enforce="warn")), strategy)
 
 
 @pytest.mark.parametrize("order", ["convert", "guard"])

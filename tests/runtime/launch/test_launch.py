@@ -76,7 +76,7 @@ def test_the_rank_that_was_killed_counts_not_those_that_were_ended_for_it() -> N
         )
         raise ChildFailedError("t.py", {0: ended, 1: killed})
 
-    assert launcher._status(launch_command, argparse.Namespace()) == 128 + signal.SIGKILL
+    assert launcher._launch(launch_command, argparse.Namespace()) == 128 + signal.SIGKILL
 
 
 def gone(process: int) -> bool:
@@ -206,7 +206,7 @@ def test_auto_under_torchrun_names_every_rank(tmp_path: Path) -> None:
     variables = {"MPGUARD_POLICY": '{"name": "mine", "bf16": true}'}
     run = torchrun(script, "plain", "--auto", cwd=tmp_path, **variables)
     assert run.returncode == 1 and results(run) == [], told(run)
-    assert "2 processes were started that do not know of each other" in run.stderr
+    assert "2 processes were started without a process group in common" in run.stderr
     assert ["NotInForce" in (tmp_path / f"told.{rank}").read_text() for rank in (0, 1)] == [True, True]
 
 
@@ -234,9 +234,9 @@ DEEPSPEED = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu"
     [
         ({"distributed_type": "FSDP", "num_processes": 2}, "FSDP (line 2), but accelerate never applies it here"),
         ({"distributed_type": "FSDP", "fsdp_config": "{fsdp_version: 2}"}, "`use_cpu: true` (line 6) is ignored"),
-        ({"distributed_type": "MULTI_GPU", "num_processes": 2}, "processes would start that do not know of each other"),
+        ({"distributed_type": "MULTI_GPU", "num_processes": 2}, "start without a process group in common"),
         ({"distributed_type": "DEEPSPEED", "num_processes": 2}, "which accelerate starts on a GPU only"),
-        ({"num_processes": 2}, "`distributed_type: NO` (line 2), which starts one"),
+        ({"num_processes": 2}, "`distributed_type: NO` (line 2), which starts one process"),
         ({"deepspeed_config": "{mixed_precision: fp16}"}, "silently beats the top-level mixed_precision"),
         ({"fsdp_config": "{mixed_precision_policy: fp16}"}, "accelerate reads no such key"),
         ({"recipe": "bf16_with_fp8_current_scaling_mixed", "mixed_precision": "fp8"}, "needs compute capability"),
@@ -308,7 +308,7 @@ def test_the_command_line_is_named_where_it_asks(tmp_path: Path, capsys: pytest.
 def test_no_without_quotation_marks_is_no(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="NO")
     prepared = launcher.prepare(["--config", str(config), str(SCRIPT)], launch_command_parser)
-    assert prepared is not None and prepared.plan.strategy == "single" == Plan.of(config).strategy
+    assert prepared is not None and prepared.plan.strategy == "single" == Plan.from_config(config).strategy
 
 
 def test_a_missing_file_and_no_config_cannot_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,7 +166,7 @@ def test_a_missing_mpguard_is_no_error(hooked: Environment, tmp_path: Path) -> N
 def test_read_only_environments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)  # the test may run as root
     with pytest.raises(hook.ConfigError, match="is read-only"):
-        hook._refuse(tmp_path, user=False)
+        hook._require_writable(tmp_path, user=False)
 
 
 def test_externally_managed_pythons_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_externally_managed_pythons_are_refused(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     monkeypatch.setattr(sysconfig, "get_path", lambda _name: str(tmp_path))
     with pytest.raises(hook.ConfigError, match="externally managed"):
-        hook._refuse(tmp_path, user=False)
+        hook._require_writable(tmp_path, user=False)
 
 
 def test_the_user_site_of_a_virtual_environment_is_refused(bare: Environment, tmp_path: Path) -> None:

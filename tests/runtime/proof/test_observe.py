@@ -104,7 +104,7 @@ def test_a_head_that_is_most_of_the_work_is_named(tmp_path: Path) -> None:
         "  def forward(s, x):\n    h = s.body(x)\n    " + OFF + "return s.head(h.float())\nm = N(); train(m, adam(m))"
     )
     ended = run(tmp_path, script)
-    assert ended.returncode == 1 and "are those of head: have autocast enabled there" in ended.stderr, told(ended)
+    assert ended.returncode == 1 and "are those of head: enable autocast there" in ended.stderr, told(ended)
 
 
 def test_prove_by_hand_does_not_prove_what_nobody_observed() -> None:
@@ -130,7 +130,7 @@ class Kernel(torch.autograd.Function):
 
 def test_a_kernel_of_somebodys_own_counts_by_its_weight() -> None:
     weight = nn.Parameter(torch.randn(32, 16))
-    found = matmuls.behind([Kernel.apply(torch.randn(4, 16).bfloat16(), weight).sum()])
+    found = matmuls.products_behind([Kernel.apply(torch.randn(4, 16).bfloat16(), weight).sum()])
     assert found.work == {("bf16", id(weight)): 4 * 32 * 16} and found.leaves == {id(weight)}
 
 
@@ -146,7 +146,7 @@ def test_a_kernel_of_somebodys_own_counts_by_its_weight() -> None:
 )
 def test_work_is_counted_in_multiply_adds(layer: nn.Module, shape: tuple[int, ...] | None, work: int) -> None:
     inputs = torch.randn(shape) if shape else torch.tensor([1, 2])
-    assert sum(matmuls.behind([layer(inputs).sum()]).work.values()) == work
+    assert sum(matmuls.products_behind([layer(inputs).sum()]).work.values()) == work
 
 
 def test_the_outermost_modules_of_an_optimizer_are_found() -> None:
@@ -202,7 +202,12 @@ for _ in range(40):
     [
         ("scaled = scaler.scale(loss)", "scaled.backward()", "scaler.step(o2)", None),
         ("scaled = scaler.scale(loss)", "scaled.backward()", "o2.step()", "scaler: none"),
-        ("scaler.scale(torch.ones(()))", "loss.backward()", "scaler.step(o2)", "it did not scale went backward"),
+        (
+            "scaler.scale(torch.ones(()))",
+            "loss.backward()",
+            "scaler.step(o2)",
+            "backward ran on a loss that it did not scale",
+        ),
     ],
 )
 def test_fp16_scales_every_loss_and_steps_every_optimizer(
@@ -299,13 +304,13 @@ def test_a_layer_that_comes_after_the_optimizer_is_told_so(tmp_path: Path) -> No
     ended = run(
         tmp_path, script, recipe="hopper_bf16_with_fp8_mixed, mpguard_overrides: {fp8_emulate: true, backend: torchao}"
     )
-    assert ended.returncode == 1 and "make the optimizer when the model is whole" in ended.stderr, told(ended)
+    assert ended.returncode == 1 and "create the optimizer when the model is complete" in ended.stderr, told(ended)
 
 
 def test_an_optimizer_of_other_parameters_is_not_taken_for_a_run_that_did_not_come_to_a_step(tmp_path: Path) -> None:
     ended = run(tmp_path, "import copy; m = net(); o = adam(m); train(copy.deepcopy(m), o)")
     assert (
-        ended.returncode == 1 and "not proven: an optimizer was stepped, and no parameter of its had a" in ended.stderr
+        ended.returncode == 1 and "not proven: an optimizer was stepped, but none of its parameters had" in ended.stderr
     )
 
 
@@ -358,8 +363,8 @@ def test_layers_of_different_recipes_are_not_in_force(tmp_path: Path) -> None:
         "from torchao.float8 import Float8LinearConfig as C, convert_to_float8_training as convert\nm = net()\n"
         "for i, c in ((0, C(emulate=True)), (2, C.from_recipe_name('rowwise'))):\n"
         "  convert(m, config=c, module_filter_fn=lambda _, name: name == str(i))\n"
-        "from mpguard.runtime import fp8; import mpguard, json\n"
-        "found = fp8.find(list(m.named_modules()), mpguard.recipe('bf16_mixed'), [])\n"
+        "from mpguard.runtime.proof import fp8; import mpguard, json\n"
+        "found = fp8.find_fp8_layers(list(m.named_modules()), mpguard.recipe('bf16_mixed'), [])\n"
         "print(json.dumps([found.recipe, found.emulated, found.mixed]))"
     )
     ended = run(tmp_path, script)
@@ -439,8 +444,8 @@ def test_ranks_agree_and_none_waits_for_ever(tmp_path: Path, script: str, kind: 
 
 def test_gradients_are_compared_between_ranks() -> None:
     same = [([], (1.0, 0.5)), ([], (1.0 + 1e-6, 0.5))]
-    assert consensus.combined(same) == []
-    (found,) = consensus.combined([([], (1.0, 0.5)), ([], (1.0, -0.5))])
+    assert consensus.combine(same) == []
+    (found,) = consensus.combine([([], (1.0, 0.5)), ([], (1.0, -0.5))])
     assert "the gradients differ between ranks" in found
-    assert consensus.combined([(["a"], None), (["a"], (1.0, 1.0))]) == ["a"]
-    assert consensus.combined([(["a"], None), ([], None)]) == ["rank 0: a"]
+    assert consensus.combine([(["a"], None), (["a"], (1.0, 1.0))]) == ["a"]
+    assert consensus.combine([(["a"], None), ([], None)]) == ["rank 0: a"]

@@ -16,7 +16,7 @@ import mpguard
 from mpguard.policy.policy import Policy
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof.compare import Proof, compare, failures
-from mpguard.runtime.proof.fp8 import Fp8Found
+from mpguard.runtime.proof.fp8 import Fp8Layers
 from mpguard.runtime.proof.observe import Observed, observe
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.targets.plugin import get
@@ -61,7 +61,7 @@ def test_what_is_as_asked_has_no_failures() -> None:
         ("reduction", {"reductions": {"fp32": 500, "bf16": 500}}),
         ("optimizer", {"masters": {"bf16": 1000}}),
         ("optimizer", {"states": {"bf16": 2000}}),
-        ("fp8", {"fp8": Fp8Found("torchao", ["a"], recipe={"recipe": "tensorwise"})}),
+        ("fp8", {"fp8": Fp8Layers("torchao", ["a"], recipe={"recipe": "tensorwise"})}),
     ],
 )
 def test_each_fact_is_compared(row: str, seen: dict[str, object]) -> None:
@@ -78,9 +78,9 @@ def test_a_wider_reduction_than_asked_loses_nothing() -> None:
     assert "reduction" not in wrong(dataclasses.replace(PLAN, policy=PLAN.policy.replace(grad_reduce_in_fp32=False)))
 
 
-AO = Fp8Found("torchao", ["layers.0", "layers.1"], {"lm_head": "fp8_exclude"}, recipe={"recipe": "tensorwise"})
+AO = Fp8Layers("torchao", ["layers.0", "layers.1"], {"lm_head": "fp8_exclude"}, recipe={"recipe": "tensorwise"})
 DELAYED = Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=16, fp8_amax_compute_algo="max")
-TE = Fp8Found("te", ["layers.0"], entered=True, recipe={**get("te").arguments(DELAYED), "override": None})
+TE = Fp8Layers("te", ["layers.0"], entered=True, recipe={**get("te").arguments(DELAYED), "override": None})
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_fp16_needs_a_scaler_that_is_enabled() -> None:
     assert wrong(FP16, **fp16, scaler={**scaler, "window": 2000}) == ["scaler"]
     seen = dataclasses.replace(GOOD, **fp16, scaler={**scaler, "window": 2000})
     (why,) = failures(compare(seen, FP16), FP16, seen)
-    assert "made once mpguard is active" in why and "accelerate makes no" not in why
+    assert "only if mpguard is active when it is created" in why and "accelerate creates no" not in why
     assert wrong(FP16, **fp16, scaler=scaler) == []
 
 
@@ -326,7 +326,7 @@ def test_a_compiled_model_is_made_fp8_too(tmp_path: Path) -> None:
 
 def test_delayed_scaling_is_not_compiled() -> None:
     """S19. Pieces without FP8 layers may be."""
-    found = Fp8Found("te", ["a"], recipe={"recipe": "DelayedScaling"}, entered=True)
+    found = Fp8Layers("te", ["a"], recipe={"recipe": "DelayedScaling"}, entered=True)
     plan = Plan(Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed"), strategy="fsdp2", processes=2)
     assert "compile" in wrong(plan, fp8=found, compiled=True, compiled_fp8=True)
     assert "compile" not in wrong(plan, fp8=found, compiled=True)

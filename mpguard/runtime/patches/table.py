@@ -1,0 +1,71 @@
+"""All patches, and how they are applied.
+
+Each patch is applied to the module that defines its target when that module is imported, and only if the
+target still has the parameters that the wrapper relies on; otherwise a warning is logged, the patch is
+skipped, and the proof shows whether the policy is in force. Classes stay classes: methods are replaced, so
+`isinstance`, subclassing and pickling work as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from types import ModuleType
+from typing import Any
+
+from mpguard.runtime.patches import accelerate, deepspeed, import_hooks, torch, transformer_engine, transformers
+from mpguard.runtime.patches.patch import Patch
+
+log = logging.getLogger("mpguard")
+
+PATCHES = (*accelerate.PATCHES, *transformers.PATCHES, *deepspeed.PATCHES, *torch.PATCHES, *transformer_engine.PATCHES)
+
+
+def apply_patches() -> None:
+    """Apply each patch when its module is imported; at once if it has been imported already."""
+    for patch in PATCHES:
+        import_hooks.after(patch.module, functools.partial(_apply, patch))
+    # Dynamo must not trace frames of this package. It must trace those of converted layers, which are in mpguard.nn.
+    import_hooks.after("torch._dynamo.trace_rules", lambda module: module.add("mpguard.runtime"))
+
+
+def _apply(patch: Patch, module: ModuleType) -> None:
+    """Replace the target of a patch in its module, unless that was done before or the target has changed."""
+    *path, name = patch.target.split(".")
+    owner: Any = module
+    for part in path:
+        owner = getattr(owner, part, None)
+    original = getattr(owner, name, None)
+    if original is None or getattr(original, "__mpguard__", False):
+        if original is None:
+            log.warning(
+                "mpguard: %s has no %s in the installed version: not wrapped; the proof shows whether the policy is in "
+                "force (tested with %s)",
+                patch.module,
+                patch.target,
+                patch.tested,
+            )
+        return
+    missing = [parameter for parameter in patch.needs if parameter not in inspect.signature(original).parameters]
+    if missing:
+        log.warning(
+            "mpguard: %s.%s has no parameter %s in the installed version: not wrapped; the proof shows whether the "
+            "policy is in force (tested with %s)",
+            patch.module, patch.target, ", ".join(missing), patch.tested,
+        )  # fmt: skip
+        return
+    wrapped = patch.wrap(original)
+    wrapped.__mpguard__ = True  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
+    if not path:
+        _replace_imported(name, original, wrapped)
+
+
+def _replace_imported(name: str, original: Any, wrapped: Any) -> None:
+    """Replace a function in the modules that have imported it by name already."""
+    for module in list(sys.modules.values()):
+        namespace = getattr(module, "__dict__", None)
+        if isinstance(namespace, dict) and namespace.get(name) is original:
+            namespace[name] = wrapped

@@ -1,0 +1,127 @@
+"""What a run reports: the proof as a table and as a file, overrides, failures that do not end it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from mpguard.core.console import print_line
+from mpguard.core.errors import ConfigError
+from mpguard.runtime.messages import warn_not_proven
+from mpguard.runtime.plan import Plan
+from mpguard.runtime.proof.compare import Proof
+from mpguard.runtime.proof.consensus import rank
+from mpguard.targets.inject import Change
+
+log = logging.getLogger("mpguard")
+
+#: For how many optimizers after the first a line is printed; a script may have one per parameter.
+REPORTED_OPTIMIZERS = 3
+
+
+class Reporter:
+    """Prints what happens to a run, and writes its proof. Prints and writes on rank 0 only."""
+
+    def __init__(self) -> None:
+        self._reported: set[str] = set()
+
+    def print_once(self, text: str) -> None:
+        """Print a line, once."""
+        if text not in self._reported and rank() == 0:
+            self._reported.add(text)
+            print_line(text)
+
+    def log_override(self, where: str, change: Change) -> None:
+        """Log an override once, with its key, old value and new value: a warning on rank 0, else a debug message."""
+        text = f"{where}: {change}"
+        if text in self._reported:
+            return
+        self._reported.add(text)
+        log.log(logging.WARNING if rank() == 0 else logging.DEBUG, "%s", text)
+
+    # -- the proof ---------------------------------------------------------------------------
+
+    def report_proof(self, proof: Proof, *, first: bool, repeated: bool, optimizers: int) -> None:
+        """Print a proof and write its file; further optimizers that are in force only get a line.
+
+        first: True if there is no earlier proof of this run, or since a checkpoint was loaded. repeated: True if a
+        checkpoint was loaded after an earlier proof. optimizers: how many have been proven, with this one.
+        """
+        if rank() != 0:
+            return
+        if proof.in_force and proof.observed and not first:
+            if optimizers <= REPORTED_OPTIMIZERS:
+                print_line(f"step {proof.observed.step} of {proof.observed.optimizer} proven in force too")
+            return
+        if repeated and proof.in_force:
+            print_line(f"proven in force again, after a checkpoint was loaded · recipe {proof.plan.policy.name}")
+        elif proof.observed is not None:
+            print_line(proof.table())
+        self.write_proof(proof)
+
+    def write_proof(self, proof: Proof) -> None:
+        """Write a proof as JSON if the plan names a file. Raises `ConfigError` if it cannot be written."""
+        path = proof.plan.proof_json
+        if rank() != 0 or not path:
+            return
+        try:
+            proof.write(path)
+        except OSError as error:
+            raise _unwritable(path, error) from None
+
+    def reset_proof_file(self, plan: Plan) -> None:
+        """Remove the proof of an earlier run. Raises `ConfigError` if the proof could not be written later."""
+        path = plan.proof_json
+        if rank() != 0 or not path:
+            return
+        try:
+            Path(path).touch()
+            Path(path).unlink()
+        except OSError as error:
+            raise _unwritable(path, error) from None
+
+    # -- failures ----------------------------------------------------------------------------
+
+    def warn_failure(self, message: str, enforce: str) -> None:
+        """Report a failure that does not end the run: warn `NotProven`, or print that the run is not in force."""
+        if rank() != 0:
+            return
+        if message.startswith("not proven"):
+            warn_not_proven(message)
+        else:
+            print_line(f"mpguard: not in force (going on: enforce {enforce}): {message}")
+
+    def report_no_training(self) -> None:
+        """Print that a run ended without training in this process."""
+        if rank() == 0:
+            print_line(
+                "mpguard: no training was seen in this process; nothing was proven. Processes that a script starts "
+                "itself are proven if each of them imports mpguard.auto"
+            )
+
+
+def _unwritable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{path}: the proof cannot be written: {error.strerror}")
+
+
+def unproven_at_exit(*, enforced: bool, trained: bool, without_gradients: bool, skipped: int, status: int) -> str:
+    """Return the message for a run that ends without a proof.
+
+    trained: True if gradients were computed. without_gradients: True if optimizers were stepped and none of their
+    parameters had a gradient. skipped: steps that were skipped. status: the script's exit status.
+    """
+    if not enforced:
+        reason = "enforce is off"
+    elif not trained:
+        reason = "no training was seen in this process"
+    elif without_gradients:
+        reason = (
+            "an optimizer was stepped, but none of its parameters had gradients: they are not the parameters of the "
+            "model that was trained. Create the optimizer after the code that replaces parameters (fully_shard, FSDP, "
+            "a copy, a new layer)"
+        )
+    else:
+        reason = "the run computed gradients and ended before an optimizer step was applied"
+    skips = f" ({skipped} steps were skipped)" if skipped else ""
+    end = f"; the script ended with status {status}" if status else ""
+    return f"not proven: {reason}{skips}; what was in force could not be observed{end}"
