@@ -89,7 +89,7 @@ def _scaler_init(original: Function) -> Function:
                     guard.reporter.log_override("GradScaler", Change(name, old, value))
                 bound.arguments[name] = value
             original(*bound.args, **bound.kwargs)
-            wanted.hold(self)
+            wanted.set_limits(self)
             return
         original(*bound.args, **bound.kwargs)
 
