@@ -140,7 +140,7 @@ def absolute(path: str | None) -> str | None:
 
 
 def strategy_of(config: Mapping[str, Any], path: Path) -> str | None:
-    """Return the strategy that an accelerate config asks for; None for an engine that has no strategy.
+    """Return the strategy of an accelerate config; None for an engine that has no strategy.
 
     If the config names a DeepSpeed file, that file defines the ZeRO stage. DDP with `num_processes: 1` is `single`.
     """

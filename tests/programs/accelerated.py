@@ -1,4 +1,4 @@
-"""A whole script with accelerate; each rank prints what it ended with. It says nothing about precision."""
+"""A complete script with accelerate that sets no precision; each rank prints its final state."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from accelerate.utils import GradScalerKwargs
 parser = argparse.ArgumentParser()
 parser.add_argument("words", nargs="*")
 parser.add_argument("--lr", type=float, default=1e-3)
-parser.add_argument("--mixed-precision", help="what the script itself asks for")
-parser.add_argument("--scaler", action="store_true", help="the script brings a handler")
+parser.add_argument("--mixed-precision", help="set by the script itself")
+parser.add_argument("--scaler", action="store_true", help="the script passes a handler")
 parser.add_argument("--exit", type=int, nargs=2, metavar=("RANK", "STATUS"), help="after the first step")
 parser.add_argument("--one-layer", action="store_true", help="the model is a single Linear")
 parser.add_argument("--sleep", type=float, default=0, help="seconds, after the first step")

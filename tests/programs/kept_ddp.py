@@ -1,9 +1,9 @@
-"""Ranks that begin with weights of their own train one model with parameters kept in FP8, under DDP.
+"""Ranks that start with different weights train one model with parameters kept in FP8, under DDP.
 
     torchrun --nproc_per_node 2 kept_ddp.py RECIPE ORDER
 
-RECIPE: of Transformer Engine's on GPUs; "kept", without, stands in its place. ORDER: "convert" before DDP, by hand, or
-"guard": mpguard.activate, and DDP before the optimizer. Each rank prints what it ended with.
+RECIPE: of Transformer Engine, on GPUs; or "kept", a fake of it without a GPU. ORDER: "convert" before DDP, explicitly,
+or "guard": mpguard.activate, and DDP before the optimizer. Each rank prints its final state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 import mpguard
 from mpguard.runtime import guard as guards
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 import fake_te_weights
 
@@ -59,16 +59,16 @@ model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64, bias=Fal
 own = digest(model)
 if order == "convert":
     mpguard.convert(model, policy)
-spread = nn.parallel.DistributedDataParallel(model)
+wrapped = nn.parallel.DistributedDataParallel(model)
 begun = digest(model)
-optimizer = adam(spread)
+optimizer = adam(wrapped)
 if guards.current() is not None and recipe == "kept":
-    guards.current().recorder.listen_to_modules()  # as it does where Transformer Engine is
+    guards.current().recorder.listen_to_modules()  # as with Transformer Engine
 losses = []
 for step in range(6):
     inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
     with torch.autocast(device.partition(":")[0], torch.bfloat16):
-        loss = (spread(inputs) - inputs).float().square().mean()
+        loss = (wrapped(inputs) - inputs).float().square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -1,6 +1,6 @@
-"""What cannot keep parameters in FP8, under the guard: refused before training, the model as it was. Needs a GPU.
+"""Engines and optimizers that cannot keep parameters in FP8 are refused before training. Needs a GPU.
 
-Prints for each attempt what was said, and whether the weights are still plain ones.
+Prints for each attempt the refusal, and if the weights are still plain parameters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A loop of one's own around one Linear layer, in any engine; each rank prints what it ended with.
+"""A custom training loop with one Linear layer, in any engine; each rank prints its final state.
 
 The inputs are such that the mean gradient over two ranks, 0.5 + 2**-11, exists in FP32 and is 0.5 in
-BF16: the printed gradient shows in which dtype it was reduced.
+BF16: the printed gradient shows the dtype in which it was reduced.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ parser.add_argument("engine", choices=("plain", "ddp", "fsdp1", "fsdp2", "zero1"
 parser.add_argument("--steps", type=int, default=2)
 parser.add_argument("--activate", metavar="RECIPE", help="mpguard.activate after everything has been built")
 parser.add_argument("--auto", action="store_true", help="import mpguard.auto")
-parser.add_argument("--dtype", default="bfloat16", help="what the script itself asks its engine for")
+parser.add_argument("--dtype", default="bfloat16", help="the dtype that the script itself gives its engine")
 parser.add_argument("--slow-rank", type=int, default=-1, help="a rank that ends before its first step")
 parser.add_argument("--compress", action="store_true", help="a communication hook of DDP that reduces in BF16")
 parser.add_argument("--flat", action="store_true", help="FSDP1 without the model's own parameters")
-parser.add_argument("--local_rank", help="the deepspeed launcher's")
+parser.add_argument("--local_rank", help="set by the deepspeed launcher")
 options = parser.parse_args()
 
 if options.auto:
@@ -80,11 +80,11 @@ if options.activate:
 
 
 def step(stepping: Any) -> None:
-    """Each rank that is told that the run is not in force leaves a file that says so."""
+    """Step; a rank on which it raises writes the error to a file."""
     try:
         stepping.step()
     except Exception as error:
-        Path(f"told.{rank}").write_text(f"{type(error).__name__}: {error}")
+        Path(f"raised.{rank}").write_text(f"{type(error).__name__}: {error}")
         raise
 
 

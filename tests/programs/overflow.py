@@ -1,4 +1,4 @@
-"""FP16 in an engine on the CPU, overflowing where the story says so; prints the scale after each step."""
+"""FP16 in an engine on the CPU, with overflows at the steps of STORY; prints the scale after each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import mpguard
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "nn"))
 
 from test_grad_scaler import BAD, GOOD, OF_DEEPSPEED, POLICY, STORY
 

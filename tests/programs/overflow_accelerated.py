@@ -1,4 +1,4 @@
-"""FP16 in DeepSpeed under accelerate on the CPU, which it starts there with one process; as overflow.py."""
+"""As overflow.py, in DeepSpeed under accelerate on the CPU, where accelerate starts one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from deepspeed.accelerator import get_accelerator
 
 import mpguard
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "nn"))
 
 from test_grad_scaler import GOOD, OF_DEEPSPEED, POLICY
 

@@ -1,9 +1,9 @@
-"""Trains, saves, goes on; then begins anew, loads and goes on: the same? In each framework that is named.
+"""Train, save and continue; then start again, load and continue, and compare both. For each engine in the arguments.
 
     python resume.py POLICY ENGINE ...      on one rank, or under torchrun
 
-On a GPU where there is one: the policies of Transformer Engine need it. The second model starts from other weights, so
-that only what was loaded can make it the same.
+It uses a GPU if there is one; the policies of Transformer Engine need it. The second model starts from other weights,
+so only the loaded state can make it equal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 
 import mpguard
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 import fake_delayed_scaling
 import fake_te_weights
@@ -66,7 +66,7 @@ def net(seed: int) -> Net:
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """With masters where parameters are kept in FP8."""
+    """Return an optimizer, with master weights if parameters are kept in FP8."""
     if sys.argv[1] == "kept":
         return fake_te_weights.Adam(model.parameters(), lr=1e-2, master_weights=True)
     if sys.argv[1].endswith("-kept"):
@@ -87,7 +87,7 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 class Plain:
-    """A loop of one's own."""
+    """A custom training loop."""
 
     def __init__(self, seed: int) -> None:
         self.model: Any = net(seed)

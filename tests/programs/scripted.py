@@ -1,4 +1,4 @@
-"""A loop of one's own on the CPU in one process; the arguments say what is in it."""
+"""A custom training loop on the CPU in one process; the arguments configure it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Trainer of transformers on a small model of its own; says nothing about precision, or a wrong thing."""
+"""The Trainer of transformers with a small model; sets no precision."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from paths import PROGRAMS
-from processes import command, free_port, in_fork, mp_yaml, proof, results, told, torchrun
+from processes import command, free_port, in_fork, mp_yaml, proof, results, torchrun, transcript
 
 import mpguard
 from mpguard.policy import hardware
@@ -47,7 +47,7 @@ def test_own_loops_are_proven_and_reduce_in_fp32(tmp_path: Path, engine: str) ->
     config = engine_config(tmp_path, engine)
     words = ("-m", "mpguard.run", "--config", config, "--proof-json", tmp_path / "proof.json", LOOP, engine)
     run = torchrun(*words, cwd=tmp_path)
-    assert run.returncode == 0, told(run)
+    assert run.returncode == 0, transcript(run)
     assert [(found["world"], found["gradient"]) for found in results(run)] == [(2, MEAN)] * 2, "shown by the values"
     made = proof(tmp_path / "proof.json")
     seen = made["observed"]
@@ -69,7 +69,7 @@ def test_own_loops_are_made_fp8(tmp_path: Path, engine: str) -> None:
     config = mp_yaml(tmp_path, distributed_type=kind, num_processes=2, **keys, **fp8)
     words = ("-m", "mpguard.run", "--config", config, "--proof-json", tmp_path / "proof.json", LOOP, engine)
     run = torchrun(*words, cwd=tmp_path)
-    assert run.returncode == 0, told(run)
+    assert run.returncode == 0, transcript(run)
     assert [(found["world"], found["gradient"]) for found in results(run)] == [(2, MEAN)] * 2
     seen = proof(tmp_path / "proof.json")["observed"]
     assert (seen["fp8"]["converted"], seen["fp8"]["emulated"]) == (["0"], True)
@@ -83,7 +83,7 @@ def test_fsdp1_keeps_the_parameters_that_fp8_layers_need(tmp_path: Path) -> None
     config = mp_yaml(tmp_path, distributed_type="FSDP", num_processes=2, fsdp_config="{fsdp_version: 1}", **fp8)
     words = ("-m", "mpguard.run", "--config", config, "--proof-json", tmp_path / "proof.json", LOOP, "fsdp1", "--flat")
     run = torchrun(*words, cwd=tmp_path)
-    assert run.returncode == 0 and "use_orig_params: false -> true" in run.stderr, told(run)
+    assert run.returncode == 0 and "use_orig_params: false -> true" in run.stderr, transcript(run)
     assert proof(tmp_path / "proof.json")["observed"]["fp8"]["converted"] == ["0"]
 
 
@@ -92,7 +92,7 @@ def test_accelerate_is_asked_for_bf16_and_its_model_made_fp8(tmp_path: Path) -> 
     config = mp_yaml(tmp_path, mixed_precision="fp8", fp8_config=EMULATED)
     arguments = ["--config", config, "--proof-json", tmp_path / "proof.json", PROGRAMS / "accelerated.py"]
     run = in_fork(arguments, cwd=tmp_path, ACCELERATE_MIXED_PRECISION="fp8", ACCELERATE_FP8_BACKEND="TE")
-    assert run.returncode == 0, told(run)
+    assert run.returncode == 0, transcript(run)
     (found,) = results(run)
     assert (found["mode"], found["compute"], found["master"]) == ("bf16", "torch.bfloat16", "torch.float32")
     seen = proof(tmp_path / "proof.json")["observed"]["fp8"]
@@ -102,7 +102,7 @@ def test_accelerate_is_asked_for_bf16_and_its_model_made_fp8(tmp_path: Path) -> 
 def test_the_values_tell_a_reduction_in_bf16(tmp_path: Path) -> None:
     """The control: without the policy the same script reduces in BF16."""
     run = torchrun(LOOP, "fsdp2", cwd=tmp_path)
-    assert [found["gradient"] for found in results(run)] == [0.5, 0.5], told(run)
+    assert [found["gradient"] for found in results(run)] == [0.5, 0.5], transcript(run)
 
 
 @pytest.mark.parametrize(
@@ -122,15 +122,15 @@ def test_an_engine_built_before_the_policy_came_is_not_in_force(
 ) -> None:
     """FSDP's own policy against the run's (S12), on all ranks: nobody goes on and nobody hangs."""
     run = torchrun(LOOP, engine, "--dtype", dtype, "--activate", "bf16_mixed", cwd=tmp_path)
-    assert run.returncode == 1 and results(run) == [], told(run)
+    assert run.returncode == 1 and results(run) == [], transcript(run)
     assert "mpguard: not in force: " in run.stderr and says in run.stderr
-    assert ["NotInForce" in (tmp_path / f"told.{rank}").read_text() for rank in (0, 1)] == [True, True]
+    assert ["NotInForce" in (tmp_path / f"raised.{rank}").read_text() for rank in (0, 1)] == [True, True]
 
 
 def test_a_communication_hook_is_heard_at_the_collective(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
     run = torchrun("-m", "mpguard.run", "--config", config, LOOP, "ddp", "--compress", cwd=tmp_path)
-    assert run.returncode == 1 and "reduction: bf16 (the collective); asked: fp32" in run.stderr, told(run)
+    assert run.returncode == 1 and "reduction: bf16 (the collective); asked: fp32" in run.stderr, transcript(run)
 
 
 def test_a_mismatch_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
@@ -138,18 +138,18 @@ def test_a_mismatch_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
     words = ("-m", "mpguard.run", "--config", config, LOOP, "ddp", "--slow-rank", 1)
     run = torchrun(*words, cwd=tmp_path)
-    assert run.returncode == 1 and results(run) == [], told(run)
-    assert "rank 1: not proven: the run computed gradients and ended" in (tmp_path / "told.0").read_text()
+    assert run.returncode == 1 and results(run) == [], transcript(run)
+    assert "rank 1: not proven: the run computed gradients and ended" in (tmp_path / "raised.0").read_text()
 
 
 def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path)
     run = command("mpguard", "launch", "--config", config, PROGRAMS / "trainer.py", cwd=tmp_path)
-    assert run.returncode == 0, told(run)
+    assert run.returncode == 0, transcript(run)
     assert results(run) == [{"rank": 0, "compute": ["torch.bfloat16"], "steps": 2}]
     assert "proven in force on 1 process" in run.stderr
     resumed = in_fork(["--config", config, PROGRAMS / "trainer.py", "--resume"], cwd=tmp_path)
-    assert resumed.returncode == 0 and results(resumed)[0]["steps"] == 4, told(resumed)
+    assert resumed.returncode == 0 and results(resumed)[0]["steps"] == 4, transcript(resumed)
     assert "proven in force on 1 process" in resumed.stderr, "a resumed run is proven at its first step"
 
 
@@ -158,7 +158,7 @@ def test_deepspeed_with_one_process_is_really_in_force(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="DEEPSPEED", deepspeed_config="{zero_stage: 2}")
     words = ("--config", config, "--proof-json", "proof.json", PROGRAMS / "accelerated.py")
     run = command("mpguard", "launch", *words, cwd=tmp_path)
-    assert run.returncode == 0 and results(run)[0]["type"] == "DistributedType.DEEPSPEED", told(run)
+    assert run.returncode == 0 and results(run)[0]["type"] == "DistributedType.DEEPSPEED", transcript(run)
     assert proof(tmp_path / "proof.json")["observed"]["engine"] == "deepspeed-zero2"
 
 
@@ -169,7 +169,7 @@ def test_a_deepspeed_file_without_a_precision_gets_the_policys(tmp_path: Path) -
     keys = {"deepspeed_config": "{deepspeed_config_file: ds.json}", "mixed_precision": None}
     config = mp_yaml(tmp_path, distributed_type="DEEPSPEED", **keys)
     run = command("mpguard", "launch", "--config", config, PROGRAMS / "accelerated.py", cwd=tmp_path)
-    assert run.returncode == 0 and results(run)[0]["compute"] == "torch.bfloat16", told(run)
+    assert run.returncode == 0 and results(run)[0]["compute"] == "torch.bfloat16", transcript(run)
     assert "deepspeed-zero1" in run.stderr and "proven in force" in run.stderr
     assert json.loads((tmp_path / "ds.json").read_text()) == content
 
@@ -178,7 +178,7 @@ def test_the_deepspeed_launcher(tmp_path: Path) -> None:
     config = engine_config(tmp_path, "zero2")
     flags = ("--num_gpus", 2, "--master_port", free_port(), "--module")
     run = command("deepspeed", *flags, "mpguard.run", "--config", config, LOOP, "zero2", cwd=tmp_path)
-    assert run.returncode == 0 and "proven in force on all 2 ranks" in run.stderr, told(run)
+    assert run.returncode == 0 and "proven in force on all 2 ranks" in run.stderr, transcript(run)
 
 
 @pytest.fixture

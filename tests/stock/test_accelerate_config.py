@@ -1,4 +1,4 @@
-"""S5, S6, S7, S24, S25, S27, S28: what accelerate makes of its own YAML."""
+"""S5, S6, S7, S24, S25, S27, S28: how accelerate reads its own YAML."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from accelerate.utils import dataclasses
 from processes import mp_yaml
 from stock import ENVIRONMENT, clean_accelerate, config, fixed_upstream, launched, linted, mpguard, mpguard_launch
 
-#: Where the keys of a section stand that `config` writes as its last line.
+#: The line of a section that `config` writes last.
 LAST = 8
 
 
 def test_s05_the_wizard_writes_keys_that_nothing_reads(tmp_path: Path) -> None:
-    """The real questionnaire; the answers are given for it, and whether TE and MS-AMP are installed."""
+    """The real questionnaire, with mocked answers and with TE and MS-AMP mocked as installed."""
     from accelerate.commands.config import cluster
 
     def answered(backend: str) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_s05_the_wizard_writes_keys_that_nothing_reads(tmp_path: Path) -> None:
     section = {"backend": "TE", "amax_history_length": 16, "amax_compute_algorithm": "max", "optimization_level": "O1"}
     path = config(tmp_path, mixed_precision="fp8", fp8_config=json.dumps(section))
     run = launched(tmp_path, config=path)
-    assert run.status == 0, run.said
+    assert run.status == 0, run.output
     (worker,) = run.workers
     read = [worker[f"ACCELERATE_FP8_{name}"] for name in ("AMAX_HISTORY_LEN", "AMAX_COMPUTE_ALGO", "OPT_LEVEL")]
     assert read == ["1024", "most_recent", "O2"], fixed_upstream(5)
@@ -51,8 +51,8 @@ def test_s05_the_wizard_writes_keys_that_nothing_reads(tmp_path: Path) -> None:
     recipe = "bf16_with_fp8_delayed_scaling_mixed"
     section |= {"mpguard_recipe": recipe, "mpguard_overrides": {"fp8_param_gather": False}}
     path = config(tmp_path, mixed_precision="fp8", fp8_config=json.dumps(section))
-    told = mpguard("apply", recipe, path)
-    assert told.status == 0, told
+    result = mpguard("apply", recipe, path)
+    assert result.status == 0, result
     text = path.read_text()
     assert not any(name in text for name in ("amax_history_length", "amax_compute_algorithm"))
     assert "amax_history_len" in text
@@ -67,8 +67,8 @@ def test_s06_unknown_keys_of_sections_are_accepted(tmp_path: Path) -> None:
     }
     path = config(tmp_path, mixed_precision="fp8", **keys)
     run = launched(tmp_path, config=path)
-    assert run.status == 0 and "recipe" not in run.said, fixed_upstream(6)
-    assert run.workers[0]["ACCELERATE_FP8_RECIPE"] == "rowwise", "handed to nobody who reads it"
+    assert run.status == 0 and "recipe" not in run.output, fixed_upstream(6)
+    assert run.workers[0]["ACCELERATE_FP8_RECIPE"] == "rowwise", "handed over, and nothing reads it"
     assert {line for code, line in linted(path) if code == "MPG801"} == {LAST, LAST + 1, LAST + 2, LAST + 3}
 
 
@@ -76,13 +76,13 @@ def test_s07_deepspeed_config_beats_the_top_level(tmp_path: Path) -> None:
     """Also without DeepSpeed."""
     path = config(tmp_path, deepspeed_config="{mixed_precision: fp16}")
     run = launched(tmp_path, config=path)
-    assert run.status == 0, run.said
+    assert run.status == 0, run.output
     assert run.workers[0]["ACCELERATE_MIXED_PRECISION"] == "fp16", fixed_upstream(7)
 
     assert ("MPG804", LAST) in linted(path)
     ours = mp_yaml(tmp_path, deepspeed_config="{mixed_precision: fp16}")
-    told = mpguard("launch", "--config", ours, ENVIRONMENT)
-    assert told.status == 1 and "silently beats the top-level mixed_precision" in told.err, told
+    result = mpguard("launch", "--config", ours, ENVIRONMENT)
+    assert result.status == 1 and "silently beats the top-level mixed_precision" in result.err, result
     assert mpguard("apply", "bf16_mixed", ours).status == 0
     assert "fp16" not in ours.read_text()
 
@@ -94,10 +94,10 @@ def test_s24_fp8_config_reaches_workers_under_fp8_only(tmp_path: Path) -> None:
         assert ("ACCELERATE_FP8_MPGUARD_RECIPE" in run.workers[0]) is arrives, fixed_upstream(24)
 
     ours = launched(tmp_path, config=mp_yaml(tmp_path), program=mpguard_launch)
-    assert json.loads(ours.workers[0]["MPGUARD_POLICY"]) == {"name": "bf16_mixed", "bf16": True}, ours.said
+    assert json.loads(ours.workers[0]["MPGUARD_POLICY"]) == {"name": "bf16_mixed", "bf16": True}, ours.output
 
 
-def test_s25_precision_beside_a_deepspeed_file_is_refused_even_where_both_agree(tmp_path: Path) -> None:
+def test_s25_precision_with_a_deepspeed_file_is_refused_even_if_both_agree(tmp_path: Path) -> None:
     second = tmp_path / "ds.json"
     second.write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
     keys = {"distributed_type": "DEEPSPEED", "deepspeed_config": f"{{deepspeed_config_file: {second}}}"}
@@ -117,7 +117,7 @@ def test_s25_precision_beside_a_deepspeed_file_is_refused_even_where_both_agree(
 
 
 def plugin_of(worker: dict[str, str]) -> Any:
-    """What `Accelerator()` makes in a worker with this environment."""
+    """Return the plugin that `Accelerator()` creates in a worker with this environment."""
     from accelerate.utils import DeepSpeedPlugin
 
     with clean_accelerate(**worker):
@@ -127,19 +127,19 @@ def plugin_of(worker: dict[str, str]) -> Any:
 def test_s27_dynamo_config_reaches_no_worker_under_deepspeed(tmp_path: Path) -> None:
     dynamo = {"dynamo_config": "{dynamo_backend: INDUCTOR}"}
     run = launched(tmp_path, config=config(tmp_path, **dynamo))
-    assert run.workers[0]["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR", "it does elsewhere"
+    assert run.workers[0]["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR", "the control: it does without DeepSpeed"
     path = config(tmp_path, distributed_type="DEEPSPEED", deepspeed_config="{zero_stage: 1}", **dynamo)
     run = launched(tmp_path, config=path)
-    assert run.status == 0, run.said
+    assert run.status == 0, run.output
     assert not any("DYNAMO" in name for name in run.workers[0]), fixed_upstream(27)
     assert ("MPG801", LAST + 1) in linted(path)
 
 
 def test_s28_spellings_that_stop_the_run(tmp_path: Path) -> None:
-    """An unquoted `no` is a boolean, and `(false, false, false)` a text. (TE is not there: only that check is ours.)"""
+    """An unquoted `no` is a boolean, and `(false, false, false)` a string. (The check for TE is mocked.)"""
     no = config(tmp_path, dynamo_config="{dynamo_backend: no}")
     run = launched(tmp_path, config=no)
-    assert run.status != 0 and run.workers == [] and "'bool' object has no attribute" in run.said, fixed_upstream(28)
+    assert run.status != 0 and run.workers == [] and "'bool' object has no attribute" in run.output, fixed_upstream(28)
     assert ("MPG802", LAST) in linted(no)
 
     section = "\n  backend: TE\n  override_linear_precision: (false, false, false)"

@@ -1,4 +1,4 @@
-"""S8, S9, S18, S29: what DeepSpeed makes of its config, on the CPU; all in one process, with mpguard and without."""
+"""S8, S9, S18, S29: how DeepSpeed reads its config, on the CPU; all in one process, with mpguard and without."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Program, free_port, in_fork, mp_yaml, run_module, told
+from processes import Program, free_port, in_fork, mp_yaml, run_module, transcript
 from stock import ENVIRONMENT, PROGRAMS, fixed_upstream, linted, mpguard, script
 from stock import config as stock_config
 
 ZERO = {"zero_optimization": {"stage": 1}}
 ON = {"enabled": True}
 
-#: What each test asks of both: a config, and accelerate's `mixed_precision` where accelerate prepares the model.
+#: The cases: a config, and accelerate's `mixed_precision` if accelerate prepares the model.
 ASKED: dict[str, dict[str, Any]] = {
     "auto": {"config": {**ZERO, "bf16": {"enabled": "auto"}}, "mode": "no"},
     "auto, without accelerate": {"config": {**ZERO, "bf16": {"enabled": "auto"}}},
@@ -33,7 +33,7 @@ Run = tuple[dict[str, str], subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Program], Run]:
-    """What became of each config, by its name, and the run; one for each program."""
+    """Run all cases, once per program; return the dtype or the error of each case, by name, and the run."""
     made: dict[Program, Run] = {}
 
     def run(program: Program) -> Run:
@@ -47,7 +47,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Program], Run]:
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             done = in_fork(words, cwd=folder, program=program, **ranks, **address)
             lines = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            assert len(lines) == len(ASKED), told(done)
+            assert len(lines) == len(ASKED), transcript(done)
             made[program] = dict(zip(ASKED, lines, strict=True)), done
         return made[program]
 
@@ -61,16 +61,16 @@ def ds_json(folder: Path, name: str) -> Path:
 
 
 def refused(folder: Path, second: Path) -> str:
-    """What `mpguard launch` says to a YAML that names this DeepSpeed file."""
+    """Return the refusal of `mpguard launch` for a YAML that names this DeepSpeed file."""
     keys = {"distributed_type": "DEEPSPEED", "deepspeed_config": f"{{deepspeed_config_file: {second}}}"}
-    said = mpguard("launch", "--config", mp_yaml(folder, mixed_precision=None, **keys), ENVIRONMENT)
-    assert said.status == 1, said
-    return said.err
+    result = mpguard("launch", "--config", mp_yaml(folder, mixed_precision=None, **keys), ENVIRONMENT)
+    assert result.status == 1, result
+    return result.err
 
 
 def test_s08_auto_and_no_precision_elsewhere_is_fp32(taken: Callable[[Program], Run], tmp_path: Path) -> None:
     found, run = taken(script)
-    assert found["auto, control"] == "bfloat16", told(run)
+    assert found["auto, control"] == "bfloat16", transcript(run)
     assert (found["auto"], found["auto, without accelerate"]) == ("float32", "float32"), fixed_upstream(8)
 
     path = ds_json(tmp_path, "auto")
@@ -80,10 +80,10 @@ def test_s08_auto_and_no_precision_elsewhere_is_fp32(taken: Callable[[Program], 
     assert ("MPG824", 7) in linted(tmp_path)
     assert "`bf16.enabled` is auto, which here means false" in refused(tmp_path, path)
     found, run = taken(run_module)
-    assert (found["auto"], found["auto, without accelerate"]) == ("bfloat16", "bfloat16"), told(run)
+    assert (found["auto"], found["auto, without accelerate"]) == ("bfloat16", "bfloat16"), transcript(run)
 
 
-def test_s09_false_beside_mixed_precision_bf16_is_fp32(taken: Callable[[Program], Run], tmp_path: Path) -> None:
+def test_s09_false_with_mixed_precision_bf16_is_fp32(taken: Callable[[Program], Run], tmp_path: Path) -> None:
     found, run = taken(script)
     assert found["false"] == "float32", fixed_upstream(9)
 
@@ -91,11 +91,13 @@ def test_s09_false_beside_mixed_precision_bf16_is_fp32(taken: Callable[[Program]
         tmp_path, ds_json(tmp_path, "false")
     )
     found, run = taken(run_module)
-    assert found["false"] == "bfloat16", told(run)
+    assert found["false"] == "bfloat16", transcript(run)
     assert "deepspeed.initialize: bf16.enabled: false -> true" in run.stderr
 
 
-def test_s18_unknown_sections_and_a_second_precision_are_taken(taken: Callable[[Program], Run], tmp_path: Path) -> None:
+def test_s18_unknown_sections_and_a_second_precision_are_accepted(
+    taken: Callable[[Program], Run], tmp_path: Path
+) -> None:
     found, _ = taken(script)
     assert (found["fp8"], found["bfloat_16"], found["two"]) == ("float32", "float32", "bfloat16"), fixed_upstream(18)
 
@@ -106,7 +108,7 @@ def test_s18_unknown_sections_and_a_second_precision_are_taken(taken: Callable[[
         data = json.loads(path.read_text())
         assert data["bf16"] == ON and not {"fp8", "torch_autocast"} & data.keys()
     found, run = taken(run_module)
-    assert (found["fp8"], found["bfloat_16"], found["two"]) == ("bfloat16",) * 3, told(run)
+    assert (found["fp8"], found["bfloat_16"], found["two"]) == ("bfloat16",) * 3, transcript(run)
     assert "fp8: {'enabled': True} -> (removed)" in run.stderr
     assert "torch_autocast: {'enabled': True, 'colour': 'red'} -> (removed)" in run.stderr
 
@@ -119,5 +121,5 @@ def test_s29_a_disabled_amp_section_stops_deepspeed(taken: Callable[[Program], R
 
     assert "MPG826" in {code for code, _ in linted(ds_json(tmp_path, "amp"))}
     found, run = taken(run_module)
-    assert found["amp"] == "bfloat16", told(run)
+    assert found["amp"] == "bfloat16", transcript(run)
     assert "amp: {'enabled': False} -> (removed)" in run.stderr

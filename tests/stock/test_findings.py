@@ -1,4 +1,4 @@
-"""docs/findings.md, the tests and the code speak of the same findings."""
+"""docs/findings.md, the tests and the code list the same findings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FINDINGS = ROOT / "docs" / "findings.md"
 
 
 def rows() -> dict[int, str]:
-    """The line of each finding."""
+    """Return the line of each finding."""
     lines = FINDINGS.read_text(encoding="utf-8").splitlines()
     return {int(found[1]): line for line in lines if (found := re.match(r"\| S(\d+) \|", line))}
 
 
 def places() -> dict[int, set[Path]]:
-    """The files that have a `test_sNN_...` for each number."""
+    """Return the files that have a `test_sNN_...` for each number."""
     found: dict[int, set[Path]] = {}
     for path in (*Path(__file__).parent.glob("test_*.py"), ROOT / "tests" / "gpu" / "test_stock_gpu.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -40,27 +40,27 @@ def test_every_finding_has_its_tests_and_names_them() -> None:
     assert list(linked) == list(range(1, len(linked) + 1))
 
 
-def test_what_may_go_when_a_library_is_mended_is_there() -> None:
+def test_what_is_to_be_removed_after_an_upstream_fix_exists() -> None:
     assert OURS.keys() == rows().keys()
     known = rules(own_only=True)
-    gone = [(number, name) for number, named in OURS.items() for name in named if not (name in known or there(name))]
-    assert gone == [], "moved or renamed: tests/support/stock.py's OURS is to name what took its place"
-    assert fixed_upstream(29) == "upstream has mended S29: remove MPG826 and docs/findings.md's line"
+    gone = [(number, name) for number, named in OURS.items() for name in named if not (name in known or exists(name))]
+    assert gone == [], "moved or renamed: update OURS in tests/support/stock.py"
+    assert fixed_upstream(29) == "upstream has fixed S29: remove MPG826 and docs/findings.md's line"
 
 
-def there(name: str) -> bool:
+def exists(name: str) -> bool:
     try:
         return pkgutil.resolve_name(name) is not None
     except (ImportError, AttributeError):
         return False
 
 
-def test_every_rule_that_the_findings_name_is_one_of_theirs() -> None:
+def test_every_rule_in_findings_md_is_listed_for_its_finding() -> None:
     for number, line in rows().items():
         assert set(re.findall(r"MPG\d{3}", line)) <= set(OURS[number]), f"S{number}"
 
 
-def test_the_code_names_findings_that_there_are() -> None:
+def test_the_code_cites_existing_findings() -> None:
     cited = {
         number
         for folder in ("mpguard", "plugins", "benchmarks", "tests")
@@ -70,14 +70,16 @@ def test_the_code_names_findings_that_there_are() -> None:
     assert cited and cited <= rows().keys(), cited - rows().keys()
 
 
-def test_every_stock_half_says_what_may_go() -> None:
-    """`fixed_upstream(NN)` with the number of the test that it stands in, at least once where there is a stock half."""
+def test_every_stock_assertion_lists_what_to_remove() -> None:
+    """`fixed_upstream(NN)` is called with the number of its test, at least once where stock behaviour is asserted."""
     for number, paths in places().items():
-        said = set()
+        cited = set()
         for path in paths:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if not isinstance(node, ast.FunctionDef) or not node.name.startswith(f"test_s{number:02}_"):
                     continue
                 calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
-                said |= {ast.literal_eval(each.args[0]) for each in calls if getattr(each.func, "id", "") == "mended"}
-        assert said == {number}, f"S{number}: {said}"
+                cited |= {
+                    ast.literal_eval(each.args[0]) for each in calls if getattr(each.func, "id", "") == "fixed_upstream"
+                }
+        assert cited == {number}, f"S{number}: {cited}"

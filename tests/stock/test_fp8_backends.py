@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.utils import AORecipeKwargs, dataclasses
 from accelerate.utils.ao import convert_model_to_fp8_ao, filter_first_and_last_linear_layers
-from processes import in_fork, mp_yaml, proof, results, told
+from processes import in_fork, mp_yaml, proof, results, transcript
 from stock import ENVIRONMENT, PROGRAMS, clean_accelerate, config, fixed_upstream, linted, mpguard, script
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -108,9 +108,9 @@ def test_s10_fp8_on_an_old_gpu_becomes_fp16(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(hardware, "detect", lambda: A100)
     path = mp_yaml(tmp_path, recipe="bf16_with_fp8_current_scaling_mixed", mixed_precision="fp8")
-    said = mpguard("launch", "--config", path, ENVIRONMENT)
-    assert said.status == 1, said
-    assert "needs compute capability 8.9 or higher for FP8 (A100 has 8.0)" in said.err
+    result = mpguard("launch", "--config", path, ENVIRONMENT)
+    assert result.status == 1, result
+    assert "needs compute capability 8.9 or higher for FP8 (A100 has 8.0)" in result.err
 
 
 def test_s14_an_odd_layer_is_left_out_alone() -> None:
@@ -151,14 +151,14 @@ def test_s17_with_all_gather_outside_fsdp2_the_converted_weights_never_train(tmp
     """One script, with accelerate's defaults, without mpguard and with it."""
     program = PROGRAMS / "accelerate_float8.py"
     run = in_fork([program], cwd=tmp_path, program=script)
-    assert run.returncode == 0, told(run)
+    assert run.returncode == 0, transcript(run)
     (found,) = results(run)
     assert (found["kinds"]["1"], found["unchanged"]) == ("Float8Linear", ["1.weight", "2.weight"]), fixed_upstream(17)
 
     section = "{mpguard_recipe: hopper_bf16_with_fp8_mixed, mpguard_overrides: {backend: torchao, fp8_emulate: true}}"
     path = mp_yaml(tmp_path, mixed_precision="fp8", fp8_config=section)
     run = in_fork(["--config", path, "--proof-json", "proof.json", program], cwd=tmp_path)
-    assert run.returncode == 0, told(run)
+    assert run.returncode == 0, transcript(run)
     (found,) = results(run)
     assert (found["unchanged"], set(found["kinds"].values())) == ([], {"Float8Linear"})
     assert proof(tmp_path / "proof.json")["observed"]["fp8"]["converted"] == ["0", "1", "2", "3"]

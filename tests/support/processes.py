@@ -1,4 +1,4 @@
-"""Starting what a user would start, and reading what comes back."""
+"""Start the programs that a user would start, and read their output."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from typing import Any
 
 BIN = Path(sys.executable).parent
 
-#: What a fork runs: takes the words of a command line, returns a status.
+#: A function that a fork runs: it takes the words of a command line and returns a status.
 Program = Callable[[list[str]], int]
 
-#: What an outer run, or a hook, would bring in.
-_OURS = ("MPGUARD_", "ACCELERATE_", "FSDP_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
+#: Prefixes of variables that an outer run, or a hook, may have set.
+_LAUNCH_VARIABLES = ("MPGUARD_", "ACCELERATE_", "FSDP_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
 
 
 def environment(**more: str) -> dict[str, str]:
-    """An environment without any launch in it; one thread per process, DeepSpeed on the CPU."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+    """Return an environment without variables of a launch; one thread per process, DeepSpeed on the CPU."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCH_VARIABLES)}
     return {**clean, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "NO_COLOR": "1", **more}
 
 
@@ -41,7 +41,7 @@ def free_port() -> int:
 def mp_yaml(
     folder: Path, name: str = "mp.yaml", *, recipe: str | None = "bf16_mixed", text: str = "", **keys: Any
 ) -> Path:
-    """An mp.yaml: one process on the CPU in BF16, with some keys changed; None leaves a key out."""
+    """Write an mp.yaml for one process on the CPU in BF16, with some keys changed; None leaves a key out."""
     fields = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "'NO'",
@@ -62,7 +62,7 @@ def mp_yaml(
 def command(
     program: str, *arguments: object, cwd: Path, timeout: float = 120, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program of this environment to its end."""
+    """Run a program of this environment to its end."""
     words = [str(BIN / program), *map(str, arguments)]
     return subprocess.run(
         words, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=timeout, check=False
@@ -70,14 +70,14 @@ def command(
 
 
 def torchrun(*arguments: object, cwd: Path, processes: int = 2, **more: str) -> subprocess.CompletedProcess[str]:
-    """`torchrun --nproc_per_node N ...` on a free port."""
+    """Run `torchrun --nproc_per_node N ...` on a free port."""
     flags = ("--nproc_per_node", processes, "--master_port", free_port())
     return command("torchrun", *flags, *arguments, cwd=cwd, **more)
 
 
 @contextlib.contextmanager
 def started(program: str, *arguments: object, cwd: Path, **more: str) -> Iterator[subprocess.Popen[str]]:
-    """A program that is running, in a process group of its own; ended with all its children."""
+    """Start a program in its own process group; kill it with all its children at the end of the block."""
     words = [str(BIN / program), *map(str, arguments)]
     process = subprocess.Popen(
         words, cwd=cwd, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -96,7 +96,7 @@ _SERVER.set_forkserver_preload(["torch", "accelerate", "mpguard.run"])
 
 
 def run_module(words: list[str]) -> int:
-    """`python -m mpguard.run WORDS`."""
+    """Run `python -m mpguard.run WORDS` in this process."""
     from mpguard import run
 
     return run.main(words)
@@ -105,10 +105,10 @@ def run_module(words: list[str]) -> int:
 def in_fork(
     arguments: Sequence[object], *, cwd: Path, timeout: float = 120, program: Program = run_module, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m mpguard.run ARGUMENTS`, or another program, forked from a server that has imported torch.
+    """Run `python -m mpguard.run ARGUMENTS`, or another program, in a fork of a server that has imported torch.
 
-    Nothing else has run in that server. Not from this process: threads that torch has started here would be missing
-    in the fork, and it would wait for them for ever.
+    Nothing else has run in that server. This process cannot be forked: the threads that torch has started here would
+    be missing in the fork, which would wait for them for ever.
     """
     words = [str(word) for word in arguments]
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +131,7 @@ def ranks_in_fork(
     program: Program = run_module,
     **more: str,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """`in_fork` once per rank, in the environment that torchrun gives but without its agent: rank 0 has the store."""
+    """Call `in_fork` once per rank, with the variables of torchrun but without its agent: rank 0 hosts the store."""
     port = str(free_port())
 
     def start(rank: int) -> subprocess.CompletedProcess[str]:
@@ -144,7 +144,7 @@ def ranks_in_fork(
 
 
 def _run(program: Program, words: list[str], cwd: str, variables: dict[str, str], output: tuple[Path, Path]) -> None:
-    """In the fork: a program with its output in files."""
+    """Run a program in the fork, with its output in files."""
     for number, path in enumerate(output, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
@@ -168,17 +168,20 @@ def _run(program: Program, words: list[str], cwd: str, variables: dict[str, str]
 
 
 def results(run: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    """The lines of JSON that a program printed, in the order of ranks."""
+    """Return the lines of JSON that a program printed, in the order of ranks."""
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"rank"')]
     return sorted(lines, key=lambda line: line["rank"])
 
 
 def proof(path: Path) -> Mapping[str, Any]:
-    """A proof file, with its rows by name."""
+    """Read a proof file, with its rows by name."""
     data = json.loads(path.read_text(encoding="utf-8"))
     return {**data, "rows": {row["name"]: row for row in data["rows"]}}
 
 
-def told(run: subprocess.CompletedProcess[str]) -> str:
-    """Everything that was printed, for the message of a failed assertion."""
+def transcript(run: subprocess.CompletedProcess[str]) -> str:
+    """Return status, stdout and stderr of a run, for the message of a failed assertion."""
     return f"status {run.returncode}\n{run.stdout[-3000:]}\n{run.stderr[-5000:]}"
+
+
+told = transcript  # the name that tests outside of runtime/ and stock/ still import

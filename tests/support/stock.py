@@ -1,6 +1,7 @@
-"""What the stock tests share: the libraries as they are, started by what a user would start, without mpguard.
+"""Shared by the stock tests: the libraries without mpguard, started as a user would start them.
 
-A stock half that no longer holds is good news. Its message says what may go then: `fixed_upstream(7)`.
+If an assertion about stock behaviour fails, the library was fixed. Its message, `fixed_upstream(7)`, lists what to
+remove.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROOT = REPOSITORY
 PROGRAMS = TESTS / "stock" / "programs"
 ENVIRONMENT = PROGRAMS / "environment.py"
 
-#: What mpguard has for each finding: places in its code (`module:name`), and rules. A test holds that they exist.
+#: What mpguard has for each finding: places in its code (`module:name`), and rules. A test checks that they exist.
 OURS: Mapping[int, tuple[str, ...]] = {
     1: ("mpguard.runtime.patches.fp8_conversion:convert", "mpguard_plugins.accelerate:_te", "MPG806"),
     2: ("mpguard.runtime.patches.fp8_conversion:convert", "mpguard_plugins.accelerate:_te", "MPG810"),
@@ -72,22 +73,22 @@ OURS: Mapping[int, tuple[str, ...]] = {
     27: ("MPG801", "MPG807"),
     28: ("MPG802", "MPG809"),
     29: ("MPG826",),
-    30: ("mpguard.nn.grouped_mm:lowered",),
+    30: ("mpguard.nn.grouped_mm:autocast_grouped_mm",),
     31: ("mpguard.nn.fp8.weights:_stepped",),
     32: ("mpguard.runtime.patches.torch:_reason_for_orig_params",),
 }
 
 
 def fixed_upstream(number: int) -> str:
-    """Why a stock half failed, and what to do about it."""
-    return f"upstream has mended S{number}: remove {', '.join(OURS[number])} and docs/findings.md's line"
+    """Return why an assertion about stock behaviour failed, and what to remove."""
+    return f"upstream has fixed S{number}: remove {', '.join(OURS[number])} and docs/findings.md's line"
 
 
 # -- the stock side ------------------------------------------------------------------------------
 
 
 def launcher(words: list[str]) -> int:
-    """`accelerate launch WORDS`, for `in_fork`."""
+    """Run `accelerate launch WORDS`, for `in_fork`."""
     from accelerate.commands.launch import main
 
     sys.argv = ["accelerate-launch", *words]
@@ -96,7 +97,7 @@ def launcher(words: list[str]) -> int:
 
 
 def script(words: list[str]) -> int:
-    """`python WORDS`, for `in_fork`."""
+    """Run `python WORDS`, for `in_fork`."""
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))
     runpy.run_path(words[0], run_name="__main__")
@@ -104,40 +105,40 @@ def script(words: list[str]) -> int:
 
 
 class Launched(NamedTuple):
-    """What `accelerate launch` did: its status and words, and what each worker had in its environment, by rank."""
+    """The result of `accelerate launch`: its status and output; environment and arguments of each worker, by rank."""
 
     status: int
     workers: list[dict[str, str]]
     arguments: list[list[str]]
-    said: str
+    output: str
 
 
 def launched(
     folder: Path, *flags: object, config: Path | None = None, after: tuple[object, ...] = (),
     program: Program = launcher,
 ) -> Launched:  # fmt: skip
-    """A launcher with a script that prints its environment; the launcher is forked, the workers are real."""
+    """Run a launcher in a fork, with a script that prints its environment; the workers are real processes."""
     words = [*(("--config_file", config) if config else ()), *flags, ENVIRONMENT, *after]
     run = in_fork(words, cwd=folder, program=program)
     lines = sorted(
         (json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"rank"')), key=lambda x: x["rank"]
     )
-    said = f"status {run.returncode}\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}"
-    return Launched(run.returncode, [x["environment"] for x in lines], [x["arguments"] for x in lines], said)
+    output = f"status {run.returncode}\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}"
+    return Launched(run.returncode, [x["environment"] for x in lines], [x["arguments"] for x in lines], output)
 
 
 def config(folder: Path, name: str = "stock.yaml", **keys: str | int | None) -> Path:
-    """A YAML of accelerate's own, without a key of mpguard's: BF16 in one process on the CPU, with keys changed."""
+    """Write a config of accelerate without keys of mpguard: BF16 in one process on the CPU, with some keys changed."""
     return mp_yaml(folder, name, recipe=None, **keys)
 
 
 @contextlib.contextmanager
 def clean_accelerate(**variables: str) -> Iterator[None]:
-    """accelerate in this process as in a new one, with these variables and none of an outer run's."""
+    """Reset accelerate in this process, with these variables and without those of an outer run."""
     from accelerate.state import AcceleratorState
 
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
-    with mock.patch.dict(os.environ, {**kept, **variables}, clear=True):
+    other = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
+    with mock.patch.dict(os.environ, {**other, **variables}, clear=True):
         AcceleratorState._reset_state(True)
         try:
             yield
@@ -148,37 +149,39 @@ def clean_accelerate(**variables: str) -> Iterator[None]:
 # -- mpguard's side ------------------------------------------------------------------------------
 
 
-class Told(NamedTuple):
+class CommandResult(NamedTuple):
+    """Status and output of a command of mpguard."""
+
     status: int
     out: str
     err: str
 
 
-def mpguard(*words: object) -> Told:
-    """`mpguard WORDS` in this process."""
+def mpguard(*words: object) -> CommandResult:
+    """Run `mpguard WORDS` in this process."""
     from mpguard.cli import main
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main([str(word) for word in words])
-    return Told(status, out.getvalue(), err.getvalue())
+    return CommandResult(status, out.getvalue(), err.getvalue())
 
 
 def mpguard_launch(words: list[str]) -> int:
-    """`mpguard launch WORDS`, for `in_fork`."""
+    """Run `mpguard launch WORDS`, for `in_fork`."""
     from mpguard.cli import main
 
     return main(["launch", *words])
 
 
 def linted(*paths: Path, select: str = "MPG") -> set[tuple[str, int]]:
-    """Code and line of each finding of `mpguard lint`."""
-    told = mpguard("lint", "--format", "json", "--select", select, *paths)
-    assert told.status in (0, 1), told
-    data: Any = json.loads(told.out)
+    """Return code and line of each finding of `mpguard lint`."""
+    result = mpguard("lint", "--format", "json", "--select", select, *paths)
+    assert result.status in (0, 1), result
+    data: Any = json.loads(result.out)
     return {(each["code"], each["line"]) for each in data["findings"]}
 
 
 def numbers(text: str) -> set[int]:
-    """The S-numbers in a text."""
+    """Return the S-numbers in a text."""
     return {int(found) for found in re.findall(r"\bS(\d{1,2})\b", text)}

@@ -35,7 +35,7 @@ def _accelerator(original: Function) -> Function:
         original(self, **_accelerator_arguments(given, guard))
         if guard.plan.policy.low_bit_recipe != "delayed":
             return
-        this = weakref.ref(self)  # the accelerator holds the hooks: a strong reference would be a cycle
+        this = weakref.ref(self)  # not a strong reference: the accelerator holds its hooks, which would be a cycle
 
         def load(_models: Any, folder: str) -> None:
             accelerator = this()
@@ -57,7 +57,7 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
     converts = policy.low_bit_recipe is not None and guard.converts_models
     with suppress_not_carried():
         wanted = (policy.replace(fp8=None, fp4=None) if converts else policy).to("accelerate", strategy)
-    wanted.pop("deepspeed_plugin", None)  # the run's own plugin stays; `deepspeed.initialize` gets the policy
+    wanted.pop("deepspeed_plugin", None)  # the run keeps its own plugin; `deepspeed.initialize` gets the policy
     fsdp = wanted.pop("fsdp_plugin", None)
     mode = wanted["mixed_precision"]
     before = given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"

@@ -1,4 +1,4 @@
-"""Compile the models of an optimizer when the optimizer is created, if the policy asks for it.
+"""Compile the models of an optimizer when the optimizer is created, if the policy requires it.
 
 This is for custom training loops. With an `Accelerator`, accelerate compiles when it prepares a model.
 """

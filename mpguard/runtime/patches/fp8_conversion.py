@@ -1,4 +1,4 @@
-"""Convert the models of an optimizer to FP8 when the optimizer is created, if the policy asks for it.
+"""Convert the models of an optimizer to FP8 when the optimizer is created, if the policy requires it.
 
 Every training loop creates an optimizer, whatever framework it uses, and its parameters show which models are trained.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def convert(guard: Guard, optimizer: torch.optim.Optimizer) -> None:
-    """Convert to FP8 the models that an optimizer will update, if the policy asks for it.
+    """Convert to FP8 the models that an optimizer will update, if the policy requires it.
 
     A model that the script has converted is not changed; the proof compares it. Raises `NotInForce` if this
     machine has no FP8, `PolicyError` if the first and last blocks that the policy excludes are not found.

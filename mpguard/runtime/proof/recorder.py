@@ -226,6 +226,6 @@ class Recorder:
 
 
 def _restore_function(module: Any, name: str, wrapper: Any, real: Any) -> None:
-    """Restore a function of a module, unless somebody else has replaced the wrapper."""
+    """Restore a function of a module, unless other code has replaced the wrapper."""
     if getattr(module, name, None) is wrapper:
         setattr(module, name, real)

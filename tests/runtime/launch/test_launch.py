@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from paths import PROGRAMS
-from processes import command, free_port, in_fork, mp_yaml, proof, results, started, told, torchrun
+from processes import command, free_port, in_fork, mp_yaml, proof, results, started, torchrun, transcript
 
 from mpguard.cli import main
 from mpguard.core.errors import NotInForce
@@ -27,7 +27,7 @@ def test_one_process(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path)
     words = ("--config", config, "--proof-json", "proof.json", SCRIPT, "a b", "--lr", "0.01")
     run = command("mpguard", "launch", *words, cwd=tmp_path)
-    assert run.returncode == 0, told(run)
+    assert run.returncode == 0, transcript(run)
     (found,) = results(run)
     assert found["arguments"] == ["a b", "--lr", "0.01"] and found["name"] == "__main__"
     assert (found["compute"], found["master"], found["mode"]) == ("torch.bfloat16", "torch.float32", "bf16")
@@ -40,7 +40,7 @@ def test_one_process(tmp_path: Path) -> None:
 def test_two_processes_that_stock_accelerate_would_not_start(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
     run = command("mpguard", "launch", "--config", config, "--proof-json", "proof.json", SCRIPT, cwd=tmp_path)
-    assert run.returncode == 0, told(run)
+    assert run.returncode == 0, transcript(run)
     assert [(found["rank"], found["world"], found["compute"]) for found in results(run)] == [
         (0, 2, "torch.bfloat16"),
         (1, 2, "torch.bfloat16"),
@@ -63,7 +63,7 @@ def test_the_status_is_the_scripts(tmp_path: Path) -> None:
 def test_the_status_is_that_of_the_first_rank_that_failed(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
     run = command("mpguard", "launch", "--config", config, SCRIPT, "--exit", 1, 7, cwd=tmp_path)
-    assert run.returncode == 7 and "mpguard:" not in run.stderr, told(run)
+    assert run.returncode == 7 and "mpguard:" not in run.stderr, transcript(run)
 
 
 def test_the_rank_that_was_killed_counts_not_those_that_were_ended_for_it() -> None:
@@ -106,7 +106,7 @@ def test_a_signal_to_the_launcher_ends_all_workers(tmp_path: Path, processes: in
 def test_code_that_says_another_precision_is_overridden_aloud(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path)
     run = in_fork(["--config", config, SCRIPT, "--mixed-precision", "no"], cwd=tmp_path)
-    assert run.returncode == 0 and results(run)[0]["compute"] == "torch.bfloat16", told(run)
+    assert run.returncode == 0 and results(run)[0]["compute"] == "torch.bfloat16", transcript(run)
     assert "Accelerator: mixed_precision: no -> bf16" in run.stderr
 
 
@@ -114,7 +114,7 @@ def test_a_file_that_says_another_precision_is_mended_aloud(tmp_path: Path) -> N
     config = mp_yaml(tmp_path, mixed_precision="'no'  # old")
     before = config.read_text()
     run = command("mpguard", "launch", "--config", config, SCRIPT, cwd=tmp_path)
-    assert run.returncode == 0 and results(run)[0]["mode"] == "bf16", told(run)
+    assert run.returncode == 0 and results(run)[0]["mode"] == "bf16", transcript(run)
     assert "mixed_precision  no -> bf16" in run.stderr
     assert config.read_text() == before, "the file is the user's"
 
@@ -122,7 +122,9 @@ def test_a_file_that_says_another_precision_is_mended_aloud(tmp_path: Path) -> N
 def test_accelerate_fp16_on_the_cpu_has_no_scaler_and_is_refused(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, recipe="fp16_mixed", mixed_precision="fp16")
     run = in_fork(["--config", config, SCRIPT, "--scaler"], cwd=tmp_path)
-    assert run.returncode == 1 and "mpguard: not in force: " in run.stderr and "scaler: none" in run.stderr, told(run)
+    assert run.returncode == 1 and "mpguard: not in force: " in run.stderr and "scaler: none" in run.stderr, transcript(
+        run
+    )
     assert "GradScalerKwargs.init_scale: 8.0 -> 4294967296.0" in run.stderr
     assert "Traceback" not in run.stderr
 
@@ -134,7 +136,7 @@ def test_compute_is_seen_behind_what_accelerate_casts_back_and_in_what_it_compil
     config = mp_yaml(tmp_path)
     variables = {} if words else {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}
     run = in_fork(["--config", config, "--proof-json", "proof.json", SCRIPT, *words], cwd=tmp_path, **variables)
-    assert run.returncode == 0, told(run)
+    assert run.returncode == 0, transcript(run)
     compute = proof(tmp_path / "proof.json")["rows"]["compute"]
     assert (compute["found"], compute["ok"]) == ("bf16", True)
 
@@ -146,7 +148,7 @@ def test_run_under_the_stock_launcher(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path)
     words = ("launch", "--config_file", config, "-m", "mpguard.run", "--config", config, SCRIPT, "x")
     run = command("accelerate", *words, cwd=tmp_path)
-    assert run.returncode == 0 and results(run)[0]["arguments"] == ["x"], told(run)
+    assert run.returncode == 0 and results(run)[0]["arguments"] == ["x"], transcript(run)
     assert run.stderr.count("recipe bf16_mixed") == 2, "header and proof name it"
 
 
@@ -154,25 +156,25 @@ def test_run_refuses_one_process_where_two_were_asked_for(tmp_path: Path) -> Non
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
     words = ("launch", "--config_file", config, "-m", "mpguard.run", "--config", config, SCRIPT)
     run = command("accelerate", *words, cwd=tmp_path)
-    assert run.returncode == 1 and results(run) == [], told(run)
+    assert run.returncode == 1 and results(run) == [], transcript(run)
     assert "mpguard: not in force: " in run.stderr and "asks for 2 processes, 1 was started" in run.stderr
 
 
 def test_run_without_a_policy_does_not_start(tmp_path: Path) -> None:
     run = in_fork([SCRIPT], cwd=tmp_path)
-    assert run.returncode == 2 and "mpguard: no policy is in force" in run.stderr, told(run)
+    assert run.returncode == 2 and "mpguard: no policy is in force" in run.stderr, transcript(run)
 
 
 def test_run_takes_the_policy_from_the_settings(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('[tool.mpguard]\nrecipe = "bf16_mixed"\n')
     run = in_fork([SCRIPT], cwd=tmp_path)
-    assert run.returncode == 0 and results(run)[0]["compute"] == "torch.bfloat16", told(run)
+    assert run.returncode == 0 and results(run)[0]["compute"] == "torch.bfloat16", transcript(run)
 
 
 def test_run_refuses_a_config_that_went_to_the_script(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path)
     run = in_fork([SCRIPT, "--config", config], cwd=tmp_path, MPGUARD_POLICY='{"bf16": true}')
-    assert run.returncode == 1 and "comes after" in run.stderr and "Put it before" in run.stderr, told(run)
+    assert run.returncode == 1 and "comes after" in run.stderr and "Put it before" in run.stderr, transcript(run)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def test_run_of_a_module(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text("import sys; print(__name__, sys.argv[1:])\n")
     config = mp_yaml(tmp_path)
     run = command("python", "-m", "mpguard.run", "--config", config, "-m", "trainer", "--x", cwd=tmp_path)
-    assert run.returncode == 0 and run.stdout == "__main__ ['--x']\n", told(run)
+    assert run.returncode == 0 and run.stdout == "__main__ ['--x']\n", transcript(run)
 
 
 def test_auto_under_torchrun_names_every_rank(tmp_path: Path) -> None:
@@ -205,14 +207,14 @@ def test_auto_under_torchrun_names_every_rank(tmp_path: Path) -> None:
     script = PROGRAMS / "loop.py"
     variables = {"MPGUARD_POLICY": '{"name": "mine", "bf16": true}'}
     run = torchrun(script, "plain", "--auto", cwd=tmp_path, **variables)
-    assert run.returncode == 1 and results(run) == [], told(run)
+    assert run.returncode == 1 and results(run) == [], transcript(run)
     assert "2 processes were started without a process group in common" in run.stderr
-    assert ["NotInForce" in (tmp_path / f"told.{rank}").read_text() for rank in (0, 1)] == [True, True]
+    assert ["NotInForce" in (tmp_path / f"raised.{rank}").read_text() for rank in (0, 1)] == [True, True]
 
 
 def test_auto_without_a_policy_says_so(tmp_path: Path) -> None:
     run = command("python", "-c", "import mpguard.auto", cwd=tmp_path)
-    assert run.returncode == 1 and "no policy is in force" in run.stderr, told(run)
+    assert run.returncode == 1 and "no policy is in force" in run.stderr, transcript(run)
 
 
 # -- refused before anything starts --------------------------------------------------------------
@@ -332,7 +334,7 @@ def test_flags_come_before_the_file(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_enforce_warn_starts_what_would_be_refused(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, deepspeed_config="{mixed_precision: fp16}")
     run = command("mpguard", "launch", "--enforce", "warn", "--config", config, SCRIPT, cwd=tmp_path)
-    assert run.returncode == 0 and "going on: enforce warn" in run.stderr, told(run)
+    assert run.returncode == 0 and "going on: enforce warn" in run.stderr, transcript(run)
     assert results(run)[0]["mode"] == "bf16", "and the policy is put in all the same"
 
 
@@ -355,7 +357,7 @@ def test_torchrun_that_becomes_something_else_is_not_in_force(
 ) -> None:
     config = mp_yaml(tmp_path, num_processes=2, main_process_port=free_port(), **keys)
     run = torchrun("-m", "mpguard.run", "--config", config, SCRIPT, cwd=tmp_path, **variables)
-    assert run.returncode == 1 and says in run.stderr and results(run) == [], told(run)
+    assert run.returncode == 1 and says in run.stderr and results(run) == [], transcript(run)
     assert "mpguard: not in force: " in run.stderr
 
 
@@ -369,4 +371,4 @@ def test_a_script_that_is_not_there_is_refused_before_anything_starts(
 def test_torchrun_uses_the_cpu_where_the_config_says_so(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
     run = torchrun("-m", "mpguard.run", "--config", config, PROGRAMS / "accelerated.py", cwd=tmp_path)
-    assert run.returncode == 0 and "proven in force on all 2 ranks" in run.stderr, told(run)
+    assert run.returncode == 0 and "proven in force on all 2 ranks" in run.stderr, transcript(run)

@@ -1,4 +1,4 @@
-"""The hook, in a throw-away environment that borrows this one's packages: `accelerate launch --config mp.yaml`."""
+"""The hook for `accelerate launch --config mp.yaml`, in a temporary environment that uses this one's packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from paths import PROGRAMS, REPOSITORY
-from processes import environment, mp_yaml, results, told
+from processes import environment, mp_yaml, results, transcript
 
 from mpguard.cli import hook
 from mpguard.runtime.launch.startup_hook import launch_arguments, program
@@ -22,8 +22,12 @@ SCRIPT = PROGRAMS / "accelerated.py"
 ROOT = REPOSITORY
 
 
+#: The line of versions in which the module was `mpguard.runtime.hooked`.
+EARLIER_LINE = hook.LINE.replace("mpguard.runtime.launch.startup_hook", "mpguard.runtime.hooked")
+
+
 class Environment:
-    """A virtual environment, and what is run in it."""
+    """A virtual environment, and the programs in it."""
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder, with_pip=False, symlinks=True)
@@ -37,13 +41,13 @@ class Environment:
         self.script("mpguard", "mpguard.cli")
 
     def script(self, name: str, module: str) -> None:
-        """A console script as installers write it."""
+        """Write a console script as installers do."""
         path = self.bin / name
         path.write_text(f"#!{self.bin / 'python'}\nimport sys\nfrom {module} import main\nsys.exit(main())\n")
         path.chmod(0o755)
 
     def borrow(self, mpguard: bool) -> None:
-        """The packages that this process has: paths only, so that no .pth file of theirs runs."""
+        """Add the packages of this process: paths only, so that none of their .pth files runs."""
         paths = [sysconfig.get_path("purelib"), *((str(ROOT), str(ROOT / "plugins")) if mpguard else ())]
         self.borrowed.write_text("\n".join(paths) + "\n")
 
@@ -72,17 +76,17 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 @pytest.fixture
 def hooked(bare: Environment, tmp_path: Path) -> Iterator[Environment]:
     run = bare.run("mpguard", "hook", "install", cwd=tmp_path)
-    assert run.returncode == 0, told(run)
+    assert run.returncode == 0, transcript(run)
     yield bare
     bare.hook.unlink(missing_ok=True)
     bare.borrow(True)
 
 
-def test_install_says_what_it_writes_and_uninstall_removes_it(bare: Environment, tmp_path: Path) -> None:
+def test_install_prints_what_it_writes_and_uninstall_removes_it(bare: Environment, tmp_path: Path) -> None:
     before = {path.name for path in bare.site.iterdir()}
     assert bare.run("mpguard", "hook", "status", cwd=tmp_path).returncode == 1
     installed = bare.run("mpguard", "hook", "install", cwd=tmp_path)
-    assert installed.returncode == 0 and str(bare.hook) in installed.stdout, told(installed)
+    assert installed.returncode == 0 and str(bare.hook) in installed.stdout, transcript(installed)
     assert bare.hook.read_text() == hook.LINE and hook.LINE.strip() in installed.stdout
     assert {path.name for path in bare.site.iterdir()} - before == {hook.NAME}
     status = bare.run("mpguard", "hook", "status", "--format", "json", cwd=tmp_path)
@@ -91,6 +95,42 @@ def test_install_says_what_it_writes_and_uninstall_removes_it(bare: Environment,
     }  # fmt: skip
     assert bare.run("mpguard", "hook", "uninstall", cwd=tmp_path).returncode == 0
     assert {path.name for path in bare.site.iterdir()} == before
+
+
+def test_a_line_of_an_earlier_version_is_reported_still_works_and_is_replaced(
+    bare: Environment, tmp_path: Path
+) -> None:
+    assert EARLIER_LINE != hook.LINE
+    bare.hook.write_text(EARLIER_LINE)
+    status = bare.run("mpguard", "hook", "status", cwd=tmp_path)
+    assert status.returncode == 1 and f"Outdated: {bare.hook}: " in status.stdout, transcript(status)
+    assert "Run `mpguard hook install`\n" in status.stdout
+    mp_yaml(tmp_path)
+    run = bare.run("accelerate", "launch", "--config", "mp.yaml", SCRIPT, cwd=tmp_path)
+    assert run.returncode == 0 and "proven in force" in run.stderr, transcript(run)
+    assert run.stderr.count("Run `mpguard hook install` to replace it") == 1, "in the launcher, not in workers"
+    installed = bare.run("mpguard", "hook", "install", cwd=tmp_path)
+    assert installed.returncode == 0 and "Replaced the line of an earlier version" in installed.stdout
+    assert bare.hook.read_text() == hook.LINE
+    assert bare.run("mpguard", "hook", "status", cwd=tmp_path).returncode == 0
+    bare.hook.unlink()
+
+
+def test_a_line_without_effect_is_reported(bare: Environment, tmp_path: Path) -> None:
+    bare.hook.write_text("import mpguard_of_the_future\n")
+    status = bare.run("mpguard", "hook", "status", cwd=tmp_path)
+    bare.hook.unlink()
+    assert status.returncode == 1 and "Outdated: " in status.stdout and "no effect" in status.stdout, transcript(status)
+
+
+def test_the_hook_imports_no_patches(bare: Environment) -> None:
+    """Patches would import the policy, the proof and the plugins at every interpreter start."""
+    names = "sorted(name for name in sys.modules if name.startswith('mpguard.runtime.'))"
+    loaded = bare.output("-c", f"import mpguard.runtime.launch.startup_hook, sys; print(*{names})")
+    assert loaded.split() == [
+        "mpguard.runtime.launch", "mpguard.runtime.launch.startup_hook",
+        "mpguard.runtime.patches", "mpguard.runtime.patches.import_hooks",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -108,31 +148,31 @@ def test_accelerate_launch_puts_the_policy_in_force(
 ) -> None:
     mp_yaml(tmp_path)
     run = hooked.run(*words, SCRIPT, "--lr", "0.01", cwd=tmp_path)
-    assert run.returncode == 0, told(run)
+    assert run.returncode == 0, transcript(run)
     (found,) = results(run)
     assert found["arguments"] == ["--lr", "0.01"] and found["compute"] == "torch.bfloat16"
     assert run.stderr.count("recipe bf16_mixed") == 2 and "proven in force" in run.stderr
 
 
-def test_accelerate_launch_starts_the_processes_asked_for(hooked: Environment, tmp_path: Path) -> None:
+def test_accelerate_launch_starts_the_number_of_processes_in_the_config(hooked: Environment, tmp_path: Path) -> None:
     mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
     run = hooked.run("accelerate", "launch", "--config", "mp.yaml", SCRIPT, cwd=tmp_path)
-    assert run.returncode == 0 and [found["world"] for found in results(run)] == [2, 2], told(run)
+    assert run.returncode == 0 and [found["world"] for found in results(run)] == [2, 2], transcript(run)
     assert "proven in force on all 2 ranks" in run.stderr
 
 
 def test_accelerate_launch_refuses_what_mpguard_launch_refuses(hooked: Environment, tmp_path: Path) -> None:
     mp_yaml(tmp_path, distributed_type="FSDP")
     run = hooked.run("accelerate", "launch", "--config", "mp.yaml", SCRIPT, cwd=tmp_path)
-    assert run.returncode == 1 and "mpguard: not in force: mp.yaml asks for FSDP" in run.stderr, told(run)
+    assert run.returncode == 1 and "mpguard: not in force: mp.yaml asks for FSDP" in run.stderr, transcript(run)
     run = hooked.run("accelerate", "launch", SCRIPT, "--config", "mp.yaml", cwd=tmp_path)
-    assert run.returncode == 1 and "comes after" in run.stderr and results(run) == [], told(run)
+    assert run.returncode == 1 and "comes after" in run.stderr and results(run) == [], transcript(run)
 
 
 def test_a_worker_that_is_not_in_force_ends_the_run(hooked: Environment, tmp_path: Path) -> None:
     mp_yaml(tmp_path, recipe="fp16_mixed", mixed_precision="fp16")
     run = hooked.run("accelerate", "launch", "--config", "mp.yaml", SCRIPT, cwd=tmp_path)
-    assert run.returncode != 0 and results(run) == [], told(run)
+    assert run.returncode != 0 and results(run) == [], transcript(run)
     assert "mpguard: not in force: " in run.stderr and "scaler: none" in run.stderr
 
 
@@ -140,7 +180,7 @@ def test_a_worker_that_ends_unproven_fails(hooked: Environment, tmp_path: Path) 
     run = hooked.run(
         "python", PROGRAMS / "scripted.py", "--backward-only", cwd=tmp_path, MPGUARD_POLICY='{"bf16": true}'
     )
-    assert run.returncode == 1 and "finished" in run.stdout and "mpguard: not proven" in run.stderr, told(run)
+    assert run.returncode == 1 and "finished" in run.stdout and "mpguard: not proven" in run.stderr, transcript(run)
 
 
 def test_without_an_mp_yaml_nothing_changes(hooked: Environment, tmp_path: Path) -> None:
@@ -152,7 +192,7 @@ def test_without_an_mp_yaml_nothing_changes(hooked: Environment, tmp_path: Path)
     assert hooked.output(tmp_path / "accelerate") == "[]"
     stock = mp_yaml(tmp_path, "stock.yaml", recipe=None)
     run = hooked.run("accelerate", "launch", "--config_file", stock, SCRIPT, cwd=tmp_path)
-    assert run.returncode == 0 and "mpguard" not in run.stderr and results(run)[0]["policy"] is None, told(run)
+    assert run.returncode == 0 and "mpguard" not in run.stderr and results(run)[0]["policy"] is None, transcript(run)
     run = hooked.run("accelerate", "launch", "--config", stock, SCRIPT, cwd=tmp_path)
     assert run.returncode == 2 and "unrecognized arguments: --config" in run.stderr, "accelerate's own refusal"
 
@@ -179,7 +219,7 @@ def test_externally_managed_pythons_are_refused(monkeypatch: pytest.MonkeyPatch,
 
 def test_the_user_site_of_a_virtual_environment_is_refused(bare: Environment, tmp_path: Path) -> None:
     run = bare.run("mpguard", "hook", "install", "--user", cwd=tmp_path)
-    assert run.returncode == 2 and "leave out --user" in run.stderr, told(run)
+    assert run.returncode == 2 and "leave out --user" in run.stderr, transcript(run)
 
 
 @pytest.mark.parametrize(
@@ -197,11 +237,11 @@ def test_the_user_site_of_a_virtual_environment_is_refused(bare: Environment, tm
         (["python"], None),
     ],
 )
-def test_only_accelerates_launcher_is_taken_for_it(argv: list[str], begin: int | None) -> None:
+def test_only_accelerates_launcher_is_recognized(argv: list[str], begin: int | None) -> None:
     assert launch_arguments(argv) == begin
 
 
-def test_the_program_is_found_behind_the_interpreters_options() -> None:
+def test_the_program_is_found_after_the_interpreters_options() -> None:
     assert program(["python", "-u", "-W", "error", "/bin/torchrun", "-m", "x"]) == ("torchrun", 5)
     assert program(["python", "-Im", "x"])[0] == "x"
     assert program(["python", "-um", "torch.distributed.run"])[0] == "torch.distributed.run"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import in_fork, mp_yaml, proof, ranks_in_fork, told
+from processes import in_fork, mp_yaml, proof, ranks_in_fork, transcript
 from torch import nn
 
 import mpguard
@@ -65,7 +65,7 @@ def run(folder: Path, script: str, *words: object, recipe: str = "bf16_mixed", *
 )
 def test_fp32_computation_is_seen_wherever_it_hides(tmp_path: Path, script: str) -> None:
     ended = run(tmp_path, script)
-    assert ended.returncode == 1 and "not in force: compute: fp32" in ended.stderr, told(ended)
+    assert ended.returncode == 1 and "not in force: compute: fp32" in ended.stderr, transcript(ended)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,15 @@ def test_fp32_computation_is_seen_wherever_it_hides(tmp_path: Path, script: str)
 def test_right_runs_that_look_odd_are_proven(tmp_path: Path, script: str) -> None:
     ended = run(tmp_path, script + "\no = adam(m); train(m, o)")
     made = proof(tmp_path / "proof.json")
-    assert ended.returncode == 0 and made["verdict"] == "in force", told(ended)
-    assert made["observed"]["compute"].keys() == {"bf16"} and made["observed"]["parameters"], told(ended)
+    assert ended.returncode == 0 and made["verdict"] == "in force", transcript(ended)
+    assert made["observed"]["compute"].keys() == {"bf16"} and made["observed"]["parameters"], transcript(ended)
 
 
 def test_without_any_product_nothing_is_proven(tmp_path: Path) -> None:
     ended = run(tmp_path, "w = nn.Parameter(torch.ones(32)); train(lambda x: x * w, torch.optim.AdamW([w]))")
-    assert ended.returncode == 1 and "mpguard: not proven: compute could not be observed" in ended.stderr, told(ended)
+    assert ended.returncode == 1 and "mpguard: not proven: compute could not be observed" in ended.stderr, transcript(
+        ended
+    )
     assert proof(tmp_path / "proof.json")["verdict"] == "not proven"
 
 
@@ -104,7 +106,7 @@ def test_a_head_that_is_most_of_the_work_is_named(tmp_path: Path) -> None:
         "  def forward(s, x):\n    h = s.body(x)\n    " + OFF + "return s.head(h.float())\nm = N(); train(m, adam(m))"
     )
     ended = run(tmp_path, script)
-    assert ended.returncode == 1 and "are those of head: enable autocast there" in ended.stderr, told(ended)
+    assert ended.returncode == 1 and "are those of head: enable autocast there" in ended.stderr, transcript(ended)
 
 
 def test_prove_by_hand_does_not_prove_what_nobody_observed() -> None:
@@ -165,16 +167,16 @@ GAN = (
 
 def test_the_second_optimizer_is_proven_too(tmp_path: Path) -> None:
     ended = run(tmp_path, GAN.format("", ""))
-    assert ended.returncode == 0 and "step 1 of AdamW proven in force too" in ended.stderr, told(ended)
+    assert ended.returncode == 0 and "step 1 of AdamW proven in force too" in ended.stderr, transcript(ended)
     ended = run(tmp_path, GAN.format("", ", enabled=False"))
-    assert ended.returncode == 1 and "not in force: compute: fp32" in ended.stderr, told(ended)
+    assert ended.returncode == 1 and "not in force: compute: fp32" in ended.stderr, transcript(ended)
     assert proof(tmp_path / "proof.json")["verdict"] == "not in force"
 
 
 def test_an_optimizer_that_comes_later_is_proven_at_its_next_step(tmp_path: Path) -> None:
     script = "a, b = net(), net(); train(a, adam(a)); o = adam(b); train(b, o, 3, enabled=False)"
     ended = run(tmp_path, script)
-    assert ended.returncode == 1 and "not in force: compute: fp32" in ended.stderr, told(ended)
+    assert ended.returncode == 1 and "not in force: compute: fp32" in ended.stderr, transcript(ended)
 
 
 def test_an_optimizer_per_parameter_is_no_flood(tmp_path: Path) -> None:
@@ -184,7 +186,7 @@ def test_an_optimizer_per_parameter_is_no_flood(tmp_path: Path) -> None:
         "for _ in range(2):\n  with amp(): loss = m(x).float().pow(2).mean()\n  loss.backward(); m.zero_grad()"
     )
     ended = run(tmp_path, script)
-    assert ended.returncode == 0 and ended.stderr.count("proven in force too") == 2, told(ended)
+    assert ended.returncode == 0 and ended.stderr.count("proven in force too") == 2, transcript(ended)
 
 
 # -- loss scaling --------------------------------------------------------------------------------
@@ -214,7 +216,7 @@ def test_fp16_scales_every_loss_and_steps_every_optimizer(
     tmp_path: Path, scale: str, backward: str, second: str, says: str | None
 ) -> None:
     ended = run(tmp_path, FP16.format(scale, backward, second), recipe="fp16_mixed")
-    assert ended.returncode == (1 if says else 0) and (says or "proven in force") in ended.stderr, told(ended)
+    assert ended.returncode == (1 if says else 0) and (says or "proven in force") in ended.stderr, transcript(ended)
 
 
 def test_a_scaler_that_nobody_asked_for_is_shown(tmp_path: Path) -> None:
@@ -238,7 +240,7 @@ print("told", told)
 
 def test_a_script_that_swallows_the_exception_is_told_at_every_step(tmp_path: Path) -> None:
     ended = run(tmp_path, SWALLOW)
-    assert ended.returncode == 1 and ended.stdout == "told 5\n", told(ended)
+    assert ended.returncode == 1 and ended.stdout == "told 5\n", transcript(ended)
     assert ended.stderr.count("mpguard: not in force: compute: fp32") == 1
 
 
@@ -252,7 +254,7 @@ def test_the_status_of_a_script_with_activate_is_its_own(tmp_path: Path) -> None
 
     (tmp_path / "t.py").write_text(f"import mpguard; mpguard.activate('bf16_mixed')\n{HEAD}{SWALLOW}\nsys.exit(7)")
     ended = command("python", "t.py", cwd=tmp_path)
-    assert ended.returncode == 7 and "mpguard: not in force" not in ended.stdout, told(ended)
+    assert ended.returncode == 7 and "mpguard: not in force" not in ended.stdout, transcript(ended)
 
 
 def test_a_forked_child_has_no_verdict_of_its_own(tmp_path: Path) -> None:
@@ -261,7 +263,7 @@ def test_a_forked_child_has_no_verdict_of_its_own(tmp_path: Path) -> None:
         "o.step(); print('child', os.waitpid(child, 0)[1])"
     )
     ended = run(tmp_path, script)
-    assert ended.returncode == 0 and ended.stdout == "child 0\n", told(ended)
+    assert ended.returncode == 0 and ended.stdout == "child 0\n", transcript(ended)
 
 
 @pytest.mark.parametrize(
@@ -275,13 +277,15 @@ def test_a_proof_file_is_of_this_run(tmp_path: Path, script: str, says: str, sta
     (tmp_path / "proof.json").write_text('{"verdict": "in force"}')
     ended = run(tmp_path, script)
     made = proof(tmp_path / "proof.json")
-    assert (ended.returncode, made["verdict"]) == (status, "not proven") and says in made["failures"][0], told(ended)
+    assert (ended.returncode, made["verdict"]) == (status, "not proven") and says in made["failures"][0], transcript(
+        ended
+    )
 
 
 def test_a_checkpoint_that_is_loaded_to_be_looked_at_leaves_the_proof(tmp_path: Path) -> None:
     """The best one at the end, to evaluate it."""
     ended = run(tmp_path, "m = net(); o = adam(m); train(m, o); o.load_state_dict(o.state_dict()); print(m(x).shape)")
-    assert ended.returncode == 0 and "nothing was proven" not in ended.stderr, told(ended)
+    assert ended.returncode == 0 and "nothing was proven" not in ended.stderr, transcript(ended)
     assert proof(tmp_path / "proof.json")["verdict"] == "in force"
 
 
@@ -292,7 +296,7 @@ def test_quantized_states_are_not_taken_for_what_they_say_they_are(tmp_path: Pat
     )
     ended = run(tmp_path, script)
     row = proof(tmp_path / "proof.json")["rows"]["optimizer"]
-    assert ended.returncode == 0 and row["ok"] is None, told(ended)
+    assert ended.returncode == 0 and row["ok"] is None, transcript(ended)
     assert row["found"].startswith("AdamW8bit, weights fp32, states OptimState8bit 9"), row
 
 
@@ -304,7 +308,9 @@ def test_a_layer_that_comes_after_the_optimizer_is_told_so(tmp_path: Path) -> No
     ended = run(
         tmp_path, script, recipe="hopper_bf16_with_fp8_mixed, mpguard_overrides: {fp8_emulate: true, backend: torchao}"
     )
-    assert ended.returncode == 1 and "create the optimizer when the model is complete" in ended.stderr, told(ended)
+    assert ended.returncode == 1 and "create the optimizer when the model is complete" in ended.stderr, transcript(
+        ended
+    )
 
 
 def test_an_optimizer_of_other_parameters_is_not_taken_for_a_run_that_did_not_come_to_a_step(tmp_path: Path) -> None:
@@ -322,7 +328,7 @@ def test_training_in_a_child_process_is_not_taken_for_this_ones(tmp_path: Path) 
 def test_a_warning_that_the_script_makes_an_error_of_is_still_one(tmp_path: Path) -> None:
     script = "import warnings; warnings.simplefilter('error'); net()(x).sum().backward()"
     ended = run(tmp_path, script, "--enforce", "warn")
-    assert ended.returncode == 0 and "NotProven" in ended.stderr and "Traceback" not in ended.stderr, told(ended)
+    assert ended.returncode == 0 and "NotProven" in ended.stderr and "Traceback" not in ended.stderr, transcript(ended)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +346,7 @@ def test_what_the_user_mistook_has_no_traceback(
     (tmp_path / "t.py").write_text("print('ran')")
     given = () if variables.get("MPGUARD_PLAN") else ("--config", mp_yaml(tmp_path))
     ended = in_fork([*given, *words], cwd=tmp_path, **variables)
-    assert (ended.returncode, ended.stdout) == (2, "") and says in ended.stderr, told(ended)
+    assert (ended.returncode, ended.stdout) == (2, "") and says in ended.stderr, transcript(ended)
     assert "Traceback" not in ended.stderr
 
 
@@ -352,7 +358,7 @@ def test_a_config_that_was_handed_over_and_is_gone_does_not_count(tmp_path: Path
 def test_a_config_after_the_script_is_refused_where_nothing_else_says_a_policy(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("print('ran')")
     ended = in_fork(["t.py", "--config", mp_yaml(tmp_path)], cwd=tmp_path)
-    assert ended.returncode == 1 and "comes after t.py" in ended.stderr, told(ended)
+    assert ended.returncode == 1 and "comes after t.py" in ended.stderr, transcript(ended)
 
 
 # -- FP8 and DeepSpeed ---------------------------------------------------------------------------
@@ -368,7 +374,7 @@ def test_layers_of_different_recipes_are_not_in_force(tmp_path: Path) -> None:
         "print(json.dumps([found.recipe, found.emulated, found.mixed]))"
     )
     ended = run(tmp_path, script)
-    assert json.loads(ended.stdout) == [{"recipe": "tensorwise and rowwise"}, False, True], told(ended)
+    assert json.loads(ended.stdout) == [{"recipe": "tensorwise and rowwise"}, False, True], transcript(ended)
 
 
 def test_a_deepspeed_config_object_gets_the_policy() -> None:
@@ -438,8 +444,8 @@ def test_ranks_agree_and_none_waits_for_ever(tmp_path: Path, script: str, kind: 
     (tmp_path / "t.py").write_text(HEAD + SPREAD + script + END)
     config = mp_yaml(tmp_path, distributed_type=kind, num_processes=2, fsdp_config="{fsdp_version: 2}")
     ended = ranks_in_fork(["--config", config, "t.py"], cwd=tmp_path, timeout=60)
-    assert [each.returncode for each in ended] == [1 if says else 0] * 2, "\n".join(map(told, ended))
-    assert (says or "proven in force on all 2 ranks") in ended[0].stderr, told(ended[0])
+    assert [each.returncode for each in ended] == [1 if says else 0] * 2, "\n".join(map(transcript, ended))
+    assert (says or "proven in force on all 2 ranks") in ended[0].stderr, transcript(ended[0])
 
 
 def test_gradients_are_compared_between_ranks() -> None:

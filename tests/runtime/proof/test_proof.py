@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from paths import PROGRAMS
-from processes import command, in_fork, mp_yaml, proof, told
+from processes import command, in_fork, mp_yaml, proof, transcript
 
 import mpguard
 from mpguard.policy.policy import Policy
@@ -164,7 +164,7 @@ def trained(
 def test_a_loop_of_ones_own_is_proven_after_its_first_step(tmp_path: Path) -> None:
     run = trained(tmp_path)
     made = proof(tmp_path / "proof.json")
-    assert run.returncode == 0 and "finished" in run.stdout, told(run)
+    assert run.returncode == 0 and "finished" in run.stdout, transcript(run)
     assert "step 1 proven in force on 1 process" in run.stderr and "bf16_mixed" in run.stderr
     assert made["verdict"] == "in force"
     assert made["observed"]["compute"].keys() == {"bf16"} and made["observed"]["states"].keys() == {"fp32"}
@@ -180,27 +180,27 @@ def test_a_loop_of_ones_own_is_proven_after_its_first_step(tmp_path: Path) -> No
 )
 def test_another_precision_than_the_policys_ends_the_run(tmp_path: Path, what: str, arguments: tuple[str, ...]) -> None:
     run = trained(tmp_path, *arguments)
-    assert run.returncode == 1 and "finished" not in run.stdout, told(run)
+    assert run.returncode == 1 and "finished" not in run.stdout, transcript(run)
     assert "mpguard: not in force" in run.stderr and "Traceback" not in run.stderr
     assert proof(tmp_path / "proof.json")["rows"][what]["ok"] is False
 
 
 def test_enforce_warn_says_it_and_goes_on(tmp_path: Path) -> None:
     run = trained(tmp_path, "--autocast", "none", options=("--enforce", "warn"))
-    assert run.returncode == 0 and "finished" in run.stdout, told(run)
+    assert run.returncode == 0 and "finished" in run.stdout, transcript(run)
     assert "mpguard: not in force (going on: enforce warn): compute: fp32; asked: bf16" in run.stderr
 
 
 def test_enforce_off_proves_nothing(tmp_path: Path) -> None:
     run = trained(tmp_path, "--autocast", "none", options=("--enforce", "off"))
-    assert run.returncode == 0 and "proven" not in run.stderr, told(run)
+    assert run.returncode == 0 and "proven" not in run.stderr, transcript(run)
     made = proof(tmp_path / "proof.json")
     assert made["verdict"] == "not proven" and "enforce is off" in made["failures"][0]
 
 
 def test_a_script_that_swallows_the_exception_still_fails(tmp_path: Path) -> None:
     run = trained(tmp_path, "--autocast", "none", "--swallow")
-    assert run.returncode == 1 and "finished" in run.stdout, told(run)
+    assert run.returncode == 1 and "finished" in run.stdout, transcript(run)
 
 
 def test_fp16_is_proven_after_the_steps_that_overflow(tmp_path: Path) -> None:
@@ -208,31 +208,31 @@ def test_fp16_is_proven_after_the_steps_that_overflow(tmp_path: Path) -> None:
         tmp_path, "--autocast", "float16", "--scaler", 2.0, "--steps", 30, recipe="fp16_mixed", mixed_precision="fp16"
     )
     made = proof(tmp_path / "proof.json")
-    assert run.returncode == 0, told(run)
+    assert run.returncode == 0, transcript(run)
     assert made["observed"]["skipped"] > 0, "2**32, the policy's first scale, overflows FP16"
     assert made["rows"]["scaler"]["ok"] and made["observed"]["scaler"]["window"] == 1000
-    assert "GradScaler: init_scale: 2.0 -> 4294967296.0" in run.stderr, told(run)
+    assert "GradScaler: init_scale: 2.0 -> 4294967296.0" in run.stderr, transcript(run)
 
 
 def test_fp16_without_a_scaler_is_not_in_force(tmp_path: Path) -> None:
     run = trained(tmp_path, "--autocast", "float16", recipe="fp16_mixed", mixed_precision="fp16")
-    assert run.returncode == 1 and "scaler: none" in run.stderr, told(run)
+    assert run.returncode == 1 and "scaler: none" in run.stderr, transcript(run)
 
 
 def test_steps_that_are_always_skipped_end_the_run(tmp_path: Path) -> None:
     arguments = ("--autocast", "float16", "--scaler", 2.0, "--always-inf", "--steps", 400)
     run = trained(tmp_path, *arguments, recipe="fp16_mixed", mixed_precision="fp16")
-    assert run.returncode == 1 and "skipped" in run.stderr and "finished" not in run.stdout, told(run)
+    assert run.returncode == 1 and "skipped" in run.stderr and "finished" not in run.stdout, transcript(run)
 
 
 def test_gradient_accumulation_only_delays_the_proof(tmp_path: Path) -> None:
     run = trained(tmp_path, "--accumulate", 8)
-    assert run.returncode == 0 and "step 1 proven in force" in run.stderr, told(run)
+    assert run.returncode == 0 and "step 1 proven in force" in run.stderr, transcript(run)
 
 
 def test_a_run_that_ends_before_its_first_step_is_not_proven(tmp_path: Path) -> None:
     run = trained(tmp_path, "--backward-only")
-    assert run.returncode == 1 and "mpguard: not proven" in run.stderr, told(run)
+    assert run.returncode == 1 and "mpguard: not proven" in run.stderr, transcript(run)
     assert proof(tmp_path / "proof.json")["verdict"] == "not proven"
 
 
@@ -240,22 +240,22 @@ def test_not_proven_is_a_warning_under_enforce_warn(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path)
     words = ("-m", "mpguard.run", "--config", config, "--enforce", "warn", SCRIPT, "--backward-only")
     run = command("python", *words, cwd=tmp_path)
-    assert run.returncode == 0 and "NotProven" in run.stderr, told(run)
+    assert run.returncode == 0 and "NotProven" in run.stderr, transcript(run)
 
 
 def test_a_script_that_never_trains_is_no_failure(tmp_path: Path) -> None:
     run = trained(tmp_path, "--evaluate")
-    assert run.returncode == 0 and "evaluated" in run.stdout and "not proven" not in run.stderr, told(run)
+    assert run.returncode == 0 and "evaluated" in run.stdout and "not proven" not in run.stderr, transcript(run)
 
 
 def test_a_run_is_proven_again_after_a_checkpoint_was_loaded(tmp_path: Path) -> None:
     run = trained(tmp_path, "--resume", "fp32")
-    assert run.returncode == 0 and "proven in force again" in run.stderr, told(run)
+    assert run.returncode == 0 and "proven in force again" in run.stderr, transcript(run)
 
 
 def test_a_resumed_run_in_another_precision_is_not_in_force(tmp_path: Path) -> None:
     run = trained(tmp_path, "--resume", "bf16", "--autocast", "bfloat16", options=())
-    assert run.returncode == 1 and "optimizer: AdamW, weights bf16" in run.stderr, told(run)
+    assert run.returncode == 1 and "optimizer: AdamW, weights bf16" in run.stderr, transcript(run)
 
 
 def float8(**more: str) -> dict[str, str]:
@@ -269,7 +269,7 @@ def float8(**more: str) -> dict[str, str]:
 def test_emulated_float8_with_bf16_parameters_is_proven(tmp_path: Path) -> None:
     arguments = ("--float8", "--parameters", "bfloat16", "--autocast", "none")
     run = trained(tmp_path, *arguments, **float8(fp8_exclude="['0']"))
-    assert run.returncode == 0, told(run)
+    assert run.returncode == 0, transcript(run)
     assert "1 of 2 Linear (torchao tensorwise, emulated)" in run.stderr
     assert proof(tmp_path / "proof.json")["observed"]["fp8"]["left"] == {"0": "fp8_exclude"}
 
@@ -277,7 +277,7 @@ def test_emulated_float8_with_bf16_parameters_is_proven(tmp_path: Path) -> None:
 def test_a_layer_that_stayed_out_of_float8_for_no_reason_is_not_in_force(tmp_path: Path) -> None:
     arguments = ("--float8", "--parameters", "bfloat16", "--autocast", "none")
     run = trained(tmp_path, *arguments, **float8())
-    assert run.returncode == 1 and "not in fp8: 0" in run.stderr, told(run)
+    assert run.returncode == 1 and "not in fp8: 0" in run.stderr, transcript(run)
 
 
 def test_fp8_asked_is_fp8_in_a_script_that_says_nothing_of_it(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_fp8_asked_is_fp8_in_a_script_that_says_nothing_of_it(tmp_path: Path) ->
     made = proof(tmp_path / "proof.json")
     assert (
         run.returncode == 0 and "mpguard: 2 of 2 Linear layers in FP8 (torchao tensorwise, emulated)" in run.stderr
-    ), told(run)
+    ), transcript(run)
     assert made["observed"]["fp8"]["converted"] == ["0", "2"] and made["rows"]["compute"]["found"] == "bf16"
 
 
@@ -313,15 +313,19 @@ def test_an_fp8_layer_that_is_not_called_is_not_in_force(tmp_path: Path) -> None
     (tmp_path / "direct.py").write_text(DIRECT)
     config = mp_yaml(tmp_path, **float8(master_dtype="fp32"))
     run = in_fork(["--config", config, "direct.py"], cwd=tmp_path)
-    assert run.returncode == 1 and "fp8 products: taken multiplied outside of the FP8 layer" in run.stderr, told(run)
+    assert run.returncode == 1 and "fp8 products: taken multiplied outside of the FP8 layer" in run.stderr, transcript(
+        run
+    )
     config = mp_yaml(tmp_path, **float8(master_dtype="fp32", fp8_exclude="['taken']"))
     run = in_fork(["--config", config, "direct.py"], cwd=tmp_path)
-    assert run.returncode == 0 and "fp8 products   75 % of the multiply-adds with weights" in run.stderr, told(run)
+    assert run.returncode == 0 and "fp8 products   75 % of the multiply-adds with weights" in run.stderr, transcript(
+        run
+    )
 
 
 def test_a_compiled_model_is_made_fp8_too(tmp_path: Path) -> None:
     run = trained(tmp_path, "--compile", **float8(master_dtype="fp32"))
-    assert run.returncode == 0 and "2 of 2 Linear (torchao tensorwise, emulated)" in run.stderr, told(run)
+    assert run.returncode == 0 and "2 of 2 Linear (torchao tensorwise, emulated)" in run.stderr, transcript(run)
 
 
 def test_delayed_scaling_is_not_compiled() -> None:
@@ -337,7 +341,7 @@ def test_delayed_scaling_is_not_compiled() -> None:
 
 def test_delayed_scaling_that_asks_for_compile_is_refused_before_training(tmp_path: Path) -> None:
     run = trained(tmp_path, **float8(fp8_recipe="delayed", backend="te", fp8_emulate="false", compile="true"))
-    assert run.returncode == 1 and "has compile=True, and Transformer Engine refuses" in run.stderr, told(run)
+    assert run.returncode == 1 and "has compile=True, and Transformer Engine refuses" in run.stderr, transcript(run)
     assert "finished" not in run.stdout
 
 
@@ -354,14 +358,14 @@ def test_a_compiled_module_with_fp8_layers_is_seen() -> None:
 def test_fp8_asked_and_none_possible_is_not_in_force(tmp_path: Path) -> None:
     arguments = ("--parameters", "bfloat16", "--autocast", "none")
     run = trained(tmp_path, *arguments, **float8(fp8_exclude="['0', '2']"))
-    assert run.returncode == 1 and "no FP8 module in the model" in run.stderr, told(run)
+    assert run.returncode == 1 and "no FP8 module in the model" in run.stderr, transcript(run)
 
 
 def test_tf32_is_switched_and_shown(tmp_path: Path) -> None:
     run = trained(tmp_path, "--autocast", "none", recipe="tf32", mixed_precision="'no'")
     made = proof(tmp_path / "proof.json")
     assert run.returncode == 0 and made["rows"]["tf32"] == {"name": "tf32", "found": "on", "asked": "on", "ok": True}, (
-        told(run)
+        transcript(run)
     )
 
 
@@ -369,9 +373,9 @@ def test_a_compiled_model_is_proven_and_left_in_one_piece(tmp_path: Path) -> Non
     """Nothing of ours breaks the graph, or has it made twice."""
     run = trained(tmp_path, "--compile")
     made = proof(tmp_path / "proof.json")
-    assert run.returncode == 0 and "finished" in run.stdout and "Warning" not in run.stderr, told(run)
+    assert run.returncode == 0 and "finished" in run.stdout and "Warning" not in run.stderr, transcript(run)
     assert made["observed"]["compiled"] and made["rows"]["compute"]["found"] == "bf16"
-    assert "graphs 1" in run.stdout, told(run)
+    assert "graphs 1" in run.stdout, transcript(run)
 
 
 def test_prove_compares_a_model_and_an_optimizer_by_hand() -> None:

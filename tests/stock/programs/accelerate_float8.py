@@ -1,4 +1,4 @@
-"""accelerate's FP8 on torchao as it comes: which weights a training changes. Says nothing of all-gather."""
+"""Train with accelerate's FP8 on torchao and its defaults, and print which weights changed. Sets no all-gather."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Prints, for each line of JSON in its arguments, the dtype of a model that DeepSpeed has taken, or the error.
+"""Print, for each JSON argument, the dtype of a model that DeepSpeed has initialized, or the error.
 
-A line has a DeepSpeed config and, where accelerate is to prepare the model, its `mixed_precision`.
+An argument has a DeepSpeed config and, if accelerate is to prepare the model, its `mixed_precision`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin
 
 
-def taken(config: dict[str, Any], mode: str | None) -> str:
+def dtype_of(config: dict[str, Any], mode: str | None) -> str:
     model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(model.parameters())
     if mode is None:
@@ -38,7 +38,7 @@ def taken(config: dict[str, Any], mode: str | None) -> str:
 for line in sys.argv[1:]:
     given = json.loads(line)
     try:
-        found = taken({"train_micro_batch_size_per_gpu": 2, **given["config"]}, given.get("mode"))
+        found = dtype_of({"train_micro_batch_size_per_gpu": 2, **given["config"]}, given.get("mode"))
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     sys.stdout.write("RESULT " + json.dumps(found) + "\n")

@@ -1,4 +1,4 @@
-"""Prints what the launcher handed over. Imports nothing: a worker that starts at once."""
+"""Print the variables and arguments that the launcher handed over. Imports no library, so that it starts at once."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A small mixture of experts in a loop with autocast, compiled or not: in which dtype its experts multiplied."""
+"""Train a small mixture of experts under autocast, compiled or not, and print the dtypes that experts multiply."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ found: set[str] = set()
 
 
 class Products(TorchDispatchMode):
-    """Notes the dtypes of what is multiplied in groups."""
+    """Records the dtypes of grouped matrix products."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operation(*args, **(kwargs or {}))
@@ -34,7 +34,7 @@ class Products(TorchDispatchMode):
 
 
 def compiler(graph: Any, _inputs: Any) -> Any:
-    """A backend that notes the same of what it is given to compile."""
+    """Record the same for a graph that is compiled, and return the graph."""
     for node in graph.graph.nodes:
         if "grouped_mm" in str(node.target):
             found.update(str(each.meta["val"].dtype) for each in node.args[:2])

@@ -1,4 +1,4 @@
-"""FSDP1 around a model whose optimizer was made before, as accelerate's `prepare` is given both; each rank tells."""
+"""Wrap a model in FSDP1 after its optimizer was created, as with accelerate's `prepare`; print if it trains."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""accelerate's FSDP2; each rank prints what came of three ways to ask for it: dtypes and a gradient.
+"""accelerate's FSDP2, configured in three ways; each rank prints the dtypes and a gradient.
 
-accelerate applies FSDP on a GPU only, so what it calls then (`set_mixed_precision`, `fsdp2_prepare_model`) is called
-here. The mean gradient over two ranks, 0.5 + 2**-11, is 0.5 in BF16.
+accelerate applies FSDP on a GPU only, so the functions that it calls then (`set_mixed_precision`,
+`fsdp2_prepare_model`) are called here. The mean gradient over two ranks, 0.5 + 2**-11, is 0.5 in BF16.
 """
 
 from __future__ import annotations

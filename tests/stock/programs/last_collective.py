@@ -1,8 +1,8 @@
-"""Ends with collectives; a gloo thread wants the GIL when Python shuts down, and gets it while it does.
+"""End with collectives, so that a gloo thread waits for the GIL when Python shuts down, and gets it during shutdown.
 
-A coincidence made likely: a hundred times nobody keeps what a collective returns, the interpreter gives the GIL to no
-other thread before its shutdown, and something that is left behind gives it away during that. With --activate,
-mpguard is asked to be there; `mpguard.run` alone gives the GIL away when the script has ended.
+The program makes this likely: the results of a hundred collectives are dropped, the interpreter gives the GIL to no
+other thread before its shutdown, and the destructor of an object releases it during the shutdown. With --activate,
+mpguard is activated; `mpguard.run` releases the GIL when the script has ended in any case.
 """
 
 import sys

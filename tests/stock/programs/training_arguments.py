@@ -1,4 +1,4 @@
-"""The Trainer of transformers, whose arguments say `bf16=True`, in an environment that may say FP8."""
+"""Train with the Trainer of transformers and `bf16=True`, in an environment that may set FP8."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def arguments(**more: bool) -> TrainingArguments:
 
 
 data = [{"inputs": torch.randn(16), "labels": torch.tensor(index % 4)} for index in range(16)]
-unsaid = arguments().mixed_precision
+unset = arguments().mixed_precision
 trainer = Trainer(model=Model(), args=arguments(bf16=True), train_dataset=data)
 trainer.train()
 kinds = [type(layer).__name__ for layer in trainer.model.layers]
 mode = trainer.accelerator.mixed_precision
-sys.stdout.write(json.dumps({"rank": 0, "unsaid": unsaid, "mode": mode, "kinds": kinds}) + "\n")
+sys.stdout.write(json.dumps({"rank": 0, "unset": unset, "mode": mode, "kinds": kinds}) + "\n")

@@ -1,4 +1,4 @@
-"""Prints what `Accelerator()` finds: which process of how many this is, in which engine and precision."""
+"""Print the rank, world size, engine and precision of `Accelerator()`."""
 
 import json
 import os
@@ -12,5 +12,5 @@ found = {"rank": made.process_index, "world": made.num_processes, "engine": made
 sys.stdout.write(json.dumps({**found, "mode": made.mixed_precision}) + "\n")
 sys.stdout.flush()
 if dist.is_initialized():
-    dist.barrier()  # rank 0 has the store
+    dist.barrier()  # rank 0 hosts the store
 os._exit(0)  # S26

@@ -1,0 +1,111 @@
+"""What a run reports: lines, overrides, the proof file, and the messages of a run that ends unproven."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+import mpguard
+from mpguard.runtime.plan import Plan
+from mpguard.runtime.proof.compare import Proof
+from mpguard.runtime.proof.observe import Observed
+from mpguard.runtime.reporter import REPORTED_OPTIMIZERS, Reporter, unproven_at_exit
+from mpguard.targets.inject import Change
+
+PLAN = Plan(mpguard.recipe("bf16_mixed"))
+PROOF = Proof("in force", PLAN, observed=Observed(step=3, optimizer="SGD"))
+
+
+@pytest.fixture(autouse=True)
+def rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def test_lines_and_overrides_are_reported_once(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    reporter = Reporter()
+    for _ in range(2):
+        reporter.print_once("a line")
+        reporter.log_override("Accelerator", Change("mixed_precision", "no", "bf16"))
+    assert capsys.readouterr().err == "a line\n"
+    assert caplog.messages == ["Accelerator: mixed_precision: no -> bf16"]
+
+
+def test_other_ranks_print_nothing_and_log_overrides_for_debugging(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("RANK", "1")
+    caplog.set_level(logging.DEBUG, "mpguard")
+    reporter, path = Reporter(), tmp_path / "proof.json"
+    proof = dataclasses.replace(PROOF, plan=dataclasses.replace(PLAN, proof_json=str(path)))
+    reporter.print_once("a line")
+    reporter.report_proof(proof, first=True, repeated=False, optimizers=1)
+    reporter.warn_failure("compute: fp32", "warn")
+    reporter.report_no_training()
+    reporter.log_override("Accelerator", Change("mixed_precision", "no", "bf16"))
+    assert capsys.readouterr().err == "" and not path.exists()
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG]
+
+
+@pytest.mark.parametrize(
+    ("state", "line"),
+    [
+        ({"first": True, "repeated": False, "optimizers": 1}, "step 3 proven in force on 1 process"),
+        ({"first": True, "repeated": True, "optimizers": 1}, "proven in force again, after a checkpoint was loaded"),
+        ({"first": False, "repeated": False, "optimizers": REPORTED_OPTIMIZERS}, "step 3 of SGD proven in force too"),
+        ({"first": False, "repeated": False, "optimizers": REPORTED_OPTIMIZERS + 1}, ""),
+    ],
+)
+def test_the_first_proof_is_a_table_and_later_ones_a_line(
+    capsys: pytest.CaptureFixture[str], state: dict[str, bool], line: str
+) -> None:
+    Reporter().report_proof(PROOF, **state)  # type: ignore[arg-type]
+    printed = capsys.readouterr().err
+    assert printed.startswith(line) if line else printed == ""
+
+
+def test_the_proof_file_is_removed_at_the_start_and_written_with_the_proof(tmp_path: Path) -> None:
+    path = tmp_path / "proof.json"
+    plan = dataclasses.replace(PLAN, proof_json=str(path))
+    path.write_text("of an earlier run")
+    Reporter().reset_proof_file(plan)
+    assert not path.exists()
+    Reporter().write_proof(dataclasses.replace(PROOF, plan=plan))
+    assert json.loads(path.read_text())["verdict"] == "in force"
+    unwritable = dataclasses.replace(PLAN, proof_json=str(tmp_path / "nowhere" / "proof.json"))
+    for report in (
+        lambda: Reporter().reset_proof_file(unwritable),
+        lambda: Reporter().write_proof(dataclasses.replace(PROOF, plan=unwritable)),
+    ):
+        with pytest.raises(mpguard.ConfigError, match=r"proof\.json: the proof cannot be written: No such file"):
+            report()
+
+
+def test_a_failure_that_does_not_end_the_run_is_a_warning_or_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(mpguard.NotProven, match="not proven: reason"):
+        Reporter().warn_failure("not proven: reason", "warn")
+    Reporter().warn_failure("compute: fp32; asked: bf16", "warn")
+    expected = "mpguard: not in force (going on: enforce warn): compute: fp32; asked: bf16\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "not proven: the run computed gradients and ended before an optimizer step was applied; what"),
+        ({"enforced": False}, "not proven: enforce is off; what"),
+        ({"trained": False}, "not proven: no training was seen in this process; what"),
+        ({"without_gradients": True}, "not proven: an optimizer was stepped, but none of its parameters had gradients"),
+        ({"skipped": 2}, "applied (2 steps were skipped); what was in force could not be observed"),
+        ({"status": 3}, "could not be observed; the script ended with status 3"),
+    ],
+)
+def test_the_message_of_a_run_that_ends_unproven(changes: dict[str, bool], message: str) -> None:
+    state = {"enforced": True, "trained": True, "without_gradients": False, "skipped": 0, "status": 0, **changes}
+    assert message in unproven_at_exit(**state)  # type: ignore[arg-type]
