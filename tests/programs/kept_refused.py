@@ -51,10 +51,10 @@ for name, attempt in ATTEMPTS.items():
     activation.start(Plan(policy, announced=True))
     net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).cuda()
     try:
-        said = f"made {attempt(net)!r:.60}"
+        outcome = f"made {attempt(net)!r:.60}"
     except mpguard.NotInForce as error:
-        said = str(error)
+        outcome = str(error)
     plain = {type(each) for each in net.parameters()} == {nn.Parameter}
-    sys.stdout.write(json.dumps({"rank": 0, "attempt": name, "said": said, "plain": plain}) + "\n")
+    sys.stdout.write(json.dumps({"rank": 0, "attempt": name, "said": outcome, "plain": plain}) + "\n")
 sys.stdout.flush()
 dist.destroy_process_group()

@@ -136,7 +136,7 @@ class Early(Plain):
 
 
 class Forgetful(Plain):
-    """Saves the bare tensors of the model: the history is lost, and that must be said and seen."""
+    """Save plain tensors of the model: the history is lost, which must be warned about, and must change the result."""
 
     def save(self, folder: Path) -> None:
         model = {**self.model.state_dict()}
@@ -441,7 +441,7 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
             straight = [first.step(number) for number in range(STEPS, 2 * STEPS)]
             again.load(folder)
             resumed = [again.step(number) for number in range(STEPS, 2 * STEPS)]
-    said = [str(each.message) for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
+    messages = [str(each.message) for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
     ours, theirs = first.weights(), again.weights()
     fp8 = sum("Float8" in type(module).__name__ for module in again.model.modules())
     digest = hashlib.sha256(b"".join(ours[key].float().cpu().numpy().tobytes() for key in sorted(ours))).hexdigest()
@@ -449,7 +449,7 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
         "engine": name, "start": start, "straight": straight, "resumed": resumed, "digest": digest,
         "equal": ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours),
         "keys": sorted(again.others(folder)) == KEYS, "fp8": fp8,
-        "error": None, "said": [text for text in said if "history" in text],
+        "error": None, "said": [text for text in messages if "history" in text],
     }  # fmt: skip
 
 

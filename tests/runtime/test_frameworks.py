@@ -1,4 +1,4 @@
-"""Each framework with real processes on the CPU: the policy arrives, and what is not in force is refused.
+"""Each framework with real processes on the CPU: the policy is in force, and a run with another precision is refused.
 
 Own loops in every engine run under torchrun with gloo and two ranks. accelerate applies its own FSDP
 and DeepSpeed with several processes on a GPU only (S23): here only what it is handed is checked.
@@ -42,8 +42,8 @@ def engine_config(folder: Path, engine: str) -> Path:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_own_loops_are_proven_and_reduce_in_fp32(tmp_path: Path, engine: str) -> None:
-    """The script asks its engine to reduce in BF16, or leaves it to its default; the policy says FP32."""
+def test_custom_loops_are_proven_and_reduce_in_fp32(tmp_path: Path, engine: str) -> None:
+    """The script configures its engine to reduce in BF16, or uses its default; the policy requires FP32."""
     config = engine_config(tmp_path, engine)
     words = ("-m", "mpguard.run", "--config", config, "--proof-json", tmp_path / "proof.json", LOOP, engine)
     run = torchrun(*words, cwd=tmp_path)
@@ -62,8 +62,8 @@ EMULATED = "{mpguard_recipe: hopper_bf16_with_fp8_mixed, mpguard_overrides: {bac
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_own_loops_are_made_fp8(tmp_path: Path, engine: str) -> None:
-    """The script says nothing of FP8; FSDP has wrapped its model before the optimizer, DeepSpeed gets it after."""
+def test_custom_loops_are_converted_to_fp8(tmp_path: Path, engine: str) -> None:
+    """The script does not mention FP8. FSDP wraps the model before the optimizer is created, DeepSpeed after."""
     kind, keys = ENGINES[engine]
     fp8 = {"mixed_precision": "fp8", "fp8_config": EMULATED}
     config = mp_yaml(tmp_path, distributed_type=kind, num_processes=2, **keys, **fp8)
@@ -78,7 +78,7 @@ def test_own_loops_are_made_fp8(tmp_path: Path, engine: str) -> None:
 
 
 def test_fsdp1_keeps_the_parameters_that_fp8_layers_need(tmp_path: Path) -> None:
-    """A script that leaves `use_orig_params` at its default has no weights left to convert."""
+    """With the default of `use_orig_params` there would be no weights to convert."""
     fp8 = {"mixed_precision": "fp8", "fp8_config": EMULATED}
     config = mp_yaml(tmp_path, distributed_type="FSDP", num_processes=2, fsdp_config="{fsdp_version: 1}", **fp8)
     words = ("-m", "mpguard.run", "--config", config, "--proof-json", tmp_path / "proof.json", LOOP, "fsdp1", "--flat")
@@ -87,8 +87,8 @@ def test_fsdp1_keeps_the_parameters_that_fp8_layers_need(tmp_path: Path) -> None
     assert proof(tmp_path / "proof.json")["observed"]["fp8"]["converted"] == ["0"]
 
 
-def test_accelerate_is_asked_for_bf16_and_its_model_made_fp8(tmp_path: Path) -> None:
-    """accelerate's own conversion has no place for the recipes, and leaves no layer out by name."""
+def test_accelerate_gets_bf16_and_mpguard_converts_its_model_to_fp8(tmp_path: Path) -> None:
+    """accelerate's own conversion supports neither the recipes nor exclusion by name."""
     config = mp_yaml(tmp_path, mixed_precision="fp8", fp8_config=EMULATED)
     arguments = ["--config", config, "--proof-json", tmp_path / "proof.json", PROGRAMS / "accelerated.py"]
     run = in_fork(arguments, cwd=tmp_path, ACCELERATE_MIXED_PRECISION="fp8", ACCELERATE_FP8_BACKEND="TE")
@@ -99,7 +99,7 @@ def test_accelerate_is_asked_for_bf16_and_its_model_made_fp8(tmp_path: Path) -> 
     assert (seen["converted"], seen["left"]) == (["0"], {"2": "4 is no multiple of 16"})
 
 
-def test_the_values_tell_a_reduction_in_bf16(tmp_path: Path) -> None:
+def test_the_gradient_shows_a_reduction_in_bf16(tmp_path: Path) -> None:
     """The control: without the policy the same script reduces in BF16."""
     run = torchrun(LOOP, "fsdp2", cwd=tmp_path)
     assert [found["gradient"] for found in results(run)] == [0.5, 0.5], transcript(run)
@@ -117,24 +117,22 @@ def test_the_values_tell_a_reduction_in_bf16(tmp_path: Path) -> None:
         ),  # the script reads a gradient
     ],
 )
-def test_an_engine_built_before_the_policy_came_is_not_in_force(
-    tmp_path: Path, engine: str, dtype: str, says: str
-) -> None:
-    """FSDP's own policy against the run's (S12), on all ranks: nobody goes on and nobody hangs."""
+def test_an_engine_built_before_activation_is_not_in_force(tmp_path: Path, engine: str, dtype: str, says: str) -> None:
+    """FSDP's own policy against the run's (S12): all ranks raise, none continues or hangs."""
     run = torchrun(LOOP, engine, "--dtype", dtype, "--activate", "bf16_mixed", cwd=tmp_path)
     assert run.returncode == 1 and results(run) == [], transcript(run)
     assert "mpguard: not in force: " in run.stderr and says in run.stderr
     assert ["NotInForce" in (tmp_path / f"raised.{rank}").read_text() for rank in (0, 1)] == [True, True]
 
 
-def test_a_communication_hook_is_heard_at_the_collective(tmp_path: Path) -> None:
+def test_a_communication_hook_is_observed_at_the_collective(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
     run = torchrun("-m", "mpguard.run", "--config", config, LOOP, "ddp", "--compress", cwd=tmp_path)
     assert run.returncode == 1 and "reduction: bf16 (the collective); asked: fp32" in run.stderr, transcript(run)
 
 
 def test_a_mismatch_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
-    """Rank 1 ends before its first step; rank 0 is told, and does not wait."""
+    """Rank 1 ends before its first step; rank 0 gets its failure, and does not wait."""
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
     words = ("-m", "mpguard.run", "--config", config, LOOP, "ddp", "--slow-rank", 1)
     run = torchrun(*words, cwd=tmp_path)
@@ -163,7 +161,7 @@ def test_deepspeed_with_one_process_is_really_in_force(tmp_path: Path) -> None:
 
 
 def test_a_deepspeed_file_without_a_precision_gets_the_policys(tmp_path: Path) -> None:
-    """S24: accelerate exports nothing of `fp8_config` beside a DeepSpeed file; the recipe arrives all the same."""
+    """S24: accelerate exports nothing of `fp8_config` with a DeepSpeed file; the recipe reaches the workers anyway."""
     content = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 8}
     (tmp_path / "ds.json").write_text(json.dumps(content))
     keys = {"deepspeed_config": "{deepspeed_config_file: ds.json}", "mixed_precision": None}
@@ -183,7 +181,7 @@ def test_the_deepspeed_launcher(tmp_path: Path) -> None:
 
 @pytest.fixture
 def activated(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """A guard of this process that injects and does not prove; the patches stay and are idle after it."""
+    """Activate a policy in this process without proving it; the patches remain, and do nothing after the test."""
 
     def activate(recipe: str, **plan: object) -> None:
         monkeypatch.setattr(guards, "_current", None)
@@ -197,8 +195,8 @@ def activated(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_accelerate_is_handed_the_fsdp_policy(activated, monkeypatch: pytest.MonkeyPatch, caplog, version: int) -> None:  # type: ignore[no-untyped-def]
-    """Only what accelerate is handed: it applies FSDP on a GPU only."""
+def test_accelerate_gets_the_fsdp_policy(activated, monkeypatch: pytest.MonkeyPatch, caplog, version: int) -> None:  # type: ignore[no-untyped-def]
+    """The arguments only: accelerate applies FSDP on a GPU only."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -216,20 +214,20 @@ def test_accelerate_is_handed_the_fsdp_policy(activated, monkeypatch: pytest.Mon
     policy = seen["fsdp_plugin"].mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert seen["mixed_precision"] == "bf16"
-    assert "fsdp_plugin.mixed_precision_policy" in caplog.text, "the override is said"
+    assert "fsdp_plugin.mixed_precision_policy" in caplog.text, "the override is logged"
 
 
-def test_a_trainer_need_not_say_what_its_deepspeed_config_says(  # type: ignore[no-untyped-def]
+def test_training_arguments_get_the_precision_of_the_deepspeed_config(  # type: ignore[no-untyped-def]
     activated, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """transformers refuses the two where they differ; the policy's is put into both."""
+    """transformers refuses different values; mpguard puts the policy's into both."""
     from transformers import TrainingArguments
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-    def mismatches(**said: bool) -> list[str]:
+    def mismatches(**fields: bool) -> list[str]:
         config = HfTrainerDeepSpeedConfig({"bf16": {"enabled": True}})
         arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-        for name, value in said.items():
+        for name, value in fields.items():
             setattr(arguments, name, value)
         config.trainer_config_process(arguments)
         return list(config.mismatches)
@@ -251,11 +249,11 @@ def test_a_trainer_need_not_say_what_its_deepspeed_config_says(  # type: ignore[
         ({}, None, "NO", ""),
     ],
 )
-def test_compile_auto_is_put_into_accelerate_and_said(  # type: ignore[no-untyped-def]
+def test_compile_auto_is_passed_to_accelerate_and_reported(  # type: ignore[no-untyped-def]
     activated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str],
     case: tuple[dict[str, Any], str | None, str, str],
 ) -> None:  # fmt: skip
-    """Fields of the policy, the backend that the script asks for, and the one that it gets."""
+    """Fields of the policy, the backend of the script, and the backend that is used."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -270,11 +268,11 @@ def test_compile_auto_is_put_into_accelerate_and_said(  # type: ignore[no-untype
         assert made.state.dynamo_plugin.backend.name == backend
     finally:
         AcceleratorState._reset_state(True)
-    told = caplog.text + capsys.readouterr().err
-    assert says in told if says else "compile" not in told
+    output = caplog.text + capsys.readouterr().err
+    assert says in output if says else "compile" not in output
 
 
-def test_a_target_that_has_changed_is_left_alone_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_target_is_not_patched_and_a_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     from types import ModuleType
 
     from mpguard.runtime.patches import table
@@ -289,7 +287,7 @@ def test_a_target_that_has_changed_is_left_alone_and_that_is_said(caplog: pytest
 
 
 def test_every_patch_fits_the_installed_libraries() -> None:
-    """Transformer Engine is installed where there is a GPU: there tests/gpu trains with its patch."""
+    """Transformer Engine is installed with a GPU only: there tests/gpu trains with its patch."""
     import importlib.util
     import inspect
 

@@ -1,4 +1,4 @@
-"""S3, S10, S15, S16, S17, and mpguard's half of S1, S2, S4, S14 and S19: FP8 of accelerate and torchao on the CPU.
+"""S3, S10, S15, S16, S17, and mpguard under S1, S2, S4, S14, S19: FP8 of accelerate and torchao on the CPU.
 
 What Transformer Engine itself does needs a GPU: tests/gpu/test_stock_gpu.py.
 """
@@ -56,21 +56,21 @@ def refused(policy: Policy, strategy: str | None) -> str:
 
 
 def test_s01_accelerates_own_fsdp2_path_is_refused_for_te(tmp_path: Path) -> None:
-    """mpguard's half. Its own layers under FSDP2: tests/runtime/test_frameworks.py, tests/gpu/test_stock_gpu.py."""
+    """mpguard only. Its layers under FSDP2: tests/runtime/test_frameworks.py, tests/gpu/test_stock_gpu.py."""
     assert "accelerate never enters FP8 autocast: the run would be BF16" in refused(DELAYED, "fsdp2")
     keys = {"distributed_type": "FSDP", "fsdp_config": "{fsdp_version: 2}", "fp8_config": "{backend: TE}"}
     assert "MPG806" in {code for code, _ in linted(config(tmp_path, mixed_precision="fp8", **keys))}
 
 
 def test_s02_accelerates_own_deepspeed_path_is_refused_for_te(tmp_path: Path) -> None:
-    """mpguard's half. Its own layers under DeepSpeed: tests/runtime/test_frameworks.py, tests/gpu/test_stock_gpu.py."""
+    """mpguard only. Its layers under DeepSpeed: tests/runtime/test_frameworks.py, tests/gpu/test_stock_gpu.py."""
     assert "accelerate ignores TERecipeKwargs" in refused(DELAYED, "deepspeed-zero2")
     keys = {"distributed_type": "DEEPSPEED", "fp8_config": "{backend: TE, amax_history_len: 16}"}
     assert "MPG810" in {code for code, _ in linted(config(tmp_path, mixed_precision="fp8", **keys))}
 
 
-def test_s03_most_recent_is_not_handed_on(tmp_path: Path) -> None:
-    """The handler is accelerate's; that Transformer Engine is not installed here is kept from it."""
+def test_s03_most_recent_is_not_passed_on(tmp_path: Path) -> None:
+    """The handler is accelerate's; its check that Transformer Engine is installed is mocked."""
     with clean_accelerate(), mock.patch.object(dataclasses, "is_transformer_engine_available", lambda: True):
         handler = dataclasses.TERecipeKwargs(amax_compute_algo="most_recent", amax_history_len=16)
         assert handler.to_kwargs() == {"amax_history_len": 16}, fixed_upstream(3)
@@ -82,7 +82,7 @@ def test_s03_most_recent_is_not_handed_on(tmp_path: Path) -> None:
 
 
 def test_s04_arguments_that_te_drops_are_never_written(tmp_path: Path) -> None:
-    """mpguard's half."""
+    """The part with mpguard."""
     assert not {"interval", "override_linear_precision"} & plugins()["te"].arguments(DELAYED).keys()
     section = "{backend: TE, interval: 4, override_linear_precision: [false, false, true]}"
     path = config(tmp_path, mixed_precision="fp8", fp8_config=section)
@@ -95,7 +95,7 @@ def test_s04_arguments_that_te_drops_are_never_written(tmp_path: Path) -> None:
 
 
 def test_s10_fp8_on_an_old_gpu_becomes_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two answers of torch are an A100's; the model is on the CPU."""
+    """Two functions of torch are mocked with the values of an A100; the model is on the CPU."""
     from accelerate import Accelerator
 
     with clean_accelerate(), monkeypatch.context() as patch:
@@ -113,15 +113,15 @@ def test_s10_fp8_on_an_old_gpu_becomes_fp16(tmp_path: Path, monkeypatch: pytest.
     assert "needs compute capability 8.9 or higher for FP8 (A100 has 8.0)" in result.err
 
 
-def test_s14_an_odd_layer_is_left_out_alone() -> None:
-    """mpguard's half; what accelerate's Transformer Engine path does is in tests/gpu/test_stock_gpu.py."""
+def test_s14_only_the_odd_layer_is_skipped() -> None:
+    """The part with mpguard; what accelerate's Transformer Engine path does is in tests/gpu/test_stock_gpu.py."""
     model = Model()
     done = package.convert(model, EMULATED)
     assert {"odd", "up", "last"} & float8(model) == {"up", "last"}
     assert dict(done.skipped)["odd"] == "24 is no multiple of 16"
 
 
-def test_s15_torchao_takes_routers_and_a_head_that_is_not_last() -> None:
+def test_s15_torchao_converts_routers_and_a_head_that_is_not_last() -> None:
     model = Model()
     convert_model_to_fp8_ao(model)
     assert float8(model) == {"lm_head", "choose.weight", "up"}, fixed_upstream(15)
@@ -148,7 +148,7 @@ def test_s16_the_public_filter_for_first_and_last_converts_everything() -> None:
 
 
 def test_s17_with_all_gather_outside_fsdp2_the_converted_weights_never_train(tmp_path: Path) -> None:
-    """One script, with accelerate's defaults, without mpguard and with it."""
+    """One script with accelerate's defaults, without and with mpguard."""
     program = PROGRAMS / "accelerate_float8.py"
     run = in_fork([program], cwd=tmp_path, program=script)
     assert run.returncode == 0, transcript(run)
@@ -168,7 +168,7 @@ def test_s17_with_all_gather_outside_fsdp2_the_converted_weights_never_train(tmp
 
 
 def test_s19_delayed_scaling_under_compile_is_found(tmp_path: Path) -> None:
-    """mpguard's half."""
+    """The part with mpguard."""
     code = tmp_path / "train.py"
     code.write_text(
         "import torch\nimport transformer_engine.pytorch as te\n"

@@ -1,4 +1,4 @@
-"""`mpguard launch`, `mpguard.run` and what is refused, with accelerate's real launcher on the CPU."""
+"""`mpguard launch`, `mpguard.run` and refusals, with accelerate's real launcher on the CPU."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_status_is_that_of_the_first_rank_that_failed(tmp_path: Path) -> Non
     assert run.returncode == 7 and "mpguard:" not in run.stderr, transcript(run)
 
 
-def test_the_rank_that_was_killed_counts_not_those_that_were_ended_for_it() -> None:
+def test_the_status_is_that_of_the_killed_rank_not_of_ranks_ended_by_torchelastic() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     def launch_command(_options: object) -> None:
@@ -103,14 +103,14 @@ def test_a_signal_to_the_launcher_ends_all_workers(tmp_path: Path, processes: in
         assert all(map(gone, workers))
 
 
-def test_code_that_says_another_precision_is_overridden_aloud(tmp_path: Path) -> None:
+def test_another_precision_in_the_script_is_overridden_and_logged(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path)
     run = in_fork(["--config", config, SCRIPT, "--mixed-precision", "no"], cwd=tmp_path)
     assert run.returncode == 0 and results(run)[0]["compute"] == "torch.bfloat16", transcript(run)
     assert "Accelerator: mixed_precision: no -> bf16" in run.stderr
 
 
-def test_a_file_that_says_another_precision_is_mended_aloud(tmp_path: Path) -> None:
+def test_another_precision_in_the_file_is_overridden_and_printed(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, mixed_precision="'no'  # old")
     before = config.read_text()
     run = command("mpguard", "launch", "--config", config, SCRIPT, cwd=tmp_path)
@@ -130,7 +130,7 @@ def test_accelerate_fp16_on_the_cpu_has_no_scaler_and_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("words", [("--one-layer",), ()])
-def test_compute_is_seen_behind_what_accelerate_casts_back_and_in_what_it_compiles(
+def test_compute_is_observed_before_accelerates_casts_and_in_compiled_models(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     config = mp_yaml(tmp_path)
@@ -152,7 +152,7 @@ def test_run_under_the_stock_launcher(tmp_path: Path) -> None:
     assert run.stderr.count("recipe bf16_mixed") == 2, "header and proof name it"
 
 
-def test_run_refuses_one_process_where_two_were_asked_for(tmp_path: Path) -> None:
+def test_run_refuses_one_process_if_the_config_has_two(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
     words = ("launch", "--config_file", config, "-m", "mpguard.run", "--config", config, SCRIPT)
     run = command("accelerate", *words, cwd=tmp_path)
@@ -171,7 +171,7 @@ def test_run_takes_the_policy_from_the_settings(tmp_path: Path) -> None:
     assert run.returncode == 0 and results(run)[0]["compute"] == "torch.bfloat16", transcript(run)
 
 
-def test_run_refuses_a_config_that_went_to_the_script(tmp_path: Path) -> None:
+def test_run_refuses_a_config_among_the_arguments_of_the_script(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path)
     run = in_fork([SCRIPT, "--config", config], cwd=tmp_path, MPGUARD_POLICY='{"bf16": true}')
     assert run.returncode == 1 and "comes after" in run.stderr and "Put it before" in run.stderr, transcript(run)
@@ -182,13 +182,13 @@ def test_run_refuses_a_config_that_went_to_the_script(tmp_path: Path) -> None:
     [
         ("distributed_type: FSDP\n", True),
         ("compute_environment: LOCAL_MACHINE\n", True),
-        ("mixed_precision: bf16\nnum_processes: 2\ndebug: true\n", False),  # many a script's own config
+        ("mixed_precision: bf16\nnum_processes: 2\ndebug: true\n", False),  # may be the script's own config
         ("model: {layers: 2}\ndeepspeed_config: {stage: 2}\n", False),
         ("distributed_type: [\n", False),
     ],
 )
-def test_what_is_a_config_that_went_to_the_script(tmp_path: Path, text: str, refused: bool) -> None:
-    """Only what is accelerate's for certain: no run is refused for the config of its own script."""
+def test_which_arguments_of_the_script_are_refused_as_configs(tmp_path: Path, text: str, refused: bool) -> None:
+    """Only files that certainly are accelerate configs: a run is not refused for the config of its own script."""
     (tmp_path / "config.yaml").write_text(text)
     for words in (["--config", str(tmp_path / "config.yaml")], [f"--config={tmp_path / 'config.yaml'}"]):
         with pytest.raises(NotInForce, match="Put it before") if refused else contextlib.nullcontext():
@@ -203,7 +203,7 @@ def test_run_of_a_module(tmp_path: Path) -> None:
 
 
 def test_auto_under_torchrun_names_every_rank(tmp_path: Path) -> None:
-    """The processes do not know of each other: the script makes no process group."""
+    """The processes have nothing in common: the script creates no process group."""
     script = PROGRAMS / "loop.py"
     variables = {"MPGUARD_POLICY": '{"name": "mine", "bf16": true}'}
     run = torchrun(script, "plain", "--auto", cwd=tmp_path, **variables)
@@ -212,7 +212,7 @@ def test_auto_under_torchrun_names_every_rank(tmp_path: Path) -> None:
     assert ["NotInForce" in (tmp_path / f"raised.{rank}").read_text() for rank in (0, 1)] == [True, True]
 
 
-def test_auto_without_a_policy_says_so(tmp_path: Path) -> None:
+def test_auto_without_a_policy_is_refused(tmp_path: Path) -> None:
     run = command("python", "-c", "import mpguard.auto", cwd=tmp_path)
     assert run.returncode == 1 and "no policy is in force" in run.stderr, transcript(run)
 
@@ -221,11 +221,11 @@ def test_auto_without_a_policy_says_so(tmp_path: Path) -> None:
 
 
 def refused(folder: Path, *words: object, capsys: pytest.CaptureFixture[str], script: Path = SCRIPT) -> tuple[int, str]:
-    """Status and stderr of `mpguard launch`, in this process: nothing is started."""
+    """Return status and stderr of `mpguard launch` in this process; it starts no worker."""
     status = main(["launch", *map(str, words), str(script)])
-    said = capsys.readouterr()
-    assert said.out == "" and "Traceback" not in said.err
-    return status, said.err
+    printed = capsys.readouterr()
+    assert printed.out == "" and "Traceback" not in printed.err
+    return status, printed.err
 
 
 DEEPSPEED = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
@@ -244,12 +244,12 @@ DEEPSPEED = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu"
         ({"recipe": "bf16_with_fp8_current_scaling_mixed", "mixed_precision": "fp8"}, "needs compute capability"),
     ],
 )  # fmt: skip
-def test_a_run_that_would_degrade_in_silence_is_refused(
+def test_a_run_that_would_silently_degrade_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, object], says: str
 ) -> None:
     config = mp_yaml(tmp_path, **keys)  # type: ignore[arg-type]
-    status, said = refused(tmp_path, "--config", config, "--proof-json", tmp_path / "proof.json", capsys=capsys)
-    assert status == 1 and said.startswith("mpguard: not in force: ") and says in said, said
+    status, message = refused(tmp_path, "--config", config, "--proof-json", tmp_path / "proof.json", capsys=capsys)
+    assert status == 1 and message.startswith("mpguard: not in force: ") and says in message, message
     assert proof(tmp_path / "proof.json")["verdict"] == "not in force"
 
 
@@ -260,8 +260,8 @@ def test_a_deepspeed_file_that_means_fp32_is_refused(
     (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED)[:-1] + f',\n "bf16": {{"enabled": {enabled}}}}}\n')
     section = "{deepspeed_config_file: " + str(tmp_path / "ds.json") + "}"
     config = mp_yaml(tmp_path, distributed_type="DEEPSPEED", mixed_precision=None, deepspeed_config=section)
-    status, said = refused(tmp_path, "--config", config, capsys=capsys)
-    assert status == 1 and "ds.json:2: `bf16.enabled` is" in said and "mpguard apply bf16_mixed" in said, said
+    status, message = refused(tmp_path, "--config", config, capsys=capsys)
+    assert status == 1 and "ds.json:2: `bf16.enabled` is" in message and "mpguard apply bf16_mixed" in message, message
 
 
 def overriding(fields: str) -> dict[str, object]:
@@ -286,28 +286,32 @@ def overriding(fields: str) -> dict[str, object]:
         ({"compute_environment": "AMAZON_SAGEMAKER"}, "", 'mpguard.activate("RECIPE") in the script'),
     ],
 )  # fmt: skip
-def test_what_cannot_start_says_why(
+def test_a_run_that_cannot_start_prints_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, object], text: str, says: str
 ) -> None:
-    status, said = refused(tmp_path, "--config", mp_yaml(tmp_path, text=text, **keys), capsys=capsys)  # type: ignore[arg-type]
-    assert status == 2 and "mpguard: " in said and says in said, said
+    status, message = refused(tmp_path, "--config", mp_yaml(tmp_path, text=text, **keys), capsys=capsys)  # type: ignore[arg-type]
+    assert status == 2 and "mpguard: " in message and says in message, message
     assert not Path("hacked").exists()
 
 
 def test_another_file_than_a_config_cannot_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "axolotl.yaml").write_text("base_model: x\nbf16: auto\n")
-    status, said = refused(tmp_path, "--config", tmp_path / "axolotl.yaml", capsys=capsys)
-    assert status == 2 and "is no accelerate config; its keys are `base_model`, `bf16`" in said, said
+    status, message = refused(tmp_path, "--config", tmp_path / "axolotl.yaml", capsys=capsys)
+    assert status == 2 and "is no accelerate config; its keys are `base_model`, `bf16`" in message, message
     assert main(["launch", "--config", str(mp_yaml(tmp_path))]) == 2
     assert "no script is given: mpguard launch --config mp.yaml SCRIPT" in capsys.readouterr().err
 
 
-def test_the_command_line_is_named_where_it_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, said = refused(tmp_path, "--config", mp_yaml(tmp_path), "--num_processes", 2, capsys=capsys)
-    assert status == 1 and "the command line asks for 2 processes with `distributed_type: NO` (line 2)" in said, said
+def test_a_refusal_names_the_command_line_if_the_value_is_from_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, message = refused(tmp_path, "--config", mp_yaml(tmp_path), "--num_processes", 2, capsys=capsys)
+    assert status == 1 and "the command line asks for 2 processes with `distributed_type: NO` (line 2)" in message, (
+        message
+    )
 
 
-def test_no_without_quotation_marks_is_no(tmp_path: Path) -> None:
+def test_an_unquoted_no_is_a_distributed_type(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="NO")
     prepared = launcher.prepare(["--config", str(config), str(SCRIPT)], launch_command_parser)
     assert prepared is not None and prepared.plan.strategy == "single" == Plan.from_config(config).strategy
@@ -326,9 +330,9 @@ def test_a_config_after_the_script_is_refused(tmp_path: Path, capsys: pytest.Cap
         assert f"Put it before: --config {config} {SCRIPT}" in capsys.readouterr().err
 
 
-def test_flags_come_before_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, said = refused(tmp_path, "--config", mp_yaml(tmp_path), "--use_fsdp", capsys=capsys)
-    assert status == 1 and "asks for FSDP" in said
+def test_flags_override_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, message = refused(tmp_path, "--config", mp_yaml(tmp_path), "--use_fsdp", capsys=capsys)
+    assert status == 1 and "asks for FSDP" in message
 
 
 def test_enforce_warn_starts_what_would_be_refused(tmp_path: Path) -> None:
@@ -364,8 +368,8 @@ def test_torchrun_that_becomes_something_else_is_not_in_force(
 def test_a_script_that_is_not_there_is_refused_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, said = refused(tmp_path, "--config", mp_yaml(tmp_path), script=tmp_path / "nope.py", capsys=capsys)
-    assert status == 2 and "nope.py: there is no such file" in said and "recipe" not in said, said
+    status, message = refused(tmp_path, "--config", mp_yaml(tmp_path), script=tmp_path / "nope.py", capsys=capsys)
+    assert status == 2 and "nope.py: there is no such file" in message and "recipe" not in message, message
 
 
 def test_torchrun_uses_the_cpu_where_the_config_says_so(tmp_path: Path) -> None:

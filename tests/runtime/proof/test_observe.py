@@ -1,4 +1,4 @@
-"""What is observed of runs that are not what they look like, and of right ones that look odd. Each really trains."""
+"""Observation of runs with a hidden mismatch, and of correct runs that look unusual. Each script really trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 import mpguard
 from mpguard.runtime.proof import consensus, matmuls, observe
 
-#: What each script begins with: a small model, autocast, a loop.
+#: The beginning of each script: a small model, autocast, a loop.
 HEAD = """
 import os, sys
 import torch
@@ -57,13 +57,13 @@ def run(folder: Path, script: str, *words: object, recipe: str = "bf16_mixed", *
         "def f(x):\n  "
         + OFF
         + "y = F.linear(x, w) @ w\n  return h(y)\ntrain(f, torch.optim.AdamW([w, *h.parameters()]))",
-        # experts, beside a layer in BF16
+        # experts, next to a layer in BF16
         "w = nn.Parameter(torch.randn(2, 64, 32)); h = nn.Linear(32, 32); ends = torch.tensor([8, 16]).int()\n"
         "def f(x): return F.grouped_mm(x, w.transpose(1, 2), offs=ends) + F.pad(h(x), (0, 32))\n"
         "train(f, torch.optim.AdamW([w, *h.parameters()]))",
     ],
 )
-def test_fp32_computation_is_seen_wherever_it_hides(tmp_path: Path, script: str) -> None:
+def test_fp32_computation_is_observed_everywhere(tmp_path: Path, script: str) -> None:
     ended = run(tmp_path, script)
     assert ended.returncode == 1 and "not in force: compute: fp32" in ended.stderr, transcript(ended)
 
@@ -85,7 +85,7 @@ def test_fp32_computation_is_seen_wherever_it_hides(tmp_path: Path, script: str)
         "import gc; m = net(); gc.freeze()",
     ],
 )
-def test_right_runs_that_look_odd_are_proven(tmp_path: Path, script: str) -> None:
+def test_unusual_correct_runs_are_proven(tmp_path: Path, script: str) -> None:
     ended = run(tmp_path, script + "\no = adam(m); train(m, o)")
     made = proof(tmp_path / "proof.json")
     assert ended.returncode == 0 and made["verdict"] == "in force", transcript(ended)
@@ -109,7 +109,7 @@ def test_a_head_that_is_most_of_the_work_is_named(tmp_path: Path) -> None:
     assert ended.returncode == 1 and "are those of head: enable autocast there" in ended.stderr, transcript(ended)
 
 
-def test_prove_by_hand_does_not_prove_what_nobody_observed() -> None:
+def test_prove_does_not_prove_what_was_not_observed() -> None:
     model = nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 16)).sum().backward()
@@ -119,7 +119,7 @@ def test_prove_by_hand_does_not_prove_what_nobody_observed() -> None:
 
 
 class Kernel(torch.autograd.Function):
-    """A product in a kernel of somebody's own, as Transformer Engine's are."""
+    """A matrix product in a custom kernel, like those of Transformer Engine."""
 
     @staticmethod
     def forward(ctx, inputs, weight):  # type: ignore[no-untyped-def,override]
@@ -130,7 +130,7 @@ class Kernel(torch.autograd.Function):
         return None, None
 
 
-def test_a_kernel_of_somebodys_own_counts_by_its_weight() -> None:
+def test_the_work_of_a_custom_kernel_follows_from_its_weight() -> None:
     weight = nn.Parameter(torch.randn(32, 16))
     found = matmuls.products_behind([Kernel.apply(torch.randn(4, 16).bfloat16(), weight).sum()])
     assert found.work == {("bf16", id(weight)): 4 * 32 * 16} and found.leaves == {id(weight)}
@@ -173,13 +173,13 @@ def test_the_second_optimizer_is_proven_too(tmp_path: Path) -> None:
     assert proof(tmp_path / "proof.json")["verdict"] == "not in force"
 
 
-def test_an_optimizer_that_comes_later_is_proven_at_its_next_step(tmp_path: Path) -> None:
+def test_an_optimizer_that_is_created_later_is_proven_at_its_next_step(tmp_path: Path) -> None:
     script = "a, b = net(), net(); train(a, adam(a)); o = adam(b); train(b, o, 3, enabled=False)"
     ended = run(tmp_path, script)
     assert ended.returncode == 1 and "not in force: compute: fp32" in ended.stderr, transcript(ended)
 
 
-def test_an_optimizer_per_parameter_is_no_flood(tmp_path: Path) -> None:
+def test_an_optimizer_per_parameter_prints_few_lines(tmp_path: Path) -> None:
     script = (
         "m = net(32, 8); os_ = {p: torch.optim.SGD([p], lr=.1) for p in m.parameters()}\n"
         "for p in m.parameters(): p.register_post_accumulate_grad_hook(lambda p: os_[p].step())\n"
@@ -219,7 +219,7 @@ def test_fp16_scales_every_loss_and_steps_every_optimizer(
     assert ended.returncode == (1 if says else 0) and (says or "proven in force") in ended.stderr, transcript(ended)
 
 
-def test_a_scaler_that_nobody_asked_for_is_shown(tmp_path: Path) -> None:
+def test_a_scaler_that_the_policy_does_not_need_is_shown(tmp_path: Path) -> None:
     script = "m = net(); o = adam(m); s = torch.amp.GradScaler('cpu', init_scale=8.)\n"
     script += "with amp(): loss = m(x).float().mean()\ns.scale(loss).backward(); s.step(o)"
     ended = run(tmp_path, script)
@@ -229,27 +229,27 @@ def test_a_scaler_that_nobody_asked_for_is_shown(tmp_path: Path) -> None:
 # -- how a run ends ------------------------------------------------------------------------------
 
 SWALLOW = """
-m = net(); o = adam(m); told = 0
+m = net(); o = adam(m); caught = 0
 for _ in range(5):
     m(x).pow(2).mean().backward()
     try: o.step()
-    except Exception: told += 1
-print("told", told)
+    except Exception: caught += 1
+print("caught", caught)
 """
 
 
-def test_a_script_that_swallows_the_exception_is_told_at_every_step(tmp_path: Path) -> None:
+def test_the_exception_is_raised_again_at_every_step(tmp_path: Path) -> None:
     ended = run(tmp_path, SWALLOW)
-    assert ended.returncode == 1 and ended.stdout == "told 5\n", transcript(ended)
+    assert ended.returncode == 1 and ended.stdout == "caught 5\n", transcript(ended)
     assert ended.stderr.count("mpguard: not in force: compute: fp32") == 1
 
 
 @pytest.mark.parametrize(("leave", "status"), [("os._exit(0)", 1), ("os._exit(5)", 5), ("sys.exit(7)", 7)])
-def test_no_way_out_hides_or_replaces_a_status(tmp_path: Path, leave: str, status: int) -> None:
+def test_no_exit_function_hides_or_replaces_a_status(tmp_path: Path, leave: str, status: int) -> None:
     assert run(tmp_path, f"{SWALLOW}\n{leave}").returncode == status
 
 
-def test_the_status_of_a_script_with_activate_is_its_own(tmp_path: Path) -> None:
+def test_the_status_of_a_script_that_calls_activate_is_kept(tmp_path: Path) -> None:
     from processes import command
 
     (tmp_path / "t.py").write_text(f"import mpguard; mpguard.activate('bf16_mixed')\n{HEAD}{SWALLOW}\nsys.exit(7)")
@@ -257,7 +257,7 @@ def test_the_status_of_a_script_with_activate_is_its_own(tmp_path: Path) -> None
     assert ended.returncode == 7 and "mpguard: not in force" not in ended.stdout, transcript(ended)
 
 
-def test_a_forked_child_has_no_verdict_of_its_own(tmp_path: Path) -> None:
+def test_a_forked_child_is_not_proven(tmp_path: Path) -> None:
     script = (
         "m = net(); o = adam(m)\nwith amp(): m(x).sum().backward()\nchild = os.fork()\nif child == 0: sys.exit(0)\n"
         "o.step(); print('child', os.waitpid(child, 0)[1])"
@@ -282,14 +282,14 @@ def test_a_proof_file_is_of_this_run(tmp_path: Path, script: str, says: str, sta
     )
 
 
-def test_a_checkpoint_that_is_loaded_to_be_looked_at_leaves_the_proof(tmp_path: Path) -> None:
-    """The best one at the end, to evaluate it."""
+def test_a_checkpoint_that_is_loaded_without_training_leaves_the_proof(tmp_path: Path) -> None:
+    """As when the best checkpoint is loaded at the end, to evaluate it."""
     ended = run(tmp_path, "m = net(); o = adam(m); train(m, o); o.load_state_dict(o.state_dict()); print(m(x).shape)")
     assert ended.returncode == 0 and "nothing was proven" not in ended.stderr, transcript(ended)
     assert proof(tmp_path / "proof.json")["verdict"] == "in force"
 
 
-def test_quantized_states_are_not_taken_for_what_they_say_they_are(tmp_path: Path) -> None:
+def test_quantized_states_are_not_reported_by_their_dtype_attribute(tmp_path: Path) -> None:
     script = (
         "torch.compile = lambda f, **_: f\nfrom torchao.optim import AdamW8bit\n"
         "m = nn.Linear(32, 256); train(m, AdamW8bit(m.parameters()))"
@@ -300,7 +300,7 @@ def test_quantized_states_are_not_taken_for_what_they_say_they_are(tmp_path: Pat
     assert row["found"].startswith("AdamW8bit, weights fp32, states OptimState8bit 9"), row
 
 
-def test_a_layer_that_comes_after_the_optimizer_is_told_so(tmp_path: Path) -> None:
+def test_a_layer_added_after_the_optimizer_is_reported_with_advice(tmp_path: Path) -> None:
     script = (
         "m = net(); o = adam(m); late = nn.Linear(32, 32); m.append(late)\n"
         "o.add_param_group({'params': late.parameters()}); train(m, o)"
@@ -313,19 +313,19 @@ def test_a_layer_that_comes_after_the_optimizer_is_told_so(tmp_path: Path) -> No
     )
 
 
-def test_an_optimizer_of_other_parameters_is_not_taken_for_a_run_that_did_not_come_to_a_step(tmp_path: Path) -> None:
+def test_an_optimizer_of_other_parameters_has_a_message_of_its_own(tmp_path: Path) -> None:
     ended = run(tmp_path, "import copy; m = net(); o = adam(m); train(copy.deepcopy(m), o)")
     assert (
         ended.returncode == 1 and "not proven: an optimizer was stepped, but none of its parameters had" in ended.stderr
     )
 
 
-def test_training_in_a_child_process_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+def test_training_in_a_child_process_does_not_count_for_this_process(tmp_path: Path) -> None:
     ended = run(tmp_path, "import subprocess; subprocess.run([sys.executable, '-c', ''])")
     assert ended.returncode == 0 and "no training was seen in this process; nothing was proven" in ended.stderr
 
 
-def test_a_warning_that_the_script_makes_an_error_of_is_still_one(tmp_path: Path) -> None:
+def test_not_proven_is_a_warning_even_if_the_script_turns_warnings_into_errors(tmp_path: Path) -> None:
     script = "import warnings; warnings.simplefilter('error'); net()(x).sum().backward()"
     ended = run(tmp_path, script, "--enforce", "warn")
     assert ended.returncode == 0 and "NotProven" in ended.stderr and "Traceback" not in ended.stderr, transcript(ended)
@@ -340,7 +340,7 @@ def test_a_warning_that_the_script_makes_an_error_of_is_still_one(tmp_path: Path
         (("t.py",), {"MPGUARD_POLICY": '{"bf16": true}', "MPGUARD_PLAN": '{"processes": "two"}'}, "MPGUARD_PLAN is"),
     ],
 )
-def test_what_the_user_mistook_has_no_traceback(
+def test_a_mistake_of_the_user_has_no_traceback(
     tmp_path: Path, words: tuple[str, ...], variables: dict[str, str], says: str
 ) -> None:
     (tmp_path / "t.py").write_text("print('ran')")
@@ -350,12 +350,12 @@ def test_what_the_user_mistook_has_no_traceback(
     assert "Traceback" not in ended.stderr
 
 
-def test_a_config_that_was_handed_over_and_is_gone_does_not_count(tmp_path: Path) -> None:
+def test_an_inherited_config_that_no_longer_exists_is_ignored(tmp_path: Path) -> None:
     variables = {"MPGUARD_POLICY": '{"bf16": true}', "MPGUARD_CONFIG": "/nowhere/gone.yaml"}
     assert run(tmp_path, "print('ran')", **variables).returncode == 0
 
 
-def test_a_config_after_the_script_is_refused_where_nothing_else_says_a_policy(tmp_path: Path) -> None:
+def test_a_config_after_the_script_is_refused_if_there_is_no_other_policy(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("print('ran')")
     ended = in_fork(["t.py", "--config", mp_yaml(tmp_path)], cwd=tmp_path)
     assert ended.returncode == 1 and "comes after t.py" in ended.stderr, transcript(ended)
@@ -393,7 +393,7 @@ def test_a_deepspeed_config_object_gets_the_policy() -> None:
 
 # -- several processes ---------------------------------------------------------------------------
 
-SPREAD = """
+DISTRIBUTED = """
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 rank = int(os.environ["RANK"]); dist.init_process_group("gloo"); x = x * (1 + rank)
@@ -406,7 +406,7 @@ for _ in range(2):
     with m.no_sync(), amp(): m(x).float().pow(2).mean().backward()
     o.step()
 """
-UNHEARD = """
+UNOBSERVED = """
 def hook(state, bucket):
     half = bucket.buffer().bfloat16().div_(2)
     return dist.group.WORLD.allreduce([half]).get_future().then(lambda f: bucket.buffer().copy_(f.value()[0]))
@@ -433,15 +433,15 @@ train(m, adam(m), enabled=False)
         (FSDP2, "FSDP", None),
         ("m = DDP(net()); train(m, adam(m), enabled=rank == 0)", "MULTI_CPU", "rank 1: compute: fp32"),
         (NO_SYNC, "MULTI_CPU", "the gradients differ between ranks"),
-        (UNHEARD, "MULTI_CPU", "not proven: reduction could not be observed"),
+        (UNOBSERVED, "MULTI_CPU", "not proven: reduction could not be observed"),
         ("m = net(); train(m, adam(m))", "MULTI_CPU", "no wrapper around the model; asked: ddp"),
         ("m = DDP(net()); o = adam(m); m(x).sum().backward()\nif rank: raise ValueError\no.step()", "MULTI_CPU",
          "rank 1: not proven"),
     ],
 )  # fmt: skip
 def test_ranks_agree_and_none_waits_for_ever(tmp_path: Path, script: str, kind: str, says: str | None) -> None:
-    """Rank 0, which has the store, ends last: the others are told."""
-    (tmp_path / "t.py").write_text(HEAD + SPREAD + script + END)
+    """Rank 0, which hosts the store, ends last, so that the others can read the result."""
+    (tmp_path / "t.py").write_text(HEAD + DISTRIBUTED + script + END)
     config = mp_yaml(tmp_path, distributed_type=kind, num_processes=2, fsdp_config="{fsdp_version: 2}")
     ended = ranks_in_fork(["--config", config, "t.py"], cwd=tmp_path, timeout=60)
     assert [each.returncode for each in ended] == [1 if says else 0] * 2, "\n".join(map(transcript, ended))

@@ -1,4 +1,4 @@
-"""The proof in one process: what is observed, what fails, when it is made. Each script really trains."""
+"""The proof in one process: what is observed, what fails, when it is concluded. Each script really trains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpguard.targets.plugin import get
 
 SCRIPT = PROGRAMS / "scripted.py"
 
-#: What a BF16 run under FSDP2 with two ranks looks like when all is well.
+#: A BF16 run under FSDP2 with two ranks that is in force.
 GOOD = Observed(
     engine="fsdp2", world_size=2, launched=2, step=1,
     parameters={"fp32": 1000}, compute={"bf16": 900}, computed_in={"bf16": ["layers.0"]},
@@ -38,11 +38,11 @@ FP16 = Plan(mpguard.recipe("fp16_mixed"), strategy="fsdp2", processes=2)
 
 
 def wrong(plan: Plan, **seen: object) -> list[str]:
-    """The names of the rows that do not hold."""
+    """Return the names of the rows that do not match the plan."""
     return [row.name for row in compare(dataclasses.replace(GOOD, **seen), plan) if row.ok is False]  # type: ignore[arg-type]
 
 
-def test_what_is_as_asked_has_no_failures() -> None:
+def test_a_run_as_requested_has_no_failures() -> None:
     assert wrong(PLAN) == []
 
 
@@ -68,13 +68,13 @@ def test_each_fact_is_compared(row: str, seen: dict[str, object]) -> None:
     assert wrong(PLAN, **seen) == [row]
 
 
-def test_islands_in_a_wider_dtype_are_named_and_allowed() -> None:
+def test_layers_in_a_wider_dtype_are_named_and_allowed() -> None:
     seen = dataclasses.replace(GOOD, compute={"bf16": 900, "fp32": 50}, computed_in={"bf16": ["a"], "fp32": ["router"]})
     row = next(row for row in compare(seen, PLAN) if row.name == "compute")
     assert row.ok and "router" in row.found
 
 
-def test_a_wider_reduction_than_asked_loses_nothing() -> None:
+def test_a_wider_reduction_than_requested_is_in_force() -> None:
     assert "reduction" not in wrong(dataclasses.replace(PLAN, policy=PLAN.policy.replace(grad_reduce_in_fp32=False)))
 
 
@@ -102,12 +102,12 @@ def test_fp8_is_compared_layer_by_layer(changed: dict[str, Any], row: str | None
     assert wrong(FP8, fp8=dataclasses.replace(AO, **changed)) == ([row] if row else [])
 
 
-def test_fp8_asked_and_none_there() -> None:
+def test_fp8_requested_without_fp8_layers_is_a_failure() -> None:
     assert wrong(FP8, fp8=None) == ["fp8"]
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"entered": False}, "autocast not entered"),
         ({"recipe": {**TE.recipe, "amax_history_len": 1024}}, "amax_history_len is 1024, not 16"),
@@ -115,11 +115,11 @@ def test_fp8_asked_and_none_there() -> None:
         ({"recipe": {**TE.recipe, "recipe": "Float8CurrentScaling"}}, "recipe is Float8CurrentScaling"),
     ],
 )
-def test_the_recipe_of_transformer_engine_is_compared_field_by_field(changed: dict[str, Any], said: str) -> None:
+def test_the_recipe_of_transformer_engine_is_compared_field_by_field(changed: dict[str, Any], message: str) -> None:
     plan = dataclasses.replace(FP8, policy=DELAYED)
     assert wrong(plan, fp8=TE) == []
     seen = dataclasses.replace(GOOD, fp8=dataclasses.replace(TE, **changed))
-    assert said in "; ".join(failures(compare(seen, plan), plan, seen))
+    assert message in "; ".join(failures(compare(seen, plan), plan, seen))
 
 
 def test_fp16_needs_a_scaler_that_is_enabled() -> None:
@@ -134,13 +134,13 @@ def test_fp16_needs_a_scaler_that_is_enabled() -> None:
     assert wrong(FP16, **fp16, scaler=scaler) == []
 
 
-def test_a_failure_says_what_is_what_was_asked_and_what_to_do() -> None:
+def test_a_failure_contains_what_is_what_was_requested_and_what_to_do() -> None:
     seen = dataclasses.replace(GOOD, engine="none", world_size=1)
     text = "; ".join(failures(compare(seen, PLAN), PLAN, seen))
     assert "asked: fsdp2" in text and "asked: 2" in text and "ACCELERATE_USE_CPU" in text
 
 
-def test_the_table_and_the_file_say_the_same(tmp_path: Path) -> None:
+def test_the_table_and_the_file_have_the_same_rows(tmp_path: Path) -> None:
     made = Proof("in force", PLAN, compare(GOOD, PLAN), (), GOOD)
     made.write(tmp_path / "proof.json")
     rows = json.loads((tmp_path / "proof.json").read_text())["rows"]
@@ -154,14 +154,14 @@ def test_the_table_and_the_file_say_the_same(tmp_path: Path) -> None:
 def trained(
     folder: Path, *arguments: object, recipe: str = "bf16_mixed", options: tuple[object, ...] = (), **keys: object
 ):  # type: ignore[no-untyped-def]
-    """scripted.py under `mpguard.run`; its proof is in proof.json."""
+    """Run scripted.py under `mpguard.run`; its proof is in proof.json."""
     config = mp_yaml(folder, recipe=recipe, **keys)
     return in_fork(
         ["--config", config, "--proof-json", folder / "proof.json", *options, SCRIPT, *arguments], cwd=folder
     )
 
 
-def test_a_loop_of_ones_own_is_proven_after_its_first_step(tmp_path: Path) -> None:
+def test_a_custom_loop_is_proven_after_its_first_step(tmp_path: Path) -> None:
     run = trained(tmp_path)
     made = proof(tmp_path / "proof.json")
     assert run.returncode == 0 and "finished" in run.stdout, transcript(run)
@@ -178,14 +178,16 @@ def test_a_loop_of_ones_own_is_proven_after_its_first_step(tmp_path: Path) -> No
         ("optimizer", ("--parameters", "bfloat16", "--autocast", "none")),
     ],
 )
-def test_another_precision_than_the_policys_ends_the_run(tmp_path: Path, what: str, arguments: tuple[str, ...]) -> None:
+def test_another_precision_than_that_of_the_policy_ends_the_run(
+    tmp_path: Path, what: str, arguments: tuple[str, ...]
+) -> None:
     run = trained(tmp_path, *arguments)
     assert run.returncode == 1 and "finished" not in run.stdout, transcript(run)
     assert "mpguard: not in force" in run.stderr and "Traceback" not in run.stderr
     assert proof(tmp_path / "proof.json")["rows"][what]["ok"] is False
 
 
-def test_enforce_warn_says_it_and_goes_on(tmp_path: Path) -> None:
+def test_enforce_warn_reports_the_failure_and_continues(tmp_path: Path) -> None:
     run = trained(tmp_path, "--autocast", "none", options=("--enforce", "warn"))
     assert run.returncode == 0 and "finished" in run.stdout, transcript(run)
     assert "mpguard: not in force (going on: enforce warn): compute: fp32; asked: bf16" in run.stderr
@@ -261,8 +263,8 @@ def test_a_resumed_run_in_another_precision_is_not_in_force(tmp_path: Path) -> N
 def float8(**more: str) -> dict[str, str]:
     """An mp.yaml for torchao in software, with BF16 parameters."""
     overrides = {"backend": "torchao", "fp8_emulate": "true", "master_dtype": "bf16", **more}
-    said = ", ".join(f"{field}: {value}" for field, value in overrides.items())
-    section = f"{{mpguard_recipe: hopper_bf16_with_fp8_mixed, mpguard_overrides: {{{said}}}}}"
+    fields = ", ".join(f"{field}: {value}" for field, value in overrides.items())
+    section = f"{{mpguard_recipe: hopper_bf16_with_fp8_mixed, mpguard_overrides: {{{fields}}}}}"
     return {"fp8_config": section, "mixed_precision": "fp8"}
 
 
@@ -280,7 +282,7 @@ def test_a_layer_that_stayed_out_of_float8_for_no_reason_is_not_in_force(tmp_pat
     assert run.returncode == 1 and "not in fp8: 0" in run.stderr, transcript(run)
 
 
-def test_fp8_asked_is_fp8_in_a_script_that_says_nothing_of_it(tmp_path: Path) -> None:
+def test_a_script_without_fp8_is_converted_if_the_policy_requires_fp8(tmp_path: Path) -> None:
     """Converted when the optimizer is made; with FP32 parameters, under autocast of the CPU."""
     run = trained(tmp_path, **float8(master_dtype="fp32"))
     made = proof(tmp_path / "proof.json")
@@ -309,7 +311,7 @@ optimizer.step()
 
 
 def test_an_fp8_layer_that_is_not_called_is_not_in_force(tmp_path: Path) -> None:
-    """Code that takes its weight multiplies in BF16, whatever the layer is; kept out, it is shown what share is FP8."""
+    """Code that uses the weight of an FP8 layer multiplies in BF16; if excluded, the table shows the share of FP8."""
     (tmp_path / "direct.py").write_text(DIRECT)
     config = mp_yaml(tmp_path, **float8(master_dtype="fp32"))
     run = in_fork(["--config", config, "direct.py"], cwd=tmp_path)
@@ -323,29 +325,29 @@ def test_an_fp8_layer_that_is_not_called_is_not_in_force(tmp_path: Path) -> None
     )
 
 
-def test_a_compiled_model_is_made_fp8_too(tmp_path: Path) -> None:
+def test_a_compiled_model_is_converted_to_fp8_too(tmp_path: Path) -> None:
     run = trained(tmp_path, "--compile", **float8(master_dtype="fp32"))
     assert run.returncode == 0 and "2 of 2 Linear (torchao tensorwise, emulated)" in run.stderr, transcript(run)
 
 
 def test_delayed_scaling_is_not_compiled() -> None:
-    """S19. Pieces without FP8 layers may be."""
+    """S19. Parts without FP8 layers may be compiled."""
     found = Fp8Layers("te", ["a"], recipe={"recipe": "DelayedScaling"}, entered=True)
     plan = Plan(Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed"), strategy="fsdp2", processes=2)
     assert "compile" in wrong(plan, fp8=found, compiled=True, compiled_fp8=True)
     assert "compile" not in wrong(plan, fp8=found, compiled=True)
     seen = dataclasses.replace(GOOD, fp8=found, compiled=True, compiled_fp8=True)
-    (said,) = [text for text in failures(compare(seen, plan), plan, seen) if text.startswith("compile")]
-    assert "refuses delayed scaling under torch.compile: compile nothing" in said
+    (message,) = [text for text in failures(compare(seen, plan), plan, seen) if text.startswith("compile")]
+    assert "refuses delayed scaling under torch.compile: compile nothing" in message
 
 
-def test_delayed_scaling_that_asks_for_compile_is_refused_before_training(tmp_path: Path) -> None:
+def test_delayed_scaling_with_compile_is_refused_before_training(tmp_path: Path) -> None:
     run = trained(tmp_path, **float8(fp8_recipe="delayed", backend="te", fp8_emulate="false", compile="true"))
     assert run.returncode == 1 and "has compile=True, and Transformer Engine refuses" in run.stderr, transcript(run)
     assert "finished" not in run.stdout
 
 
-def test_a_compiled_module_with_fp8_layers_is_seen() -> None:
+def test_a_compiled_module_with_fp8_layers_is_observed() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(16, 16))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     policy = Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True)
@@ -355,13 +357,13 @@ def test_a_compiled_module_with_fp8_layers_is_seen() -> None:
     assert not observe(Recorder(), net, optimizer, policy=policy).compiled_fp8
 
 
-def test_fp8_asked_and_none_possible_is_not_in_force(tmp_path: Path) -> None:
+def test_fp8_requested_with_all_layers_excluded_is_not_in_force(tmp_path: Path) -> None:
     arguments = ("--parameters", "bfloat16", "--autocast", "none")
     run = trained(tmp_path, *arguments, **float8(fp8_exclude="['0', '2']"))
     assert run.returncode == 1 and "no FP8 module in the model" in run.stderr, transcript(run)
 
 
-def test_tf32_is_switched_and_shown(tmp_path: Path) -> None:
+def test_tf32_is_set_and_shown(tmp_path: Path) -> None:
     run = trained(tmp_path, "--autocast", "none", recipe="tf32", mixed_precision="'no'")
     made = proof(tmp_path / "proof.json")
     assert run.returncode == 0 and made["rows"]["tf32"] == {"name": "tf32", "found": "on", "asked": "on", "ok": True}, (
@@ -369,8 +371,8 @@ def test_tf32_is_switched_and_shown(tmp_path: Path) -> None:
     )
 
 
-def test_a_compiled_model_is_proven_and_left_in_one_piece(tmp_path: Path) -> None:
-    """Nothing of ours breaks the graph, or has it made twice."""
+def test_a_compiled_model_is_proven_without_graph_breaks(tmp_path: Path) -> None:
+    """mpguard neither breaks the graph nor causes a recompilation."""
     run = trained(tmp_path, "--compile")
     made = proof(tmp_path / "proof.json")
     assert run.returncode == 0 and "finished" in run.stdout and "Warning" not in run.stderr, transcript(run)
@@ -378,7 +380,7 @@ def test_a_compiled_model_is_proven_and_left_in_one_piece(tmp_path: Path) -> Non
     assert "graphs 1" in run.stdout, transcript(run)
 
 
-def test_prove_compares_a_model_and_an_optimizer_by_hand() -> None:
+def test_prove_compares_a_model_and_an_optimizer() -> None:
     model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 16)).sum().backward()
