@@ -98,11 +98,11 @@ def check_start(plan: Plan) -> None:
     """Check what a worker can know before it trains. Raises `NotInForce`."""
     if plan.enforce == "error" and (reason := compilation.conflict(plan.policy)):
         raise NotInForce(reason)
-    launched, asked = launcher_variable("WORLD_SIZE", 1), plan.processes
-    if asked is not None and launched != asked and plan.enforce == "error":
+    launched, requested = launcher_variable("WORLD_SIZE", 1), plan.processes
+    if requested is not None and launched != requested and plan.enforce == "error":
         raise NotInForce(
-            f"{plan.config or 'the plan'} asks for {asked} process{'es' if asked > 1 else ''}, "
+            f"{plan.config or 'the plan'} asks for {requested} process{'es' if requested > 1 else ''}, "
             f"{launched} {'was' if launched == 1 else 'were'} started; "
             "stock accelerate starts one for MULTI_CPU. Use `mpguard launch --config`, `torchrun --nproc_per_node "
-            f"{asked}`, or set `num_processes: {launched}`"
+            f"{requested}`, or set `num_processes: {launched}`"
         )
