@@ -127,7 +127,7 @@ def _status(form: str) -> int:
 
 
 def _is_current(path: Path) -> bool:
-    """True if a file has the line of this version; one that is no text has not."""
+    """True if a file contains exactly the line of this version."""
     return path.read_bytes() == LINE.encode()
 
 

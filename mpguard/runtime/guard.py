@@ -151,9 +151,15 @@ class Guard:
             return
         reason = None
         if self.recorder.skipped > SKIPPED_LIMIT:
-            reason = f"{self.recorder.skipped} optimizer steps in a row were skipped; the loss scale does not settle"
+            reason = (
+                f"{self.recorder.skipped} optimizer steps in a row were skipped; the loss scale does not settle. Check "
+                "the loss and the gradients for inf and NaN"
+            )
         elif self.recorder.backwards > BACKWARD_LIMIT:
-            reason = f"{self.recorder.backwards} backward passes without an optimizer step that torch reports"
+            reason = (
+                f"{self.recorder.backwards} backward passes without a step of a torch.optim.Optimizer. Step an "
+                "optimizer that is derived from it"
+            )
         if reason is not None:
             self._conclude((), None, f"not proven: {reason}")
 

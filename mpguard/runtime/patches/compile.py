@@ -27,7 +27,10 @@ def compile_models(guard: Guard, optimizer: torch.optim.Optimizer) -> None:
     for model in models_of(updated_by(optimizer)):
         if missing := compilation.missing_requirement(model):
             if policy.compile is True:
-                guard.fail(f"compile: {missing}, and the policy has compile=True")
+                guard.fail(
+                    f"compile: {missing}, and the policy has compile=True. To compile where possible: "
+                    "mpguard_overrides: {compile: auto}"
+                )
             else:
                 guard.reporter.print_once(f"mpguard: compile: auto is off here: {missing}, though {chosen.reason}")
         elif compilation.compile_in_place(model):

@@ -74,7 +74,7 @@ def agree_on_failures(round_number: int, failures: list[str], replicated: Finger
             store.add(f"mpguard/{round_number}/read", 1)
             return list(everywhere)
     except Exception as error:
-        return [*failures, f"not proven: rank 0 gave no verdict: {_reason(error)}"]
+        return [*failures, f"not proven: no result from rank 0: {_reason(error)}"]
     return _combine_all(store, round_number, size, failures, replicated)
 
 
@@ -90,7 +90,7 @@ def _combine_all(
             reports.append((theirs, fingerprint))
             readers += not ended
         except Exception as error:
-            reports.append(([f"not proven: gave no verdict: {_reason(error)}"], None))
+            reports.append(([f"not proven: no result from this rank: {_reason(error)}"], None))
     everywhere = combine(reports)
     with contextlib.suppress(Exception):
         store.set(f"mpguard/{round_number}/verdict", json.dumps(everywhere))
@@ -181,6 +181,7 @@ def _read(store: Any, key: str, writer: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
+    """Return why a rank sent no result."""
     if isinstance(error, TimeoutError):
         return f"it did not reach this optimizer step within {VERDICT_TIMEOUT:g} s"
     return f"its process has ended ({type(error).__name__})"
