@@ -299,7 +299,7 @@ def test_another_file_than_a_config_cannot_start(tmp_path: Path, capsys: pytest.
     status, message = refused(tmp_path, "--config", tmp_path / "axolotl.yaml", capsys=capsys)
     assert status == 2 and "is no accelerate config; its keys are `base_model`, `bf16`" in message, message
     assert main(["launch", "--config", str(mp_yaml(tmp_path))]) == 2
-    assert "no script is given: mpguard launch --config mp.yaml SCRIPT" in capsys.readouterr().err
+    assert "no script is given; the command is mpguard launch --config mp.yaml SCRIPT" in capsys.readouterr().err
 
 
 def test_a_refusal_names_the_command_line_if_the_value_is_from_there(
