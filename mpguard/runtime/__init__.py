@@ -9,6 +9,7 @@ Modules of this package:
     messages     texts that the launcher and the workers share
     checkpoints  saves and loads the amax history of delayed scaling together with checkpoints
     exit_hooks   the exit status of a process whose run is not in force
+    hooked       compatibility: the hook line of earlier versions imports it
 
 Sub-packages:
 
