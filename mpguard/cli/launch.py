@@ -23,6 +23,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="the mp.yaml")
     parser.add_argument("--enforce", choices=("error", "warn", "off"), help="what a mismatch does (default: error)")
     parser.add_argument("--proof-json", metavar="FILE", help="where the proof is written")
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the training script, then its arguments"
+    )
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
