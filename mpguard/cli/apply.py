@@ -1,7 +1,7 @@
-"""Write a recipe into existing configs: accelerate YAML, DeepSpeed JSON, axolotl YAML.
+"""Write a recipe into existing config files: accelerate YAML, DeepSpeed JSON, axolotl YAML.
 
-Comments, order, anchors, quotes and file mode are kept; all files are checked before the first is
-written, and each is replaced as a whole. --check exits 1 if a file is out of line.
+Comments, order, anchors, quotes and file mode are kept. All files are checked before the
+first one is written, and each is replaced atomically.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mpguard import targets
-from mpguard.core.console import Line, write_lines
+from mpguard.core.console import Line, printable, write_lines
 from mpguard.core.errors import ConfigError, PolicyError
 from mpguard.core.text_edits import apply_edits, write_atomically
 from mpguard.document import Document, mp_yaml, read
@@ -29,18 +29,20 @@ from mpguard.targets.settings import ABSENT
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a recipe; `mpguard recipes` lists them")
+    parser.add_argument("recipe", metavar="RECIPE", help="name of a recipe (see `mpguard recipes`)")
     parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="recognised by what is in it, not by its name"
+        "files", nargs="+", type=Path, metavar="FILE", help="config files; their kind is detected from their content"
     )
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is out of line")
-    parser.add_argument("--diff", action="store_true", help="write nothing; print what would change as a unified diff")
-    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if a file differs from the recipe"
+    )
+    parser.add_argument("--diff", action="store_true", help="write nothing; print the changes as a unified diff")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One file: what must change in it, its text after that, and what it has no place for."""
+    """One file: the changes that the recipe needs, the text after them, and notes for the user."""
 
     document: Document
     kind: str
@@ -67,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     if writes:
         _write([job for job in jobs if job.changes])
     if options.format == "json":
-        print(json.dumps(_facts(jobs, recipe, writes), indent=2))
+        print(json.dumps(_as_json(jobs, recipe, writes), indent=2))
     elif options.diff:
         write_lines(line for job in jobs for line in _diff(job))
     else:
@@ -76,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _documents(paths: list[Path]) -> list[Document]:
-    """The files, each once, and each a config that some plugin knows. Raises `ConfigError`."""
+    """Read each file once. Raise `ConfigError` if one is not a config that a plugin recognizes."""
     documents = [read(path) for path in {os.path.realpath(path): path for path in paths}.values()]
     wrong = []
     for document in documents:
@@ -87,8 +89,8 @@ def _documents(paths: list[Path]) -> list[Document]:
             continue
         if document.kind is None:
             wrong.append(
-                f"{document.path}: is no accelerate, DeepSpeed or axolotl config, nor another one that a plugin knows; "
-                f"its keys are {_keys(document)}"
+                f"{document.path}: is not an accelerate, DeepSpeed or axolotl config, nor one that another plugin "
+                f"recognizes; its keys are {_keys(document)}"
             )
     if wrong:
         raise ConfigError("\n".join(wrong))
@@ -101,7 +103,7 @@ def _keys(document: Document) -> str:
 
 
 def _policy(document: Document, documents: list[Document], recipe: str, policy: Policy) -> Policy:
-    """The recipe, with the overrides that the file, or the accelerate config that names it, has for it."""
+    """Return the recipe with the overrides for it in the file, or in the accelerate config that names the file."""
     sources = [document] if document.kind == "accelerate" else [each for each in documents if _names(each, document)]
     for source in sources:
         stored = mp_yaml.stored(source)
@@ -111,23 +113,23 @@ def _policy(document: Document, documents: list[Document], recipe: str, policy: 
 
 
 def _names(document: Document, other: Document) -> bool:
-    """Whether an accelerate config names another file: from the present folder, or from its own."""
+    """True if an accelerate config names another file, relative to the current folder or to its own."""
     named_file = mp_yaml.deepspeed_file(document.data) if document.kind == "accelerate" else None
     if named_file is None:
         return False
-    places = (Path(named_file), Path(document.path).parent / named_file)
-    return os.path.realpath(other.path) in map(os.path.realpath, places)
+    candidates = (Path(named_file), Path(document.path).parent / named_file)
+    return os.path.realpath(other.path) in map(os.path.realpath, candidates)
 
 
 def _job(document: Document, recipe: str, policy: Policy, documents: list[Document]) -> Job:
     kind = document.kind
-    assert kind is not None  # checked in `_documents`
+    assert kind is not None  # `_documents` has checked it
     target = targets.get(kind)
     notes: list[str] = []
     try:
         changes = targets.differences(document.data, policy, kind)
         if kind == "accelerate":
-            changes = [*mp_yaml.changes(document.data, recipe, _kept(document, recipe)), *changes]
+            changes = [*mp_yaml.changes(document.data, recipe, _overrides(document, recipe)), *changes]
         strategy = target.strategy(document.data)
         capabilities.require_supported(kind, policy, strategy)
         text = apply_edits(document.text, document.edits(changes))
@@ -138,37 +140,37 @@ def _job(document: Document, recipe: str, policy: Policy, documents: list[Docume
         raise ConfigError(f"{where}{error}") from None
     other = mp_yaml.deepspeed_file(document.data) if kind == "accelerate" else None
     if other is not None and not any(_names(document, each) for each in documents):
-        notes.append(f"the precision is said in {other}; give that file to `mpguard apply` too")
+        notes.append(f"the precision is set in {other}; pass that file to `mpguard apply` too")
     return Job(document, kind, policy, strategy, tuple(changes), text, tuple(notes))
 
 
-def _kept(document: Document, recipe: str) -> dict[str, Any] | None:
-    """The overrides of the file, if they are those of this recipe."""
+def _overrides(document: Document, recipe: str) -> dict[str, Any] | None:
+    """Return the overrides in the file if they belong to this recipe."""
     stored = mp_yaml.stored(document)
     same = stored.recipe is not None and stored.recipe.replace("-", "_") == recipe
     return dict(stored.overrides) if same and stored.overrides else None
 
 
 def _write(jobs: list[Job]) -> None:
-    """All of the files or none: what was written is put back when a later one cannot be."""
+    """Write all of the files or none: if one cannot be written, those written before it are restored."""
     for job in jobs:
         path = Path(os.path.realpath(job.path))
         if not os.access(path, os.W_OK) or not os.access(path.parent, os.W_OK):
             raise ConfigError(f"{job.path}: is read-only. Nothing was changed")
-    done: list[Job] = []
+    written: list[Job] = []
     for job in jobs:
         try:
             write_atomically(Path(job.path), job.document.encoded(job.text))
         except OSError as error:
-            for before in done:
-                write_atomically(Path(before.path), before.document.encoded(before.document.text))
+            for earlier in written:
+                write_atomically(Path(earlier.path), earlier.document.encoded(earlier.document.text))
             reason = error.strerror or error
             raise ConfigError(f"{job.path}: cannot be written: {reason}. Nothing was changed") from None
-        done.append(job)
+        written.append(job)
 
 
 def _diff(job: Job) -> list[Line]:
-    """A unified diff, as `patch` takes it."""
+    """Return the lines of a unified diff that `patch` accepts."""
     old, new = (list(io.StringIO(text, newline="\n")) for text in (job.document.text, job.text))
     styles = {"---": "bold", "+++": "bold", "-": "red", "+": "green", "@": "cyan"}
     lines: list[Line] = []
@@ -183,14 +185,12 @@ def _diff(job: Job) -> list[Line]:
 def _lines(jobs: list[Job], recipe: str, written: bool) -> Iterator[Line]:
     width = max(len(job.path) for job in jobs)
     for job in jobs:
-        said = [(str(change), "yellow" if change.overrides else "green") for change in job.changes]
-        said = said or [(f"in line with {recipe}", "")]
-        said += [
-            (f"note: {note}", "") for note in (*job.notes, *map(partial(_carried_elsewhere, job), job.not_carried))
-        ]
-        for index, (text, style) in enumerate(said):
-            printable = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-            yield [(f"{'' if index else job.path:{width}}  ", "bold"), (printable, style)]
+        rows = [(str(change), "yellow" if change.overrides else "green") for change in job.changes]
+        rows = rows or [(f"matches {recipe}", "")]
+        notes = (*job.notes, *map(partial(_not_carried_note, job), job.not_carried))
+        rows += [(f"note: {note}", "") for note in notes]
+        for index, (text, style) in enumerate(rows):
+            yield [(f"{'' if index else job.path:{width}}  ", "bold"), (printable(text), style)]
     changed = [job for job in jobs if job.changes]
     count = sum(len(job.changes) for job in changed)
     if not changed:
@@ -200,17 +200,18 @@ def _lines(jobs: list[Job], recipe: str, written: bool) -> Iterator[Line]:
     if written:
         yield [(f"{files} changed, {settings}. Comments and order are kept.", "")]
     else:
-        yield [(f"{files} out of line, {settings}. Nothing was written.", "")]
+        differ = "differ" if len(changed) > 1 else "differs"
+        yield [(f"{files} {differ} from {recipe}, {settings}. Nothing was written.", "")]
 
 
-def _carried_elsewhere(job: Job, field: str) -> str:
+def _not_carried_note(job: Job, field: str) -> str:
     carriers = targets.carriers(field)
-    by = f"carried by {', '.join(carriers)}" if carriers else "no target carries it"
-    return f"no place here for {field}={job.policy.format_field(field)} ({by})"
+    by = f"supported by {', '.join(carriers)}" if carriers else "no target supports it"
+    return f"this file has no setting for {field}={job.policy.format_field(field)} ({by})"
 
 
-def _facts(jobs: list[Job], recipe: str, written: bool) -> dict[str, Any]:
-    """For machines. A change without `old` adds its key, one without `new` removes it."""
+def _as_json(jobs: list[Job], recipe: str, written: bool) -> dict[str, Any]:
+    """Return the JSON output. A change without `old` adds its key, one without `new` removes it."""
     return {
         "version": 1,
         "recipe": recipe,

@@ -1,7 +1,8 @@
 """Write an mp.yaml from a recipe: a complete, commented accelerate config.
 
-DeepSpeed strategies get a ds_config.json beside it, where the precision is said (accelerate refuses
-it in both). Without a GPU, `single` and `ddp` are written for the CPU; --device says otherwise.
+DeepSpeed strategies also get a ds_config.json in the same folder, which sets the precision
+(accelerate refuses it in both files). On a machine without a GPU, `single` and `ddp` are
+written for the CPU unless --device says otherwise.
 """
 
 from __future__ import annotations
@@ -55,20 +56,32 @@ fsdp_config:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a recipe; `mpguard recipes` lists them")
-    parser.add_argument("--strategy", choices=STRATEGIES, help="default: single, ddp where there are several GPUs")
-    parser.add_argument("-o", "--output", type=Path, default=Path("mp.yaml"), metavar="FILE", help="default: mp.yaml")
-    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    parser.add_argument("recipe", metavar="RECIPE", help="name of a recipe (see `mpguard recipes`)")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="default: ddp if there are several GPUs, else single")
     parser.add_argument(
-        "--num-processes", type=_positive, metavar="N", help="default: one per GPU; 2 where there is none"
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("mp.yaml"),
+        metavar="FILE",
+        help="the file to write (default: mp.yaml)",
     )
-    parser.add_argument("--device", choices=("cpu", "gpu"), help="what the file is for; default: what this machine has")
-    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("--force", action="store_true", help="overwrite existing files")
+    parser.add_argument(
+        "--num-processes",
+        type=_positive,
+        metavar="N",
+        help="number of processes (default: one per GPU, 2 without a GPU)",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "gpu"), help="the device to train on (default: what this machine has)"
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
 
 
 @dataclasses.dataclass(frozen=True)
 class InitPlan:
-    """What the files are for. recipe: its name. overrides: of it. device: `cpu` or `gpu`. output: the YAML."""
+    """What to write. recipe: its name; overrides: fields changed in it; device: `cpu` or `gpu`; output: the YAML."""
 
     recipe: str
     overrides: Mapping[str, Any]
@@ -80,12 +93,12 @@ class InitPlan:
 
     @property
     def stage(self) -> int | None:
-        """The ZeRO stage; None without DeepSpeed."""
+        """Return the ZeRO stage; None without DeepSpeed."""
         return int(self.strategy[-1]) if self.strategy.startswith("deepspeed") else None
 
     @property
     def deepspeed_config(self) -> Path | None:
-        """Where DeepSpeed's JSON goes; None where the YAML says all: nothing is on."""
+        """Return the path of DeepSpeed's JSON; None if no setting is on, so that the YAML is enough."""
         if self.stage is None:
             return None
         settings = targets.get("deepspeed").settings(self.policy, self.strategy)
@@ -95,44 +108,50 @@ class InitPlan:
 
 def run(options: argparse.Namespace) -> int:
     if str(options.output) == "-":
-        raise ConfigError("-o -: init writes files, DeepSpeed strategies two of them; a file name is needed")
+        raise ConfigError("-o -: init cannot write to stdout, as some strategies need two files; a file name is needed")
     recipe, policy = mp_yaml.resolved(options.recipe)
     here = hardware.detect()
     strategy = options.strategy or ("ddp" if here.gpus > 1 and options.device != "cpu" else "single")
     device = options.device or _device(policy, strategy, here)
     notes = [f"auto: {hardware.best(here)[1]}."] if options.recipe == "auto" else []
-    notes += _checked(policy, strategy, device, here)
+    notes += _check_machine(policy, strategy, device, here)
     processes = options.num_processes or _processes(strategy, device, here)
     if strategy == "single" and processes > 1:
-        raise ConfigError(f"--num-processes {processes} with strategy single. Add --strategy ddp, fsdp2 or another one")
+        raise ConfigError(
+            f"--num-processes {processes}: strategy `single` runs one process. Add --strategy ddp, fsdp2 or another one"
+        )
     overrides = _overrides(policy, strategy)
     plan = InitPlan(recipe, overrides, policy.replace(**overrides), strategy, device, processes, options.output)
     files = _files(plan)
-    _check_places([Path(each.path) for each in files], options.force)
-    for each in reversed(files):  # the YAML last: it names the JSON
+    _check_paths([Path(each.path) for each in files], options.force)
+    for each in reversed(files):  # the YAML last, because it names the JSON
         try:
             write_atomically(Path(each.path), each.encoded(each.text))
         except OSError as error:
             raise ConfigError(f"{each.path}: cannot be written: {error.strerror or error}") from None
     if device == "gpu" and 0 < here.gpus < processes:
-        notes.append(f"{processes} processes, one per GPU; this machine has {here.gpus}.")
-    notes += _parameters(plan) + _not_in_force(plan)
+        notes.append(
+            f"For {processes} processes, one per GPU; this machine has {here.gpus} GPU{'s' * (here.gpus > 1)}."
+        )
+    notes += _fp8_parameter_notes(plan) + _unsupported_notes(plan)
     if policy.script_requirements and plan.stage is None:
-        notes.append(f"Mind: {policy.script_requirements}.")
+        notes.append(f"Note: {policy.script_requirements}.")
     if plan.deepspeed_config is not None:
-        notes.append(f"Set batch size and gradient accumulation in {plan.deepspeed_config} to those of your script.")
+        notes.append(
+            f"Set the batch size and gradient accumulation in {plan.deepspeed_config} to the values of your script."
+        )
     _print(plan, files, notes, options.format)
     return 0
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of processes; it counts from 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of processes; 1 or more is needed")
     return int(text)
 
 
 def _on_cpu(policy: Policy) -> bool:
-    """Whether accelerate can put a policy into force without a GPU: it has neither FP16 nor FP8 there."""
+    """True if accelerate can apply a policy on a CPU, where it has neither FP16 nor FP8 nor TF32."""
     return not policy.fp16 and policy.low_bit_recipe is None and not policy.tf32
 
 
@@ -140,51 +159,54 @@ def _device(policy: Policy, strategy: str, here: hardware.Hardware) -> str:
     return "cpu" if here.gpu is None and strategy in ("single", "ddp") and _on_cpu(policy) else "gpu"
 
 
-def _checked(policy: Policy, strategy: str, device: str, here: hardware.Hardware) -> list[str]:
-    """What is to be said about the machine. Raises where the recipe cannot run on what was asked for."""
+def _check_machine(policy: Policy, strategy: str, device: str, here: hardware.Hardware) -> list[str]:
+    """Return notes about the machine. Raise `MpguardError` if the recipe cannot run on the requested device."""
     if device == "cpu":
         if strategy not in ("single", "ddp"):
             raise ConfigError(
-                f"--device cpu with --strategy {strategy}: accelerate applies it on a GPU only. Use single or ddp"
+                f"--device cpu with --strategy {strategy}: accelerate applies it on GPUs only. Use single or ddp"
             )
         if not _on_cpu(policy):
-            raise PolicyError(f"recipe `{policy.name}` cannot be in force on a CPU. Use bf16_mixed or fp32, or a GPU")
-        return ["For the CPU" + (": no GPU here. --device gpu writes it for GPUs." if here.gpu is None else ".")]
+            raise PolicyError(f"recipe `{policy.name}` cannot be applied on a CPU. Use bf16_mixed or fp32, or a GPU")
+        hint = ", as this machine has no GPU. --device gpu writes it for GPUs." if here.gpu is None else "."
+        return [f"Written for the CPU{hint}"]
     if here.gpu is None:
-        return ["For GPUs. There is none here: nothing was checked, and it cannot be launched on this machine."]
+        return ["Written for GPUs. This machine has none: the recipe was not checked, and cannot be launched here."]
     if here.capability is None:
-        return [f"{here.gpu}: what it can do could not be found out, so nothing was checked."]
+        return [f"The compute capability of {here.gpu} could not be read: the recipe was not checked."]
     reason = here.refuses(policy)
     if reason is not None:
         raise PolicyError(
-            f"recipe `{policy.name}` cannot run here ({here}): {reason}. `mpguard recipes` says which can"
+            f"recipe `{policy.name}` cannot run here ({here}): {reason}. `mpguard recipes` lists those that can"
         )
-    return [f"Checked for {here}."]
+    return [f"Checked: the recipe runs on {here}."]
 
 
 def _overrides(policy: Policy, strategy: str) -> dict[str, Any]:
-    """What a recipe has that changes no product, and nothing of the run can do: parameters in FP8."""
+    """Override `fp8_param` where nothing in the run can keep parameters in FP8; matmul results do not change."""
     return {"fp8_param": None} if policy.fp8_param and not capabilities.fp8_weights(policy, strategy) else {}
 
 
-def _parameters(plan: InitPlan) -> list[str]:
-    """What becomes of parameters in FP8."""
+def _fp8_parameter_notes(plan: InitPlan) -> list[str]:
+    """Return notes on parameters in FP8: overridden, or what the optimizer must be."""
     if plan.overrides:
-        held = "; ".join(capabilities.FP8_WEIGHTS.values())
+        supported = "; ".join(capabilities.FP8_WEIGHTS.values())
         return [
-            f"fp8_param is overridden, under {plan.strategy} nothing does it ({held}). {capabilities.SAME_PRODUCTS}."
+            f"fp8_param is overridden: under {plan.strategy} nothing supports it ({supported}). "
+            f"{capabilities.SAME_PRODUCTS}."
         ]
     if plan.policy.fp8_param and capabilities.fp8_weights(plan.policy, plan.strategy) == "te":
-        return [f"Mind: parameters are kept in FP8, so the optimizer must be {capabilities.FUSED_ADAM}."]
+        return [f"Note: parameters are kept in FP8, so the optimizer must be {capabilities.FUSED_ADAM}."]
     return []
 
 
-def _not_in_force(plan: InitPlan) -> list[str]:
+def _unsupported_notes(plan: InitPlan) -> list[str]:
+    """Return a note if `mpguard launch` would refuse the written files."""
     targets = capabilities.targets_of_run("accelerate", plan.policy, plan.strategy)
-    said = capabilities.unsupported_message(
+    message = capabilities.unsupported_message(
         plan.policy, capabilities.unsupported_fields(plan.policy, targets, plan.strategy), targets
     )
-    return [f"As it is, `mpguard launch` will refuse it: {said}."] if said else []
+    return [f"As written, `mpguard launch` will refuse it: {message}."] if message else []
 
 
 def _processes(strategy: str, device: str, here: hardware.Hardware) -> int:
@@ -196,7 +218,7 @@ def _processes(strategy: str, device: str, here: hardware.Hardware) -> int:
 
 
 def _files(plan: InitPlan) -> list[Document]:
-    """The YAML, and the DeepSpeed JSON where there is one, with the policy in them."""
+    """Return the YAML, and the DeepSpeed JSON where one is needed, with the policy applied."""
     policy, strategy = plan.policy, plan.strategy
     base = parse(_yaml(plan), str(plan.output), "yaml")
     changes = [
@@ -212,7 +234,7 @@ def _files(plan: InitPlan) -> list[Document]:
 
 
 def _deepspeed(plan: InitPlan) -> dict[str, Any]:
-    """The DeepSpeed config before the policy is in it."""
+    """Return the DeepSpeed config without the policy."""
     zero: dict[str, Any] = {"stage": plan.stage}
     if plan.stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
@@ -220,16 +242,16 @@ def _deepspeed(plan: InitPlan) -> dict[str, Any]:
 
 
 def _yaml(plan: InitPlan) -> str:
-    """The accelerate config before the policy is in it."""
+    """Return the accelerate config without the policy."""
     cpu = plan.device == "cpu"
     kind = "MULTI_CPU" if cpu and plan.strategy == "ddp" else DISTRIBUTED_TYPE.get(plan.strategy, "DEEPSPEED")
     second = plan.deepspeed_config
     precision = "mixed_precision: 'no'"
     if second is not None:
-        precision = f"# mixed_precision: accelerate refuses it beside {second}, which says it"
+        precision = f"# mixed_precision: set in {second}; accelerate refuses it in both files"
     text = f"""\
-# {plan.recipe} ({plan.policy.compute_dtype} compute), strategy {plan.strategy}. A stock accelerate config, by mpguard.
-#   mpguard launch --config {plan.output} train.py   runs it, and proves what is in force
+# {plan.recipe} ({plan.policy.compute_dtype} compute), strategy {plan.strategy}: an accelerate config, by mpguard.
+#   mpguard launch --config {plan.output} train.py   runs a script with it, and proves the precision
 compute_environment: LOCAL_MACHINE
 distributed_type: {kind}
 {precision}
@@ -241,18 +263,18 @@ use_cpu: {"true" if cpu else "false"}
 debug: false
 """
     if plan.strategy in FSDP:
-        # accelerate refuses the efficient loading beside torchao's FP8
+        # accelerate refuses cpu_ram_efficient_loading together with torchao's FP8
         text += FSDP[plan.strategy].format(efficient="false" if plan.policy.low_bit_recipe else "true")
     if plan.stage is not None:
         text += f"deepspeed_config:\n  zero3_init_flag: {'true' if plan.stage == 3 else 'false'}\n"
         if second is not None:
-            text += f"  deepspeed_config_file: {second} # from the folder that you launch in\n"
+            text += f"  deepspeed_config_file: {second} # relative to the folder that you launch from\n"
         else:
             text += f"  zero_stage: {plan.stage}\n  gradient_accumulation_steps: 1\n"
     return (
         text
         + f"""\
-# mpguard's keys; accelerate keeps them, mpguard puts them into force
+# mpguard's keys: accelerate passes them through, mpguard enforces them
 fp8_config:
   mpguard_recipe: {plan.recipe}
   # mpguard_overrides: {{grad_reduce_in_fp32: false}} # any field of the policy
@@ -260,17 +282,17 @@ fp8_config:
     )
 
 
-def _check_places(paths: list[Path], force: bool) -> None:
+def _check_paths(paths: list[Path], force: bool) -> None:
     if paths[0].suffix == ".json":
-        raise ConfigError(f"{paths[0]}: init writes YAML. Give it a name in .yaml")
+        raise ConfigError(f"{paths[0]}: init writes YAML; a name that ends in .yaml is needed")
     for path in paths:
         if not path.parent.is_dir():
-            raise ConfigError(f"{path}: there is no folder {path.parent}. Make it first")
+            raise ConfigError(f"{path}: there is no folder {path.parent}. Create it first")
         if path.is_dir():
-            raise ConfigError(f"{path}: is a folder; the name of a file is needed")
+            raise ConfigError(f"{path}: is a folder; a file name is needed")
         if os.path.lexists(path) and not force:
             raise ConfigError(
-                f"{path}: is there already, and was kept. Use --force to replace it, or -o for another name"
+                f"{path}: already exists, and was not changed. Use --force to overwrite it, or -o for another name"
             )
 
 
@@ -289,25 +311,25 @@ def _print(plan: InitPlan, files: list[Document], notes: list[str], form: str) -
         }
         print(json.dumps(facts, indent=2))
         return
-    many = "es" * (plan.processes > 1)
+    plural = "es" * (plan.processes > 1)
     names = " and ".join(each.path for each in files)
-    print(f"Wrote {names}: {plan.recipe}, {plan.strategy}, {plan.processes} process{many}.")
+    print(f"Wrote {names}: {plan.recipe}, {plan.strategy}, {plan.processes} process{plural}.")
     width = max(len(each.path) for each in files)
     for each in files:
         for key, value in _precision(each, plan).items():
             print(f"  {each.path:{width}}  {key}: {show(value)}")
     for note in notes:
         print(note)
-    where = "" if plan.device == "cpu" or hardware.detect().gpu else ", where there is a GPU"
+    where = "" if plan.device == "cpu" or hardware.detect().gpu else ", on a machine with a GPU"
     print(f"Next{where}: {following}")
 
 
 def _precision(document: Document, plan: InitPlan) -> dict[str, Any]:
-    """The settings of a file that the policy decides."""
+    """Return the settings of a file that the policy determines."""
     target = "deepspeed" if document.format == "json" else "accelerate"
     keys = [
         *([mp_yaml.RECIPE] if target == "accelerate" else []),
         *targets.get(target).settings(plan.policy, plan.strategy),
     ]
-    found = {key: targets.lookup(document.data, key) for key in keys}
-    return {key: value for key, value in found.items() if value is not ABSENT}
+    values = {key: targets.lookup(document.data, key) for key in keys}
+    return {key: value for key, value in values.items() if value is not ABSENT}

@@ -1,5 +1,7 @@
-"""Checks training code (Python, notebooks), configs (accelerate YAML, DeepSpeed JSON, axolotl YAML), and the launch
-lines of shell scripts, Makefiles, GitHub workflows and READMEs.
+"""Check training code, configs and launch lines for mixed-precision mistakes.
+
+Training code is Python and notebooks; configs are accelerate YAML, DeepSpeed JSON and axolotl
+YAML; launch lines are those in shell scripts, Makefiles, GitHub workflows and READMEs.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _once(options: argparse.Namespace) -> int:
     collecting = gc.isenabled()
-    gc.disable()  # imports make many objects and no garbage; `workers` collects where there is some
+    gc.disable()  # imports create many objects and no garbage; `workers` collects where there is garbage
     try:
-        with settings.isolated(options.isolated), lint_cache.recorded(options):
+        with settings.isolated(options.isolated), lint_cache.recording(options):
             return _run(options)
     finally:
         if collecting:
@@ -54,27 +56,27 @@ def _run(options: argparse.Namespace) -> int:
     paths, stdin = _stdin(options)
     adoption = lint_adoption.Adoption(options)
     configs = _configs(options)
-    found = collect(paths, options.force_exclude, options.include_markdown)
-    for message in (*found.refused, *found.empty):
+    collected = collect(paths, options.force_exclude, options.include_markdown)
+    for message in (*collected.refused, *collected.empty):
         print_message(message)
-    targets = (*found.targets, *((stdin,) if stdin else ()))
+    targets = (*collected.targets, *((stdin,) if stdin else ()))
     reports, fixing = _reports(targets, options, configs), _fixing(options)
 
-    trouble, failed = list(found.refused), set[str]()
+    trouble, failed = list(collected.refused), set[str]()
     for defect in (defect for report in reports for defect in report.defects):
         print_message(f"{defect}\n{defect.traceback.rstrip()}")
         trouble.append(str(defect))
     if fixing and not options.diff:
-        kept = [_keep(report) for report in reports]
-        failed = {report.target.path for report, said in kept if said}
-        reports, problems = [report for report, _ in kept], [each for _, said in kept for each in said]
+        written = [_write_fixed(report) for report in reports]
+        failed = {report.target.path for report, problems in written if problems}
+        reports, problems = [report for report, _ in written], [each for _, problems in written for each in problems]
         for problem in problems:
             print_message(problem)
         trouble += problems
     findings = [finding for report in reports for finding in report.findings]
     if options.write_baseline is not None:
         return 2 if trouble else adoption.write(findings)
-    findings, left_out = adoption.narrowed(findings, [target.path for target in targets])
+    findings, left_out = adoption.narrow(findings, [target.path for target in targets])
     fixed = [report.fix_result.fixes for report in reports if report.fix_result and report.fix_result.fixes]
     checked = sum(report.recognized for report in reports)
     outcome = Outcome(findings, checked, sum(fixed), len(fixed), trouble, left_out, suppressed=options.add_noqa)
@@ -84,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
         else:
             lint_output.report(options, outcome, bool(stdin) and fixing is not None)
         if options.add_noqa:
-            lint_adoption.say_left([finding for finding in findings if finding.path not in failed])
+            lint_adoption.report_unsuppressed([finding for finding in findings if finding.path not in failed])
     if trouble:
         return 2
     return 1 if (findings or (options.diff and fixed)) and not options.exit_zero else 0
@@ -93,12 +95,12 @@ def _run(options: argparse.Namespace) -> int:
 def _reports(
     targets: Sequence[Target], options: argparse.Namespace, configs: tuple[LaunchConfig, ...]
 ) -> list[FileReport]:
-    """What becomes of each file. Rules are loaded only for those of which nothing is known from earlier runs."""
-    kept = lint_cache.opened(options)
-    known = kept.known(targets)
+    """Return a report per file. Rules are loaded only if a file has no report from an earlier run."""
+    earlier = lint_cache.open_cache(options)
+    known = earlier.known(targets)
     left = [target for target, report in zip(targets, known, strict=True) if report is None]
     selected = bool(options.select or options.extend_select or options.ignore)
-    if left or (selected and not targets):  # a code that there is not is said of an empty folder too
+    if left or (selected and not targets):  # an unknown code is an error in an empty folder too
         from mpguard.lint.model.rule import rules
         from mpguard.lint.model.selection import Selectors
         from mpguard.lint.run.engine import Engine, Options
@@ -111,17 +113,17 @@ def _reports(
             options.preview,
         )
         engine = Engine(rules(), Options(selectors, configs, options.gpu, _fixing(options)))
-        with progress.bar() as told:
-            new = engine.run(left, options.jobs or available(), told)
-        kept.add(new)
+        with progress.bar() as on_progress:
+            new = engine.run(left, options.jobs or available(), on_progress)
+        earlier.add(new)
         others = iter(new)
         known = [next(others) if report is None else report for report in known]
-    kept.write()
+    earlier.write()
     return [report for report in known if report is not None]
 
 
 def _configs(options: argparse.Namespace) -> tuple[LaunchConfig, ...]:
-    """Those of `--config`; what else the options name is checked too."""
+    """Read the launch configs of `--config`. Raise for an unknown `--gpu` too."""
     if options.gpu is not None:
         from mpguard.policy.hardware import named
 
@@ -144,15 +146,15 @@ def _fixing(options: argparse.Namespace) -> Literal["safe", "unsafe", "noqa"] | 
 
 
 def _stdin(options: argparse.Namespace) -> tuple[list[str], Target | None]:
-    """The paths without `-`, and what stands on stdin if it was asked for."""
+    """Return the paths without `-`, and the content of stdin if `-` is one of them."""
     paths = options.paths or ["."]
     if why := too_deep(str(Path.cwd())):
         raise SystemExit(_usage(f"the current folder {why}"))
-    if not all(paths):  # "$UNSET" of a shell script, which is not this folder
-        raise SystemExit(_usage("one of the paths is empty; this folder is `.`"))
+    if not all(paths):  # from "$UNSET" in a shell script, which does not mean the current folder
+        raise SystemExit(_usage("one of the paths is empty; use `.` for the current folder"))
     if "-" not in paths:
         if options.stdin_filename is not None:
-            raise SystemExit(_usage("--stdin-filename names what is on stdin; give `-` as a path to read it"))
+            raise SystemExit(_usage("--stdin-filename names the content of stdin; add `-` to the paths to read stdin"))
         return paths, None
     name = options.stdin_filename or "-"
     if why := too_deep(str(Path(name).absolute())):
@@ -164,23 +166,23 @@ def _stdin(options: argparse.Namespace) -> tuple[list[str], Target | None]:
     return [path for path in paths if path != "-"], Target(name, kind, named=True, size=len(data), data=data)
 
 
-def _keep(report: FileReport) -> tuple[FileReport, list[str]]:
-    """Writes a mended file. Returns what became of it, and why it could not be, or a fix was not applied."""
-    mended = report.fix_result
+def _write_fixed(report: FileReport) -> tuple[FileReport, list[str]]:
+    """Write a fixed file. Return its report, and why the file was not written or a fix was not applied."""
+    fixed = report.fix_result
     if report.target.data is not None:
-        lint_output.print_bytes(mended.after if mended else report.target.data)
-    if mended is None:
+        lint_output.print_bytes(fixed.after if fixed else report.target.data)
+    if fixed is None:
         return report, []
     path = report.target.path
-    problems = [f"{path}:{problem}" for problem in mended.problems]
-    if report.target.data is None and mended.after != mended.before:
+    problems = [f"{path}:{problem}" for problem in fixed.problems]
+    if report.target.data is None and fixed.after != fixed.before:
         from mpguard.core.text_edits import write_atomically
 
         try:
-            if tracked_fs.read_regular_file(path) == mended.before:
-                write_atomically(Path(path), mended.after)
+            if tracked_fs.read_regular_file(path) == fixed.before:
+                write_atomically(Path(path), fixed.after)
                 return report, problems
-            problems = [f"{path}: was changed by somebody else in the meantime, and is left as it is. Run it again"]
+            problems = [f"{path}: was changed by another program during the check, and was not fixed. Run it again"]
         except OSError as error:
             problems = [f"{path}: cannot be written: {error.strerror or error}"]
         report = dataclasses.replace(report, findings=report.before_fixes, fix_result=None)

@@ -1,4 +1,4 @@
-"""Where `mpguard lint` keeps findings between runs, and which runs share them."""
+"""The cache of `mpguard lint`: where findings are kept between runs, and which runs share them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import contextlib
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpguard.cli.lint_options import flat
 from mpguard.core import settings, tracked_fs
-from mpguard.core.console import printable
+from mpguard.core.console import print_message
 
 if TYPE_CHECKING:
     from mpguard.lint.model.result import FileReport
@@ -25,8 +24,8 @@ FOLDER, VARIABLE = ".mpguard_cache", "MPGUARD_CACHE_DIR"
 
 
 @contextlib.contextmanager
-def recorded(options: argparse.Namespace) -> Iterator[None]:
-    """Within it, what findings rest on is written down, if they are to be kept."""
+def recording(options: argparse.Namespace) -> Iterator[None]:
+    """Record the files that findings depend on inside the block, unless the cache is off."""
     tracked_fs.clear_run_caches()
     if options.no_cache:
         yield
@@ -36,53 +35,60 @@ def recorded(options: argparse.Namespace) -> Iterator[None]:
 
 
 @dataclasses.dataclass
-class Kept:
-    """What is known from earlier runs, and what this one adds. fixing: files with findings are checked again."""
+class EarlierReports:
+    """The reports of earlier runs, and those that this run adds.
+
+    rules: identifies the rules, None if they cannot be identified. fixing: files with findings are checked again.
+    explicit: the user named the folder of the cache.
+    """
 
     cache: Cache | None
     rules: str | None
     fixing: bool
-    asked: bool
+    explicit: bool
 
     def known(self, targets: Sequence[Target]) -> list[FileReport | None]:
-        """What became of each file before, where all that it rests on is as it was."""
+        """Return the earlier report of each file; None where the file or a dependency has changed."""
         if self.cache is None:
             return [None] * len(targets)
         reports = map(self.cache.known, targets)
         return [None if report is not None and report.findings and self.fixing else report for report in reports]
 
     def add(self, reports: Sequence[FileReport]) -> None:
-        """Takes in what became of files, for the next run."""
+        """Add reports for the next run."""
         if self.cache is not None and not self.fixing:
             self.cache.keep(reports)
 
     def write(self) -> None:
-        """A folder that cannot be written is no trouble, unless it was asked for: runs without a cache are slower."""
+        """Write the cache. A folder that cannot be written is reported only if the user named it."""
         if self.cache is None:
             return
         from mpguard.lint.run.cache.identity import identity
 
         try:
-            if identity() == self.rules:  # or the findings are those of rules that were changed meanwhile
+            if identity() == self.rules:  # otherwise the rules were changed during the run
                 self.cache.write()
         except OSError as error:
-            if self.asked:
-                why = f"{self.cache.folder}: cannot be written: {error.strerror or error}; findings are not kept"
-                print(f"mpguard: {printable(why)}", file=sys.stderr)
+            if self.explicit:
+                reason = error.strerror or error
+                print_message(f"{self.cache.folder}: cannot be written: {reason}; findings are not cached")
 
 
-def opened(options: argparse.Namespace) -> Kept:
-    """What is known for a run with these options. What was looked at for `--config` was recorded under that name."""
+def open_cache(options: argparse.Namespace) -> EarlierReports:
+    """Return the reports of earlier runs with the same options.
+
+    The files that `--config` depends on must have been recorded under that name.
+    """
     fixing = bool(options.fix or options.unsafe_fixes or options.diff or options.add_noqa)
     if options.no_cache:
-        return Kept(None, None, fixing, False)
+        return EarlierReports(None, None, fixing, False)
     from mpguard.lint.run.cache.identity import identity
     from mpguard.lint.run.cache.store import Cache
 
-    rules, (folder, asked) = identity(), _folder()
-    # A link in a repository may lead anywhere; Path.is_symlink raises where a folder above may not be entered.
-    if rules is None or (os.path.islink(folder) and not asked):  # noqa: PTH114
-        return Kept(None, None, fixing, False)
+    rules, (folder, explicit) = identity(), _folder()
+    # A link in a repository may point anywhere; Path.is_symlink raises if a parent folder may not be entered.
+    if rules is None or (os.path.islink(folder) and not explicit):  # noqa: PTH114
+        return EarlierReports(None, None, fixing, False)
     trace = tracked_fs.trace("--config") if options.configs else None
     run = json.dumps([
         rules,
@@ -96,18 +102,19 @@ def opened(options: argparse.Namespace) -> Kept:
         options.configs,
         sorted((*key, seen) for key, seen in trace.looks.items()) if trace else [],
     ])  # fmt: skip
-    return Kept(Cache(folder, tracked_fs.digest(run.encode("utf-8", "surrogateescape"))), rules, fixing, asked)
+    key = tracked_fs.digest(run.encode("utf-8", "surrogateescape"))
+    return EarlierReports(Cache(folder, key), rules, fixing, explicit)
 
 
 def _folder() -> tuple[Path, bool]:
-    """The folder, and whether it was asked for: by the environment, the settings, or else where the project begins."""
-    said = os.environ.get(VARIABLE)
-    if said:
-        return Path(said).absolute(), True
+    """Return the folder, and True if the environment or the settings name it; else it is in the project's root."""
+    configured = os.environ.get(VARIABLE)
+    if configured:
+        return Path(configured).absolute(), True
     here = Path.cwd()
-    found = settings.nearest(here)
-    if found.cache_dir:
-        return found.root / found.cache_dir, True
+    nearest = settings.nearest(here)
+    if nearest.cache_dir:
+        return nearest.root / nearest.cache_dir, True
     for folder in (here, *here.parents):
         if any(tracked_fs.type_of(str(folder / name)) for name in ("pyproject.toml", "mpguard.toml", ".git")):
             return folder / FOLDER, False

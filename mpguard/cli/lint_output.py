@@ -1,4 +1,4 @@
-"""What `mpguard lint` prints or writes: the report in its format, or the patch that the fixes are."""
+"""The output of `mpguard lint`: the report in its format, or the fixes as a patch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from mpguard.lint.model.result import FileReport, FixResult
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises `ConfigError` for what cannot be printed or written, before anything is checked."""
+    """Raise `ConfigError` for output options that contradict each other, before any file is checked."""
     if options.statistics and options.format not in (*TEXTS, "json"):
-        raise ConfigError(f"--statistics is for people, and has no --format {options.format}; leave one of them out")
+        raise ConfigError(
+            f"--statistics has no --format {options.format} (only {', '.join(TEXTS)}, json); leave one of them out"
+        )
     report = "--statistics" if options.statistics else f"--format {options.format}"
     if (options.diff or options.write_baseline is not None) and report not in (f"--format {text}" for text in TEXTS):
         other = "--diff prints a patch" if options.diff else "--write-baseline writes the baseline"
@@ -30,11 +32,11 @@ def check(options: argparse.Namespace) -> None:
     file = Path(options.output_file)
     if tracked_fs.type_of(str(file)) == "folder" or tracked_fs.type_of(str(file.parent)) != "folder":
         what = "is a folder" if tracked_fs.type_of(str(file)) == "folder" else f"there is no folder `{file.parent}`"
-        raise ConfigError(f"--output-file {file}: {what}; a file in a folder that is there is needed")
+        raise ConfigError(f"--output-file {file}: {what}; a file in an existing folder is needed")
 
 
 def report(options: argparse.Namespace, outcome: Outcome, to_stderr: bool) -> None:
-    """Prints the report, or writes it to `--output-file`. Raises `ConfigError` where that cannot be written."""
+    """Print the report, or write it to `--output-file`. Raise `ConfigError` if that cannot be written."""
     if options.output_file is not None:
         _write_file(Path(options.output_file), options, outcome)
         write_lines([summary(outcome)], sys.stderr)
@@ -48,16 +50,16 @@ def report(options: argparse.Namespace, outcome: Outcome, to_stderr: bool) -> No
 
 
 def patch(reports: Iterable[FileReport], outcome: Outcome) -> None:
-    """Prints what the fixes would change as a patch, and a summary to stderr."""
+    """Print what the fixes would change as a patch, and a summary to stderr."""
     for each in reports:
         if each.fix_result:
             data = _diff(each.target.path, each.fix_result)
-            if sys.stdout.isatty():  # to be read, and not applied
+            if sys.stdout.isatty():  # for reading, not for `patch`
                 lines = data.decode("utf-8", "replace").split("\n")
                 write_lines([(printable(line.rstrip("\r")), "")] for line in lines[:-1])
             else:
                 print_bytes(data)
-    write_lines([_would(outcome)], sys.stderr)
+    write_lines([_patch_summary(outcome)], sys.stderr)
 
 
 def print_bytes(data: bytes) -> None:
@@ -67,7 +69,7 @@ def print_bytes(data: bytes) -> None:
 
 
 def _document(options: argparse.Namespace, outcome: Outcome) -> str | None:
-    """The report for another program; None where the format is for people."""
+    """Return the report for another program; None if the format is for people."""
     if options.format in TEXTS:
         return None
     if options.format == "json":
@@ -89,7 +91,7 @@ def _write_file(file: Path, options: argparse.Namespace, outcome: Outcome) -> No
         text = "\n".join("".join(piece for piece, _ in line) for line in _lines_of(options, outcome))
     data = f"{text}\n".encode(errors="backslashreplace") if text else b""
     try:
-        if tracked_fs.type_of(str(file)) == "other":  # /dev/stdout: not to be replaced by a file
+        if tracked_fs.type_of(str(file)) == "other":  # a device such as /dev/stdout must not be replaced by a file
             file.write_bytes(data)
         else:
             write_atomically(file, data)
@@ -97,11 +99,11 @@ def _write_file(file: Path, options: argparse.Namespace, outcome: Outcome) -> No
         raise ConfigError(f"--output-file {file}: cannot be written: {error.strerror or error}") from None
 
 
-def _diff(path: str, mended: FixResult) -> bytes:
+def _diff(path: str, fixed: FixResult) -> bytes:
     import difflib
 
     name = _quoted(path)
-    before, after = (data.decode("utf-8", "surrogateescape") for data in (mended.before, mended.after))
+    before, after = (data.decode("utf-8", "surrogateescape") for data in (fixed.before, fixed.after))
     lines: list[str] = []
     for line in difflib.unified_diff(_lines(before), _lines(after), name, name):
         lines.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
@@ -109,18 +111,18 @@ def _diff(path: str, mended: FixResult) -> bytes:
 
 
 def _quoted(path: str) -> str:
-    """A name as git writes it in a patch: one with a line break would be two lines of it."""
+    """Return a file name as git writes it in a patch, where a line break in it would end the header line."""
     if path.isprintable() and not set(path) & {'"', "\\"}:
         return path
-    known = {ord('"'): '\\"', ord("\\"): "\\\\", 10: "\\n", 13: "\\r", 9: "\\t"}
-    return '"' + "".join(known.get(b, chr(b) if 32 <= b < 127 else f"\\{b:03o}") for b in os.fsencode(path)) + '"'
+    escapes = {ord('"'): '\\"', ord("\\"): "\\\\", 10: "\\n", 13: "\\r", 9: "\\t"}
+    return '"' + "".join(escapes.get(b, chr(b) if 32 <= b < 127 else f"\\{b:03o}") for b in os.fsencode(path)) + '"'
 
 
 def _lines(text: str) -> list[str]:
     return [line for line in text.replace("\n", "\n\0").split("\0") if line]
 
 
-def _would(outcome: Outcome) -> Line:
+def _patch_summary(outcome: Outcome) -> Line:
     if not outcome.fixed:
         return summary(outcome)
     files = f"{outcome.fixed_files} file{'' if outcome.fixed_files == 1 else 's'}"

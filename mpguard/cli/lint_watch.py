@@ -1,4 +1,4 @@
-"""`mpguard lint --watch`: the same report again whenever a file has changed that findings may rest on."""
+"""`mpguard lint --watch`: check again whenever a file changes that findings may depend on."""
 
 from __future__ import annotations
 
@@ -11,20 +11,31 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from mpguard.core import tracked_fs
-from mpguard.core.console import printable, use_color
+from mpguard.core.console import print_line, print_message, printable, use_color
 from mpguard.core.errors import ConfigError, MissingExtra, MpguardError
 from mpguard.lint.formats.terminal import TEXTS
 from mpguard.lint.source.files import CONFIG, MAKEFILES, MARKDOWN, NEVER, NOTEBOOK, PYTHON, SHELL
 
-#: Files that findings may rest on, by the ends of their names.
-_MATTER = (*PYTHON, *CONFIG, NOTEBOOK, *MARKDOWN, *SHELL, *MAKEFILES, ".toml", "setup.cfg", "Dockerfile", ".gitignore")
-#: Milliseconds after which there is a turn without a change.
-TURN_MS = 100
+#: Files that findings may depend on, by the end of their names.
+_RELEVANT = (
+    *PYTHON,
+    *CONFIG,
+    NOTEBOOK,
+    *MARKDOWN,
+    *SHELL,
+    *MAKEFILES,
+    ".toml",
+    "setup.cfg",
+    "Dockerfile",
+    ".gitignore",
+)
+#: Milliseconds after which `watchfiles` yields even without a change.
+YIELD_MS = 100
 _CLEAR = "\x1b[2J\x1b[3J\x1b[H"
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises `ConfigError` for options that make no sense together."""
+    """Raise `ConfigError` for options that contradict `--watch`."""
     changing = [
         name
         for name, on in (
@@ -38,20 +49,23 @@ def check(options: argparse.Namespace) -> None:
     ]
     if changing:
         raise ConfigError(
-            f"--watch looks at files while they are edited, and {changing[0]} is for one moment; leave one of them out"
+            f"--watch only reports, after each change, and {changing[0]} writes or prints once; leave one of them out"
         )
     if options.output_file is not None:
-        raise ConfigError("--watch reports again and again, and --output-file takes one report; leave one of them out")
+        raise ConfigError(
+            "--watch prints a report after each change, and --output-file takes one report; leave one of them out"
+        )
     if options.format not in TEXTS:
         raise ConfigError(
-            f"--watch is for people, and --format {options.format} for one report; use {' or '.join(TEXTS)}"
+            f"--watch prints a report after each change, and --format {options.format} is a single document; "
+            f"use {' or '.join(TEXTS)}"
         )
     if "-" in options.paths:
-        raise ConfigError("--watch is about files, and stdin is none; leave one of them out")
+        raise ConfigError("--watch needs files, and `-` is stdin; leave one of them out")
 
 
 def run(options: argparse.Namespace, once: Callable[[], int]) -> int:
-    """Runs until Ctrl-C, which is how it is meant to end: the exit status is 0. What is wrong at the start ends it."""
+    """Check until Ctrl-C, and return 0. An error in the first check ends the watch."""
     try:
         import watchfiles
     except ModuleNotFoundError:
@@ -61,67 +75,67 @@ def run(options: argparse.Namespace, once: Callable[[], int]) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         first = True
         try:
-            # What changes while a report is made is told after it. Without a change there is a turn too: the first one
-            # comes when the watch is on, so that nothing falls between the first report and the watch.
+            # Changes during a check are yielded after it. The first yield comes without a change, once the watch is
+            # active, so that no change between the first check and the start of the watch is missed.
             for changes in watchfiles.watch(
                 *roots,
                 watch_filter=lambda change, path: (
-                    matters(path, roots) or (change != watchfiles.Change.modified and is_tree(path, roots))
+                    matters(path, roots) or (change != watchfiles.Change.modified and is_folder(path, roots))
                 ),
-                rust_timeout=TURN_MS,
+                rust_timeout=YIELD_MS,
                 yield_on_timeout=True,
                 raise_interrupt=True,
             ):
                 if first:
                     _clear()
                     once()
-                    _say("watching; Ctrl-C ends")
+                    _print_status("watching for changes; press Ctrl-C to stop")
                 elif changes:
-                    _again(sorted({os.path.relpath(path) for _, path in changes}), once)
+                    _check_again(sorted({os.path.relpath(path) for _, path in changes}), once)
                 first = False
         except OSError as error:
             raise ConfigError(f"--watch: the files cannot be watched: {error}") from None
     if sys.stderr.isatty():
-        print(file=sys.stderr)
+        print_line("")  # after the ^C that the terminal shows
     return 0
 
 
 def matters(path: str, roots: Iterable[Path]) -> bool:
-    """Whether findings may rest on a file below one of the folders that are watched."""
+    """True if findings may depend on a file in one of the watched folders."""
     name = Path(path).name
-    if not name.endswith(_MATTER) and not (name.startswith("requirements") and name.endswith(".txt")):
+    if not name.endswith(_RELEVANT) and not (name.startswith("requirements") and name.endswith(".txt")):
         return False
     return not name.startswith(".#") and NEVER.isdisjoint(_inside(path, roots))
 
 
-def is_tree(path: str, roots: Iterable[Path]) -> bool:
-    """Whether it is a folder that came or went with all that is in it, of which nothing else is told."""
+def is_folder(path: str, roots: Iterable[Path]) -> bool:
+    """True if a path is a folder that was added or removed as a whole: its files get no events of their own."""
     try:
-        came = any(True for _ in Path(path).iterdir())
+        relevant = any(True for _ in Path(path).iterdir())
     except NotADirectoryError:
         return False
     except OSError:
-        name = Path(path).name  # gone; what it was is not known, but vim tries a folder with a file `4913`
-        came = not Path(path).suffix and not name.isdigit()
-    return came and NEVER.isdisjoint(_inside(path, roots))
+        name = Path(path).name  # removed, so its type is not known; vim creates and removes a file `4913`
+        relevant = not Path(path).suffix and not name.isdigit()
+    return relevant and NEVER.isdisjoint(_inside(path, roots))
 
 
 def _inside(path: str, roots: Iterable[Path]) -> tuple[str, ...]:
     return next((Path(path).relative_to(root).parts for root in roots if Path(path).is_relative_to(root)), ())
 
 
-def _again(changed: list[str], once: Callable[[], int]) -> None:
+def _check_again(changed: list[str], once: Callable[[], int]) -> None:
     _clear()
     try:
         once()
-    except MpguardError as error:  # settings are half written, a config is gone: the next change may mend it
-        print(f"mpguard: {error}", file=sys.stderr)
+    except MpguardError as error:  # such as settings that are half written, which the next change may fix
+        print_message(str(error))
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    _say(f"{', '.join(map(printable, changed[:3]))}{more} changed; watching")
+    _print_status(f"{', '.join(map(printable, changed[:3]))}{more} changed; watching for changes")
 
 
 def _roots(options: argparse.Namespace) -> set[Path]:
-    """The trees of what is checked: modules, configs and settings that findings rest on lie there too."""
+    """Return the root folders of the checked paths, where the files that findings depend on are too."""
     from mpguard.lint.project.tree import top_of
 
     named = [Path(path).absolute() for path in (*(options.paths or ["."]), *options.configs)]
@@ -134,6 +148,6 @@ def _clear() -> None:
         print(_CLEAR, end="", flush=True)
 
 
-def _say(message: str) -> None:
+def _print_status(message: str) -> None:
     sys.stdout.flush()
-    print(f"[{time.strftime('%H:%M:%S')}] {message}", file=sys.stderr, flush=True)
+    print_line(f"[{time.strftime('%H:%M:%S')}] {message}")

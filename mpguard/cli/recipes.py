@@ -1,8 +1,8 @@
-"""The recipes, whether they run here, and what one becomes in a framework.
+"""List the precision recipes, or show one recipe and what it becomes in a framework.
 
-mpguard recipes                              all of them, and why one does not run here
-mpguard recipes bf16_mixed                   its fields, and what every target makes of it
-mpguard recipes bf16_mixed --for fsdp2       the object itself; --strategy for what depends on it
+mpguard recipes                          all recipes, and the reason if one cannot run here
+mpguard recipes bf16_mixed               its fields, and its arguments for every target
+mpguard recipes bf16_mixed --for fsdp2   the object or config for one target
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpguard import targets
+from mpguard.core.console import print_message, rich_console
 from mpguard.core.errors import MissingExtra, NotCarried, PolicyError
 from mpguard.policy import hardware
 from mpguard.policy.policy import Policy
@@ -27,17 +28,19 @@ from mpguard.targets.settings import ABSENT, show
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", metavar="NAME", help="one recipe, with all its fields")
-    parser.add_argument("--for", dest="target", metavar="TARGET", help="what it becomes there: accelerate, fsdp2, ...")
+    parser.add_argument("recipe", nargs="?", metavar="NAME", help="show this recipe with all its fields")
+    parser.add_argument(
+        "--for", dest="target", metavar="TARGET", help="show the recipe for this target: accelerate, fsdp2, ..."
+    )
     parser.add_argument("--strategy", metavar="STRATEGY", help=f"with --for: {', '.join(targets.STRATEGIES)}")
-    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
 
 
 def run(options: argparse.Namespace) -> int:
     if options.recipe is None:
         for flag, value in (("--for", options.target), ("--strategy", options.strategy)):
             if value is not None:
-                raise PolicyError(f"{flag} {value} without a recipe. Name one: mpguard recipes NAME {flag} {value}")
+                raise PolicyError(f"{flag} {value}: a recipe is needed. Name one: mpguard recipes NAME {flag} {value}")
         facts = [_facts(name) for name in recipes()]
         if options.format == "json":
             _json({"machine": str(hardware.detect()), "recipes": facts})
@@ -66,7 +69,7 @@ def _json(facts: Mapping[str, Any]) -> None:
 
 
 def _facts(name: str) -> dict[str, Any]:
-    """What the table says of a recipe, as plain data."""
+    """Return the row of a recipe in the table, as plain data."""
     name = name.replace("-", "_")
     policy = recipe(name)
     reason = refusal = hardware.detect().refuses(policy)
@@ -95,7 +98,6 @@ def _table(facts: Sequence[Mapping[str, Any]]) -> None:
     header = ("recipe", "compute", "fp8", "master", "reduce", "here")
     rows = [(*(each[key] or "-" for key in ("name", *header[1:5])), _here(each)) for each in facts]
     if sys.stdout.isatty():
-        from rich.console import Console
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False, header_style="bold")
@@ -103,16 +105,16 @@ def _table(facts: Sequence[Mapping[str, Any]]) -> None:
             table.add_column(title, no_wrap=title != "here", overflow="fold")
         for row, each in zip(rows, facts, strict=True):
             table.add_row(*row, style=None if each["here"] else "dim")
-        Console().print(table)
+        rich_console(sys.stdout).print(table)
     else:
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         for row in (header, *rows):
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    print("\nmpguard recipes NAME shows one, mpguard recipes NAME --for TARGET what it becomes there.")
+    print("\n`mpguard recipes NAME` shows a recipe, `mpguard recipes NAME --for TARGET` its form in a framework.")
 
 
 def _outcome(target: Plugin, policy: Policy, strategy: str | None) -> dict[str, Any]:
-    """What a target makes of a policy, without its library."""
+    """Return the arguments of a target for a policy, computed without the target's library."""
     try:
         arguments = target.arguments(policy, strategy)
     except PolicyError as error:
@@ -130,10 +132,11 @@ def _page(facts: Mapping[str, Any], outcomes: Mapping[str, Mapping[str, Any]]) -
         if "refused" in outcome:
             print(_wrapped(f"refused: {outcome['refused']}", f"  {name:{width}}  "))
             continue
-        said = ", ".join(f"{key}={show(value)}" for key, value in outcome["arguments"].items() if value is not None)
-        print(_wrapped(said, f"  {name:{width}}  "))
+        arguments = outcome["arguments"].items()
+        text = ", ".join(f"{key}={show(value)}" for key, value in arguments if value is not None)
+        print(_wrapped(text, f"  {name:{width}}  "))
         if outcome["not_carried"]:
-            print(_wrapped(f"no place for: {', '.join(outcome['not_carried'])}", f"  {'':{width}}  "))
+            print(_wrapped(f"not supported: {', '.join(outcome['not_carried'])}", f"  {'':{width}}  "))
 
 
 def _wrapped(text: str, label: str) -> str:
@@ -141,22 +144,22 @@ def _wrapped(text: str, label: str) -> str:
 
 
 def _built(target: Plugin, policy: Policy, strategy: str | None) -> dict[str, Any]:
-    """What a target makes of a policy, built for real where its library is installed. Raises `PolicyError`."""
+    """Return a policy as a target's object if its library is installed, and its settings. Raises `PolicyError`."""
     missing, text = None, None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         disabled = logging.root.manager.disable
-        logging.disable(logging.WARNING)  # what the libraries say while they are imported
+        logging.disable(logging.WARNING)  # the libraries log while they are imported
         try:
-            made = targets.build(policy, target.name, strategy)
-            text = None if isinstance(made, dict) else repr(made)
+            built = targets.build(policy, target.name, strategy)
+            text = None if isinstance(built, dict) else repr(built)
         except MissingExtra as error:
             missing = str(error)
         finally:
             logging.disable(disabled)
-    said = [warning.message for warning in caught if isinstance(warning.message, NotCarried)]
-    if missing:  # then nothing was warned of
-        said = [
+    not_carried = [warning.message for warning in caught if isinstance(warning.message, NotCarried)]
+    if missing:  # nothing was built, and so nothing was warned about
+        not_carried = [
             NotCarried(f, policy.format_field(f), target.name, targets.carriers(f)) for f in target.not_carried(policy)
         ]
     settings = target.settings(policy, strategy)
@@ -166,13 +169,13 @@ def _built(target: Plugin, policy: Policy, strategy: str | None) -> dict[str, An
         "settings": {key: setting.value for key, setting in settings.items() if setting.value is not ABSENT},
         "absent": {key: setting.reason for key, setting in settings.items() if setting.value is ABSENT},
         "missing": missing,
-        "not_carried": [{"field": n.field, "value": n.value, "carriers": list(n.carriers)} for n in said],
+        "not_carried": [{"field": n.field, "value": n.value, "carriers": list(n.carriers)} for n in not_carried],
     }
 
 
 def _show_built(target: Plugin, built: Mapping[str, Any]) -> None:
     if built["missing"]:
-        print(f"{built['missing']}\nIt would be built from:")
+        print(f"{built['missing']}\nThe arguments would be:")
     if built["object"]:
         print(built["object"])
     elif target.name == "deepspeed":
@@ -182,10 +185,10 @@ def _show_built(target: Plugin, built: Mapping[str, Any]) -> None:
         for name, value in built["arguments"].items():
             print(f"{name}={value!r}")
     if target.name == "accelerate":
-        print("# In its YAML")
+        print("# In the config file")
         for key, value in built["settings"].items():
             print(f"{key}: {show(value)}")
         for key, why in built["absent"].items():
             print(f"{key}: (absent)" + (f" # {why}" if why else ""))
     for each in built["not_carried"]:
-        print(NotCarried(each["field"], each["value"], target.name, each["carriers"]), file=sys.stderr)
+        print_message(str(NotCarried(each["field"], each["value"], target.name, each["carriers"])))

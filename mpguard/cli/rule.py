@@ -1,4 +1,4 @@
-"""The manual page of a rule: what it reports, why, and what to write instead."""
+"""Explain a rule: what it reports, why that is a mistake, and what to write instead."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ if TYPE_CHECKING:
     from mpguard.lint.model.rule import BaseRule
 
 FORMATS = ("text", "json")
-#: Columns of a page on a terminal: longer lines are hard to read.
-_WIDEST = 100
+#: Columns of a page on a terminal; longer lines are hard to read.
+_MAX_WIDTH = 100
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "code", nargs="*", metavar="CODE", help="MPG201, its name (missing-grad-scaler), or a prefix (MPG2) for a list"
+        "code",
+        nargs="*",
+        metavar="CODE",
+        help="a code (MPG201) or a name (missing-grad-scaler); a prefix (MPG2) lists its rules",
     )
-    parser.add_argument("--all", action="store_true", help="a line for each rule; with --format json their pages")
-    parser.add_argument("--format", type=_format, default="text", metavar="|".join(FORMATS), help="default: text")
+    parser.add_argument("--all", action="store_true", help="list all rules; with --format json, their full pages")
+    parser.add_argument(
+        "--format", type=_format, default="text", metavar="|".join(FORMATS), help="output format (default: text)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -34,12 +39,12 @@ def run(options: argparse.Namespace) -> int:
 
     rules = load()
     if bool(options.code) == options.all:
-        print_message("name a rule, or give --all")
+        print_message("a rule or --all is needed, and not both; `mpguard rule MPG201` explains one rule")
         return 2
     by_name = {rule.name: code for code, rule in rules.items()}
-    asked = [by_name.get(given, given.upper()) for given in options.code] or ["ALL"]
+    codes = [by_name.get(given, given.upper()) for given in options.code] or ["ALL"]
     chosen: dict[str, type[BaseRule]] = {}
-    for given, code in zip(options.code or asked, asked, strict=True):
+    for given, code in zip(options.code or codes, codes, strict=True):
         covered = {code: rules[code]} if code in rules else {c: rule for c, rule in rules.items() if covers(code, c)}
         if not covered:
             print_message(f"there is no rule `{given}`{suggestion(given, rules)}")
@@ -47,21 +52,21 @@ def run(options: argparse.Namespace) -> int:
         chosen |= covered
     if options.format == "json":
         print(json.dumps({"version": 1, "rules": [rule_page.as_json(rule) for rule in chosen.values()]}, indent=2))
-    elif all(code in rules for code in asked):
-        _show("\n".join(map(rule_page.page, chosen.values())))
+    elif all(code in rules for code in codes):
+        _print_pages("\n".join(map(rule_page.page, chosen.values())))
     else:
-        _list(chosen.values())
+        _print_list(chosen.values())
     return 0
 
 
-def _list(rules: Iterable[type[BaseRule]]) -> None:
+def _print_list(rules: Iterable[type[BaseRule]]) -> None:
     width = max(len(rule.name) for rule in rules)
     for rule in rules:
         marks = [*(["preview"] if rule.preview else []), *(["fix"] if rule.fixable() else [])]
         print(f"{rule.code}  {rule.severity:7}  {rule.name:{width}}  {', '.join(marks)}".rstrip())
 
 
-def _show(text: str) -> None:
+def _print_pages(text: str) -> None:
     from mpguard.core.console import rich_console, use_color, write_text
 
     if not use_color(sys.stdout):
@@ -69,8 +74,8 @@ def _show(text: str) -> None:
         return
     from rich.markdown import Markdown
 
-    shown = rich_console(sys.stdout)
-    shown.print(Markdown(text), width=min(shown.width, _WIDEST))
+    console = rich_console(sys.stdout)
+    console.print(Markdown(text), width=min(console.width, _MAX_WIDTH))
 
 
 def _format(text: str) -> str:

@@ -1,5 +1,7 @@
-"""Serves editors: what `mpguard lint` reports, as you type, with actions that mend and suppress it. An editor starts it
-and speaks the language server protocol with it on stdin and stdout; docs/integrations.md has the settings of some.
+"""Run the language server: an editor shows the findings of `mpguard lint` as you type, with fixes.
+
+The editor starts it, and communicates over stdin and stdout with the language server protocol.
+docs/integrations.md has the configuration for several editors.
 """
 
 from __future__ import annotations
@@ -7,18 +9,19 @@ from __future__ import annotations
 import argparse
 import sys
 
+from mpguard.core.console import print_message
 from mpguard.core.errors import MissingExtra
 
 _EPILOG = """\
-exit status: 0 after `shutdown` and `exit`, 1 where the editor is gone without, 2 could not start
+exit status: 0 after `shutdown` and `exit`, 1 if the editor ended without them, 2 could not start
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    parser.add_argument("--stdio", action="store_true", help="accepted, as many editors add it: there is no other way")
+    parser.add_argument("--stdio", action="store_true", help="accepted for editors that pass it; stdio is always used")
     parser.add_argument(
-        "--isolated", action="store_true", help="no settings of any pyproject.toml, no rules of other distributions"
+        "--isolated", action="store_true", help="ignore all settings files, and rules of other distributions"
     )
 
 
@@ -30,8 +33,5 @@ def run(options: argparse.Namespace) -> int:
             raise MissingExtra("pygls", "server", "`mpguard server`") from None
         raise
     if sys.stdin.isatty():
-        print(
-            "mpguard: this waits for an editor, which speaks on stdin (docs/integrations.md); Ctrl-C ends it",
-            file=sys.stderr,
-        )
+        print_message("waiting for an editor on stdin (see docs/integrations.md); press Ctrl-C to stop")
     return start(options.isolated)

@@ -91,14 +91,14 @@ def test_twice_is_once(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["apply", "bf16-mixed", "mp.yaml", "ds.json"]) == 0
     assert contents() == before and [path.stat().st_mtime_ns for path in Path().iterdir()] == stamps
-    assert capsys.readouterr().out == "mp.yaml  in line with bf16_mixed\nds.json  in line with bf16_mixed\n"
+    assert capsys.readouterr().out == "mp.yaml  matches bf16_mixed\nds.json  matches bf16_mixed\n"
 
 
 def test_check_writes_nothing_and_says_by_its_status(capsys: pytest.CaptureFixture[str]) -> None:
     before = contents()
     assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json", "--check"]) == 1
     assert contents() == before
-    assert "2 files out of line" in capsys.readouterr().out
+    assert "2 files differ from bf16_mixed, " in capsys.readouterr().out
     assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json"]) == 0
     assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json", "--check"]) == 0
     assert main(["apply", "fp32", "ds.json", "mp.yaml", "--check"]) == 1
@@ -150,10 +150,10 @@ def test_precision_is_said_once_where_the_yaml_names_a_deepspeed_file(capsys: py
     text = YAML.replace("  zero_stage: 2 # two\n  mixed_precision: fp16\n", "  deepspeed_config_file: ds.json\n")
     Path("mp.yaml").write_text(text)
     assert main(["apply", "bf16_mixed", "mp.yaml"]) == 0
-    assert "the precision is said in ds.json; give that file to `mpguard apply` too" in capsys.readouterr().out
+    assert "the precision is set in ds.json; pass that file to `mpguard apply` too" in capsys.readouterr().out
     Path("mp.yaml").write_text(text)
     assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json"]) == 0
-    assert "give that file" not in capsys.readouterr().out
+    assert "pass that file" not in capsys.readouterr().out
     assert "mixed_precision" not in read(Path("mp.yaml")).require()
     assert json.loads(Path("ds.json").read_text())["bf16"] == {"enabled": True}
 
@@ -165,7 +165,7 @@ def test_a_yaml_that_names_no_deepspeed_file_says_nothing_of_one(capsys: pytest.
         f"distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {{deepspeed_config_file: {name}}}\n"
     )
     assert main(["apply", "bf16_mixed", "mp.yaml"]) == 0
-    assert "give that file" not in capsys.readouterr().out
+    assert "pass that file" not in capsys.readouterr().out
 
 
 def test_overrides_of_the_same_recipe_are_part_of_the_policy_of_both_files() -> None:
@@ -202,7 +202,7 @@ BAD = {
     "nul.yaml": (YAML.encode() + b"\0", "nul.yaml:9: a NUL byte"),
     "empty.yaml": (b"", "empty.yaml: is empty"),
     "broken.json": (b'{"fp16": {"enabled": true},}', "broken.json:1: no valid JSON: a comma before `}`"),
-    "package.json": (b'{"name": "x"}', "package.json: is no accelerate, DeepSpeed or axolotl config"),
+    "package.json": (b'{"name": "x"}', "package.json: is not an accelerate, DeepSpeed or axolotl config"),
     "key.yaml": (YAML.encode() + b"fp8_config: {mpguard_recpe: fp32}\n", "key.yaml:9: `fp8_config.mpguard_recpe`: "),
     "section.yaml": (YAML.encode() + b"fp8_config: TE\n", "section.yaml:9: `fp8_config`: is TE; a section is needed"),
     "anchor.yaml": (YAML.replace("fp16  #", "&p fp16  #").encode() + b"x: *p\n", "anchor.yaml:9: "),

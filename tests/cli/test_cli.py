@@ -78,8 +78,8 @@ def test_options_may_stand_between_names(
         (["lint", "--", "-x", "--fix"], "mpguard: -x: no such file or folder"),
         (["apply", "bf16_mixed", "--", "-x"], "mpguard: -x: "),
         (["lint", "a.py", "--nope", "b.py"], "there is no option `--nope`"),
-        (["lint", "--baseline=--"], "`--` is no value for `--baseline`"),
-        (["completion", "zsh", "fish"], "`fish` is one argument too many"),
+        (["lint", "--baseline=--"], "`--` is not a valid value for `--baseline`"),
+        (["completion", "zsh", "fish"], "unexpected argument `fish`"),
         (["lint", "--select", "--", "a.py"], "--select: expected one argument"),
     ],
 )

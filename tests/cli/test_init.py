@@ -102,7 +102,7 @@ def test_without_a_gpu_it_is_for_the_cpu_and_says_so(capsys: pytest.CaptureFixtu
     config = init("bf16_mixed", "--strategy", "ddp")
     assert (config["distributed_type"], config["use_cpu"], config["num_processes"]) == ("MULTI_CPU", True, 2)
     out = capsys.readouterr().out
-    assert "no GPU here" in out and out.endswith("Next: mpguard launch --config mp.yaml train.py\n")
+    assert "this machine has no GPU" in out and out.endswith("Next: mpguard launch --config mp.yaml train.py\n")
     config = init("bf16_mixed", "--force")
     assert (config["distributed_type"], config["use_cpu"], config["num_processes"]) == ("NO", True, 1)
 
@@ -120,7 +120,7 @@ def test_what_needs_a_gpu_is_written_for_one_and_that_is_said(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert init(*arguments)["use_cpu"] is False
-    assert "For GPUs. There is none here: nothing was checked" in capsys.readouterr().out
+    assert "Written for GPUs. This machine has none: the recipe was not checked" in capsys.readouterr().out
 
 
 def test_the_default_strategy_is_ddp_where_there_are_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,12 +154,12 @@ def test_a_recipe_that_the_gpu_cannot_run_is_refused_with_the_reason(
     [
         (["bf16_mixd"], "did you mean `bf16_mixed`"),
         (["bf16_mixed", "-o", "nowhere/mp.yaml"], "there is no folder nowhere"),
-        (["bf16_mixed", "-o", "mp.json"], "init writes YAML"),
+        (["bf16_mixed", "-o", "mp.json"], "init writes YAML; a name that ends in .yaml"),
         (["bf16_mixed", "-o", "."], "is a folder"),
         (["bf16_mixed", "--num-processes", "4"], "Add --strategy ddp"),
-        (["bf16_mixed", "--num-processes", "0"], "counts from 1"),
-        (["bf16_mixed", "--strategy", "fsdp2", "--device", "cpu"], "applies it on a GPU only"),
-        (["fp16_mixed", "--device", "cpu"], "cannot be in force on a CPU"),
+        (["bf16_mixed", "--num-processes", "0"], "is not a number of processes; 1 or more is needed"),
+        (["bf16_mixed", "--strategy", "fsdp2", "--device", "cpu"], "applies it on GPUs only"),
+        (["fp16_mixed", "--device", "cpu"], "cannot be applied on a CPU"),
         (["bf16_mixed", "--strategy", "dpp"], "invalid choice"),
     ],
 )
@@ -176,7 +176,7 @@ def test_a_file_that_is_there_is_kept_without_force(there: str, capsys: pytest.C
     arguments = ["init", "bf16_mixed", "--strategy", "deepspeed-zero1"]
     Path(there).write_text("mine")
     assert main(arguments) == 2
-    assert f"{there}: is there already, and was kept" in capsys.readouterr().err
+    assert f"{there}: already exists, and was not changed" in capsys.readouterr().err
     assert Path(there).read_text() == "mine" and len(list(Path().iterdir())) == 1
     assert main([*arguments, "--force"]) == 0
     assert Path(there).read_text() != "mine"
@@ -217,7 +217,7 @@ def test_parameters_in_fp8_are_overridden_where_nothing_holds_them(
     capabilities.require_supported("accelerate", policy, strategy)
     held = strategy in ("single", "ddp")
     assert bool(policy.fp8_param) is held and ("FusedAdam(model.parameters(), ..., master_weights=True)" in out) is held
-    assert (f"fp8_param is overridden, under {strategy} nothing does it" in out) is not held
+    assert (f"fp8_param is overridden: under {strategy} nothing supports it" in out) is not held
     assert "will refuse it" not in out
 
 

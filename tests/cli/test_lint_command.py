@@ -99,35 +99,35 @@ def test_exit_zero_hides_findings_and_nothing_else(mpguard: Any) -> None:
         (["/dev/null"], "/dev/null: is a device"),
         (["--select", "MPG8O1"], "--select: there is no rule `MPG8O1`; did you mean `MPG8"),
         (["--ignore", "use-cpu-is-ignored"], "did you mean `MPG811` (use-cpu-is-ignored)?"),
-        (["--select", ","], "no code is named"),
+        (["--select", ","], "no code is given"),
         (["--format", "jsn"], "there is no format `jsn`; did you mean `json`?"),
         (["--format", "sarrif"], "there is no format `sarrif`; did you mean `sarif`"),
         (["--output-file", "gone/report.txt"], "--output-file gone/report.txt: there is no folder `gone`"),
         (["--output-file", "."], "--output-file .: is a folder"),
         (["--output-file", "x", "--diff"], "--diff prints a patch"),
-        (["--statistics", "--format", "sarif"], "--statistics is for people, and has no --format sarif"),
+        (["--statistics", "--format", "sarif"], "--statistics has no --format sarif (only full, concise, json)"),
         (["--gpu", "h1000"], "there is no GPU `h1000`; did you mean `h100`"),
         (["--config", "gone.yaml"], "gone.yaml: cannot be read"),
         (["--config", "own.yaml"], "own.yaml: code is checked against configs of accelerate or DeepSpeed"),
-        (["-j", "none"], "none is no number of processes"),
-        (["--stdin-filename", "x.py"], "--stdin-filename names what is on stdin"),
+        (["-j", "none"], "none is not a number of processes"),
+        (["--stdin-filename", "x.py"], "--stdin-filename names the content of stdin"),
         (["notes.txt"], "notes.txt: mpguard reads Python (.py), notebooks (.ipynb), YAML (.yaml, .yml), JSON"),
-        (["--add-noqa", "--fix"], "--add-noqa suppresses what --fix would mend"),
-        (["--baseline", "b.json", "--fix"], "--fix changes all that is found, and --baseline is about a part"),
+        (["--add-noqa", "--fix"], "--add-noqa suppresses what --fix would fix"),
+        (["--baseline", "b.json", "--fix"], "--fix applies to all findings, and --baseline selects some of them"),
         (["--baseline", "b.json"], "b.json: there is no such file; `--write-baseline b.json` writes one"),
         (["--baseline", "own.yaml"], "own.yaml: is not JSON, as a baseline must be"),
         (["--write-baseline", "notes.txt"], "notes.txt: is not a baseline, and is not overwritten"),
-        (["--write-baseline", "b.json", "--diff-from", "main"], "--diff-from takes some of it out"),
-        (["--write-baseline", "b.json", "--output-file", "x"], "no report that --output-file could take"),
+        (["--write-baseline", "b.json", "--diff-from", "main"], "--diff-from leaves some out"),
+        (["--write-baseline", "b.json", "--output-file", "x"], "no report for --output-file"),
         (["--diff-from", "main", "-"], "stdin has no history"),
         (["--diff", "--format", "json"], "--format json is a report, and --diff prints a patch"),
         (["--diff", "--statistics"], "--statistics is a report, and --diff prints a patch"),
         (["--write-baseline", "b.json", "--format", "sarif"], "--format sarif is a report, and --write-baseline"),
-        (["--config", ""], "`--config` is given nothing"),
-        (["--baseline="], "`--baseline` is given nothing"),
-        (["--gpu", ""], "`--gpu` is given nothing"),
+        (["--config", ""], "`--config` has an empty value"),
+        (["--baseline="], "`--baseline` has an empty value"),
+        (["--gpu", ""], "`--gpu` has an empty value"),
         (["broken.py"], "broken.py: is a broken link\n"),
-        ([""], "one of the paths is empty; this folder is `.`"),
+        ([""], "one of the paths is empty; use `.` for the current folder"),
     ],
 )
 def test_what_cannot_run_is_2_and_says_why(mpguard: Any, arguments: list[str], message: str) -> None:
@@ -153,7 +153,14 @@ def test_help_is_in_groups_with_examples_that_run(mpguard: Any, monkeypatch: pyt
     monkeypatch.setattr(lint, "run", lambda options: 7)
     ran = mpguard("lint", "--help")
     assert ran.status == 0
-    for group in ("which rules:", "fixes:", "taking it up in an old project:", "output:", "examples:", "exit status:"):
+    for group in (
+        "rule selection:",
+        "fixes:",
+        "adoption in an existing project:",
+        "output:",
+        "examples:",
+        "exit status:",
+    ):
         assert f"\n{group}\n" in ran.out
     examples = [line.split("   ")[0].split() for line in ran.out.splitlines() if line.startswith("  mpguard lint")]
     assert len(examples) > 5
@@ -526,8 +533,8 @@ def test_a_prefix_lists_its_rules(mpguard: Any) -> None:
         (["MPG999"], "there is no rule `MPG999`; `mpguard rule --all` lists them"),
         (["MPG219"], "there is no rule `MPG219`; did you mean `MPG21"),
         (["use-cpu-ignored"], "did you mean `MPG811` (use-cpu-is-ignored)?"),
-        ([], "name a rule, or give --all"),
-        (["--all", "MPG801"], "name a rule, or give --all"),
+        ([], "a rule or --all is needed, and not both"),
+        (["--all", "MPG801"], "a rule or --all is needed, and not both"),
         (["--all", "--format", "yaml"], "there is no format `yaml`"),
     ],
 )

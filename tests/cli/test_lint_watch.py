@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mpguard.cli import main
-from mpguard.cli.lint_watch import is_tree, matters
+from mpguard.cli.lint_watch import is_folder, matters
 
 OLD = "import torch\n\nscaler = torch.cuda.amp.GradScaler()\n"
 NEW = OLD.replace("torch.cuda.amp.GradScaler()", 'torch.amp.GradScaler("cuda")')
@@ -77,19 +77,19 @@ def test_it_reports_again_what_changed_and_ends_with_ctrl_c(tmp_path: Path) -> N
     train, settings = tmp_path / "src" / "train.py", tmp_path / "pyproject.toml"
     train.write_text(OLD)
     with watching(tmp_path, "src", "--ignore", "MPG213") as watch:
-        assert "src/train.py:3:10: MPG302" in watch.next("watching; Ctrl-C ends")
+        assert "src/train.py:3:10: MPG302" in watch.next("watching for changes; press Ctrl-C to stop")
         train.write_text(NEW)
-        assert "No problems in 1 file.\n" in watch.next("src/train.py changed; watching")
+        assert "No problems in 1 file.\n" in watch.next("src/train.py changed; watching for changes")
         train.write_text(OLD)
-        assert "src/train.py:3:10: MPG302" in watch.next("changed; watching")
+        assert "src/train.py:3:10: MPG302" in watch.next("changed; watching for changes")
         settings.write_text('[tool.mpguard]\nignroe = ["MPG302"]\n')
-        assert "did you mean `ignore`?" in watch.next("pyproject.toml changed; watching"), "and it goes on"
+        assert "did you mean `ignore`?" in watch.next("pyproject.toml changed; watching for changes"), "and it goes on"
         settings.write_text('[tool.mpguard]\nignore = ["MPG302"]\n')
-        assert "No problems in 1 file.\n" in watch.next("pyproject.toml changed; watching")
+        assert "No problems in 1 file.\n" in watch.next("pyproject.toml changed; watching for changes")
         (tmp_path / "src" / "other.py").write_text(OLD)
-        assert "No problems in 2 files.\n" in watch.next("src/other.py changed; watching")
+        assert "No problems in 2 files.\n" in watch.next("src/other.py changed; watching for changes")
         train.unlink()
-        assert "No problems in 1 file.\n" in watch.next("src/train.py changed; watching")
+        assert "No problems in 1 file.\n" in watch.next("src/train.py changed; watching for changes")
         assert watch.interrupt() == 0
         assert "Traceback" not in watch.said
         assert "\x1b" not in watch.said, "only a terminal is cleared"
@@ -128,17 +128,17 @@ def test_a_folder_that_comes_or_goes_as_a_whole(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").write_text(OLD)
     with watching(tmp_path) as watch:
-        assert "src/train.py:3:10: MPG302" in watch.next("watching; Ctrl-C ends")
+        assert "src/train.py:3:10: MPG302" in watch.next("watching for changes; press Ctrl-C to stop")
         (tmp_path / "src").rename(tmp_path / "lib")
-        assert "lib/train.py:3:10: MPG302" in watch.next("changed; watching")
+        assert "lib/train.py:3:10: MPG302" in watch.next("changed; watching for changes")
         (tmp_path / ".gitignore").write_text("lib/\n")
-        assert "No problems in 0 files" in watch.next(".gitignore changed; watching")
+        assert "No problems in 0 files" in watch.next(".gitignore changed; watching for changes")
         assert watch.interrupt() == 0
     for name, expected in (("lib", True), ("gone", True), ("4913", False), ("gone.txt", False), ("venv", False)):
-        assert is_tree(str(tmp_path / name), [tmp_path]) is expected, name
+        assert is_folder(str(tmp_path / name), [tmp_path]) is expected, name
     (tmp_path / "empty").mkdir()
     (tmp_path / "LICENSE").touch()
-    assert not is_tree(str(tmp_path / "empty"), [tmp_path]) and not is_tree(str(tmp_path / "LICENSE"), [tmp_path])
+    assert not is_folder(str(tmp_path / "empty"), [tmp_path]) and not is_folder(str(tmp_path / "LICENSE"), [tmp_path])
 
 
 def test_on_a_terminal_the_screen_is_cleared(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_on_a_terminal_the_screen_is_cleared(tmp_path: Path) -> None:
     shown = b""
     deadline = time.monotonic() + PATIENCE
     try:
-        while b"Ctrl-C ends" not in shown and time.monotonic() < deadline:
+        while b"Ctrl-C to stop" not in shown and time.monotonic() < deadline:
             if select.select([master], [], [], 1)[0]:
                 shown += os.read(master, 65536)
         assert shown.startswith(b"\x1b[2J") and b"MPG302" in shown
@@ -168,13 +168,13 @@ def test_on_a_terminal_the_screen_is_cleared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--fix"], "--fix is for one moment"),
-        (["--diff"], "--diff is for one moment"),
-        (["--add-noqa"], "--add-noqa is for one moment"),
-        (["--write-baseline", "b.json"], "--write-baseline is for one moment"),
+        (["--fix"], "--fix writes or prints once"),
+        (["--diff"], "--diff writes or prints once"),
+        (["--add-noqa"], "--add-noqa writes or prints once"),
+        (["--write-baseline", "b.json"], "--write-baseline writes or prints once"),
         (["--output-file", "x.txt"], "--output-file takes one report"),
-        (["--format", "json"], "--format json for one report; use full or concise"),
-        (["-"], "stdin is none"),
+        (["--format", "json"], "--format json is a single document; use full or concise"),
+        (["-"], "`-` is stdin"),
     ],
 )
 def test_what_makes_no_sense_with_it_is_refused(

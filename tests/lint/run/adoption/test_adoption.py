@@ -59,7 +59,7 @@ def test_only_what_the_baseline_does_not_know_counts(lint: Lint) -> None:
     Path("sub").mkdir()
     Path("sub/train.py").write_text(TRAIN)
     assert lint("--write-baseline", "base.json") == (
-        0, "1 finding is known by base.json from now on: mpguard lint --baseline base.json\n", "",
+        0, "Wrote 1 finding to base.json. Next: mpguard lint --baseline base.json\n", "",
     )  # fmt: skip
     assert json.loads(Path("base.json").read_text())["findings"] == [
         {"path": "sub/train.py", "code": "MPG101", "line": CAST.strip(), "count": 1}
@@ -113,9 +113,7 @@ def test_writing_a_part_over_the_whole_is_said(lint: Lint) -> None:
     Path("train.py").write_text(TRAIN)
     Path("mp.yaml").write_text(CONFIG)
     lint("--write-baseline", "a b.json")
-    output = (
-        "1 finding is known by a b.json from now on (1 that it knew before is out): mpguard lint --baseline 'a b.json'"
-    )
+    output = "Wrote 1 finding to a b.json (1 earlier one removed). Next: mpguard lint --baseline 'a b.json'"
     assert lint("--write-baseline", "a b.json", "train.py")[1] == f"{output}\n"
 
 
