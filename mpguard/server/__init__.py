@@ -1,1 +1,1 @@
-"""The language server: what `mpguard lint` reports, in an editor, about what is in its buffers."""
+"""The language server: the findings of `mpguard lint` for the buffers of an editor."""

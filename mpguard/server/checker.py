@@ -1,4 +1,4 @@
-"""Checks what is in an editor's buffers, and makes what its actions do of them. Knows nothing of the protocol."""
+"""Check the buffers of an editor and compute its actions, independent of the protocol."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpguard.lint.source.files import Kind, Target, excluded, kind_of
 from mpguard.lint.source.incremental import Trees
 from mpguard.server.client_settings import ClientSettings
 
-#: What the editor calls a language -> how it is read, and the suffix of a buffer that has no name yet.
+#: Language identifier of the editor -> kind of file, and the suffix of a buffer that has no file name yet.
 _LANGUAGES: dict[str, tuple[Kind, str]] = {
     "python": ("python", ".py"),
     "yaml": ("config", ".yaml"),
@@ -36,31 +36,31 @@ _LANGUAGES: dict[str, tuple[Kind, str]] = {
     "markdown": ("launch", ".md"),
 }
 
-#: A byte order mark, as some editors leave it at the beginning of a text.
-MARK = "\ufeff"
+#: The byte order mark, which some editors keep at the beginning of a text.
+BOM = "\ufeff"
 
-#: What an action does: a fix of one finding, a comment that suppresses one, all safe fixes.
+#: An action fixes one finding, suppresses one with a comment, or applies all safe fixes.
 Action = Literal["fix", "suppress", "fix-all"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """What is open in an editor: one text, or the cells of a notebook.
+    """A document that is open in an editor: one text, or the cells of a notebook.
 
-    path: absolute; where it would be saved, if it is nowhere yet. language: as the editor calls it.
-    folder, wishes: the workspace folder that it belongs to, and what the editor's settings ask for there.
-    cells: of a notebook, each with whether it is Python; None for one text.
+    path: absolute; for an unsaved document, where it would be saved. language: the editor's identifier.
+    folder, settings: the workspace folder of the document, and the editor's settings for that folder.
+    cells: the texts of a notebook's cells, each with True if it is Python; None for one text.
     """
 
     path: str
     language: str
     text: str
     folder: Path
-    wishes: ClientSettings
+    settings: ClientSettings
     cells: tuple[tuple[str, bool], ...] | None = None
 
     def target(self) -> Target | None:
-        """What the engine checks; None for what mpguard does not read, and for what `exclude` leaves out."""
+        """Return the target for the engine; None for a kind of file that mpguard does not read or that is excluded."""
         kind, path = self._kind()
         if kind is None or excluded(Path(path)):
             return None
@@ -70,11 +70,11 @@ class Buffer:
     def _kind(self) -> tuple[Kind | None, str]:
         if self.cells is not None:
             return "notebook", self.path
-        by_name = kind_of(self.path, self.wishes.include_markdown)
+        by_name = kind_of(self.path, self.settings.include_markdown)
         kind, suffix = _LANGUAGES.get(self.language, (None, ""))
         if not Path(self.path).suffix and suffix:
             return kind, self.path + suffix if by_name == "python" else self.path
-        if kind == "python" or by_name == "notebook":  # the JSON of a notebook: its places are those of cells
+        if kind == "python" or by_name == "notebook":  # a notebook opened as JSON text: findings are placed in cells
             return "python" if kind == "python" else None, self.path
         return (by_name or kind) if kind is not None or not self.language else None, self.path
 
@@ -82,72 +82,72 @@ class Buffer:
         if self.cells is not None:
             cells = [{"cell_type": "code" if python else "raw", "source": text} for text, python in self.cells]
             return json.dumps({"cells": cells, "metadata": {"language_info": {"name": "python"}}}).encode()
-        return encoded(self.text, kind == "python")
+        return encode(self.text, kind == "python")
 
 
 @dataclasses.dataclass(frozen=True)
 class BufferChange:
-    """What an action makes of a buffer: its text, without `MARK`, or those of its cells; or why it cannot be done."""
+    """The result of an action: the text of the buffer (without `BOM`) or of its cells, or why it cannot be done."""
 
     texts: tuple[str, ...] = ()
     problem: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class Said:
-    """What there is to say about a buffer. rests_on: the other files that were read for it, as absolute paths."""
+class BufferReport:
+    """The report of a buffer. dependencies: the absolute paths of the other files that were read for it."""
 
     report: FileReport
-    rests_on: frozenset[str]
+    dependencies: frozenset[str]
 
 
 class Checker:
-    """Checks buffers, one after another; what lies around them is read once, until `forget`.
+    """Checks buffers one after another. Other files (configs, modules, settings) are read once, until `forget`.
 
-    Within `looks.recording()` it knows what findings rest on.
+    Inside `tracked_fs.recording()`, reports have the dependencies of their findings.
     """
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self._read: set[str] = set()
+        self._files_read: set[str] = set()
         self._engines: dict[tuple[ClientSettings, Path], Engine] = {}
         self._trees = Trees()
 
     def forget(self) -> None:
-        """Files have changed: configs, modules, settings are read again."""
+        """Discard what was read from files, so that configs, modules and settings are read again."""
         tracked_fs.clear_run_caches()
         self._engines.clear()
-        self._read.clear()
-        gc.unfreeze()  # much of what `jobs` took for lasting is garbage now
+        self._files_read.clear()
+        gc.unfreeze()  # much of what `jobs` has frozen is garbage now
 
-    def report(self, buffer: Buffer, unsaved: Mapping[str, bytes]) -> Said | None:
-        """What there is to say about a buffer; None where it is none of ours. Raises `ConfigError` for settings.
+    def report(self, buffer: Buffer, unsaved: Mapping[str, bytes]) -> BufferReport | None:
+        """Return the report of a buffer; None if mpguard does not check it. Raises `ConfigError` for settings.
 
-        unsaved: what other files hold, where it is another content than the disk's.
+        unsaved: the contents of other files that differ from those on disk.
         """
         target = buffer.target()
         if target is None:
             return None
         tracked_fs.overlay(unsaved)
         engine = self._engine(buffer)
-        engine.selection(target.path)  # what is wrong with settings is the user's to mend, and no defect
+        engine.selection(target.path)  # raises for invalid settings here, as the check itself would report a defect
         engine.project.configs_for(target.path)
         report, trace = engine.check(target), tracked_fs.trace(target.path)
         read = {where for what, where in (trace.looks if trace else ()) if what == "file"}
-        self._read |= read
-        return Said(report, frozenset(read - {target.path}))
+        self._files_read |= read
+        return BufferReport(report, frozenset(read - {target.path}))
 
-    def changed(self, path: str) -> None:
-        """What an open file holds has changed: what was made of it before is forgotten."""
-        if path in self._read:
+    def file_changed(self, path: str) -> None:
+        """Discard what was read from files if an open file, whose content has changed, is one of them."""
+        if path in self._files_read:
             self.forget()
 
     def change(self, buffer: Buffer, action: Action, finding: Finding | None = None) -> BufferChange:
-        """What an action makes of a buffer. finding: the one that it is about. Raises `ConfigError` for settings."""
+        """Return the result of an action. finding: the one to fix or suppress. Raises `ConfigError` for settings."""
         target = buffer.target()
         if target is None or target.data is None:
             return BufferChange(problem="mpguard does not read this file")
-        named = dataclasses.replace(target, named=True)  # then the result is parsed, whether or not a rule could speak
+        named = dataclasses.replace(target, named=True)  # then the result is parsed even if no rule applies to it
         engine, data = self._engine(buffer), target.data
 
         def check(content: bytes) -> FileCheck:
@@ -157,40 +157,41 @@ class Checker:
             with timeout.computing():
                 checked = check(data)
                 if action == "fix-all":
-                    mended, _ = fixer.apply_fixes(data, checked, check, "safe")
+                    result, _ = fixer.apply_fixes(data, checked, check, "safe")
                 else:
-                    at = next((i for i, each in enumerate(checked.findings) if each == finding), None)
-                    if at is None:
-                        return BufferChange(problem="the finding is gone")
-                    diagnostic = checked.diagnostics[at]
+                    index = next((i for i, each in enumerate(checked.findings) if each == finding), None)
+                    if index is None:
+                        return BufferChange(problem="the finding no longer exists")
+                    diagnostic = checked.diagnostics[index]
                     if action == "fix":
-                        mended = fixer.fix_one(data, checked, check, diagnostic)
+                        result = fixer.fix_one(data, checked, check, diagnostic)
                     else:
                         one = dataclasses.replace(checked, diagnostics=[diagnostic])
-                        mended, _ = noqa.add_noqa(data, one, check, named)
+                        result, _ = noqa.add_noqa(data, one, check, named)
         except timeout.TimeoutExceeded:
-            self.forget()  # what was half made is of no use
-            return BufferChange(problem=f"still not done after {timeout.SECONDS} s of computing")
-        if mended is None or mended.after == mended.before:
-            none = "no comment suppresses it here" if action == "suppress" else "there is nothing to fix"
-            return BufferChange(problem="; ".join(mended.problems) if mended and mended.problems else none)
-        return BufferChange(_texts(mended.after, buffer))
+            self.forget()  # cached results may be incomplete
+            return BufferChange(problem=f"not finished after {timeout.SECONDS} s of computing")
+        if result is None or result.after == result.before:
+            reason = "no comment can suppress it here" if action == "suppress" else "there is nothing to fix"
+            return BufferChange(problem="; ".join(result.problems) if result and result.problems else reason)
+        return BufferChange(_texts(result.after, buffer))
 
     def _engine(self, buffer: Buffer) -> Engine:
-        key = (buffer.wishes, buffer.folder)
+        key = (buffer.settings, buffer.folder)
         if key not in self._engines:
-            self._engines[key] = Engine(self.rules, buffer.wishes.options(buffer.folder))
+            self._engines[key] = Engine(self.rules, buffer.settings.options(buffer.folder))
             self._engines[key].trees = self._trees
         return self._engines[key]
 
 
-def encoded(text: str, mark: bool = False) -> bytes:
-    """A text as a file's bytes. mark: say that it is UTF-8, whatever its coding line says: it is decoded already."""
-    bom = codecs.BOM_UTF8 if mark and not text.startswith(MARK) else b""
-    return bom + text.encode("utf-8", "replace")
+def encode(text: str, bom: bool = False) -> bytes:
+    """Return a text as UTF-8. bom: begin with a byte order mark, so that a coding line in the text is ignored."""
+    prefix = codecs.BOM_UTF8 if bom and not text.startswith(BOM) else b""
+    return prefix + text.encode("utf-8", "replace")
 
 
 def _texts(data: bytes, buffer: Buffer) -> tuple[str, ...]:
+    """Return the text of a buffer, or the texts of its cells, from the bytes that the engine checks."""
     if buffer.cells is not None:
         return tuple(cell["source"] for cell in json.loads(data)["cells"])
-    return (data.decode("utf-8").removeprefix(MARK),)
+    return (data.decode("utf-8").removeprefix(BOM),)

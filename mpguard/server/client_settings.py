@@ -1,4 +1,4 @@
-"""What the editor's settings ask for: the options of `mpguard lint`, under names that editors use."""
+"""The editor's settings for mpguard: options of `mpguard lint` in camel case, as editors spell settings."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mpguard.core.settings import codes, string, strings, truth
 from mpguard.lint.model.selection import Selectors
 from mpguard.lint.run.engine import Options
 
-#: The section of the editor's settings.
+#: The section of the editor's settings that mpguard reads.
 SECTION = "mpguard"
 
 
 @dataclasses.dataclass(frozen=True)
 class ClientSettings:
-    """Settings of an editor for one workspace folder; they beat `[tool.mpguard]`, as the command line does.
+    """Settings of an editor for one workspace folder. Like the command line, they override `[tool.mpguard]`.
 
-    configs: launch configs, from the folder.
+    configs: launch configs, relative to the folder.
     """
 
     select: tuple[str, ...] | None = None
@@ -32,7 +32,7 @@ class ClientSettings:
     include_markdown: bool = False
 
     def options(self, folder: Path) -> Options:
-        """As the engine takes them. Raises `ConfigError`."""
+        """Return the options for the engine. Raises `ConfigError`."""
         from mpguard.lint.project.launch_configs import launch_config
 
         if self.gpu is not None:
@@ -48,22 +48,22 @@ class ClientSettings:
 
 
 def read(given: object) -> ClientSettings:
-    """The wishes in what an editor sends: the section, or settings that hold it. Raises `SettingsError`."""
+    """Return the settings that an editor sends: the section itself, or an object with it. Raises `SettingsError`."""
     if isinstance(given, Mapping) and SECTION in given:
         given = given[SECTION]
     if given is None:
         return ClientSettings()
     if not isinstance(given, Mapping):
-        raise SettingsError(f"the editor's settings of mpguard are {given!r}; an object is needed")
+        raise SettingsError(f"the editor's setting mpguard is {given!r}; an object is needed")
     values: dict[str, Any] = {}
     for key, value in given.items():
         if key not in _KEYS:
             raise SettingsError(f"the editor's settings: there is no setting `mpguard.{key}`{did_you_mean(key, _KEYS)}")
-        name, taken, needed = _KEYS[key]
+        name, convert, needed = _KEYS[key]
         if value is None:
             continue
         try:
-            values[name] = taken(value)
+            values[name] = convert(value)
         except ValueError:
             raise SettingsError(f"the editor's setting mpguard.{key} is {value!r}; {needed} is needed") from None
     return ClientSettings(**values)

@@ -1,7 +1,7 @@
-"""Work for the main thread, handed over by the one that speaks with the editor.
+"""A queue of work for the main thread, filled by the thread that communicates with the editor.
 
-Only in the main thread can the time that one file takes be limited, and there one check at a time is all that Python
-can do; meanwhile the other thread goes on answering.
+The time that one file takes can be limited only in the main thread, and Python runs only one check at a time anyway;
+meanwhile the other thread keeps answering.
 """
 
 from __future__ import annotations
@@ -18,57 +18,57 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-#: Seconds without work after which garbage is collected: facts of the last version, which refer in circles. What is
-#: alive then, trees above all, is no garbage for long, and left out from there on: a collection takes 6 ms, not 250.
+#: Seconds without work before garbage is collected, which is mostly the facts of the last version: they contain cycles.
+#: Objects that are alive then, mostly syntax trees, are frozen, so that later collections skip them: 6 ms, not 250.
 PAUSE = 0.02
-#: And seconds after which it is looked for everywhere.
+#: Seconds without work before frozen objects are collected too.
 REST = 20
 
 
 @dataclasses.dataclass(order=True)
 class _Job:
-    """work: None is the end."""
+    """One entry of the queue, ordered by priority and number. work: None stops the queue."""
 
-    turn: int
+    priority: int
     number: int
     future: Future[Any] = dataclasses.field(compare=False)
     work: Callable[[], Any] | None = dataclasses.field(compare=False)
 
 
 class Jobs:
-    """ended: whether `run` has returned."""
+    """A queue of work. stopped: set when `run` returns."""
 
     def __init__(self) -> None:
-        self.ended = threading.Event()
+        self.stopped = threading.Event()
         self._queue: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._numbers = itertools.count()
 
-    async def do(self, work: Callable[[], Result], waits: bool = True) -> Result:
-        """The result of some work, or what it raises. Cancelled before its turn, it is not begun.
+    async def submit(self, work: Callable[[], Result], urgent: bool = True) -> Result:
+        """Return the result of some work, or raise what it raises. If cancelled before it starts, it never runs.
 
-        waits: somebody does; else it lets what is waited for pass.
+        urgent: the user is waiting for the result; other work runs after all urgent work.
         """
         future: Future[Result] = Future()
-        self._queue.put(_Job(0 if waits else 1, next(self._numbers), future, work))
+        self._queue.put(_Job(0 if urgent else 1, next(self._numbers), future, work))
         return await asyncio.wrap_future(future)
 
     def run(self) -> None:
-        """Does what is asked until `end`; garbage is collected when nothing is."""
-        waits: list[float] = []
+        """Do the submitted work until `stop`, and collect garbage in pauses."""
+        delays: list[float] = []
         while True:
             try:
-                job = self._queue.get(timeout=waits[0] if waits else None)
+                job = self._queue.get(timeout=delays[0] if delays else None)
             except queue.Empty:
-                if waits.pop(0) == REST:
+                if delays.pop(0) == REST:
                     gc.unfreeze()
                 gc.collect()
                 gc.freeze()
                 continue
             future, work = job.future, job.work
             if work is None:
-                self.ended.set()
+                self.stopped.set()
                 return
-            waits = [PAUSE, REST]
+            delays = [PAUSE, REST]
             if not future.set_running_or_notify_cancel():
                 continue
             try:
@@ -78,5 +78,6 @@ class Jobs:
             else:
                 future.set_result(result)
 
-    def end(self) -> None:
+    def stop(self) -> None:
+        """Stop `run` after the work in progress, before any that is queued."""
         self._queue.put(_Job(-1, 0, Future(), None))

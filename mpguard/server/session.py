@@ -1,4 +1,4 @@
-"""One session with an editor: its buffers, what was last said about each, and when each is checked."""
+"""A session with an editor: its buffers, what was published for each, and when each is checked."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from mpguard.lint.model.finding import Finding, Lines, PlacedNote
 from mpguard.lint.model.result import FileReport
 from mpguard.lint.source.files import PYTHON
 from mpguard.server import client_settings, to_lsp
-from mpguard.server.checker import MARK, Action, Buffer, BufferChange, Checker, encoded
+from mpguard.server.checker import BOM, Action, Buffer, BufferChange, Checker, encode
 from mpguard.server.client_settings import ClientSettings
 from mpguard.server.jobs import Jobs
 from mpguard.server.positions import PositionMapper
 from mpguard.server.to_lsp import PublishedFinding
 
-#: Seconds without a further keystroke before a text is checked, and without a further change of files before all are.
+#: Seconds without another keystroke before a text is checked, and without another file change before all texts are.
 TYPING, SAVING = 0.01, 0.2
-#: Seconds after which files are read again where the editor does not say when they change.
+#: Seconds after which files are read again if the editor does not report changes of files.
 UNWATCHED = 5
 
-#: Of what is checked: files, and what is nowhere yet. Others are shown for looking (an old version, a log).
+#: Schemes of URIs that are checked: files, and new documents. Others are read-only views (an old version, a log).
 _SCHEMES = ("file", "untitled")
 
-#: Files that findings may rest on.
+#: Files that findings may depend on.
 _WATCHED = (
     "**/*.{py,yaml,yml,json,toml,sh,bash,slurm,sbatch,mk}",
     "**/{Makefile,README*,requirements*.txt,setup.cfg}",
@@ -52,53 +52,54 @@ _NOTEBOOKS = types.NotebookDocumentSyncOptions(
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """What was last said about a buffer. texts: the URIs of its texts (of the cells of a notebook), in order.
+class PublishedBuffer:
+    """What was last published for a buffer.
 
-    rests_on: the other files that were read for it.
+    texts: the URIs of its texts, which are the cells of a notebook, in order.
+    dependencies: the paths of the other files that were read for the report.
     """
 
     buffer: Buffer
     report: FileReport | None
     texts: tuple[str, ...]
-    rests_on: frozenset[str] = frozenset()
-    shown: tuple[PublishedFinding, ...] = ()
+    dependencies: frozenset[str] = frozenset()
+    findings: tuple[PublishedFinding, ...] = ()
     diagnostics: tuple[types.Diagnostic, ...] = ()
 
 
 class Session(LanguageServer):
-    """Everything here runs in the thread that speaks with the editor; `jobs` does what takes time.
+    """The server of one editor. Its methods run in the thread that communicates with the editor; `jobs` runs checks.
 
-    trouble: what went wrong before there was an editor to tell.
+    startup_error: an error from before the connection, which is shown once the editor is connected.
     """
 
-    def __init__(self, checker: Checker, jobs: Jobs, trouble: MpguardError | None = None) -> None:
+    def __init__(self, checker: Checker, jobs: Jobs, startup_error: MpguardError | None = None) -> None:
         super().__init__("mpguard", __version__, notebook_document_sync=_NOTEBOOKS)
-        self.checker, self.jobs, self.trouble = checker, jobs, trouble
-        self.wishes: dict[str | None, ClientSettings] = {None: ClientSettings()}
-        self.answers: dict[str, Answer] = {}
-        self._waiting: dict[str, asyncio.Task[None]] = {}
-        self._said: set[str] = set()
-        self._trouble: dict[str, str] = {}
+        self.checker, self.jobs, self.startup_error = checker, jobs, startup_error
+        self.settings: dict[str | None, ClientSettings] = {None: ClientSettings()}
+        self.published: dict[str, PublishedBuffer] = {}
+        self._scheduled: dict[str, asyncio.Task[None]] = {}
+        self._shown_once: set[str] = set()
+        self._config_errors: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._watched = False
-        self._read = 0.0
+        self._client_watches_files = False
+        self._last_read = 0.0
 
     # -- buffers ----------------------------------------------------------------------------------
 
     def owner(self, uri: str) -> str:
-        """The notebook of a cell; other texts are their own."""
+        """Return the URI of the notebook that a cell belongs to; any other URI unchanged."""
         notebook = self.workspace.get_notebook_document(cell_uri=uri)
         return uri if notebook is None else notebook.uri
 
-    def open(self) -> list[str]:
-        """The URIs of all that is open: texts, and notebooks."""
+    def open_buffers(self) -> list[str]:
+        """Return the URIs of all open texts and notebooks."""
         notebooks = [each.uri for each in self.workspace.notebook_documents.values()]
         texts = [each.uri for each in self.workspace.text_documents.values()]
         return notebooks + [uri for uri in texts if self.owner(uri) == uri]
 
     def buffer(self, uri: str) -> tuple[Buffer, tuple[str, ...]] | None:
-        """What is open under a URI now, with the URIs of its texts; None where nothing is."""
+        """Return the current buffer of a URI and the URIs of its texts; None if it is not open or not checked."""
         if uris.urlparse(uri)[0] not in _SCHEMES:
             return None
         notebook = self.workspace.get_notebook_document(notebook_uri=uri)
@@ -108,27 +109,27 @@ class Session(LanguageServer):
                 (document.source, cell.kind == types.NotebookCellKind.Code and document.language_id == "python")
                 for cell, document in zip(notebook.cells, documents, strict=True)
             )
-            path, folder, asked = self._place(uri)
-            return Buffer(path, "", "", folder, asked, cells), tuple(each.uri for each in documents)
+            path, folder, settings = self._locate(uri)
+            return Buffer(path, "", "", folder, settings, cells), tuple(each.uri for each in documents)
         open_texts = self.workspace.text_documents.values()
         text = next((each for each in open_texts if each.uri == uri), None)
         if text is None:
             return None
-        path, folder, asked = self._place(uri)
-        return Buffer(path, text.language_id or "", text.source, folder, asked), (uri,)
+        path, folder, settings = self._locate(uri)
+        return Buffer(path, text.language_id or "", text.source, folder, settings), (uri,)
 
-    def _place(self, uri: str) -> tuple[str, Path, ClientSettings]:
-        """Where a URI lies, or would be saved: its path, its workspace folder, and what is asked for there."""
+    def _locate(self, uri: str) -> tuple[str, Path, ClientSettings]:
+        """Return the path of a URI (for a new document: a possible one), its workspace folder and its settings."""
         path = uris.to_fs_path(uri)
-        folders = [(Path(found), each.uri) for each in self._folders() if (found := uris.to_fs_path(each.uri))]
+        folders = [(Path(folder), each.uri) for each in self._folders() if (folder := uris.to_fs_path(each.uri))]
         if path is None:
             name = Path(uris.urlparse(uri)[2]).name or "untitled"
             path = str((folders[0][0] if folders else Path.cwd()) / name)
-        around = [pair for pair in folders if Path(path).is_relative_to(pair[0])]
-        if not around:
-            return path, Path(path).parent, self.wishes[None]
-        folder, key = max(around, key=lambda pair: len(pair[0].parts))
-        return path, folder, self.wishes.get(key, self.wishes[None])
+        parents = [pair for pair in folders if Path(path).is_relative_to(pair[0])]
+        if not parents:
+            return path, Path(path).parent, self.settings[None]
+        nearest, key = max(parents, key=lambda pair: len(pair[0].parts))
+        return path, nearest, self.settings.get(key, self.settings[None])
 
     def _folders(self) -> list[types.WorkspaceFolder]:
         folders = list(self.workspace.folders.values())
@@ -137,150 +138,155 @@ class Session(LanguageServer):
 
     # -- checking ---------------------------------------------------------------------------------
 
-    def soon(self, uri: str, delay: float = TYPING) -> None:
-        """Checks a buffer when nothing has changed in it for a moment; those that are typed into come first."""
-        before = self._waiting.pop(uri, None)
-        if before is not None:
-            before.cancel()
-        self._waiting[uri] = asyncio.ensure_future(self._later(uri, delay))
+    def schedule_check(self, uri: str, delay: float = TYPING) -> None:
+        """Check a buffer after a delay without further changes. Checks after typing run before other checks."""
+        earlier = self._scheduled.pop(uri, None)
+        if earlier is not None:
+            earlier.cancel()
+        self._scheduled[uri] = asyncio.ensure_future(self._check_after(uri, delay))
 
     def recheck_all(self) -> None:
-        """Files or settings have changed: what is known of them is forgotten, and all that is open is checked."""
-        self.soon("", SAVING)
-        for uri in self.open():
-            self.soon(uri, SAVING)
+        """Discard what was read from files, and check all open buffers, as files or settings have changed."""
+        self.schedule_check("", SAVING)
+        for uri in self.open_buffers():
+            self.schedule_check(uri, SAVING)
 
-    async def _later(self, uri: str, delay: float) -> None:
+    async def _check_after(self, uri: str, delay: float) -> None:
         await asyncio.sleep(delay)
         try:
-            await (self.checked(uri, delay < SAVING) if uri else self.jobs.do(self.checker.forget))
+            await (self.check_buffer(uri, delay < SAVING) if uri else self.jobs.submit(self.checker.forget))
         except Exception as error:
-            self.say(f"a defect of the server: {error!r}", once=repr(error), more=traceback.format_exc())
-        self._waiting.pop(uri, None)
+            self.show_error(f"a defect of the server: {error!r}", once=repr(error), log=traceback.format_exc())
+        self._scheduled.pop(uri, None)
 
-    async def checked(self, uri: str, waits: bool = True) -> Answer | None:
-        """What there is to say about a buffer as it is now: it is checked, and published, unless it has not changed.
+    async def check_buffer(self, uri: str, urgent: bool = True) -> PublishedBuffer | None:
+        """Check a buffer and publish the result, unless it is unchanged; return what is published for it.
 
-        waits: whether somebody looks at it.
+        Returns None if the buffer is not open, or was changed during the check. urgent: the user is waiting.
         """
-        now = self.buffer(uri)
-        if now is None:
+        current = self.buffer(uri)
+        if current is None:
             return None
-        known = self.answers.get(uri)
-        if known is not None and (known.buffer, known.texts) == now and uri not in self._waiting:
-            return known
-        buffer, texts = now
+        before = self.published.get(uri)
+        if before is not None and (before.buffer, before.texts) == current and uri not in self._scheduled:
+            return before
+        buffer, texts = current
         try:
-            await self._refreshed()
-            said = await self.jobs.do(functools.partial(self.checker.report, buffer, self._unsaved(buffer.path)), waits)
-            self._trouble.pop(uri, None)
+            await self._forget_if_unwatched()
+            check = functools.partial(self.checker.report, buffer, self._unsaved(buffer.path))
+            result = await self.jobs.submit(check, urgent)
+            self._config_errors.pop(uri, None)
         except ConfigError as error:
-            if str(error) not in self._trouble.values():
-                self.say(str(error))
-            self._trouble[uri] = str(error)
-            said = None
-        if self.buffer(uri) != now:
-            return None  # it has changed in the meantime, and waits for its next turn
-        report, rests_on = (said.report, said.rests_on) if said else (None, frozenset[str]())
-        answer = self._answered(Answer(buffer, report, texts, rests_on))
-        self._publish(uri, answer)
-        if not _is_saved(buffer) if known is None else known.buffer.text != buffer.text:
-            self._ripple(buffer.path)
-        return answer
+            if str(error) not in self._config_errors.values():
+                self.show_error(str(error))
+            self._config_errors[uri] = str(error)
+            result = None
+        if self.buffer(uri) != current:
+            return None  # the change has scheduled another check
+        report, dependencies = (result.report, result.dependencies) if result else (None, frozenset[str]())
+        published = self._with_diagnostics(PublishedBuffer(buffer, report, texts, dependencies))
+        self._publish(uri, published)
+        if not _is_saved(buffer) if before is None else before.buffer.text != buffer.text:
+            self._recheck_dependents(buffer.path)
+        return published
 
     def _unsaved(self, path: str) -> dict[str, bytes]:
-        """What other open files hold, by their paths."""
-        texts = self.workspace.text_documents.values()
-        found = {uris.to_fs_path(each.uri): each.source for each in texts if uris.urlparse(each.uri)[0] == "file"}
-        return {name: encoded(text, name.endswith(PYTHON)) for name, text in found.items() if name and name != path}
+        """Return the contents of the other open files, by path."""
+        documents = self.workspace.text_documents.values()
+        texts = {uris.to_fs_path(each.uri): each.source for each in documents if uris.urlparse(each.uri)[0] == "file"}
+        return {name: encode(text, name.endswith(PYTHON)) for name, text in texts.items() if name and name != path}
 
-    def _ripple(self, path: str) -> None:
-        """An open file holds something else: what rests on it is checked again, when nobody waits for anything."""
-        resting = [uri for uri, answer in self.answers.items() if path in answer.rests_on]
-        self._aside(self.jobs.do(functools.partial(self.checker.changed, path)))
-        for uri in resting:
-            self.soon(uri, SAVING)
+    def _recheck_dependents(self, path: str) -> None:
+        """Check the buffers that depend on a changed open file, after all urgent work."""
+        dependents = [uri for uri, published in self.published.items() if path in published.dependencies]
+        self._in_background(self.jobs.submit(functools.partial(self.checker.file_changed, path)))
+        for uri in dependents:
+            self.schedule_check(uri, SAVING)
 
-    def _aside(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
-        self._tasks.add(task)  # asyncio itself keeps no task alive
+        self._tasks.add(task)  # asyncio itself keeps no reference to a task
         task.add_done_callback(self._tasks.discard)
 
-    async def _refreshed(self) -> None:
-        """Files that nobody watches may have changed: what is known of them is forgotten now and then."""
+    async def _forget_if_unwatched(self) -> None:
+        """Discard what was read from files every `UNWATCHED` seconds if the editor does not report their changes."""
         now = asyncio.get_running_loop().time()
-        if not self._watched and now > self._read + UNWATCHED:
-            self._read = now
-            await self.jobs.do(self.checker.forget)
+        if not self._client_watches_files and now > self._last_read + UNWATCHED:
+            self._last_read = now
+            await self.jobs.submit(self.checker.forget)
 
-    def _answered(self, answer: Answer) -> Answer:
-        shown, said = [], []
-        for finding in answer.report.findings if answer.report else ():
+    def _with_diagnostics(self, published: PublishedBuffer) -> PublishedBuffer:
+        """Add the findings of the report and their diagnostics. Defects of rules are shown as errors."""
+        findings, diagnostics = [], []
+        for finding in published.report.findings if published.report else ():
             index = (finding.cell or 1) - 1
-            ruler = self._ruler(answer, index)
-            place = ruler.range((finding.line, finding.column), (finding.end_line, finding.end_column))
-            shown.append(PublishedFinding(answer.texts[index], place, finding))
-            elsewhere = functools.partial(self._elsewhere, answer, finding)
-            said.append(to_lsp.diagnostic(shown[-1], ruler, elsewhere))
-        for defect in answer.report.defects if answer.report else ():
-            self.say(str(defect), once=f"{defect.code} {defect.error}", more=defect.traceback)
-        return dataclasses.replace(answer, shown=tuple(shown), diagnostics=tuple(said))
+            mapper = self._mapper(published, index)
+            marked = mapper.range((finding.line, finding.column), (finding.end_line, finding.end_column))
+            findings.append(PublishedFinding(published.texts[index], marked, finding))
+            locate = functools.partial(self._location, published, finding)
+            diagnostics.append(to_lsp.diagnostic(findings[-1], mapper, locate))
+        for defect in published.report.defects if published.report else ():
+            self.show_error(str(defect), once=f"{defect.code} {defect.error}", log=defect.traceback)
+        return dataclasses.replace(published, findings=tuple(findings), diagnostics=tuple(diagnostics))
 
-    def _elsewhere(self, answer: Answer, finding: Finding, note: PlacedNote) -> types.Location | None:
-        path, mark, cell = (note.path or "").rpartition(":cell ")
-        if mark and path == finding.path and note.start and note.end:
+    def _location(self, published: PublishedBuffer, finding: Finding, note: PlacedNote) -> types.Location | None:
+        """Return the location of a note in another file, or in another cell of the same notebook."""
+        path, separator, cell = (note.path or "").rpartition(":cell ")
+        if separator and path == finding.path and note.start and note.end:
             index = int(cell) - 1
-            return types.Location(answer.texts[index], self._ruler(answer, index).range(note.start, note.end))
+            return types.Location(published.texts[index], self._mapper(published, index).range(note.start, note.end))
         return to_lsp.location(note, lambda line: PositionMapper(Lines(line), self.workspace.position_codec))
 
-    def _ruler(self, answer: Answer, index: int) -> PositionMapper:
-        cells = answer.buffer.cells
+    def _mapper(self, published: PublishedBuffer, index: int) -> PositionMapper:
+        cells = published.buffer.cells
         if cells is not None:
             return PositionMapper(_lines(cells[index][0]), self.workspace.position_codec)
-        text = answer.buffer.text.removeprefix(MARK)
-        return PositionMapper(_lines(text), self.workspace.position_codec, MARK if text != answer.buffer.text else "")
+        text = published.buffer.text.removeprefix(BOM)
+        bom = BOM if text != published.buffer.text else ""
+        return PositionMapper(_lines(text), self.workspace.position_codec, bom)
 
-    def _publish(self, uri: str, answer: Answer) -> None:
-        before = self.answers.get(uri)
-        self.answers[uri] = answer
-        for text in dict.fromkeys((*answer.texts, *(before.texts if before else ()))):
-            found = [said for said, shown in zip(answer.diagnostics, answer.shown, strict=True) if shown.uri == text]
-            version = self.workspace.get_text_document(text).version if text in answer.texts else None
-            self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(text, found, version))
+    def _publish(self, uri: str, published: PublishedBuffer) -> None:
+        before = self.published.get(uri)
+        self.published[uri] = published
+        pairs = list(zip(published.diagnostics, published.findings, strict=True))
+        for text in dict.fromkeys((*published.texts, *(before.texts if before else ()))):
+            diagnostics = [diagnostic for diagnostic, finding in pairs if finding.uri == text]
+            version = self.workspace.get_text_document(text).version if text in published.texts else None
+            self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(text, diagnostics, version))
 
-    def closed(self, uri: str) -> None:
-        """A buffer is gone: nothing is said about it any more."""
-        waiting = self._waiting.pop(uri, None)
-        if waiting is not None:
-            waiting.cancel()
-        answer = self.answers.pop(uri, None)
-        if answer is not None and not _is_saved(answer.buffer):
-            self._ripple(answer.buffer.path)  # it holds what the disk does, from here on
-        for text in answer.texts if answer else ():
+    def close_buffer(self, uri: str) -> None:
+        """Remove the diagnostics of a buffer that was closed, and cancel its check."""
+        scheduled = self._scheduled.pop(uri, None)
+        if scheduled is not None:
+            scheduled.cancel()
+        published = self.published.pop(uri, None)
+        if published is not None and not _is_saved(published.buffer):
+            self._recheck_dependents(published.buffer.path)  # the content on disk counts from now on
+        for text in published.texts if published else ():
             self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(text, []))
 
     # -- actions ----------------------------------------------------------------------------------
 
     async def change(
-        self, uri: str, answer: Answer, action: Action, shown: PublishedFinding | None
+        self, uri: str, published: PublishedBuffer, action: Action, target: PublishedFinding | None
     ) -> types.WorkspaceEdit | str:
-        """What an action does to the texts of a buffer, or why it cannot be done."""
-        finding = shown.finding if shown else None
+        """Return the edit of an action, or the reason why it cannot be done. target: the finding of the action."""
+        finding = target.finding if target else None
         try:
-            made = await self.jobs.do(functools.partial(self.checker.change, answer.buffer, action, finding))
+            result = await self.jobs.submit(functools.partial(self.checker.change, published.buffer, action, finding))
         except ConfigError as error:
-            made = BufferChange(problem=str(error))
-        if made.problem:
-            return made.problem
-        if self.buffer(uri) != (answer.buffer, answer.texts):
-            return "the text has changed in the meantime"
+            result = BufferChange(problem=str(error))
+        if result.problem:
+            return result.problem
+        if self.buffer(uri) != (published.buffer, published.texts):
+            return "the text has changed since"
         edits: dict[str, list[types.TextEdit]] = {}
-        for index, (text, after) in enumerate(zip(answer.texts, made.texts, strict=True)):
-            changed = self._ruler(answer, index).edits(after)
-            if changed:
-                edits[text] = changed
-        able = self.client_capabilities.workspace and self.client_capabilities.workspace.workspace_edit
-        if not (able and able.document_changes):
+        for index, (text, after) in enumerate(zip(published.texts, result.texts, strict=True)):
+            of_text = self._mapper(published, index).edits(after)
+            if of_text:
+                edits[text] = of_text
+        capability = self.client_capabilities.workspace and self.client_capabilities.workspace.workspace_edit
+        if not (capability and capability.document_changes):
             return types.WorkspaceEdit(changes=dict(edits))
         versions = {text: self.workspace.get_text_document(text).version for text in edits}
         return types.WorkspaceEdit(
@@ -292,69 +298,72 @@ class Session(LanguageServer):
 
     # -- settings ---------------------------------------------------------------------------------
 
-    def wish(self, given: object, folder: str | None = None) -> None:
-        """Takes the editor's settings, for a workspace folder or for all; what is wrong in them is said."""
+    def set_settings(self, given: object, folder: str | None = None) -> None:
+        """Store the editor's settings for a workspace folder, or for all (None). Invalid ones are shown as errors."""
         try:
-            self.wishes[folder] = client_settings.read(given)
+            self.settings[folder] = client_settings.read(given)
         except MpguardError as error:
-            self.say(str(error))
+            self.show_error(str(error))
 
-    async def ask_for_wishes(self) -> None:
-        """Asks the editor for its settings, if it can be asked."""
-        able = self.client_capabilities.workspace
-        if able is None or not able.configuration:
+    async def request_settings(self) -> None:
+        """Request the settings from the editor, if it supports that, and check all open buffers."""
+        capability = self.client_capabilities.workspace
+        if capability is None or not capability.configuration:
             return
         folders = [each.uri for each in self._folders()]
         items = [types.ConfigurationItem(scope, client_settings.SECTION) for scope in (None, *folders)]
         given = await self.workspace_configuration_async(types.ConfigurationParams(items))
         for folder, each in zip((None, *folders), given, strict=False):
             if each is not None:
-                self.wish(each, folder)
+                self.set_settings(each, folder)
             elif folder is not None:
-                self.wishes.pop(folder, None)
+                self.settings.pop(folder, None)
         self.recheck_all()
 
-    async def be_told(self) -> None:
-        """Asks the editor to say when its settings change, and files that findings may rest on, if it can."""
-        able = self.client_capabilities.workspace
-        made: list[types.Registration] = []
-        if able and able.did_change_configuration and able.did_change_configuration.dynamic_registration:
+    async def register_watchers(self) -> None:
+        """Request notifications for changes of settings and of files that findings may depend on, if supported."""
+        capability = self.client_capabilities.workspace
+        settings = capability.did_change_configuration if capability else None
+        watched = capability.did_change_watched_files if capability else None
+        registrations: list[types.Registration] = []
+        if settings and settings.dynamic_registration:
             section = types.DidChangeConfigurationRegistrationOptions(client_settings.SECTION)
-            made.append(types.Registration("mpguard-settings", types.WORKSPACE_DID_CHANGE_CONFIGURATION, section))
-        watches = able and able.did_change_watched_files and able.did_change_watched_files.dynamic_registration
-        if watches:
+            registrations.append(
+                types.Registration("mpguard-settings", types.WORKSPACE_DID_CHANGE_CONFIGURATION, section)
+            )
+        self._client_watches_files = bool(watched and watched.dynamic_registration)
+        if self._client_watches_files:
             watchers: list[Any] = [types.FileSystemWatcher(pattern) for pattern in _WATCHED]
             files = types.DidChangeWatchedFilesRegistrationOptions(watchers)
-            made.append(types.Registration("mpguard-files", types.WORKSPACE_DID_CHANGE_WATCHED_FILES, files))
-        if made:
-            await self.client_register_capability_async(types.RegistrationParams(made))
-        self._watched = bool(watches)
+            registrations.append(types.Registration("mpguard-files", types.WORKSPACE_DID_CHANGE_WATCHED_FILES, files))
+        if registrations:
+            await self.client_register_capability_async(types.RegistrationParams(registrations))
 
-    # -- talk -------------------------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------------
 
-    def say(self, message: str, once: str = "", more: str = "") -> None:
-        """An error that the user sees. once: what it is about, where it is said once. more: for the log."""
-        if once and once in self._said:
+    def show_error(self, message: str, once: str = "", log: str = "") -> None:
+        """Show an error to the user. once: a key under which it is shown only once. log: text for the editor's log."""
+        if once and once in self._shown_once:
             return
-        self._said.add(once)
+        self._shown_once.add(once)
         self.window_show_message(types.ShowMessageParams(types.MessageType.Error, f"mpguard: {message}"))
-        if more:
-            self.window_log_message(types.LogMessageParams(types.MessageType.Error, more))
+        if log:
+            self.window_log_message(types.LogMessageParams(types.MessageType.Error, log))
 
     def report_server_error(self, error: Exception, source: Any) -> None:
-        """pygls' own errors; those of requests are answers already."""
+        """Report an error inside pygls; errors of requests are sent as responses already."""
         with contextlib.suppress(Exception):
             super().report_server_error(error, source)
 
 
 def _is_saved(buffer: Buffer) -> bool:
     try:
-        return Path(buffer.path).read_bytes() == encoded(buffer.text)
+        return Path(buffer.path).read_bytes() == encode(buffer.text)
     except OSError:
         return False
 
 
 @functools.lru_cache(16)
 def _lines(text: str) -> Lines:
-    """Many findings in one text share them."""
+    """Return the lines of a text; cached, because all findings of a text need them."""
     return Lines(text)

@@ -1,4 +1,4 @@
-"""Starts the server on stdin and stdout, and ends it."""
+"""Start the server on stdin and stdout, and end it."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from mpguard.server.features import register
 from mpguard.server.jobs import Jobs
 from mpguard.server.session import Session
 
-#: Seconds for a check that is under way when the editor leaves.
-PATIENCE = 0.5
+#: Seconds that a running check gets to finish when the editor disconnects.
+GRACE_PERIOD = 0.5
 
 
 def start(isolated: bool) -> int:
-    """Serves one editor until it says `exit` or is gone; returns the exit status that the protocol asks for."""
+    """Serve one editor until it sends `exit` or disconnects; return the exit status that the protocol requires."""
     incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a rule prints is for the log, and would break the protocol
+    os.dup2(2, 1)  # output of a rule goes to the log; on stdout it would break the protocol
     sys.stdout = sys.stderr
     jobs = Jobs()
     with settings.isolated(isolated), tracked_fs.recording():
         try:
-            found, trouble = rules(), None
+            loaded, startup_error = rules(), None
         except ExtensionError as error:
-            found, trouble = rules(own_only=True), error
-        server = Session(Checker(found), jobs, trouble)
+            loaded, startup_error = rules(own_only=True), error
+        server = Session(Checker(loaded), jobs, startup_error)
         register(server)
 
         def serve() -> None:
             try:
                 server.start_io(incoming, outgoing)
             finally:
-                jobs.end()
-                if not jobs.ended.wait(PATIENCE):  # a check is under way, which nobody waits for any more
+                jobs.stop()
+                if not jobs.stopped.wait(GRACE_PERIOD):  # a check is still running, and its result is no longer needed
                     sys.stderr.flush()
                     os._exit(_status(server))
 
         threading.Thread(target=serve, daemon=True).start()
         for module in ("mpguard.lint.facts.file", "mpguard.lint.facts.domain.config_dicts"):
-            importlib.import_module(module)  # while the editor makes itself known: the first check is fast then
-        # Trees are many objects and little garbage, which `jobs` collects in pauses; what is loaded by now stays.
+            importlib.import_module(module)  # during the editor's handshake, so that the first check is fast
+        # Syntax trees are many objects and little garbage, which `jobs` collects in pauses. What is loaded now stays.
         gc.freeze()
         gc.set_threshold(200_000, 50, 100)
         try:
             jobs.run()
-        except KeyboardInterrupt:  # the other thread waits for a line of the terminal, and cannot be woken
+        except KeyboardInterrupt:  # the other thread blocks on reading the terminal, and cannot be interrupted
             sys.stderr.flush()
             os._exit(130)
     return _status(server)
 
 
 def _status(server: Session) -> int:
-    """What the protocol asks for: 0 where the editor said that it would leave."""
+    """Return the exit status that the protocol requires: 0 if the editor sent `shutdown` before."""
     return 0 if server.protocol._shutdown else 1

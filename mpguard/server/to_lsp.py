@@ -1,4 +1,4 @@
-"""Findings as the editor shows them: diagnostics, pages, and actions."""
+"""Conversion of findings to the protocol: diagnostics, hovers, and kinds of actions."""
 
 from __future__ import annotations
 
@@ -27,37 +27,39 @@ _SEVERITIES = {
 
 @dataclasses.dataclass(frozen=True)
 class PublishedFinding:
-    """A finding as it was sent, and where it stands in its text. uri: of the text, or of the notebook's cell."""
+    """A finding that was sent to the editor. uri: of the text, or of the notebook's cell. range: in that text."""
 
     uri: str
     range: types.Range
     finding: Finding
 
-    def touches(self, other: types.Range) -> bool:
+    def overlaps(self, other: types.Range) -> bool:
+        """True if the finding and a range overlap or touch."""
         return _pair(self.range.start) <= _pair(other.end) and _pair(other.start) <= _pair(self.range.end)
 
 
 def diagnostic(
-    shown: PublishedFinding, ruler: PositionMapper, elsewhere: Callable[[PlacedNote], types.Location | None]
+    published: PublishedFinding, mapper: PositionMapper, locate: Callable[[PlacedNote], types.Location | None]
 ) -> types.Diagnostic:
-    """elsewhere: where in another text, or cell, a note points to."""
-    finding = shown.finding
-    said, related = [finding.message], []
+    """Return the diagnostic of a finding. locate: returns the location of a note in another text or cell."""
+    finding = published.finding
+    lines, related = [finding.message], []
     for note in finding.notes:
         if note.start is None:
-            said.append(note.message if note.path is None else f"{note.path}: {note.message}")
+            lines.append(note.message if note.path is None else f"{note.path}: {note.message}")
             continue
         if note.path is None:
-            place: types.Location | None = types.Location(shown.uri, ruler.range(note.start, note.end or note.start))
+            marked = mapper.range(note.start, note.end or note.start)
+            place: types.Location | None = types.Location(published.uri, marked)
         else:
-            place = elsewhere(note)
+            place = locate(note)
         if place is not None:
             related.append(types.DiagnosticRelatedInformation(place, note.message))
-    said += [finding.help] if finding.help else []
+    lines += [finding.help] if finding.help else []
     url = manual_url(finding.code)
     return types.Diagnostic(
-        range=shown.range,
-        message="\n".join(said),
+        range=published.range,
+        message="\n".join(lines),
         severity=_SEVERITIES[finding.severity],
         code=finding.code,
         code_description=types.CodeDescription(url) if url else None,
@@ -67,33 +69,33 @@ def diagnostic(
     )
 
 
-def location(note: PlacedNote, ruler: Callable[[str], PositionMapper]) -> types.Location | None:
-    """Where a note points to in another file. ruler: of a text."""
+def location(note: PlacedNote, mapper: Callable[[str], PositionMapper]) -> types.Location | None:
+    """Return the location of a note in another file; None if it has none. mapper: returns the mapper of a text."""
     if note.path is None or note.start is None:
         return None
     uri = uris.from_fs_path(str(Path(note.path).absolute()))
     if uri is None:
         return None
     (line, column), (last, end) = note.start, note.end or note.start
-    measured = ruler(note.source)  # its line is all that there is of the file
-    start = measured.position((1, column)).character
-    stop = measured.position((1, end)).character if last == line else start
+    of_line = mapper(note.source)  # a note has only the text of its line, not of the file
+    start = of_line.position((1, column)).character
+    stop = of_line.position((1, end)).character if last == line else start
     return types.Location(uri, types.Range(types.Position(line - 1, start), types.Position(line - 1, max(start, stop))))
 
 
-def page(shown: Iterable[PublishedFinding], rules: Rules, markdown: bool) -> types.Hover | None:
-    """The manual pages of the rules that speak at a place."""
-    found = list(shown)
-    codes = dict.fromkeys(each.finding.code for each in found)
+def hover(findings: Iterable[PublishedFinding], rules: Rules, markdown: bool) -> types.Hover | None:
+    """Return the pages of the rules of some findings; None without findings."""
+    findings = list(findings)
+    codes = dict.fromkeys(each.finding.code for each in findings)
     if not codes:
         return None
     text = "\n\n---\n\n".join(rule_page.page(rules[code]) for code in codes)
     kind = types.MarkupKind.Markdown if markdown else types.MarkupKind.PlainText
-    return types.Hover(types.MarkupContent(kind, text), found[0].range)
+    return types.Hover(types.MarkupContent(kind, text), findings[0].range)
 
 
-def wanted(kind: str, only: Iterable[str] | None) -> bool:
-    """Whether the editor asks for a kind of actions; one that is named stands for those below it."""
+def is_requested(kind: str, only: Iterable[str] | None) -> bool:
+    """True if the editor requests a kind of action, by itself or by a kind that includes it."""
     return only is None or any(kind == each or kind.startswith(f"{each}.") for each in only)
 
 

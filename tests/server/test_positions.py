@@ -1,4 +1,4 @@
-"""Places and edits in the units of an editor, held to an editor's own way of applying them."""
+"""Positions and edits in the units of an editor, compared with how an editor applies them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT = st.text(st.sampled_from("ab \r\n\n😀\u2028\x0cé"), max_size=40)
 
 @lenient
 @given(TEXT, TEXT)
-def test_edits_make_the_one_text_of_the_other(before: str, after: str) -> None:
+def test_edits_turn_one_text_into_the_other(before: str, after: str) -> None:
     edits = PositionMapper(Lines(before), PositionCodec()).edits(after)
     assert applied({"a": before}, types.WorkspaceEdit({"a": edits}))["a"] == after
     if before == after:
@@ -27,19 +27,19 @@ def test_edits_make_the_one_text_of_the_other(before: str, after: str) -> None:
 
 @lenient
 @given(TEXT, TEXT)
-def test_so_do_those_of_a_text_that_is_too_long_to_compare(before: str, after: str) -> None:
-    most, positions.MOST_LINES = positions.MOST_LINES, 0
+def test_edits_of_a_text_that_is_too_long_to_compare(before: str, after: str) -> None:
+    limit, positions.MAX_DIFF_LINES = positions.MAX_DIFF_LINES, 0
     try:
         edits = PositionMapper(Lines(before), PositionCodec()).edits(after)
     finally:
-        positions.MOST_LINES = most
+        positions.MAX_DIFF_LINES = limit
     assert len(edits) <= 1
     assert applied({"a": before}, types.WorkspaceEdit({"a": edits}))["a"] == after
 
 
 @lenient
 @given(TEXT, st.data())
-def test_a_change_lands_where_the_editor_made_it(before: str, data: st.DataObject) -> None:
+def test_a_change_is_applied_where_the_editor_made_it(before: str, data: st.DataObject) -> None:
     lines = Lines(before)
     offsets = [offset for offset in range(len(before) + 1) if before[offset - 1 : offset + 1] != "\r\n"]
     start, end = sorted((data.draw(st.sampled_from(offsets)), data.draw(st.sampled_from(offsets))))

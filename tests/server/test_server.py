@@ -279,7 +279,7 @@ async def test_an_action_for_a_text_that_has_changed_is_not_done(folder: Path) -
 
 @session
 async def test_an_editor_of_old_gets_actions_whole(folder: Path) -> None:
-    async with editor(folder, able={}) as client:
+    async with editor(folder, capabilities={}) as client:
         uri = (folder / "mp.yaml").as_uri()
         (found,) = await client.open(uri, WIZARD, "yaml")
         rename, suppress, _ = (await client.actions(uri, found.range)).values()
@@ -324,7 +324,7 @@ async def test_settings_are_read_again_when_they_change(folder: Path) -> None:
         assert codes(await client.open(uri, TRAIN)) == ["MPG302", "MPG201"]
         settings.write_text('[tool.mpguard]\nignore = ["MPG302"]\n')
         client.files_changed(settings)
-        assert codes(await client.again(uri)) == ["MPG201"]
+        assert codes(await client.next_diagnostics(uri)) == ["MPG201"]
         settings.write_text('[tool.mpguard]\nignroe = ["MPG302"]\n')
         client.files_changed(settings)
         await client.until(lambda: any("did you mean `ignore`" in each for each in client.messages))
@@ -346,11 +346,11 @@ async def test_saving_one_file_checks_those_that_rest_on_it(folder: Path) -> Non
         config.write_text("distributed_type: MULTI_GPU\nmixed_precision: fp16\n")
         saved = types.DidSaveTextDocumentParams(types.TextDocumentIdentifier(config.as_uri()))
         client.text_document_did_save(saved)
-        after = codes(await client.again(uri))
+        after = codes(await client.next_diagnostics(uri))
         assert set(after) - set(before), (before, after)
         config.unlink()
         client.files_changed(config)
-        assert codes(await client.again(uri)) == []
+        assert codes(await client.next_diagnostics(uri)) == []
 
 
 @session
@@ -416,12 +416,12 @@ async def test_the_editors_settings_are_asked_for_and_judged(folder: Path) -> No
 
 @session
 async def test_settings_that_come_with_the_start_or_are_pushed(folder: Path) -> None:
-    async with editor(folder, able={}, options={"mpguard": {"ignore": ["MPG302"]}}) as client:
+    async with editor(folder, capabilities={}, options={"mpguard": {"ignore": ["MPG302"]}}) as client:
         uri = (folder / "train.py").as_uri()
         assert codes(await client.open(uri, TRAIN)) == ["MPG201"]
         pushed = {"mpguard": {"select": ["MPG302"]}}
         client.workspace_did_change_configuration(types.DidChangeConfigurationParams(pushed))
-        assert codes(await client.again(uri)) == ["MPG302"]
+        assert codes(await client.next_diagnostics(uri)) == ["MPG302"]
     (folder / "mpguard.toml").write_text('select = ["MPG999"]\n')
     async with editor(folder, arguments=("--isolated",)) as client:
         assert len(await client.open(uri, TRAIN)) == 2
@@ -470,7 +470,7 @@ async def test_a_notebook_is_one_program_and_its_cells_are_texts(folder: Path) -
         )
         identifier = types.VersionedNotebookDocumentIdentifier(2, notebook)
         client.notebook_document_did_change(types.DidChangeNotebookDocumentParams(identifier, changes))
-        assert await client.said(uris[1], 2) == []
+        assert await client.diagnostics(uris[1], 2) == []
 
 
 # -- what goes wrong ----------------------------------------------------------------------------------
@@ -540,7 +540,7 @@ async def test_a_check_without_end_is_ended_and_the_server_goes_on(folder: Path)
         item = types.TextDocumentItem(bad, "python", 1, TRAIN + "endless = 1\n")
         client.text_document_did_open(types.DidOpenTextDocumentParams(item))
         assert await client.hover(good, 8, 6) == rule_page.page(rules()["MPG201"])
-        (found,) = await client.said(bad, 1)
+        (found,) = await client.diagnostics(bad, 1)
         assert found.code == "MPG000" and found.message.startswith("parse limit: still not checked after 2 s")
         assert len(await client.write(good, TRAIN + "\n", 2)) == 2
 
@@ -568,7 +568,7 @@ async def test_a_file_that_is_deleted_and_changes_that_make_no_sense(folder: Pat
         client.workspace_did_change_watched_files(
             types.DidChangeWatchedFilesParams([types.FileEvent(uri, types.FileChangeType.Deleted)])
         )
-        assert codes(await client.again(uri)) == ["MPG302", "MPG201"], "the buffer is still open"
+        assert codes(await client.next_diagnostics(uri)) == ["MPG302", "MPG201"], "the buffer is still open"
         nowhere = types.VersionedTextDocumentIdentifier(7, "file:///never/opened.py")
         whole = types.TextDocumentContentChangeWholeDocument("x")
         client.text_document_did_change(types.DidChangeTextDocumentParams(nowhere, [whole]))

@@ -1,4 +1,4 @@
-"""An editor: a real client of the language server, which it starts as editors do."""
+"""A client of the language server that starts it and communicates with it as an editor does."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from lsprotocol import types
 from pygls.lsp.client import LanguageClient
 
-PATIENCE = 60
+TIMEOUT = 60
 
 
 class Editor(LanguageClient):
-    """settings: what it answers when it is asked for them, by folder (None: without one)."""
+    """A client that records what the server sends. settings: its settings by folder (None: for all folders)."""
 
     def __init__(self) -> None:
         super().__init__("editor", "1")
@@ -27,19 +27,19 @@ class Editor(LanguageClient):
         self.messages: list[str] = []
         self.watchers: list[str] = []
         self.registered: list[str] = []
-        self._news = asyncio.Event()
+        self._received = asyncio.Event()
         self._register()
 
     def _register(self) -> None:
         @self.feature(types.TEXT_DOCUMENT_PUBLISH_DIAGNOSTICS)
         def published(params: types.PublishDiagnosticsParams) -> None:
             self.published[params.uri] = params
-            self._news.set()
+            self._received.set()
 
         @self.feature(types.WINDOW_SHOW_MESSAGE)
-        def said(params: types.ShowMessageParams) -> None:
+        def message_shown(params: types.ShowMessageParams) -> None:
             self.messages.append(params.message)
-            self._news.set()
+            self._received.set()
 
         @self.feature(types.WINDOW_LOG_MESSAGE)
         def logged(_: types.LogMessageParams) -> None: ...
@@ -55,32 +55,34 @@ class Editor(LanguageClient):
                 options: Any = registration.register_options
                 self.watchers += [each["globPattern"] for each in options.get("watchers", ())]
                 self.registered.append(registration.method)
-            self._news.set()
+            self._received.set()
 
-    async def until(self, holds: Callable[[], Any], what: str = "") -> None:
-        """Waits for the server's next messages until something holds."""
+    async def until(self, condition: Callable[[], Any], what: str = "") -> None:
+        """Wait for messages of the server until a condition is true."""
 
         async def wait() -> None:
-            while not holds():
-                self._news.clear()
-                await self._news.wait()
+            while not condition():
+                self._received.clear()
+                await self._received.wait()
 
         try:
-            await asyncio.wait_for(wait(), PATIENCE)
+            await asyncio.wait_for(wait(), TIMEOUT)
         except asyncio.TimeoutError:
-            raise AssertionError(f"{what or 'it'} never came: {self.published} {self.messages}") from None
+            raise AssertionError(
+                f"{what or 'the condition'} was never true: {self.published} {self.messages}"
+            ) from None
 
-    # -- what a user does -------------------------------------------------------------------------
+    # -- actions of the user -----------------------------------------------------------------------
 
     async def open(self, uri: str, text: str, language: str = "python") -> list[types.Diagnostic]:
-        """Opens a text, and returns what is said about it."""
+        """Open a text, and return its diagnostics."""
         self.texts[uri] = text
         item = types.TextDocumentItem(uri, language, 1, text)
         self.text_document_did_open(types.DidOpenTextDocumentParams(item))
-        return await self.said(uri, 1)
+        return await self.diagnostics(uri, 1)
 
     async def write(self, uri: str, text: str, version: int) -> list[types.Diagnostic]:
-        """Puts another text in its place."""
+        """Replace the whole text."""
         self.texts[uri] = text
         whole = types.TextDocumentContentChangeWholeDocument(text)
         return await self.change(uri, version, whole)
@@ -88,15 +90,15 @@ class Editor(LanguageClient):
     async def change(self, uri: str, version: int, *changes: Any) -> list[types.Diagnostic]:
         identifier = types.VersionedTextDocumentIdentifier(version, uri)
         self.text_document_did_change(types.DidChangeTextDocumentParams(identifier, list(changes)))
-        return await self.said(uri, version)
+        return await self.diagnostics(uri, version)
 
-    async def said(self, uri: str, version: int) -> list[types.Diagnostic]:
-        """What is said about one version of a text."""
+    async def diagnostics(self, uri: str, version: int) -> list[types.Diagnostic]:
+        """Return the diagnostics of one version of a text."""
         await self.until(lambda: uri in self.published and self.published[uri].version == version, f"{uri} {version}")
         return list(self.published[uri].diagnostics)
 
-    async def again(self, uri: str) -> list[types.Diagnostic]:
-        """What is said next about a text."""
+    async def next_diagnostics(self, uri: str) -> list[types.Diagnostic]:
+        """Return the next diagnostics of a text."""
         before = self.published.pop(uri, None)
         assert before is not None
         await self.until(lambda: uri in self.published, uri)
@@ -124,17 +126,17 @@ class Editor(LanguageClient):
         self.workspace_did_change_watched_files(types.DidChangeWatchedFilesParams(changes))
 
     async def leave(self) -> int:
-        """Ends the session as the protocol has it; returns the server's exit status."""
-        await asyncio.wait_for(self.shutdown_async(None), PATIENCE)
+        """End the session with `shutdown` and `exit`, and return the exit status of the server."""
+        await asyncio.wait_for(self.shutdown_async(None), TIMEOUT)
         self.exit(None)
         return await self.status()
 
     async def status(self) -> int:
         assert self._server is not None
-        return await asyncio.wait_for(self._server.wait(), PATIENCE)
+        return await asyncio.wait_for(self._server.wait(), TIMEOUT)
 
 
-#: What most editors of today can do.
+#: The capabilities of most current editors.
 MODERN: Mapping[str, Any] = {
     "workspace": types.WorkspaceClientCapabilities(
         configuration=True,
@@ -154,39 +156,39 @@ MODERN: Mapping[str, Any] = {
 @contextlib.asynccontextmanager
 async def editor(
     *folders: Path,
-    able: Mapping[str, Any] = MODERN,
+    capabilities: Mapping[str, Any] = MODERN,
     settings: Mapping[str | None, Any] | None = None,
     options: Any = None,
     arguments: tuple[str, ...] = (),
     command: tuple[str, ...] = (sys.executable, "-m", "mpguard", "server"),
     **environment: str,
 ) -> AsyncIterator[Editor]:
-    """An editor on some workspace folders, with the server running; leaves as editors do, where the test has not."""
-    made = Editor()
-    made.settings = dict(settings or {})
-    await made.start_io(*command, *arguments, env={**os.environ, **environment}, cwd=folders[0] if folders else None)
+    """Start a client on some workspace folders; at the end, shut the server down unless the test has done so."""
+    client = Editor()
+    client.settings = dict(settings or {})
+    await client.start_io(*command, *arguments, env={**os.environ, **environment}, cwd=folders[0] if folders else None)
     opened = [types.WorkspaceFolder(each.as_uri(), each.name) for each in folders]
-    capabilities = types.ClientCapabilities(**able)
+    client_capabilities = types.ClientCapabilities(**capabilities)
     root = folders[0].as_uri() if folders else None
     params = types.InitializeParams(
-        capabilities, root_uri=root, workspace_folders=opened or None, initialization_options=options
+        client_capabilities, root_uri=root, workspace_folders=opened or None, initialization_options=options
     )
-    await asyncio.wait_for(made.initialize_async(params), PATIENCE)
-    made.initialized(types.InitializedParams())
+    await asyncio.wait_for(client.initialize_async(params), TIMEOUT)
+    client.initialized(types.InitializedParams())
     try:
-        yield made
-        server = made._server
+        yield client
+        server = client._server
         if server is not None and server.returncode is None:
-            assert await made.leave() == 0, (await server.stderr.read()).decode() if server.stderr else ""
+            assert await client.leave() == 0, (await server.stderr.read()).decode() if server.stderr else ""
     finally:
-        server = made._server
+        server = client._server
         if server is not None and server.returncode is None:
             server.kill()
-        await made.stop()
+        await client.stop()
 
 
 def marked(text: str, at: types.Range) -> str:
-    """What a range covers of a text, as an editor that counts in UTF-16 sees it; lines end as the protocol says."""
+    """Return the part of a text that a range covers, in UTF-16 units and with the line ends of the protocol."""
     return text[slice(*offsets(text, at))]
 
 
@@ -204,7 +206,7 @@ def _offset(text: str, at: types.Position) -> int:
 
 
 def applied(texts: Mapping[str, str], edit: types.WorkspaceEdit | None) -> dict[str, str]:
-    """The texts after an edit."""
+    """Return the texts after an edit."""
     assert edit is not None
     changes: dict[str, Any] = dict(edit.changes or {})
     for each in edit.document_changes or ():
