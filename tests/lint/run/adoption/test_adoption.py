@@ -84,7 +84,7 @@ def test_what_is_gone_is_said_where_it_was_looked_for(lint: Lint) -> None:
     lint("--write-baseline", "base.json")
     Path("train.py").write_text("")
     assert lint("--baseline", "base.json", "mp.yaml")[2] == ""
-    assert "base.json: 1 known finding is gone; --write-baseline takes them out" in lint("--baseline", "base.json")[2]
+    assert "base.json: 1 known finding is gone; --write-baseline removes it" in lint("--baseline", "base.json")[2]
     lint("--write-baseline", "base.json")
     assert lint("--baseline", "base.json")[2] == ""
 
