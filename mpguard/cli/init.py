@@ -2,7 +2,7 @@
 
 DeepSpeed strategies also get a ds_config.json in the same folder, which sets the precision
 (accelerate refuses it in both files). On a machine without a GPU, `single` and `ddp` are
-written for the CPU unless --device says otherwise.
+written for the CPU unless --device gpu is given.
 """
 
 from __future__ import annotations

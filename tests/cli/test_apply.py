@@ -122,7 +122,7 @@ def test_diff_writes_nothing_and_prints_what_git_takes(text: str, capfdbinary: p
     assert contents() == after
 
 
-def test_diff_beside_check_says_by_its_status() -> None:
+def test_diff_with_check_says_by_its_status() -> None:
     assert main(["apply", "bf16_mixed", "mp.yaml", "--diff", "--check"]) == 1
 
 
@@ -146,7 +146,7 @@ def test_axolotl_is_recognised_by_its_content() -> None:
 
 
 def test_precision_is_said_once_where_the_yaml_names_a_deepspeed_file(capsys: pytest.CaptureFixture[str]) -> None:
-    """accelerate refuses `mixed_precision` beside `deepspeed_config_file` (S25)."""
+    """accelerate refuses `mixed_precision` together with `deepspeed_config_file` (S25)."""
     text = YAML.replace("  zero_stage: 2 # two\n  mixed_precision: fp16\n", "  deepspeed_config_file: ds.json\n")
     Path("mp.yaml").write_text(text)
     assert main(["apply", "bf16_mixed", "mp.yaml"]) == 0
@@ -160,7 +160,7 @@ def test_precision_is_said_once_where_the_yaml_names_a_deepspeed_file(capsys: py
 
 @pytest.mark.parametrize("name", ["none", "''", "3"])
 def test_a_yaml_that_names_no_deepspeed_file_says_nothing_of_one(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """`none` is accelerate's word for none."""
+    """accelerate writes `none` for no file."""
     Path("mp.yaml").write_text(
         f"distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {{deepspeed_config_file: {name}}}\n"
     )
@@ -212,7 +212,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named_and_nothing_is_changed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither is the good file beside it, whatever their order."""
+    """The valid file is not changed either, in any order."""
     Path(name).write_bytes(BAD[name][0])
     before = contents()
     assert main(["apply", "bf16_mixed", "ds.json", name]) == 2

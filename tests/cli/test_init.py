@@ -43,7 +43,7 @@ def on(monkeypatch: pytest.MonkeyPatch, machine: hardware.Hardware) -> None:
 
 
 def init(*arguments: str) -> dict[str, Any]:
-    """Runs it, and returns the YAML's data."""
+    """Run the command, and return the data of the YAML."""
     assert main(["init", *arguments]) == 0
     return read(Path("mp.yaml")).require()
 
@@ -71,7 +71,7 @@ def test_accelerate_accepts_it_and_the_policy_is_in_it(recipe: str, strategy: st
     if named is plugin.ABSENT:
         mode = "fp8" if policy.fp8 else policy.compute_dtype.short if policy.low_precision else "no"
         assert arguments.mixed_precision == mode
-    else:  # said once, in the JSON
+    else:  # set only in the JSON
         assert "mixed_precision" not in config
         assert plugin.differences(json.loads(Path(named).read_text()), policy, "deepspeed", strategy) == []
 
@@ -130,7 +130,7 @@ def test_the_default_strategy_is_ddp_where_there_are_several_gpus(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("machine", "recipe", "said"),
+    ("machine", "recipe", "message"),
     [
         (A100S, "hopper_bf16_with_fp8_mixed", "needs compute capability 8.9 or higher for FP8"),
         (V100, "bf16_mixed", "needs compute capability 8.0 or higher for BF16"),
@@ -139,18 +139,18 @@ def test_the_default_strategy_is_ddp_where_there_are_several_gpus(monkeypatch: p
 def test_a_recipe_that_the_gpu_cannot_run_is_refused_with_the_reason(
     machine: hardware.Hardware,
     recipe: str,
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     on(monkeypatch, machine)
     assert main(["init", recipe]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not Path("mp.yaml").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["bf16_mixd"], "did you mean `bf16_mixed`"),
         (["bf16_mixed", "-o", "nowhere/mp.yaml"], "there is no folder nowhere"),
@@ -164,10 +164,10 @@ def test_a_recipe_that_the_gpu_cannot_run_is_refused_with_the_reason(
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_is_written(
-    arguments: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["init", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert list(folder.iterdir()) == []
 
 
@@ -210,7 +210,7 @@ def test_what_no_part_of_the_run_can_do_is_said_with_the_way_out(capsys: pytest.
 def test_parameters_in_fp8_are_overridden_where_nothing_holds_them(
     strategy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the file, and aloud; where they are held, the optimizer that does it is named."""
+    """In the file and in the output; where they are supported, the required optimizer is named."""
     init("bf16_with_fp8_current_scaling_mixed", "--strategy", strategy)
     out = capsys.readouterr().out
     policy = mp_yaml.load_policy(Path("mp.yaml"))

@@ -1,4 +1,4 @@
-"""`mpguard lint` and `mpguard rule` as they are typed: exit statuses, formats, bad input, fixes on disk."""
+"""`mpguard lint` and `mpguard rule` on the command line: exit statuses, formats, bad input, fixes on disk."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_a_syntax_error_is_found_in_a_folder_where_it_is_asked_for(mpguard: Any)
     assert mpguard("lint", "--select", "MPG000").status == 1
     assert mpguard("lint", "--extend-select", "MPG000").status == 1
     Path("broken.py").write_text("model.half()\nloss.backward()\ndef f(:\n")
-    assert mpguard("lint").status == 1, "and where a rule wants to read the file"
+    assert mpguard("lint").status == 1, "and if a rule applies to the file"
 
 
 # -- formats ------------------------------------------------------------------------------------------

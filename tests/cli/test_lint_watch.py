@@ -21,18 +21,18 @@ from mpguard.cli.lint_watch import is_folder, matters
 
 OLD = "import torch\n\nscaler = torch.cuda.amp.GradScaler()\n"
 NEW = OLD.replace("torch.cuda.amp.GradScaler()", 'torch.amp.GradScaler("cuda")')
-PATIENCE = 60
+TIMEOUT = 60
 
 
 class Watching:
-    """A running watch. `said` is all that it printed, to both streams in their order."""
+    """A running watch. `output` is all that it has printed, to both streams in order."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         command = [sys.executable, "-m", "mpguard", "lint", "--watch", "--format", "concise", *arguments]
         self.process = subprocess.Popen(
             command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
-        self.said = ""
+        self.output = ""
         self._seen = 0
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -40,24 +40,24 @@ class Watching:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.said += line
+            self.output += line
 
     def next(self, until: str) -> str:
         """What is printed from here on, up to a line that holds some text."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while time.monotonic() < deadline:
-            new = self.said[self._seen :]
+            new = self.output[self._seen :]
             if until in new and new.endswith("\n"):
                 self._seen += len(new)
                 return new
-            assert self.process.poll() is None, self.said
+            assert self.process.poll() is None, self.output
             time.sleep(0.02)
-        raise AssertionError(f"{until!r} never came: {self.said}")
+        raise AssertionError(f"{until!r} was not printed: {self.output}")
 
     def interrupt(self) -> int:
         self.process.send_signal(signal.SIGINT)
-        status = self.process.wait(PATIENCE)
-        self._reader.join(PATIENCE)
+        status = self.process.wait(TIMEOUT)
+        self._reader.join(TIMEOUT)
         return status
 
 
@@ -91,8 +91,8 @@ def test_it_reports_again_what_changed_and_ends_with_ctrl_c(tmp_path: Path) -> N
         train.unlink()
         assert "No problems in 1 file.\n" in watch.next("src/train.py changed; watching for changes")
         assert watch.interrupt() == 0
-        assert "Traceback" not in watch.said
-        assert "\x1b" not in watch.said, "only a terminal is cleared"
+        assert "Traceback" not in watch.output
+        assert "\x1b" not in watch.output, "only a terminal is cleared"
 
 
 def test_files_that_nothing_rests_on_start_nothing(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_files_that_nothing_rests_on_start_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_comes_or_goes_as_a_whole(tmp_path: Path) -> None:
-    """Of what is in it nothing is told."""
+    """The files in it get no events of their own."""
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").write_text(OLD)
@@ -152,21 +152,21 @@ def test_on_a_terminal_the_screen_is_cleared(tmp_path: Path) -> None:
     )  # fmt: skip
     os.close(slave)
     shown = b""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     try:
         while b"Ctrl-C to stop" not in shown and time.monotonic() < deadline:
             if select.select([master], [], [], 1)[0]:
                 shown += os.read(master, 65536)
         assert shown.startswith(b"\x1b[2J") and b"MPG302" in shown
         process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE) == 0
+        assert process.wait(TIMEOUT) == 0
     finally:
         process.kill()
         os.close(master)
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["--fix"], "--fix writes or prints once"),
         (["--diff"], "--diff writes or prints once"),
@@ -178,11 +178,11 @@ def test_on_a_terminal_the_screen_is_cleared(tmp_path: Path) -> None:
     ],
 )
 def test_what_makes_no_sense_with_it_is_refused(
-    more: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    more: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["lint", "--watch", *more]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_what_is_wrong_from_the_start_ends_it(

@@ -1,4 +1,4 @@
-"""The progress bar: for a person who waits for more than a second, and for nobody else. On a real terminal."""
+"""The progress bar on a real terminal: only in runs that take more than a second."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def on_terminal(folder: Path, environment: dict[str, str], *arguments: str) -> t
         while True:
             try:
                 data = os.read(master, 65536)
-            except OSError:  # Linux says that the other end is closed
+            except OSError:  # Linux raises an error when the other end is closed
                 return
             if not data:
                 return

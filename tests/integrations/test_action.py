@@ -28,7 +28,7 @@ def run(step: dict[str, Any], folder: Path, environment: dict[str, str], **input
     def filled(text: str) -> str:
         return re.sub(r"\$\{\{ inputs\.(\w+) \}\}", lambda match: values[match[1]], text)
 
-    assert "${{" not in step["run"], "it would be shell code"
+    assert "${{" not in step["run"], "an input would be run as shell code"
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
     own = {name: filled(value) for name, value in step["env"].items()}
     done = subprocess.run(
@@ -46,8 +46,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         else:
             shutil.copy(ROOT / name, action / name)
     environment = {"RUNNER_TEMP": str(runner), "GITHUB_ACTION_PATH": str(action)}
-    status, said = run(STEPS[0], runner, environment, python=sys.executable)
-    assert status == 0, said
+    status, output = run(STEPS[0], runner, environment, python=sys.executable)
+    assert status == 0, output
     return environment
 
 
@@ -56,13 +56,13 @@ def test_the_action(installed: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "a folder").mkdir()
     (tmp_path / "a folder" / "mp.yaml").write_text(CONFIG)
     (tmp_path / "train.py").write_text("print(1)\n")
-    status, said = run(STEPS[1], tmp_path, environment)
-    assert status == 1 and said.startswith("::error title=MPG801 (unknown-fp8-key),file=a folder/mp.yaml,line=5,")
+    status, output = run(STEPS[1], tmp_path, environment)
+    assert status == 1 and output.startswith("::error title=MPG801 (unknown-fp8-key),file=a folder/mp.yaml,line=5,")
     assert run(STEPS[1], tmp_path, environment, paths="train.py\n")[0] == 0
     assert run(STEPS[1], tmp_path, environment, arguments="--ignore MPG801\n  --preview")[0] == 0
     assert run(STEPS[1], tmp_path, environment, paths="\na folder\ntrain.py\n")[0] == 1
-    status, said = run(STEPS[1], tmp_path, environment, sarif="out.sarif")
-    assert status == 1 and "::error " in said
+    status, output = run(STEPS[1], tmp_path, environment, sarif="out.sarif")
+    assert status == 1 and "::error " in output
     assert len(json.loads((tmp_path / "out.sarif").read_text())["runs"][0]["results"]) == 1
 
 
@@ -72,10 +72,10 @@ def test_names_with_spaces_and_quotes(installed: dict[str, str], tmp_path: Path)
         (tmp_path / name / "mp.yaml").write_text(CONFIG)
     (tmp_path / "my base.json").write_text('{"mpguard_baseline": 1, "findings": []}')
     arguments = "--baseline 'my base.json' --select \"MPG801\""
-    status, said = run(STEPS[1], tmp_path, installed, paths="  a folder \r\nit's\n\n", arguments=arguments)
-    assert status == 1 and said.count("::error title=MPG801") == 2
-    status, said = run(STEPS[1], tmp_path, installed, arguments="--baseline 'my base.json")
-    assert (status, said) == (2, "::error title=mpguard::the input `arguments` has a quote that is not closed\n")
+    status, output = run(STEPS[1], tmp_path, installed, paths="  a folder \r\nit's\n\n", arguments=arguments)
+    assert status == 1 and output.count("::error title=MPG801") == 2
+    status, output = run(STEPS[1], tmp_path, installed, arguments="--baseline 'my base.json")
+    assert (status, output) == (2, "::error title=mpguard::the input `arguments` has an unclosed quote\n")
     assert run(STEPS[1], tmp_path, installed, paths=" \n")[1].count("::error title=MPG801") == 2, "all"
 
 
@@ -83,8 +83,8 @@ def test_annotations_come_where_the_sarif_file_says_that_something_was_not_check
     installed: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "mp.yaml").write_text(CONFIG)
-    status, said = run(STEPS[1], tmp_path, installed, paths="mp.yaml\nmp.yml", sarif="out.sarif")
-    assert status == 2 and "::error title=MPG801" in said and "mp.yml: no such file or folder" in said
+    status, output = run(STEPS[1], tmp_path, installed, paths="mp.yaml\nmp.yml", sarif="out.sarif")
+    assert status == 2 and "::error title=MPG801" in output and "mp.yml: no such file or folder" in output
     (run_,) = json.loads((tmp_path / "out.sarif").read_text())["runs"]
     assert not run_["invocations"][0]["executionSuccessful"] and len(run_["results"]) == 1
 

@@ -1,4 +1,4 @@
-"""What docs/integrations.md tells editors to do: it parses, starts the server, and names settings that there are."""
+"""The configurations in docs/integrations.md parse, start the server, and use settings that exist."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ PAGE = (REPOSITORY / "docs" / "integrations.md").read_text(encoding="utf-8")
 
 
 def block(language: str, holding: str) -> str:
-    """The block of a language that holds some text."""
+    """Return the code block of a language that contains a text."""
     found = [text for text in re.findall(rf"```{language}\n(.*?)```", PAGE, re.S) if holding in text]
     assert len(found) == 1, (language, holding)
     return str(found[0])
 
 
 def test_vs_code() -> None:
-    said = json.loads(block("json", "glspc"))
-    assert [said["glspc.server.command"], *said["glspc.server.commandArguments"]] == ["mpguard", "server"]
-    assert client_settings.read(said["glspc.server.initializationOptions"]) == ClientSettings(preview=True)
+    config = json.loads(block("json", "glspc"))
+    assert [config["glspc.server.command"], *config["glspc.server.commandArguments"]] == ["mpguard", "server"]
+    assert client_settings.read(config["glspc.server.initializationOptions"]) == ClientSettings(preview=True)
 
 
 def test_helix() -> None:
@@ -53,8 +53,10 @@ def test_neovim() -> None:
 
 
 def test_all_settings_are_in_the_table_and_no_others() -> None:
-    told = set(re.findall(r"`mpguard\.(\w+)`", PAGE.split("editor's setting")[1].split("`mpguard server --iso")[0]))
-    assert told == set(client_settings._KEYS)
+    documented = set(
+        re.findall(r"`mpguard\.(\w+)`", PAGE.split("editor's setting")[1].split("`mpguard server --iso")[0])
+    )
+    assert documented == set(client_settings._KEYS)
 
 
 def test_settings_of_files_are_all_in_their_table(tmp_path: Path) -> None:

@@ -115,9 +115,9 @@ def test_the_fixing_hook_refuses_a_commit_mends_and_lets_the_next_one_pass(
 
     refused = commit()
     assert refused.returncode == 1, refused.stdout + refused.stderr
-    said = refused.stdout + refused.stderr
-    assert "Fixed 1 problem in 1 file" in said and "files were modified by this hook" in said
-    assert said.count("problem") == 2, "one process had all files"
+    output = refused.stdout + refused.stderr
+    assert "Fixed 1 problem in 1 file" in output and "files were modified by this hook" in output
+    assert output.count("problem") == 2, "one process had all files"
     assert (theirs / "mp.yaml").read_text() == wizard.replace("length", "len")
     passed = commit()
     assert passed.returncode == 0, passed.stdout + passed.stderr

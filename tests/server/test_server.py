@@ -1,4 +1,4 @@
-"""`mpguard server`, asked by a real client over stdio: what an editor shows, and what it does."""
+"""`mpguard server` with a real client over stdio: the diagnostics, hovers and edits that an editor gets."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def session(test: Callable[[Path], Awaitable[None]]) -> Callable[[Path], None]:
     return run
 
 
-def codes(said: list[types.Diagnostic]) -> list[Any]:
-    return [each.code for each in said]
+def codes(diagnostics: list[types.Diagnostic]) -> list[Any]:
+    return [each.code for each in diagnostics]
 
 
 def lint(folder: Path, *arguments: str) -> str:
@@ -65,7 +65,7 @@ def lint(folder: Path, *arguments: str) -> str:
 
 
 @session
-async def test_it_says_what_it_can_and_leaves_with_0(folder: Path) -> None:
+async def test_it_announces_its_capabilities_and_exits_with_0(folder: Path) -> None:
     client = Editor()
     await client.start_io(sys.executable, "-m", "mpguard", "server", "--stdio")
     params = types.InitializeParams(types.ClientCapabilities(), root_uri=folder.as_uri())
@@ -292,7 +292,7 @@ async def test_an_editor_of_old_gets_actions_whole(folder: Path) -> None:
 
 
 def test_a_finding_links_to_its_page_where_there_is_a_manual(monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = Finding("MPG201", "missing-grad-scaler", "error", "a.py", 1, 1, 1, 5, "said")
+    finding = Finding("MPG201", "missing-grad-scaler", "error", "a.py", 1, 1, 1, 5, "message")
     ruler = PositionMapper(Lines("code\n"), PositionCodec())
     shown = PublishedFinding("file:///a.py", ruler.range((1, 1), (1, 5)), finding)
     assert to_lsp.diagnostic(shown, ruler, lambda _: None).code_description is None
@@ -363,8 +363,8 @@ async def test_what_rests_on_an_unsaved_file_is_checked_as_that_is_typed(folder:
     async with editor(folder) as client:
         first, second = (folder / "launched.py").as_uri(), (folder / "importing.py").as_uri()
 
-        async def until(uri: str, said: str, holds: bool = True) -> None:
-            await client.until(lambda: (said in str(client.published[uri].diagnostics)) == holds, said)
+        async def until(uri: str, text: str, present: bool = True) -> None:
+            await client.until(lambda: (text in str(client.published[uri].diagnostics)) == present, text)
 
         def close(file: Path) -> None:
             client.text_document_did_close(
@@ -399,7 +399,7 @@ async def test_the_editors_settings_are_asked_for_and_judged(folder: Path) -> No
         await client.open(second, TRAIN)
         await client.until(lambda: codes(list(client.published[first].diagnostics)) == ["MPG302"])
         await client.until(lambda: codes(list(client.published[second].diagnostics)) == [])
-        for wrong, said in (
+        for wrong, message in (
             ({"slect": []}, "there is no setting `mpguard.slect`; did you mean `select`?"),
             ({"select": "MPG302"}, "a list of codes is needed"),
             ({"select": ["MPG320"]}, "there is no rule `MPG320`"),
@@ -408,7 +408,7 @@ async def test_the_editors_settings_are_asked_for_and_judged(folder: Path) -> No
         ):
             client.settings[one.as_uri()] = wrong
             client.workspace_did_change_configuration(types.DidChangeConfigurationParams(None))
-            await client.until(lambda: any(said in each for each in client.messages), said)  # noqa: B023
+            await client.until(lambda: any(message in each for each in client.messages), message)  # noqa: B023
         client.settings[one.as_uri()] = {}
         client.workspace_did_change_configuration(types.DidChangeConfigurationParams(None))
         await client.until(lambda: codes(list(client.published[first].diagnostics)) == ["MPG302", "MPG201"])
@@ -503,8 +503,8 @@ async def test_a_rule_that_prints_and_raises_is_said_once_and_ends_nothing(folde
         uri = (work / "train.py").as_uri()
         assert codes(await client.open(uri, TRAIN)) == ["MPG302", "MPG201"], "ours are there"
         assert codes(await client.write(uri, TRAIN + "\n", 2)) == ["MPG302", "MPG201"]
-        (said,) = client.messages
-        assert "defect in OUR001 (of their_rules): ZeroDivisionError: oops" in said
+        (message,) = client.messages
+        assert "defect in OUR001 (of their_rules): ZeroDivisionError: oops" in message
     (folder / "site" / "their_rules" / "__init__.py").write_text("import nothing_of_that_name")
     async with editor(work, PYTHONPATH=path) as client:
         assert codes(await client.open(uri, TRAIN)) == ["MPG302", "MPG201"]
