@@ -126,6 +126,6 @@ def _patch_summary(outcome: Outcome) -> Line:
     if not outcome.fixed:
         return summary(outcome)
     files = f"{outcome.fixed_files} file{'' if outcome.fixed_files == 1 else 's'}"
-    left = f"; {len(outcome.findings)} would be left" if outcome.findings else ""
+    left = f"; {len(outcome.findings)} would remain" if outcome.findings else ""
     verb = "suppress" if outcome.suppressed else "fix"
     return [(f"Would {verb} {outcome.fixed} problem{'' if outcome.fixed == 1 else 's'} in {files}{left}.", "bold")]

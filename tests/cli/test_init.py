@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 import mpguard
+from mpguard import targets
 from mpguard.cli import main
 from mpguard.document import mp_yaml, read
 from mpguard.policy import hardware
-from mpguard.targets import capabilities, plugin
+from mpguard.targets import capabilities
 from mpguard.targets.plugin import STRATEGIES
 
 REASON = "configs are read by accelerate itself"
@@ -58,7 +59,7 @@ def test_accelerate_accepts_it_and_the_policy_is_in_it(recipe: str, strategy: st
     if policy.fp8_param and not capabilities.fp8_weights(policy, strategy):
         policy = policy.replace(fp8_param=None)
     assert mp_yaml.load_policy(Path("mp.yaml")) == policy
-    assert plugin.differences(config, policy, "accelerate", strategy) == []
+    assert targets.differences(config, policy, "accelerate", strategy) == []
     assert load_config_from_file("mp.yaml").fp8_config["mpguard_recipe"] == recipe
     arguments, _, _ = _validate_launch_command(
         launch_command_parser().parse_args(["--config_file", "mp.yaml", "train.py"])
@@ -67,13 +68,13 @@ def test_accelerate_accepts_it_and_the_policy_is_in_it(recipe: str, strategy: st
         strategy.startswith("fsdp"),
         strategy.startswith("deepspeed"),
     )
-    named = plugin.lookup(config, "deepspeed_config.deepspeed_config_file")
-    if named is plugin.ABSENT:
+    named = targets.lookup(config, "deepspeed_config.deepspeed_config_file")
+    if named is targets.ABSENT:
         mode = "fp8" if policy.fp8 else policy.compute_dtype.short if policy.low_precision else "no"
         assert arguments.mixed_precision == mode
     else:  # set only in the JSON
         assert "mixed_precision" not in config
-        assert plugin.differences(json.loads(Path(named).read_text()), policy, "deepspeed", strategy) == []
+        assert targets.differences(json.loads(Path(named).read_text()), policy, "deepspeed", strategy) == []
 
 
 @pytest.mark.parametrize("recipe", ["bf16_mixed", "fp16_mixed", "bf16_full"])

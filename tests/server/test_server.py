@@ -531,7 +531,7 @@ class Endless(Rule):
 async def test_a_check_without_end_is_ended_and_the_server_goes_on(folder: Path) -> None:
     path = of_theirs(folder, ENDLESS)
     code = (
-        "import sys; from mpguard.lint import limit; limit.SECONDS = 2\n"
+        "import sys; from mpguard.lint.run import timeout; timeout.SECONDS = 2\n"
         "from mpguard.cli import main; sys.exit(main(['server']))"
     )
     async with editor(folder, command=(sys.executable, "-c", code), PYTHONPATH=path) as client:
