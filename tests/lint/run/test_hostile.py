@@ -229,7 +229,7 @@ def test_two_runs_at_once() -> None:
     for run in runs:
         _, output = run.communicate(timeout=120)
         assert run.returncode in (0, 2)
-        assert all("changed by somebody else" in line or "roblem" in line for line in output.splitlines()), output
+        assert all("changed by another program" in line or "roblem" in line for line in output.splitlines()), output
     (content,) = {path.read_bytes() for path in Path().glob("train*.py")}
     assert content != old and b'torch.amp.GradScaler("cuda")' in content
     assert not list(Path().glob(".train*"))
@@ -321,7 +321,7 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path / "gone", capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("mpguard: the current folder is gone, or cannot be entered: "), done.stderr
+    assert done.stderr.startswith("mpguard: the current folder does not exist or cannot be entered: "), done.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may give a file away")

@@ -543,7 +543,7 @@ def test_a_folder_that_cannot_be_written(lint: Linted, monkeypatch: pytest.Monke
     status, report, err = lint.report(".")
     assert (status, len(report["findings"])) == (1, 1)
     assert (
-        err.startswith("mpguard: ") and "file/cache: cannot be written: Not a directory; findings are not kept" in err
+        err.startswith("mpguard: ") and "file/cache: cannot be written: Not a directory; findings are not cached" in err
     )
     monkeypatch.delenv("MPGUARD_CACHE_DIR")
     write(".mpguard_cache", "a file")
