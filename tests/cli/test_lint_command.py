@@ -15,6 +15,7 @@ import pytest
 from distributions import install
 
 from mpguard.cli import main
+from mpguard.lint.formats.terminal import manual_url
 from mpguard.lint.model.rule import rules
 
 TRAIN = """\
@@ -319,9 +320,9 @@ def test_json_is_as_promised(mpguard: Any) -> None:
             "end_line": 5,
             "end_column": 22,
             "message": "`fp8_config.amax_history_length`: nothing reads this key; "
-            "the one that is read is `amax_history_len`",
+            "the key that is read is `amax_history_len`",
             "help": rules()["MPG801"].help,
-            "url": "",
+            "url": manual_url("MPG801"),
             "fix": {
                 "title": "Rename it to `amax_history_len`",
                 "applicability": "safe",
