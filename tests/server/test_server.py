@@ -293,11 +293,12 @@ async def test_an_editor_of_old_gets_actions_whole(folder: Path) -> None:
 
 def test_a_finding_links_to_its_page_where_there_is_a_manual(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = Finding("MPG201", "missing-grad-scaler", "error", "a.py", 1, 1, 1, 5, "message")
-    ruler = PositionMapper(Lines("code\n"), PositionCodec())
-    shown = PublishedFinding("file:///a.py", ruler.range((1, 1), (1, 5)), finding)
-    assert to_lsp.diagnostic(shown, ruler, lambda _: None).code_description is None
+    mapper = PositionMapper(Lines("code\n"), PositionCodec())
+    published = PublishedFinding("file:///a.py", mapper.range((1, 1), (1, 5)), finding)
+    monkeypatch.setattr(to_lsp, "manual_url", lambda code: "")
+    assert to_lsp.diagnostic(published, mapper, lambda _: None).code_description is None
     monkeypatch.setattr(to_lsp, "manual_url", "https://example.org/rules/{}".format)
-    made = to_lsp.diagnostic(shown, ruler, lambda _: None)
+    made = to_lsp.diagnostic(published, mapper, lambda _: None)
     assert made.code_description == types.CodeDescription("https://example.org/rules/MPG201")
 
 
