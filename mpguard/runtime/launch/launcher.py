@@ -27,6 +27,7 @@ from mpguard.core.console import print_line
 from mpguard.core.errors import ConfigError, MpguardError, NotInForce
 from mpguard.document import mp_yaml, read
 from mpguard.runtime.launch import preflight
+from mpguard.runtime.launch.build_locks import stale_locks
 from mpguard.runtime.messages import header, overridable
 from mpguard.runtime.plan import Plan, absolute, enforcement, refuse_config_after_script, strategy_of
 from mpguard.runtime.proof.compare import Proof
@@ -254,6 +255,16 @@ class _Signalled(BaseException):
         self.number = number
 
 
+def _print_start(prepared: PreparedLaunch) -> None:
+    """Print the header, and the build locks for which the workers might wait without end."""
+    print_line(prepared.header)
+    for lock in stale_locks():
+        print_line(
+            f"mpguard: {lock}: a build of a torch extension was killed and left its lock behind. A run that needs the "
+            f"extension waits for it without end. If no build is running, remove it: rm {lock}"
+        )
+
+
 def run(argv: Sequence[str]) -> int:
     """Run `mpguard launch`: check the run, start accelerate's launcher here, return the script's status."""
     from accelerate.commands.launch import launch_command, launch_command_parser
@@ -264,7 +275,7 @@ def run(argv: Sequence[str]) -> int:
             "no --config is given; the command is mpguard launch --config mp.yaml SCRIPT "
             "(`mpguard init bf16_mixed` writes an mp.yaml)"
         )
-    print_line(prepared.header)
+    _print_start(prepared)
     module = [flag for flag in prepared.flags if flag in ("-m", "--module")]
     flags = _without(prepared.flags, (), ("-m", "--module"))
     command = [*flags, "--module", "mpguard.run", *(["-m"] if module else []), prepared.script, *prepared.arguments]
@@ -362,7 +373,7 @@ def rewrite(argv: list[str], parser_factory: ParserFactory, environment: dict[st
         raise SystemExit(2) from None
     if prepared is None:
         return
-    print_line(prepared.header)
+    _print_start(prepared)
     (os.environ if environment is None else environment).update(prepared.environment)
     argv[:] = prepared.argv
 

@@ -94,13 +94,17 @@ def test_one_rule_is_one_file() -> None:
         assert len([each for each in own if issubclass(each, BaseRule)]) == 1
 
 
-def test_codes_are_an_interface() -> None:
-    """No code is removed, and each new one is listed. 311, 508 and the gaps of groups 6 and 8 were never assigned."""
-    ranges = (
+def test_released_codes_stay() -> None:
+    """Codes are an interface: suppressions and settings name them. A new rule needs no line here before its release.
+
+    311, 508 and the gaps of groups 6 and 8 were never assigned.
+    """
+    released = (
         (0, 3), (101, 111), (201, 217), (301, 310), (312, 313), (401, 417), (501, 507), (509, 515), (601, 606),
         (609, 609), (701, 704), (801, 815), (821, 828), (841, 844), (861, 866),
     )  # fmt: skip
-    assert list(RULES) == [f"MPG{number:03}" for first, last in ranges for number in range(first, last + 1)]
+    assert {f"MPG{number:03}" for first, last in released for number in range(first, last + 1)} <= set(RULES)
+    assert list(RULES) == sorted(RULES)
 
 
 def test_names_are_unique() -> None:
