@@ -1,17 +1,17 @@
-"""mpguard: mixed precision said once, in force everywhere, and proven.
+"""mpguard: declare mixed precision once, enforce it everywhere, prove it.
 
     import mpguard
 
     policy = mpguard.recipe("bf16_mixed")
     fully_shard(model, mp_policy=policy.to("fsdp2"))
     config, changes = mpguard.inject(config, policy, "deepspeed")
-    mpguard.activate(policy)  # everything that is built from here on
-    mpguard.convert(model, "hopper_bf16_with_fp8_mixed")  # FP8 layers in a model of one's own
+    mpguard.activate(policy)  # applies to everything that is built from here on
+    mpguard.convert(model, "hopper_bf16_with_fp8_mixed")  # FP8 layers in your own model
 
-Importing mpguard imports no torch.
+Importing mpguard does not import torch.
 """
 
-# ruff: noqa: E402 - what is imported first decides where the rest comes from
+# ruff: noqa: E402 - sys.path is changed before the other imports, which it affects
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import sys
 
 
 def _is_command() -> bool:
-    """Whether Python was started as `python -m mpguard`, and imports this to get there."""
+    """True if Python was started as `python -m mpguard` and is importing this package to find that module."""
     if sys.argv[:1] != ["-m"]:
         return False
     arguments = iter(sys.orig_argv[1:])
@@ -35,12 +35,13 @@ def _is_command() -> bool:
 
 
 if _is_command() and not getattr(sys.flags, "safe_path", False):
-    # It puts the current folder first: its `torch.py` or `yaml.py`, and rules that an `*.egg-info` there names, would
-    # be run. What is linted is not imported.
+    # `python -m` puts the current folder first in sys.path: a `torch.py` or `yaml.py` in it, and rules that an
+    # `*.egg-info` in it names, would be executed. Code that is linted must not be imported.
     del sys.path[0]
 
 from typing import TYPE_CHECKING
 
+from mpguard.core import moved
 from mpguard.core.errors import (
     ConfigError,
     ExtensionError,
@@ -63,13 +64,16 @@ from mpguard.targets.inject import Change, inject
 if TYPE_CHECKING:
     from mpguard.nn.fp8.amax_history import fp8_state_dict, load_fp8_state_dict
     from mpguard.nn.fp8.convert import convert, revert
+    from mpguard.nn.fp8.report import Conversion
     from mpguard.runtime.activation import activate
     from mpguard.runtime.guard import prove
+    from mpguard.runtime.proof.compare import Proof
 
 
 __all__ = [
     "Change",
     "ConfigError",
+    "Conversion",
     "Dtype",
     "ExtensionError",
     "MissingExtra",
@@ -80,6 +84,7 @@ __all__ = [
     "NotProven",
     "Policy",
     "PolicyError",
+    "Proof",
     "SettingsError",
     "UnknownRecipe",
     "__version__",
@@ -96,8 +101,10 @@ __all__ = [
 ]
 
 
-#: Names that are imported from these modules when they are first used, because the modules take time to import.
+#: Names whose modules are imported when the name is first used: these modules import torch, or take time to import.
 _LAZY = {
+    "Conversion": "mpguard.nn.fp8.report",
+    "Proof": "mpguard.runtime.proof.compare",
     "activate": "mpguard.runtime.activation",
     "convert": "mpguard.nn.fp8.convert",
     "fp8_state_dict": "mpguard.nn.fp8.amax_history",
@@ -110,4 +117,6 @@ _LAZY = {
 def __getattr__(name: str) -> object:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'mpguard' has no attribute {name!r}")
+    place = moved.MODULES.get(f"mpguard.{name}")
+    hint = f": the module `mpguard.{name}` moved, import from `{place}`" if place else ""
+    raise AttributeError(f"module 'mpguard' has no attribute {name!r}{hint}")

@@ -27,13 +27,32 @@ def test_all_is_what_is_public() -> None:
     assert list(mpguard.__all__) == sorted(mpguard.__all__)
 
 
+def returned_classes(function: Any) -> set[str]:
+    """The names of mpguard's classes in the return annotation of a function."""
+    names = re.findall(r"\w+", str(inspect.signature(function).return_annotation))
+    found = [vars(sys.modules[function.__module__]).get(name) for name in names]
+    return {each.__name__ for each in found if inspect.isclass(each) and each.__module__.startswith("mpguard")}
+
+
+def test_all_has_every_class_that_a_public_function_returns() -> None:
+    functions = [value for name in mpguard.__all__ if inspect.isfunction(value := getattr(mpguard, name))]
+    returned = set().union(*map(returned_classes, functions))
+    assert {"Conversion", "Policy", "Proof", "Change"} <= returned
+    assert returned <= set(mpguard.__all__)
+
+
+def test_a_module_that_moved_is_named_with_its_new_place() -> None:
+    with pytest.raises(AttributeError, match=r"the module `mpguard.plugin` moved, import from `mpguard.targets`"):
+        mpguard.plugin  # noqa: B018
+
+
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'recipies'"):
         mpguard.recipies  # noqa: B018
 
 
 @pytest.mark.parametrize("given", [3, {"bf16": True}, object], ids=repr)
-def test_what_is_no_policy_is_told_so_wherever_one_is_taken(given: Any) -> None:
+def test_every_function_that_takes_a_policy_refuses_other_values(given: Any) -> None:
     for name, call in {
         "recipe": mpguard.recipe,
         "activate": mpguard.activate,
@@ -85,7 +104,7 @@ def test_the_error_tree_is_as_drawn() -> None:
     assert len(real) > 8
 
 
-def test_what_the_drawing_says_in_words() -> None:
+def test_the_base_classes_that_the_drawing_mentions() -> None:
     text = errors.__doc__ or ""
     for name in drawn():
         for other in re.findall(rf"{name} .*?\(?also an? (\w+)\)", text):
@@ -115,6 +134,7 @@ def heavy_after(code: str) -> set[str]:
     "code",
     [
         "import mpguard",
+        "import mpguard; mpguard.Conversion, mpguard.Proof",
         "import mpguard; mpguard.recipe('bf16_mixed')",
         "import mpguard; mpguard.inject({}, mpguard.recipe('bf16_mixed'), 'deepspeed')",
         "import mpguard; [mpguard.inject({}, mpguard.recipe('bf16_mixed'), target)"
@@ -130,7 +150,7 @@ def test_that_test_can_fail() -> None:
     assert heavy_after("import mpguard; mpguard.recipe('bf16_mixed').to('fsdp2')") >= {"torch"}
 
 
-def test_not_carried_says_what_where_and_who_does() -> None:
+def test_not_carried_names_field_value_target_and_carriers() -> None:
     warning = errors.NotCarried("hysteresis", 4, "torch", ["deepspeed", "megatron"])
     assert str(warning) == "torch: has no place for `hysteresis=4` of the policy; carried by deepspeed, megatron"
     assert str(errors.NotCarried("fuse", True, "torch", [])).endswith("; no target carries it")
@@ -165,9 +185,9 @@ def test_overrides_are_logged_at_warning_level(caplog: pytest.LogCaptureFixture)
     config = {"fp16": {"enabled": True}}
     with caplog.at_level("INFO", logger="mpguard"):
         mpguard.inject(config, mpguard.recipe("bf16_mixed"), "deepspeed")
-    said = {record.getMessage(): record.levelname for record in caplog.records}
-    assert said["deepspeed: fp16.enabled: true -> false"] == "WARNING"
-    assert said["deepspeed: bf16.enabled: (absent) -> true"] == "INFO"
+    levels = {record.getMessage(): record.levelname for record in caplog.records}
+    assert levels["deepspeed: fp16.enabled: true -> false"] == "WARNING"
+    assert levels["deepspeed: bf16.enabled: (absent) -> true"] == "INFO"
     assert config == {"fp16": {"enabled": True}}
 
 

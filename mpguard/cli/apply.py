@@ -130,7 +130,7 @@ def _job(document: Document, recipe: str, policy: Policy, documents: list[Docume
         changes = targets.differences(document.data, policy, kind)
         if kind == "accelerate":
             changes = [*mp_yaml.changes(document.data, recipe, _overrides(document, recipe)), *changes]
-        strategy = target.strategy(document.data)
+        strategy = target.read_strategy(document.data)
         capabilities.require_supported(kind, policy, strategy)
         text = apply_edits(document.text, document.edits(changes))
     except PolicyError as error:

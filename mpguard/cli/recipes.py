@@ -116,7 +116,7 @@ def _table(facts: Sequence[Mapping[str, Any]]) -> None:
 def _outcome(target: Plugin, policy: Policy, strategy: str | None) -> dict[str, Any]:
     """Return the arguments of a target for a policy, computed without the target's library."""
     try:
-        arguments = target.arguments(policy, strategy)
+        arguments = target.build_arguments(policy, strategy)
     except PolicyError as error:
         return {"refused": str(error).removeprefix(f"{target.name}: ")}
     return {"arguments": arguments, "not_carried": target.not_carried(policy, strategy)}
@@ -165,7 +165,7 @@ def _built(target: Plugin, policy: Policy, strategy: str | None) -> dict[str, An
     settings = target.settings(policy, strategy)
     return {
         "object": text,
-        "arguments": target.arguments(policy, strategy),
+        "arguments": target.build_arguments(policy, strategy),
         "settings": {key: setting.value for key, setting in settings.items() if setting.value is not ABSENT},
         "absent": {key: setting.reason for key, setting in settings.items() if setting.value is ABSENT},
         "missing": missing,

@@ -1,9 +1,9 @@
-"""Extensions: entry point -> package -> its modules, walked.
+"""Load extensions: import every module of the packages that entry points name.
 
-An entry point of `mpguard.plugins`, `mpguard.recipes` or `mpguard.rules` names a package; every
-module in it is imported. Adding a plugin, a recipe or a rule is one file and no other edit, for us
-and for others. What fails to import is an `ExtensionError` that names it, never a warning: a rule
-that silently does not run looks like clean code.
+An entry point of `mpguard.plugins`, `mpguard.recipes` or `mpguard.rules` names a package; every module in it is
+imported. So a plugin, a recipe or a rule is added by adding one file, in mpguard as in another distribution. A module
+that fails to import raises an `ExtensionError` that names it, and not a warning: the result of a rule that silently
+does not run looks like clean code.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from mpguard.core import moved
 from mpguard.core.errors import ExtensionError, MpguardError
 from mpguard.core.settings import are_isolated
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 GROUPS = ("mpguard.plugins", "mpguard.recipes", "mpguard.rules")
 
 
 def load(group: str, own_only: bool = False) -> tuple[ModuleType, ...]:
-    """Imports every module of every package that `group` names; once per process.
+    """Import every module of every package that `group` names; once per process.
 
-    Ours come first, so that a clash is the other package's error; then by name.
-    own_only: leave out what other distributions than mpguard bring; under `settings.isolated()` that is always so.
+    mpguard's own packages come first, so that a name clash is an error of the other package; the others are sorted by
+    name. own_only: leave out the packages of other distributions; under `settings.isolated()` they always are.
     """
     return _load(group, own_only or are_isolated())
 
 
 @functools.cache
 def _load(group: str, own_only: bool) -> tuple[ModuleType, ...]:
-    import importlib.metadata  # 20 ms, for what not every run needs
+    import importlib.metadata  # takes 20 ms, and not every run needs it
 
     modules: list[ModuleType] = []
     found = [
@@ -46,7 +47,8 @@ def _load(group: str, own_only: bool) -> tuple[ModuleType, ...]:
     if all(distribution != "mpguard" for distribution, _ in found):
         raise ExtensionError(
             f"the mpguard in {Path(__file__).parents[2]} is not installed for {sys.executable}: without its entry "
-            f"points ({group}) it knows none of its own; install it (`pip install .` in its repository)"
+            f"points ({group}) it cannot find its own plugins, recipes and rules; install it (`pip install .` in its "
+            "repository)"
         )
     for distribution, entry in sorted(found, key=lambda f: (f[0] != "mpguard", f[1].name, f[1].value)):
         if own_only and distribution != "mpguard":
@@ -56,7 +58,10 @@ def _load(group: str, own_only: bool) -> tuple[ModuleType, ...]:
 
 
 def walk(package: str, origin: str) -> list[ModuleType]:
-    """Imports a package or module and all modules below it; `ExtensionError` names what fails."""
+    """Import a package or module and all modules below it. Raises `ExtensionError`, which names the one that fails.
+
+    origin: where the package's name is from, for the message.
+    """
     root = _import(package, origin)
     modules = [root]
     for info in sorted(pkgutil.iter_modules(getattr(root, "__path__", []), f"{package}."), key=lambda i: i.name):
@@ -70,13 +75,16 @@ def _import(name: str, origin: str) -> ModuleType:
     except ExtensionError:
         raise
     except (Exception, SystemExit) as error:
-        raise ExtensionError(f"{origin}: `{name}` does not import: {type(error).__name__}: {error}") from error
+        reason = moved.import_error(error, name) if isinstance(error, ImportError) else None
+        reason = reason or f"`{name}` does not import: {type(error).__name__}: {error}"
+        raise ExtensionError(f"{origin}: {reason}") from error
 
 
-def asked(what: str, function: Callable[..., Made], *arguments: Any) -> Made:
-    """What a function of an extension gives. `ExtensionError` names it where it raises what is no error of mpguard's.
+def call_extension(what: str, function: Callable[..., Result], *arguments: Any) -> Result:
+    """Return the result of a function of an extension.
 
-    what: the extension, such as `plugin te`.
+    what: the extension, such as `plugin te`. Raises an `ExtensionError` that names the extension and the function
+    where the function raises anything but an `MpguardError`.
     """
     try:
         return function(*arguments)

@@ -77,7 +77,7 @@ class Document:
 
         if not isinstance(self.data, dict):
             return None
-        return next((name for name, plugin in plugins().items() if plugin.detects(self.data)), None)
+        return next((name for name, plugin in plugins().items() if plugin.detect(self.data)), None)
 
     def entry(self, key: str) -> Entry | None:
         """The entry at a dotted path such as `fp8_config.backend`; through aliases and `<<` too."""

@@ -1,6 +1,14 @@
-"""What a run must compute in: `Policy`, the dtypes, the named recipes, and what hardware can do."""
+"""The precision of a run: `Policy`, the dtypes, the named recipes, and what hardware can run."""
 
 from mpguard.policy.dtype import Dtype
-from mpguard.policy.policy import Backend, Policy
+from mpguard.policy.policy import (
+    BACKENDS,
+    DEFAULT_FP8_EXCLUDE,
+    FIELD_NAMES,
+    Backend,
+    Fp8Format,
+    Fp8Recipe,
+    Policy,
+)
 
-__all__ = ["Backend", "Dtype", "Policy"]
+__all__ = ["BACKENDS", "DEFAULT_FP8_EXCLUDE", "FIELD_NAMES", "Backend", "Dtype", "Fp8Format", "Fp8Recipe", "Policy"]

@@ -43,7 +43,7 @@ def recipe(name: str) -> Policy:
     found = known.get(name.replace("-", "_"))
     if found is None:
         raise UnknownRecipe(name, known)
-    policy = entry_points.asked(f"recipe {name}", found)
+    policy = entry_points.call_extension(f"recipe {name}", found)
     if not isinstance(policy, Policy):
         raise PolicyError(f"recipe `{name}` returned {type(policy).__name__}; a Policy is needed")
     return policy if policy.name.startswith("auto:") else policy.replace(name=name.replace("-", "_"))

@@ -146,8 +146,8 @@ def strategy_of(config: Mapping[str, Any], path: Path) -> str | None:
     """
     document = deepspeed_file(config, path) if config.get("distributed_type") == "DEEPSPEED" else None
     if document is not None:
-        return get("deepspeed").strategy(document.require())
-    strategy = get("accelerate").strategy(config)
+        return get("deepspeed").read_strategy(document.require())
+    strategy = get("accelerate").read_strategy(config)
     return "single" if strategy == "ddp" and config.get("num_processes") == 1 else strategy
 
 

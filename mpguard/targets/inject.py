@@ -12,16 +12,17 @@ from mpguard.core.errors import NotCarried, PolicyError
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import given
 from mpguard.targets.plugin import Plugin, carriers, get
-from mpguard.targets.settings import ABSENT, Setting, lookup, merged, show
+from mpguard.targets.settings import ABSENT, RenamedFields, Setting, lookup, merged, show
 
 log = logging.getLogger("mpguard")
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
-    """One key of a config that is not what the policy says. Plain data.
+class Change(RenamedFields):
+    """One key of a config whose value is not what the policy requires. Plain data.
 
-    key: dotted path, such as `fp8_config.backend`; `old` and `new` may be `ABSENT`.
+    key: dotted path, such as `fp8_config.backend`. old, new: the values; either may be `ABSENT`.
+    reason: why the value is required; empty where the policy's field is the reason.
     """
 
     key: str
@@ -31,11 +32,12 @@ class Change:
 
     @property
     def path(self) -> tuple[str, ...]:
+        """The key as its parts."""
         return tuple(self.key.split("."))
 
     @property
     def overrides(self) -> bool:
-        """Whether somebody's own value is replaced (and not just a missing one given)."""
+        """True if a value that was set is replaced; False if a missing one is added."""
         return self.old is not ABSENT
 
     def __str__(self) -> str:
@@ -44,36 +46,38 @@ class Change:
 
 
 def build(policy: Policy, target: str, strategy: str | None = None) -> Any:
-    """`policy.to(target, strategy)`."""
+    """Return the real object of a target: the implementation of `Policy.to`."""
     found = get(target)
     built = found.build(policy, strategy)
-    _say_not_carried(found, policy, strategy, stacklevel=4)
+    _warn_not_carried(found, policy, strategy, stacklevel=4)
     return built
 
 
 def inject(
     config: Mapping[str, Any], policy: Policy | str, target: str, strategy: str | None = None
 ) -> tuple[dict[str, Any], list[Change]]:
-    """Writes the policy, or that of a recipe's name, into a copy of a target's config.
+    """Write a policy, given as such or by a recipe's name, into a copy of a target's config.
 
-    Returns the new config and what changed; the given one is left as it is. What replaces a value
-    that was there is logged at warning level (logger `mpguard`), with key, old and new value.
-    Warns `NotCarried`; raises `PolicyError` where the target makes no sense for the policy or the
-    config has a value where a section must be.
+    Returns the new config and the changes; the given config is not modified. Each change that replaces an existing
+    value is logged at warning level (logger `mpguard`), with key, old and new value; an added value at info level.
+
+    strategy: by default the one that the config itself states. Warns `NotCarried` for each required field that the
+    target does not carry. Raises `PolicyError` where the policy cannot be expressed for the target, or the config has
+    a value in the place of a section.
     """
     policy = given(policy, "inject")
     if not isinstance(config, Mapping):
         raise PolicyError(f"inject: the config is a {type(config).__name__}; a mapping of keys and values is needed")
     found = get(target)
     changes = differences(config, policy, target, strategy)
-    _say_not_carried(found, policy, strategy or found.strategy(config), stacklevel=3)
+    _warn_not_carried(found, policy, strategy or found.read_strategy(config), stacklevel=3)
     for change in changes:
         log.log(logging.WARNING if change.overrides else logging.INFO, "%s: %s", target, change)
     return merged(config, {change.key: Setting(change.new) for change in changes}), changes
 
 
 def differences(config: Mapping[str, Any], policy: Policy, target: str, strategy: str | None = None) -> list[Change]:
-    """What `inject` would change; empty when the policy is in the config already.
+    """Return the changes that `inject` would make; empty if the config already has the policy.
 
     strategy: by default the one that the config itself states.
     """
@@ -84,7 +88,7 @@ def differences(config: Mapping[str, Any], policy: Policy, target: str, strategy
     ]
 
 
-def _say_not_carried(found: Plugin, policy: Policy, strategy: str | None, *, stacklevel: int) -> None:
-    """stacklevel: of the user's own line, counted from here."""
+def _warn_not_carried(found: Plugin, policy: Policy, strategy: str | None, *, stacklevel: int) -> None:
+    """Warn `NotCarried` for each field. stacklevel: of the user's own line, counted from here."""
     for field in found.not_carried(policy, strategy):
         warnings.warn(NotCarried(field, policy.format_field(field), found.name, carriers(field)), stacklevel=stacklevel)

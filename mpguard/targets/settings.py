@@ -1,17 +1,17 @@
-"""Settings: what a target's config must hold, as plain data, and how they are merged into a config."""
+"""Settings: what a target's config must contain, as plain data, and how they are merged into a config."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import PolicyError
 
 
 class _Absent:
-    """The value of a key that is not there, or must not be."""
+    """The value of a key that is absent, or must be."""
 
     def __repr__(self) -> str:
         return "(absent)"
@@ -25,14 +25,32 @@ class _Absent:
 
 ABSENT = _Absent()
 
+#: Former field of `Setting` and `Change` -> its name now.
+_RENAMED = {"why": "reason", "same": "equivalent"}
+
+
+class RenamedFields:
+    """Base of `Setting` and `Change`: errors about a former field give its name now."""
+
+    if not TYPE_CHECKING:  # for a type checker any field would exist, in the constructor too
+
+        def __new__(cls, *_args: Any, **fields: Any) -> RenamedFields:
+            for old in fields.keys() & _RENAMED.keys():
+                raise TypeError(f"{cls.__name__}({old}=...): the field is now `{_RENAMED[old]}`")
+            return super().__new__(cls)
+
+        def __getattr__(self, name: str) -> Any:
+            hint = f"; the field is now `{_RENAMED[name]}`" if name in _RENAMED else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """A value that a config must hold, why, and which other spellings mean the same.
+class Setting(RenamedFields):
+    """A value that a config must contain, the reason, and which other spellings have the same meaning.
 
-    value: plain data, or `ABSENT` for a key that must not be there.
-    why: a clause for the change line, such as "accelerate would reduce in bf16".
-    same: says whether a found value already means `value`; default is equality of value and type.
+    value: plain data, or `ABSENT` for a key that must be absent.
+    reason: a clause for the change line, such as "accelerate would reduce in bf16".
+    equivalent: returns True for a found value that means `value`; by default, equality of value and type.
     """
 
     value: Any
@@ -40,13 +58,14 @@ class Setting:
     equivalent: Callable[[Any], bool] | None = None
 
     def met_by(self, found: Any) -> bool:
+        """True if a value found in a config already means `value`."""
         if self.equivalent is not None and found is not ABSENT:
             return self.equivalent(found)
         return _equal(found, self.value)
 
 
 def _equal(found: Any, wanted: Any) -> bool:
-    """Equality that tells True from 1, but not 1 from 1.0."""
+    """True if two values are equal, where True differs from 1, and 1 does not differ from 1.0."""
     if found is ABSENT or wanted is ABSENT:
         return found is wanted
     if isinstance(found, bool) or isinstance(wanted, bool):
@@ -58,12 +77,12 @@ def _equal(found: Any, wanted: Any) -> bool:
     return bool(found == wanted)
 
 
-#: Dotted path -> the value that the target's config must hold there (`Setting` to say why).
+#: Dotted path -> the value that the target's config must contain there (a `Setting` to give a reason).
 Settings = Mapping[str, Any]
 
 
 def show(value: Any) -> str:
-    """A plain value as configs write it: `true`, `null`, `bf16`."""
+    """Return a plain value as a config file writes it: `true`, `null`, `bf16`."""
     if value is ABSENT:
         return "(absent)"
     if isinstance(value, bool):
@@ -72,7 +91,7 @@ def show(value: Any) -> str:
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted path, or `ABSENT`."""
+    """Return the value at a dotted path, or `ABSENT`."""
     node: Any = config
     for part in key.split("."):
         if not isinstance(node, Mapping) or part not in node:
@@ -82,7 +101,11 @@ def lookup(config: Mapping[str, Any], key: str) -> Any:
 
 
 def merged(config: Mapping[str, Any], settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """A deep copy of `config` with the settings in it; sections are made, and removed when they end empty."""
+    """Return a deep copy of `config` with the settings in it.
+
+    Missing sections are created, and sections that become empty are removed. Raises `PolicyError` where the config
+    has a value in the place of a section.
+    """
     result = copy.deepcopy(dict(config))
     for key, setting in settings.items():
         *parents, last = key.split(".")

@@ -265,7 +265,7 @@ def arguments(policy: Policy, strategy: str | None) -> dict[str, Any]:
         scaling = torch.scaling(policy)
         handlers["GradScalerKwargs"] = scaling
     if policy.fp8 and _backend(policy) == "torchao":
-        config = get("torchao").arguments(policy, strategy)
+        config = get("torchao").build_arguments(policy, strategy)
         handlers["AORecipeKwargs"] = {"config": config, "exclude": list(policy.kept_out_of_fp8)}
     elif policy.fp8:
         handlers["TERecipeKwargs"] = _te(policy, strategy)
@@ -274,10 +274,10 @@ def arguments(policy: Policy, strategy: str | None) -> dict[str, Any]:
     if strategy in ("fsdp1", "fsdp2"):
         found["fsdp_plugin"] = {
             "fsdp_version": int(strategy[-1]),
-            "mixed_precision_policy": get(strategy).arguments(policy, strategy),
+            "mixed_precision_policy": get(strategy).build_arguments(policy, strategy),
         }
     if strategy is not None and _deepspeed(strategy):
-        config = get("deepspeed").arguments(policy, strategy)
+        config = get("deepspeed").build_arguments(policy, strategy)
         found["deepspeed_plugin"] = {"zero_stage": int(strategy[-1]), "config": config}
     if policy.compile != "auto":
         found["dynamo_backend"] = "inductor" if policy.compile else "no"

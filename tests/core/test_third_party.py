@@ -1,8 +1,9 @@
-"""Rules that another distribution brings, installed as pip leaves it: their defects are named, and are theirs alone."""
+"""Rules of another distribution, installed as by pip: its defects are named, and mpguard's own rules still run."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import subprocess
 import sys
@@ -13,10 +14,10 @@ from typing import Any
 import distributions
 import pytest
 
-from mpguard.core import entry_points
+from mpguard.core import entry_points, moved
 from mpguard.core.errors import ExtensionError
 
-#: A rule of theirs; each test says what its `check` does.
+#: A rule of theirs; each test supplies the body of its `check`.
 RULE = """
 from mpguard.lint import ConfigRule, Diagnostic, LaunchRule, Note, Rule, any_of
 
@@ -108,7 +109,7 @@ def test_one_that_raises_in_workers(install: Install) -> None:
 
 
 @pytest.mark.parametrize(
-    ("check", "said"),
+    ("check", "message"),
     [
         ("raise SystemExit(0)", "SystemExit: 0"),
         ("return None", "TypeError: 'NoneType' object is not iterable"),
@@ -121,33 +122,33 @@ def test_one_that_raises_in_workers(install: Install) -> None:
         ("return self.check(about)", "RecursionError"),
     ],
 )
-def test_one_that_does_not_keep_to_the_rules(install: Install, check: str, said: str) -> None:
+def test_one_that_does_not_keep_to_the_rules(install: Install, check: str, message: str) -> None:
     install(rule(check=check))
     Path("train.py").write_text(PYTHON)
     done = lint("train.py")
     assert done.returncode == 2, done.stderr
-    assert f"train.py: defect in OUR001 (of their_rules.theirs): {said}" in done.stderr
+    assert f"train.py: defect in OUR001 (of their_rules.theirs): {message}" in done.stderr
     assert "MPG302" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("module", "said"),
+    ("module", "message"),
     [
         ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("def f(:\n", "SyntaxError"),
         ("raise SystemExit(0)\n", "SystemExit: 0"),
-        ("from mpguard.lint.model.rule import Rule\nclass Taken(Rule):\n    code = 'OUR001'\n", "a rule needs `name`"),
+        ("from mpguard.lint import Rule\nclass Taken(Rule):\n    code = 'OUR001'\n", "a rule needs `name`"),
         (rule().replace("OUR001", "MPG302"), "code MPG302 is taken by mpguard.lint.rules"),
     ],
     ids=["import", "syntax", "exit", "incomplete", "taken"],
 )
-def test_one_that_does_not_import_ends_the_run(install: Install, module: str, said: str) -> None:
+def test_one_that_does_not_import_ends_the_run(install: Install, module: str, message: str) -> None:
     """Fewer rules than there are would look like clean code."""
     install(module)
     Path("train.py").write_text(PYTHON)
     done = lint("train.py")
     assert done.returncode == 2
-    assert "their_rules.theirs" in done.stderr and said in done.stderr, done.stderr
+    assert "their_rules.theirs" in done.stderr and message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -161,6 +162,64 @@ def test_a_rule_of_theirs_is_selected_and_ignored_like_ours(install: Install) ->
     assert "OUR001" not in found and "MPG302" in found
     for selector in ("OU", "OUR2", "OUR0011"):
         assert f"there is no rule `{selector}`" in lint("--select", selector, "train.py").stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (
+            "from mpguard.lint.rule import Rule",
+            "imports `mpguard.lint.rule`, which moved: import from `mpguard.lint`",
+        ),
+        (
+            "from mpguard.lint.facts.walk import Call",
+            "imports `mpguard.lint.facts.walk`, which moved: import from `mpguard.lint`",
+        ),
+        (
+            "from mpguard.lint import rule",
+            "imports `mpguard.lint.rule`, which moved: import from `mpguard.lint`",
+        ),
+        (
+            "from mpguard.lint import Moment",
+            "imports `Moment` from `mpguard.lint`, where it is not defined; `Moment` is now `TraceStep`; "
+            "the public names are in `mpguard.lint`",
+        ),
+        ("import mpguard.plugin", "imports `mpguard.plugin`, which moved: import from `mpguard.targets`"),
+        ("from mpguard.errors import PolicyError", "imports `mpguard.errors`, which moved: import from `mpguard`"),
+        ("from mpguard.recipes import register", "imports `mpguard.recipes`, which moved: import from `mpguard`"),
+        ("from mpguard.dtype import Dtype", "imports `mpguard.dtype`, which moved: import from `mpguard.policy`"),
+        (
+            "from mpguard.conversion.swap import convert",
+            "imports `mpguard.conversion`, which moved: import from `mpguard`",
+        ),
+        ("import mpguard.looks", "imports `mpguard.looks`, but this version of mpguard has no such module;"),
+    ],
+)
+@pytest.mark.parametrize("group", ["mpguard.rules", "mpguard.plugins"])
+def test_an_import_of_a_name_that_moved_names_the_new_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, line: str, reason: str
+) -> None:
+    """The module that is named is the one with the import line, also where another module of theirs imports it."""
+    package = f"theirs_{tmp_path.name}".replace("-", "_").replace("[", "_").replace("]", "_")
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("")
+    (tmp_path / package / "main.py").write_text(f"from {package} import user\n")
+    (tmp_path / package / "user.py").write_text(f"{line}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ExtensionError) as raised:
+        entry_points.walk(package, f"entry point `theirs` ({group}, of theirs)")
+    assert str(raised.value).startswith(f"entry point `theirs` ({group}, of theirs): `{package}.user` {reason}")
+
+
+def test_every_former_module_is_gone_and_its_new_place_exists() -> None:
+    for former, place in moved.MODULES.items():
+        importlib.import_module(place)
+        assert former in ("mpguard.policy", "mpguard.lint") or importlib.util.find_spec(former) is None
+
+
+def test_a_failed_import_of_another_module_is_reported_as_it_is() -> None:
+    assert moved.import_error(ModuleNotFoundError("No module named 'x'", name="x"), "theirs") is None
+    assert moved.import_error(ImportError("cannot import name 'y' from 'x' (x.py)", name="x"), "theirs") is None
 
 
 def test_without_its_own_entry_points_mpguard_does_not_call_code_clean(monkeypatch: pytest.MonkeyPatch) -> None:

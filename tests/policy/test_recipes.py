@@ -109,7 +109,7 @@ def test_a_recipe_that_returns_no_policy_is_an_error() -> None:
         mpguard.recipe("not_one")
 
 
-def test_own_recipes_beside_megatron_bridges() -> None:
+def test_recipes_that_megatron_bridge_does_not_have() -> None:
     assert mpguard.recipe("tf32") == Policy(tf32=True)
     assert mpguard.recipe("fp32") == Policy(tf32=False)
     assert mpguard.recipe("bf16_full").master_dtype is Dtype.BF16
@@ -156,7 +156,7 @@ def test_a_single_module_will_do(installed: Callable[..., subprocess.CompletedPr
         ({"__init__.py": "", "a/__init__.py": "import nope"}, "`other_pkg.a` does not import: ModuleNotFoundError"),
         ({"__init__.py": "1 / 0"}, "`other_pkg` does not import: ZeroDivisionError"),
         ({}, "`other_pkg` does not import: ModuleNotFoundError"),
-        ({"__init__.py": RECIPE.replace("theirs", "bf16_mixed")}, "recipe `bf16_mixed` is taken by mpguard.policy"),
+        ({"__init__.py": RECIPE.replace("theirs", "fp32")}, "recipe `fp32` is taken by mpguard.policy.recipes"),
     ],
 )  # fmt: skip
 def test_an_extension_that_fails_is_an_error_that_names_it(
@@ -188,7 +188,7 @@ def test_another_package_brings_a_plugin(installed: Callable[..., subprocess.Com
     ("text", "reason"),
     [
         (PLUGIN.replace('"theirs"', '"te"'), "other_pkg.p: target `te` already has a plugin, in mpguard_plugins."),
-        (PLUGIN.replace('"bf16",', '"bf61",'), "carries `bf61`, which no policy has; did you mean `bf16`"),
+        (PLUGIN.replace('"bf16",', '"bf61",'), "carries `bf61`, which is no field of a policy; did you mean `bf16`"),
     ],
 )  # fmt: skip
 def test_a_plugin_that_cannot_be_is_an_error(
@@ -202,7 +202,7 @@ def test_a_plugin_that_cannot_be_is_an_error(
     ("mpguard.plugins", PLUGIN.replace("policy.bf16", "1 / 0")),
     ("mpguard.recipes", RECIPE.replace("mpguard.Policy(bf16=True)", "1 / 0")),
 ])  # fmt: skip
-def test_an_extension_that_raises_is_named_where_it_is_asked(
+def test_an_extension_that_raises_is_named_in_the_error(
     group: str, text: str, installed: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     arguments = ["recipes"] if group == "mpguard.recipes" else ["recipes", "bf16_mixed"]
@@ -215,10 +215,11 @@ def test_an_extension_that_raises_is_named_where_it_is_asked(
     )
 
 
-def test_own_extensions_alone_can_be_asked_for(installed: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_extensions_of_other_packages_can_be_left_out(
+    installed: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     code = (
-        "from mpguard.core import entry_points\n"
-        "print([module.__name__ for module in entry_points.load('mpguard.recipes', own_only=True)])"
+        "from mpguard.core import entry_points; print([m.__name__ for m in entry_points.load('mpguard.recipes', True)])"
     )
     done = installed("mpguard.recipes", {"__init__.py": "1 / 0"}, code)
     assert done.stdout == "['mpguard.policy.recipes']\n", done.stderr

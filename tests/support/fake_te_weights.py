@@ -121,7 +121,7 @@ class Adam(torch.optim.Optimizer):
 
 def recipe_of(policy: Policy) -> Any:
     """An object with the class and the fields of Transformer Engine's recipe, which the proof reads."""
-    fields = dict(get("te").arguments(policy))
+    fields = dict(get("te").build_arguments(policy))
     return dataclasses.make_dataclass(fields.pop("recipe"), list(fields))(**fields)
 
 

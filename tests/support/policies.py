@@ -10,8 +10,7 @@ import mpguard
 from mpguard.core.errors import PolicyError
 from mpguard.policy.policy import Policy
 
-#: For each field, values to try. A value that no policy can have beside the others is left out by
-#: Policy itself.
+#: For each field, values to try. `variations` skips a value that conflicts with the other fields of a policy.
 CANDIDATES: dict[str, tuple[Any, ...]] = {
     "bf16": (True, False),
     "fp16": (True, False),
@@ -60,12 +59,7 @@ CANDIDATES: dict[str, tuple[Any, ...]] = {
 
 @functools.cache
 def bases() -> tuple[Policy, ...]:
-    """Policies of every kind: all recipes, and a few that no recipe is."""
-    own = [
-        mpguard.recipe(name)
-        for name, function in mpguard.recipes().items()
-        if function.__module__ == "mpguard.policy.recipes"
-    ]
+    """Policies of every kind: all installed recipes, and a few that no recipe has."""
     more = [
         Policy(bf16=True, params_dtype="fp32"),
         Policy(fp16=True, params_dtype="fp32"),
@@ -74,10 +68,10 @@ def bases() -> tuple[Policy, ...]:
         Policy(bf16=True, fp8="hybrid", fp8_recipe="mxfp8"),
         Policy(bf16=True, fp8="e4m3", fp8_recipe="delayed", fp8_amax_compute_algo="max"),
     ]
-    return tuple(own + more)
+    return (*map(mpguard.recipe, mpguard.recipes()), *more)
 
 
-#: Fields that no policy has without others: what is changed along with them.
+#: Fields that need others: the fields that are changed together with them.
 TOGETHER: dict[tuple[str, Any], dict[str, Any]] = {
     ("first_last_layers_bf16", False): {"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0},
     ("first_last_layers_bf16", True): {"num_layers_at_start_in_bf16": 1},
@@ -85,7 +79,7 @@ TOGETHER: dict[tuple[str, Any], dict[str, Any]] = {
 
 
 def variations(policy: Policy, field: str) -> Iterator[Policy]:
-    """The valid policies that differ from one in a field (and in what cannot stay without it)."""
+    """Yield the valid policies that differ from one in a field (and in fields that depend on it)."""
     for value in CANDIDATES[field]:
         try:
             changed = policy.replace(**{field: value}, **TOGETHER.get((field, value), {}))

@@ -294,7 +294,7 @@ def test_compile_reaches_accelerate_and_the_trainer(
 
 def test_transformer_engine_handlers_need_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = mpguard.recipe("bf16_with_fp8_delayed_scaling_mixed")
-    assert get("accelerate").arguments(policy)["kwargs_handlers"] == {
+    assert get("accelerate").build_arguments(policy)["kwargs_handlers"] == {
         "TERecipeKwargs": {
             "fp8_format": "HYBRID", "margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max",
             "use_mxfp8_block_scaling": False,
@@ -435,7 +435,7 @@ def test_beside_a_deepspeed_file_the_yaml_has_no_mode() -> None:
     ],
 )
 def test_a_config_states_its_strategy(target: str, config: dict[str, Any], strategy: str | None) -> None:
-    assert get(target).strategy(config) == strategy
+    assert get(target).read_strategy(config) == strategy
 
 
 @pytest.mark.parametrize(
@@ -456,7 +456,7 @@ def test_a_config_states_its_strategy(target: str, config: dict[str, Any], strat
     ],
 )
 def test_config_files_are_recognised_by_their_content(config: dict[str, Any], kind: str | None) -> None:
-    found = [name for name, plugin in mpguard.targets.plugins().items() if plugin.detects(config)]
+    found = [name for name, plugin in mpguard.targets.plugins().items() if plugin.detect(config)]
     assert found == ([kind] if kind else [])
 
 
@@ -636,7 +636,7 @@ def test_tf32_is_refused_by_the_trainer_itself_without_a_gpu(arguments_of: Any) 
 def test_transformer_engine_arguments(policy: Policy | str, arguments: dict[str, Any]) -> None:
     """The objects themselves are built in tests/gpu/test_te_objects.py, where the library is installed."""
     policy = mpguard.recipe(policy) if isinstance(policy, str) else policy
-    assert get("te").arguments(policy) == arguments
+    assert get("te").build_arguments(policy) == arguments
 
 
 @pytest.mark.parametrize("name", ["bf16_mixed", "fp32", "bf16_with_fp8_rowwise_mixed"])

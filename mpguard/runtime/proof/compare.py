@@ -340,7 +340,7 @@ def _other_recipe(fp8: Fp8Layers, plan: Plan) -> list[str]:
     if fp8.backend == "torchao":
         asked: dict[str, Any] = {"recipe": plan.policy.fp8_recipe}
     else:
-        asked = get("te").arguments(plan.policy)
+        asked = get("te").build_arguments(plan.policy)
     return [
         f"{field} is {fp8.recipe.get(field)}, not {value}"
         for field, value in asked.items()

@@ -80,7 +80,7 @@ def test_a_wider_reduction_than_requested_is_in_force() -> None:
 
 AO = Fp8Layers("torchao", ["layers.0", "layers.1"], {"lm_head": "fp8_exclude"}, recipe={"recipe": "tensorwise"})
 DELAYED = Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=16, fp8_amax_compute_algo="max")
-TE = Fp8Layers("te", ["layers.0"], entered=True, recipe={**get("te").arguments(DELAYED), "override": None})
+TE = Fp8Layers("te", ["layers.0"], entered=True, recipe={**get("te").build_arguments(DELAYED), "override": None})
 
 
 @pytest.mark.parametrize(

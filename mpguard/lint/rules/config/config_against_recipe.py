@@ -136,7 +136,7 @@ mixed_precision: fp16
             policy = self._policy(document, found.recipe)
             if policy is None:
                 return
-            capabilities.require_supported(kind, policy, targets.get(kind).strategy(document.data))
+            capabilities.require_supported(kind, policy, targets.get(kind).read_strategy(document.data))
             changes = targets.differences(document.data, policy, kind)
         except PolicyError as error:
             if place is None and not isinstance(error, UnknownRecipe):

@@ -1,0 +1,92 @@
+"""Former names of modules, classes and functions that an extension may import, and where they are now.
+
+The table has only what the author of a plugin, a recipe or a rule would import; any other module of an older mpguard
+gets a general sentence. Former names of `Plugin` methods and decorators are in `mpguard.targets.plugin`.
+"""
+
+from __future__ import annotations
+
+import re
+from types import TracebackType
+
+#: Former module (and everything below it) -> where its public names are imported from now.
+MODULES = {
+    "mpguard.plugin": "mpguard.targets",
+    "mpguard.carried": "mpguard.targets.capabilities",
+    "mpguard.policy": "mpguard.policy",
+    "mpguard.dtype": "mpguard.policy",
+    "mpguard.typed": "mpguard.policy.coerce",
+    "mpguard.hardware": "mpguard.policy.hardware",
+    "mpguard.recipes": "mpguard",
+    "mpguard.errors": "mpguard",
+    "mpguard.conversion": "mpguard",
+    "mpguard.scaling": "mpguard.nn.grad_scaler",
+    "mpguard.mpyaml": "mpguard.document.mp_yaml",
+    "mpguard.edits": "mpguard.lint",
+    "mpguard.lint": "mpguard.lint",
+    "mpguard.lint.rule": "mpguard.lint",
+}
+
+#: Former name in such a module -> its name now.
+NAMES = {
+    "Guard": "PathCondition",
+    "Meeting": "ScalarUse",
+    "Moment": "TraceStep",
+    "Of": "TensorDtype",
+    "Overlap": "OverlappingEdits",
+    "Unwritable": "EditRefused",
+    "fields_that_matter": "required_fields",
+    "require_carried": "require_supported",
+}
+
+#: For modules that the table does not have.
+_ELSEWHERE = (
+    "this version of mpguard has no such module; public names are in `mpguard`, `mpguard.policy`, `mpguard.targets` "
+    "(plugins) and `mpguard.lint` (rules)"
+)
+
+_MISSING_NAME = re.compile(r"cannot import name '(\w+)' from '(mpguard[\w.]*)'")
+
+
+def new_place(module: str) -> str | None:
+    """Where the public names of a former module are imported from now; None for one that is not in the table."""
+    while module and module not in MODULES:
+        module = module.rpartition(".")[0]
+    return MODULES.get(module)
+
+
+def import_error(error: ImportError, importer: str) -> str | None:
+    """A message for a failed import of something of mpguard's that moved; None for any other failed import.
+
+    importer: the module that was being imported; the message names the module of its own whose import failed.
+    """
+    importer = _failing_module(error.__traceback__) or importer
+    missing = _MISSING_NAME.match(str(error))
+    if missing is not None:
+        name, module = missing[1], missing[2]
+        submodule = f"{module}.{name}"
+        if submodule in MODULES:
+            return f"`{importer}` imports `{submodule}`, {_advice(submodule)}"
+        renamed = f"; `{name}` is now `{NAMES[name]}`" if name in NAMES else ""
+        place = new_place(module)
+        where = f"the public names are in `{place}`" if place else _ELSEWHERE
+        return f"`{importer}` imports `{name}` from `{module}`, where it is not defined{renamed}; {where}"
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("mpguard."):
+        return f"`{importer}` imports `{error.name}`, {_advice(str(error.name))}"
+    return None
+
+
+def _advice(module: str) -> str:
+    place = new_place(module)
+    return f"which moved: import from `{place}`" if place else f"but {_ELSEWHERE}"
+
+
+def _failing_module(traceback: TracebackType | None) -> str | None:
+    """The module whose import statement failed: the innermost frame that is not of importlib."""
+    found = None
+    while traceback is not None:
+        name = str(traceback.tb_frame.f_globals.get("__name__", ""))
+        if not name.startswith(("importlib", "_frozen_importlib", __package__)):
+            found = name
+        traceback = traceback.tb_next
+    return found
