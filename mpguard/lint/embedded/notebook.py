@@ -15,9 +15,10 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Iterator
-from json.decoder import JSONDecodeError
 
 from mpguard.core.text_edits import Edit, EditRefused, apply_edits
+from mpguard.document.json_reader import JsonScanner, JsonValue
+from mpguard.document.nodes import Unreadable
 from mpguard.lint.model.finding import Finding, Lines, PlacedEdit, PlacedNote, Position
 
 #: Cell magics whose cell is Python of this notebook; cells with any other are in another language, or another
@@ -37,8 +38,6 @@ _MAGIC = re.compile(
 _ASSIGNED = re.compile(rf"[ \t]*[\w.,* \[\]]+=[ \t]*([%!]{_LINE})")
 #: A cell that begins with an indented line of code.
 _INDENTED = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]+[^\s#]")
-_DECODER = json.JSONDecoder()
-_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class BrokenNotebook(Exception):
@@ -90,10 +89,13 @@ class Notebook:
             ) from None
         try:
             self.python, found = _cells(self.text)
-        except (JSONDecodeError, RecursionError) as error:
-            place = error.pos if isinstance(error, JSONDecodeError) else 0
-            problem = error.msg if isinstance(error, JSONDecodeError) else "nested too deeply"
-            raise BrokenNotebook(f"not JSON, as a notebook must be: {problem}", place) from None
+        except json.JSONDecodeError as error:
+            raise BrokenNotebook(f"not JSON, as a notebook must be: {error.msg}", error.pos) from None
+        except Unreadable as error:
+            reason = error.problem.message.removeprefix("no valid JSON: ")
+            raise BrokenNotebook(f"not JSON, as a notebook must be: {reason}", error.problem.span[0]) from None
+        except RecursionError:
+            raise BrokenNotebook("not JSON, as a notebook must be: nested too deeply") from None
         cells: list[Cell] = []
         program: list[str] = []
         for cell in found if self.python else ():
@@ -197,32 +199,46 @@ def _literal(text: str, like: str) -> str:
 
 
 def _cells(text: str) -> tuple[bool, list[Cell]]:
-    """Return True if the notebook is in Python, and its code cells with their places."""
-    notebook = dict(_members(text, _skip(text, 0)))
+    """Return True if the notebook is in Python, and its code cells with their positions."""
+    scanner = JsonScanner(text)
+    notebook = _members(scanner, scanner.skip_space(0))
     if "cells" not in notebook:
         if "worksheets" in notebook:
             raise BrokenNotebook(
                 "a notebook of format 3 or older; `jupyter nbconvert --to notebook` makes one of format 4"
             )
         raise BrokenNotebook("not a notebook: `cells`, a list, is needed")
-    metadata = _value(text, notebook["metadata"]) if "metadata" in notebook else {}
+    metadata = notebook["metadata"].value if "metadata" in notebook else {}
     found = []
-    for number, start in enumerate(_items(text, notebook["cells"]), 1):
-        cell = dict(_members(text, start))
-        if "cell_type" not in cell or _value(text, cell["cell_type"]) != "code":
+    for number, item in enumerate(_items(scanner, notebook["cells"].start), 1):
+        cell = _members(scanner, item.start)
+        if "cell_type" not in cell or cell["cell_type"].value != "code":
             continue
         if "source" not in cell:
-            raise BrokenNotebook(f"cell {number} has no `source`", start)
-        first = cell["source"]
-        source, last = _DECODER.raw_decode(text, first)
+            raise BrokenNotebook(f"cell {number} has no `source`", item.start)
+        source, span = cell["source"].value, (cell["source"].start, cell["source"].end)
         if isinstance(source, str):
-            found.append(Cell(number, source, (first, last), None))
+            found.append(Cell(number, source, span, None))
         elif isinstance(source, list) and all(isinstance(line, str) for line in source):
-            literals = tuple((place, _DECODER.raw_decode(text, place)[1]) for place in _items(text, first))
-            found.append(Cell(number, "".join(source), (first, last), literals))
+            literals = tuple((line.start, line.end) for line in _items(scanner, span[0]))
+            found.append(Cell(number, "".join(source), span, literals))
         else:
-            raise BrokenNotebook(f"the `source` of cell {number} is neither a string nor a list of strings", first)
+            raise BrokenNotebook(f"the `source` of cell {number} is neither a string nor a list of strings", span[0])
     return _language(metadata) in ("", "python", "ipython"), found
+
+
+def _members(scanner: JsonScanner, start: int) -> dict[str, JsonValue]:
+    """Return the members of the object at an offset: key -> value."""
+    if scanner.text[start : start + 1] != "{":
+        raise BrokenNotebook("not a notebook: an object in `{}` is needed here", start)
+    return {key.value: value for key, value in scanner.members(start, scanner.decoded)}
+
+
+def _items(scanner: JsonScanner, start: int) -> Iterator[JsonValue]:
+    """Return the items of the array at an offset."""
+    if scanner.text[start : start + 1] != "[":
+        raise BrokenNotebook("not a notebook: a list is needed here", start)
+    return scanner.items(start, scanner.decoded)
 
 
 def _language(metadata: object) -> str:
@@ -235,55 +251,6 @@ def _language(metadata: object) -> str:
                 return "" if "py" in language.lower() or "conda" in language.lower() else language.lower()
             return language.lower().rstrip("0123456789.")
     return ""
-
-
-def _skip(text: str, place: int) -> int:
-    """Return the offset after white space."""
-    found = _SPACE.match(text, place)
-    return found.end() if found else place
-
-
-def _value(text: str, place: int) -> object:
-    """Return the JSON value at an offset."""
-    value: object = _DECODER.raw_decode(text, place)[0]
-    return value
-
-
-def _members(text: str, place: int) -> Iterator[tuple[str, int]]:
-    """Yield the keys of the object at an offset, each with the offset of its value."""
-    if text[place : place + 1] != "{":
-        raise BrokenNotebook("not a notebook: an object in `{}` is needed here", place)
-    place = _skip(text, place + 1)
-    while text[place : place + 1] != "}":
-        if text[place : place + 1] != '"':
-            raise JSONDecodeError("a key in double quotes is needed", text, place)
-        key, place = _DECODER.raw_decode(text, place)
-        place = _skip(text, place)
-        if text[place : place + 1] != ":":
-            raise JSONDecodeError("`:` is needed", text, place)
-        place = _skip(text, place + 1)
-        yield key, place
-        place = _next(text, _DECODER.raw_decode(text, place)[1], "}")
-
-
-def _items(text: str, place: int) -> Iterator[int]:
-    """Yield the offsets of the items of the list at an offset."""
-    if text[place : place + 1] != "[":
-        raise BrokenNotebook("not a notebook: a list is needed here", place)
-    place = _skip(text, place + 1)
-    while text[place : place + 1] != "]":
-        yield place
-        place = _next(text, _DECODER.raw_decode(text, place)[1], "]")
-
-
-def _next(text: str, place: int, closing: str) -> int:
-    """Return the offset of the next item, or of the closing bracket."""
-    place = _skip(text, place)
-    if text[place : place + 1] == closing:
-        return place
-    if text[place : place + 1] != ",":
-        raise JSONDecodeError(f"`,` or `{closing}` is needed", text, place)
-    return _skip(text, place + 1)
 
 
 # -- magics -----------------------------------------------------------------------------------------
