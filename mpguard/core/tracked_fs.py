@@ -1,11 +1,11 @@
-"""What findings rest on: each look at the file system is written down, with what was seen.
+"""Tracked access to the file system: each access that findings depend on is recorded, with its result.
 
-A finding in one file may rest on others: on modules that it imports, configs, launch lines, requirements, settings,
-and on files that are *not* there. Who looks on behalf of a linted file does it here, so that the cache can look again
-and see whether anything has changed. Nothing is written down before `recording` is entered.
+A finding in one file may depend on others: on modules that it imports, configs, launch lines, requirements, settings,
+and on files that do *not* exist. Code that reads the file system for a linted file uses these functions, so that the
+cache can repeat each access and detect a change. Nothing is recorded outside of `recording`.
 """
 
-# Thousands of paths are looked at here, which strings do several times faster than Path.
+# Thousands of paths are examined here, and strings are several times faster than Path.
 # ruff: noqa: PTH100, PTH116, PTH208
 
 from __future__ import annotations
@@ -22,35 +22,43 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 try:
-    from _blake2 import blake2b  # hashlib imports OpenSSL too, which takes 5 ms
-except ImportError:  # an implementation detail of CPython
+    from _blake2 import blake2b  # hashlib also imports OpenSSL, which takes 5 ms
+except ImportError:  # _blake2 is an implementation detail of CPython
     from hashlib import blake2b
 
 T = TypeVar("T")
 
-#: What was looked for (`file`, `type`, `names`, ...), and where.
+#: The kind of an access (`file`, `type`, `names`, ...), and the path.
 Key = tuple[str, str]
-#: Plain data, as JSON has it.
+#: The result of an access: plain data, as in JSON.
 Seen = Any
-#: What a file's status says of its content: times of change, size, inode.
+#: The part of a file's status that changes with its content: times of change, size, inode.
 Status = tuple[int, int, int, int]
 
-#: Stands for what changed while it was looked at; nothing equals it.
+#: The result of an access whose result changed while it was recorded; no real result equals it.
 CHANGED = "changed"
-#: A status younger than this says little: clocks and file systems tick, some in steps of two seconds.
+#: A status younger than this does not prove that the content is unchanged: timestamps have a resolution, which is two
+#: seconds on some file systems.
 SETTLED_NS = 2_000_000_000
 
 _recording = False
+#: The records that are being written, the innermost last.
 _open: list[dict[Key, Seen]] = []
+#: Linted file, or module -> what it depends on.
 _of: dict[str, dict[Key, Seen]] = {}
+#: Linted file -> modules whose records it depends on too.
 _uses: dict[str, set[str]] = {}
 _contents: dict[str, tuple[Status, str]] = {}
-_instead: dict[str, bytes] = {}
+_overlay: dict[str, bytes] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What findings rest on. contents: files that were read, with status and digest; those whose status says enough."""
+    """What findings depend on.
+
+    looks: each access and its result. contents: files that were read, with status and digest, if the status is old
+    enough (`is_settled`).
+    """
 
     looks: dict[Key, Seen]
     contents: dict[str, tuple[Status, str]]
@@ -58,7 +66,7 @@ class Trace:
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Within it, looks are written down."""
+    """Record accesses within this context."""
     global _recording  # noqa: PLW0603
     forget()
     _recording = True
@@ -70,18 +78,19 @@ def recording() -> Iterator[None]:
 
 
 def is_recording() -> bool:
+    """True within `recording`."""
     return _recording
 
 
 def forget() -> None:
-    """Drops what was written down."""
+    """Discard everything that was recorded."""
     for each in (_of, _uses, _contents):
         each.clear()
 
 
 @contextlib.contextmanager
 def recording_for(path: str) -> Iterator[None]:
-    """Within it, looks are taken for the findings in a file, or for what is known of a module."""
+    """Record accesses within this context as dependencies of a linted file, or of a module."""
     if not _recording:
         yield
         return
@@ -94,7 +103,7 @@ def recording_for(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def untracked() -> Iterator[None]:
-    """Within it, looks are not written down: the answer that they lead to is."""
+    """Do not record accesses within this context: the caller records the result that it derives from them."""
     _open.append({})
     try:
         yield
@@ -103,21 +112,21 @@ def untracked() -> Iterator[None]:
 
 
 def add_dependency(path: str, module: str) -> None:
-    """What a file's findings rest on includes what was looked at for a module."""
+    """Add the dependencies of a module to those of a linted file."""
     if _recording:
         _uses.setdefault(path, set()).add(module)
 
 
 def trace(path: str) -> Trace | None:
-    """What a file's findings rest on; None where nothing was written down."""
+    """Return what a file's findings depend on; None outside of `recording`."""
     if not _recording:
         return None
     read = dict(_contents)
     _contents.clear()
-    return Trace(_taken_for(path), read)
+    return Trace(_dependencies(path), read)
 
 
-def _taken_for(path: str) -> dict[Key, Seen]:
+def _dependencies(path: str) -> dict[Key, Seen]:
     found: dict[Key, Seen] = {}
     files = [path]
     for file in files:
@@ -127,30 +136,34 @@ def _taken_for(path: str) -> dict[Key, Seen]:
 
 
 class TrackedCache(Generic[T]):
-    """As `functools.cache`; what is remembered counts as looked at again, on whose behalf it may be."""
+    """Like `functools.cache`; a cached result is recorded with the accesses that it was computed from.
+
+    So every file whose findings use the result depends on these accesses, not only the first one.
+    """
 
     def __init__(self, function: Callable[..., T]) -> None:
         self._function = function
-        self._known: dict[tuple[Any, ...], tuple[T, dict[Key, Seen]]] = {}
+        self._results: dict[tuple[Any, ...], tuple[T, dict[Key, Seen]]] = {}
         functools.update_wrapper(self, function)
 
-    def __call__(self, *given: Any) -> T:
-        known = self._known.get(given)
-        if known is None:
+    def __call__(self, *arguments: Any) -> T:
+        cached = self._results.get(arguments)
+        if cached is None:
             inner: dict[Key, Seen] = {}
             _open.append(inner)
             try:
-                known = self._known[given] = self._function(*given), inner
+                cached = self._results[arguments] = self._function(*arguments), inner
             finally:
                 _open.pop()
                 if _open:
                     _merge(_open[-1], inner)
         elif _open:
-            _merge(_open[-1], known[1])
-        return known[0]
+            _merge(_open[-1], cached[1])
+        return cached[0]
 
     def cache_clear(self) -> None:
-        self._known.clear()
+        """Discard all results."""
+        self._results.clear()
 
 
 _RUN_CACHES: list[TrackedCache[object]] = []
@@ -164,14 +177,14 @@ def cached_per_run(function: Callable[..., T]) -> TrackedCache[T]:
 
 
 def clear_run_caches() -> None:
-    """Clear everything that was cached per run. A process that outlives a run (server, watch mode) calls it between."""
+    """Clear all caches of `cached_per_run`. A process with several runs (server, watch mode) calls it between them."""
     for cache in _RUN_CACHES:
         cache.cache_clear()
     forget()
 
 
 def record(what: str, where: str, seen: Seen) -> None:
-    """Writes down what was seen, or answered."""
+    """Record an access, or a question, and its result."""
     if _recording and _open:
         _merge(_open[-1], {(what, where): seen})
 
@@ -182,31 +195,32 @@ def _merge(into: dict[Key, Seen], looks: dict[Key, Seen]) -> None:
             into[key] = CHANGED
 
 
-# -- looks ------------------------------------------------------------------------------------------
+# -- recorded accesses ------------------------------------------------------------------------------
 
 
 def overlay(files: Mapping[str, bytes]) -> None:
-    """From here on these contents are what absolute paths hold: what an editor has open and not saved."""
-    _instead.clear()
-    _instead.update(files)
+    """Replace the contents of files, by absolute path, with what an editor has open and has not saved."""
+    _overlay.clear()
+    _overlay.update(files)
 
 
 def read_regular_file(path: str | Path) -> bytes:
-    """What is in a regular file. Raises `OSError`, for a FIFO or a device too, which might never end."""
-    if _instead and (data := _instead.get(os.path.abspath(path))) is not None:
+    """Return the content of a regular file. Raises `OSError`, also for a FIFO or a device, which might never end."""
+    if _overlay and (data := _overlay.get(os.path.abspath(path))) is not None:
         return data
-    with open(path, "rb", opener=_at_once) as file:
+    with open(path, "rb", opener=_open_nonblocking) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "is a FIFO or a device, not a regular file, and is not read", str(path))
         return file.read()
 
 
-def _at_once(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Open a file without waiting: for a FIFO, until there is a writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def read(path: str | Path) -> bytes:
-    """The content of a file. Raises `OSError`."""
+    """Return the content of a file. Raises `OSError`."""
     if not _recording:
         return read_regular_file(path)
     absolute = os.path.abspath(path)
@@ -224,12 +238,12 @@ def read(path: str | Path) -> bytes:
 
 
 def read_up_to(path: str | Path, most: int) -> bytes | None:
-    """The content of a file; None where it is longer than that. Raises `OSError`."""
+    """Return the content of a file; None if it has more than `most` bytes. Raises `OSError`."""
     return read(path) if (size(path) or 0) <= most else None
 
 
 def size(path: str | Path) -> int | None:
-    """The size of a file; None where there is none."""
+    """Return the size of a file in bytes; None if it does not exist."""
     absolute = os.path.abspath(path)
     seen = size_of(absolute)
     record("size", absolute, seen)
@@ -237,6 +251,7 @@ def size(path: str | Path) -> int | None:
 
 
 def is_file(path: str | Path) -> bool:
+    """True if a path is a regular file."""
     absolute = os.path.abspath(path)
     seen = type_of(absolute)
     record("type", absolute, seen)
@@ -244,6 +259,7 @@ def is_file(path: str | Path) -> bool:
 
 
 def exists(path: str | Path) -> bool:
+    """True if a path exists."""
     absolute = os.path.abspath(path)
     seen = type_of(absolute)
     record("type", absolute, seen)
@@ -251,7 +267,7 @@ def exists(path: str | Path) -> bool:
 
 
 def list_names(folder: str | Path, endings: tuple[str, ...]) -> list[str]:
-    """The names in a folder with one of some endings, sorted; none where it cannot be listed."""
+    """Return the sorted names in a folder that have one of the endings; empty if it cannot be listed."""
     absolute = os.path.abspath(folder)
     found = names_in(absolute, endings)
     record("names", "\0".join((absolute, *endings)), names_digest(found))
@@ -259,17 +275,18 @@ def list_names(folder: str | Path, endings: tuple[str, ...]) -> list[str]:
 
 
 def real_path(path: str | Path) -> str:
-    """A path without symbolic links."""
+    """Return a path without symbolic links."""
     absolute = os.path.abspath(path)
     seen = os.path.realpath(absolute)
     record("real", absolute, seen)
     return seen
 
 
-# -- the same without writing it down -----------------------------------------------------------------
+# -- accesses that are not recorded -------------------------------------------------------------------
 
 
 def size_of(path: str) -> int | None:
+    """Return the size of a file in bytes; None if it does not exist."""
     try:
         return os.stat(path).st_size
     except (OSError, ValueError):
@@ -277,7 +294,7 @@ def size_of(path: str) -> int | None:
 
 
 def type_of(path: str) -> str | None:
-    """`file`, `folder` or `other`; None where nothing is there."""
+    """Return `file`, `folder` or `other`; None if the path does not exist."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):
@@ -286,6 +303,7 @@ def type_of(path: str) -> str | None:
 
 
 def names_in(folder: str, endings: Iterable[str]) -> list[str]:
+    """Return the sorted names in a folder that have one of the endings; empty if it cannot be listed."""
     try:
         return sorted(name for name in os.listdir(folder) if name.endswith(tuple(endings)))
     except OSError:
@@ -297,11 +315,12 @@ def names_digest(found: Iterable[str]) -> str:
 
 
 def status_of(status: os.stat_result) -> Status:
+    """Return the part of a status that changes with the file's content."""
     return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
 
 def is_settled(status: os.stat_result) -> bool:
-    """Whether a later change to the file is bound to change its status; not so for one from the future."""
+    """True if any later change to the file must change its status; False for a status from the future."""
     return max(status.st_mtime_ns, status.st_ctime_ns) + SETTLED_NS < time.time_ns()
 
 

@@ -1,4 +1,4 @@
-"""What the linter keeps of the disk, a long-lived process can make it forget: all of it, and that is held here."""
+"""A process with several runs can clear every cache of the linter that depends on the disk."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from mpguard.core import settings
 from mpguard.core.tracked_fs import clear_run_caches
 
 PACKAGE = Path(mpguard.__file__).parent
-#: Functions of their arguments alone.
+#: Cached functions whose result depends on their arguments alone.
 PURE = {"_fields", "_joined", "_consistent", "_spec", "_plan"}
 
 
-def test_every_cached_function_of_the_lint_path_is_pure_or_remembered() -> None:
-    met = set()
-    for file in (PACKAGE / "core" / "settings.py", *PACKAGE.glob("lint/**/*.py"), *PACKAGE.glob("document/**/*.py")):
+def test_every_cached_function_of_the_lint_path_is_pure_or_cached_per_run() -> None:
+    found = set()
+    for file in (PACKAGE / "core/settings.py", *PACKAGE.glob("lint/**/*.py"), *PACKAGE.glob("document/**/*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.FunctionDef):
                 continue
             for decorator in map(ast.unparse, node.decorator_list):
                 if re.match(r"(functools\.)?(lru_)?cache\b", decorator):
-                    met.add(node.name)
-                    assert node.name in PURE, f"{file}: {node.name} keeps what may change on the disk: use @remembered"
-    assert met == PURE, "all of these are looked at"
+                    found.add(node.name)
+                    assert node.name in PURE, f"{file}: the result of {node.name} may depend on the disk: use @cached_per_run"
+    assert found == PURE, "each of these functions exists"
 
 
-def test_forgetting_reads_the_settings_again(tmp_path: Path) -> None:
+def test_clearing_the_caches_reads_the_settings_again(tmp_path: Path) -> None:
     file = tmp_path / "mpguard.toml"
     file.write_text('ignore = ["MPG101"]\n')
     assert settings.nearest(tmp_path).ignore == ("MPG101",)

@@ -109,7 +109,7 @@ def test_what_is_wrong_is_an_error_with_its_place(tmp_path: Path, text: str, mes
 @pytest.mark.parametrize("header", ["[tool.mpguard]", "[mpguard]"])
 def test_a_table_in_mpguard_toml_is_told_from_a_setting(tmp_path: Path, header: str) -> None:
     (tmp_path / "mpguard.toml").write_text(f"{header}\npreview = true\n")
-    with pytest.raises(SettingsError, match=r"; here the settings stand at the top, in no table$"):
+    with pytest.raises(SettingsError, match=r"; in this file the settings are at the top level, in no table$"):
         nearest(tmp_path)
 
 
@@ -124,5 +124,5 @@ def test_codes_in_lower_case_and_paths_from_here_are_as_on_the_command_line(tmp_
 
 def test_a_config_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "mpguard.toml").write_text("configs = ['mp.yaml']\n")
-    with pytest.raises(SettingsError, match=r"`configs` names .*mp\.yaml`, which is no file"):
+    with pytest.raises(SettingsError, match=r"`configs` names .*mp\.yaml`, which is not a file"):
         nearest(tmp_path).config_paths()
