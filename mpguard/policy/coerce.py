@@ -1,4 +1,4 @@
-"""What people write, as what a field of a policy holds; or an error that says what it may be."""
+"""Convert what a user writes to the type of a policy field, or raise an error that lists the allowed values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from mpguard.policy.dtype import Dtype
 
 
 def coerce(name: str, value: Any, declared: Any) -> Any:
-    """The value in the type that its field declares; raises `PolicyError` where it is none of it."""
+    """Return a value in the declared type of its field. Raises `PolicyError` if it cannot be converted.
+
+    name: the field, for the message. declared: its type annotation.
+    """
     allowed = _alternatives(declared)
     for kind in allowed:
         converted = _convert(value, kind)
-        if converted is not _NO:
+        if converted is not _NOT_CONVERTIBLE:
             return converted
     shown = ", ".join(sorted({_kind_name(kind) for kind in allowed}))
     hint = ""
@@ -23,7 +26,7 @@ def coerce(name: str, value: Any, declared: Any) -> Any:
         hint = (
             "; pure E5M2 training is refused by Transformer Engine"
             if value == "e5m2"
-            else '; say which format, such as "hybrid"'
+            else '; name a format, such as "hybrid"'
         )
     elif isinstance(value, str):
         words = [kind for kind in allowed if isinstance(kind, str)]
@@ -32,10 +35,12 @@ def coerce(name: str, value: Any, declared: Any) -> Any:
     raise PolicyError(f"{name} is {value!r}; it must be {shown}{hint}")
 
 
-_NO = object()
+#: The result of `_convert` for a value of another type; None is a value.
+_NOT_CONVERTIBLE = object()
 
 
 def _alternatives(kind: Any) -> list[Any]:
+    """Return the types and the literal values that a type annotation allows."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return [alternative for part in typing.get_args(kind) for alternative in _alternatives(part)]
     if typing.get_origin(kind) is Literal:
@@ -50,29 +55,29 @@ def _kind_name(kind: Any) -> str:
 
 
 def _convert(value: Any, kind: Any) -> Any:
-    """The value as one alternative of a field's type, or `_NO`."""
+    """Return the value as one alternative of a field's type, or `_NOT_CONVERTIBLE`."""
     if isinstance(kind, str):
-        return kind if isinstance(value, str) and value.lower() == kind else _NO
+        return kind if isinstance(value, str) and value.lower() == kind else _NOT_CONVERTIBLE
     if kind is type(None):
-        return None if value is None else _NO
+        return None if value is None else _NOT_CONVERTIBLE
     if kind is Dtype:
         if isinstance(value, Dtype):
             return value
         if isinstance(value, str) or type(value).__module__ == "torch":
             return Dtype.parse(str(value))
-        return _NO
+        return _NOT_CONVERTIBLE
     if kind is bool:
-        return value if isinstance(value, bool) else _NO
+        return value if isinstance(value, bool) else _NOT_CONVERTIBLE
     if kind is int:
         if isinstance(value, float) and value.is_integer():
             return int(value)
-        return value if isinstance(value, int) and not isinstance(value, bool) else _NO
+        return value if isinstance(value, int) and not isinstance(value, bool) else _NOT_CONVERTIBLE
     if kind is float:
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _NO
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _NOT_CONVERTIBLE
     if kind is str:
-        return value if isinstance(value, str) else _NO
+        return value if isinstance(value, str) else _NOT_CONVERTIBLE
     if typing.get_origin(kind) is tuple:
         if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
             return tuple(value)
-        return _NO
+        return _NOT_CONVERTIBLE
     raise AssertionError(f"no conversion for {kind}")

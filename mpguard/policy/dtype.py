@@ -1,4 +1,4 @@
-"""The number formats. Nothing here imports torch."""
+"""The number formats. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Dtype(Enum):
     torch_name: the attribute of `torch`, such as `bfloat16`.
     short: the name in tables and configs, such as `bf16`.
     bits: width of one element.
-    aliases: other spellings. `Dtype.parse` reads all of them, with or without `torch.`.
+    aliases: other spellings. `Dtype.parse` accepts all of them, with or without `torch.`.
     """
 
     FP64 = ("float64", "fp64", 64, ("double",))
@@ -41,7 +41,7 @@ class Dtype(Enum):
 
     @property
     def torch(self) -> TorchDtype:
-        """The real dtype; imports torch."""
+        """The `torch.dtype`; imports torch."""
         import torch
 
         dtype: TorchDtype = getattr(torch, self.torch_name)
@@ -49,9 +49,9 @@ class Dtype(Enum):
 
     @classmethod
     def parse(cls, text: str) -> Dtype:
-        """The dtype of any spelling: `bf16`, `bfloat16`, `torch.bfloat16`, `half`.
+        """Return the dtype of any spelling: `bf16`, `bfloat16`, `torch.bfloat16`, `half`.
 
-        Raises `PolicyError` for an unknown one, with the near ones.
+        Raises `PolicyError` for an unknown spelling, with the similar ones.
         """
         found = cls.spelled(text)
         if found is None:
@@ -60,7 +60,7 @@ class Dtype(Enum):
 
     @classmethod
     def spelled(cls, text: str) -> Dtype | None:
-        """Like `parse`, but None for what is no floating-point dtype."""
+        """Return the dtype of any spelling like `parse`, but None for an unknown one."""
         return _SPELLINGS.get(text.removeprefix("torch.").lower())
 
     @classmethod
@@ -71,7 +71,7 @@ class Dtype(Enum):
 
     @classmethod
     def of(cls, dtype: TorchDtype) -> Dtype | None:
-        """The member of a real torch dtype; None for integers and formats not listed."""
+        """Return the member for a `torch.dtype`; None for integers and formats that are not listed."""
         return cls.spelled(str(dtype))
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""What a GPU generation, CUDA and the installed libraries can do. Never guesses.
+"""What a GPU generation, CUDA and the installed libraries can compute.
 
-The GPU is asked through NVML and the libraries through their metadata; torch is not imported.
-What could not be found out is None, and a question that depends on it is answered with that.
+The GPU is queried through NVML and the libraries through their metadata; torch is not imported. What could not be
+determined is None and never guessed, and a check that depends on it reports that it is unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Version = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A GPU generation: its name and the compute capabilities from `low` to below `high`."""
+    """A GPU generation: its name, and its compute capabilities, from `low` to below `high`."""
 
     name: str
     low: Version
@@ -43,9 +43,11 @@ GENERATIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What a kind of arithmetic needs. Capabilities from `low` to below `high`; CUDA as torch was built.
+    """What a kind of arithmetic requires.
 
-    multiple: what the sizes of a matrix product must be multiples of (its rows too, where it is trained).
+    what: its name in messages. low, high: compute capabilities from `low` to below `high`; None: no upper limit.
+    cuda: the lowest CUDA version that torch must be built with. source: where the requirement is documented.
+    multiple: the sizes of a matrix product must be multiples of it (its rows too, if the layer is trained).
     """
 
     what: str
@@ -56,7 +58,7 @@ class Needs:
     multiple: int = 1
 
 
-#: The one table. Sources: Transformer Engine 2.20 `pytorch/quantization.py`, `is_*_available`;
+#: The only table of requirements. Sources: Transformer Engine 2.20 `pytorch/quantization.py`, `is_*_available`;
 #: torchao 0.18 (torch._scaled_mm); CUDA C++ Programming Guide, table of arithmetic by capability.
 NEEDS: Mapping[str, Needs] = {
     "fp16": Needs("FP16 tensor cores", (7, 0), source="CUDA programming guide"),
@@ -75,7 +77,7 @@ NEEDS: Mapping[str, Needs] = {
     "nvfp4": Needs("NVFP4", (10, 0), source="TE is_nvfp4_available", multiple=16),
 }
 
-#: Names people give a GPU by (`--gpu h100`), and its compute capability (developer.nvidia.com/cuda-gpus).
+#: The usual name of a GPU (`--gpu h100`) -> its compute capability (developer.nvidia.com/cuda-gpus).
 GPUS: Mapping[str, Version] = {
     "p100": (6, 0), "v100": (7, 0), "t4": (7, 5), "rtx2080": (7, 5), "a100": (8, 0), "a10": (8, 6), "a40": (8, 6),
     "a6000": (8, 6), "rtx3090": (8, 6), "l4": (8, 9), "l40": (8, 9), "l40s": (8, 9), "rtx4090": (8, 9), "h100": (9, 0),
@@ -94,9 +96,10 @@ _LIBRARIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """One machine. `capability` None: no GPU, or (with `gpu` set) one that could not be asked.
+    """The hardware and libraries of one machine.
 
-    gpus: how many; cuda: the CUDA version that torch was built with; libraries: backend -> version.
+    gpu: the GPU's name; None without a GPU. capability: None without a GPU, or if it could not be queried. gpus: how
+    many there are. cuda: the CUDA version that torch was built with. libraries: backend -> version.
     """
 
     gpu: str | None = None
@@ -107,6 +110,7 @@ class Hardware:
 
     @property
     def generation(self) -> str:
+        """The name of the GPU generation, for messages."""
         if self.capability is None:
             return "no GPU" if self.gpu is None else "unknown GPU"
         for generation in GENERATIONS:
@@ -120,16 +124,16 @@ class Hardware:
         return f"{self.gpus} x {self.gpu}" if self.gpus > 1 else self.gpu
 
     def lacks(self, kind: str) -> str | None:
-        """Why a row of `NEEDS` does not work here, or None where it does."""
+        """Return why this machine does not meet a row of `NEEDS`; None if it does."""
         needs = NEEDS[kind]
         here = "this machine has no GPU" if self.gpu is None else f"{self.gpu} has {_dotted(self.capability)}"
         if self.capability is None:
-            unasked = here if self.gpu is None else f"{self.gpu} could not be asked for its own"
-            return f"needs compute capability {_dotted(needs.low)} ({unasked})"
+            unknown = here if self.gpu is None else f"the one of {self.gpu} could not be queried"
+            return f"needs compute capability {_dotted(needs.low)} ({unknown})"
         if self.capability < needs.low:
             return f"needs compute capability {_dotted(needs.low)} or higher for {needs.what} ({here})"
         if needs.high is not None and self.capability >= needs.high:
-            return f"{needs.what} is not there from compute capability {_dotted(needs.high)} on ({here})"
+            return f"{needs.what} is not available from compute capability {_dotted(needs.high)} on ({here})"
         if needs.cuda is not None:
             if self.cuda is None:
                 return f"needs CUDA {_dotted(needs.cuda)} for {needs.what} (the CUDA version of torch is unknown here)"
@@ -140,16 +144,16 @@ class Hardware:
         return None
 
     def refuses(self, policy: Policy) -> str | None:
-        """Why a policy cannot run here, or None where it can.
+        """Return why a policy cannot run on this machine; None if it can.
 
-        Without a GPU, BF16 and FP32 run in software, FP16 autocast too, and TF32 is FP32.
+        Without a GPU, BF16, FP32 and FP16 autocast run in software, and TF32 is FP32.
         """
         recipe = policy.low_bit_recipe
         if recipe is None:
             kind = "bf16" if policy.bf16 else "tf32" if policy.tf32 else None
             return self.lacks(kind) if kind is not None and self.gpu is not None else None
-        if not policy.fp8_emulate and (lacking := self.lacks(recipe)):
-            return lacking
+        if not policy.fp8_emulate and (reason := self.lacks(recipe)):
+            return reason
         if not any(backend in self.libraries for backend in policy.backends):
             return f"needs {' or '.join(_NAMES[b] for b in policy.backends)}, which is not installed here"
         return None
@@ -159,9 +163,9 @@ _NAMES = {"te": "Transformer Engine", "torchao": "torchao"}
 
 
 def named(name: str) -> Hardware:
-    """The hardware that `--gpu NAME` means: a name (`h100`) or a capability (`sm_90`, `9.0`).
+    """Return the hardware for `--gpu NAME`: a name (`h100`) or a capability (`sm_90`, `9.0`).
 
-    CUDA and libraries are taken to be there; raises `PolicyError` for an unknown name.
+    CUDA and the libraries are assumed to be installed. Raises `PolicyError` for an unknown name.
     """
     text = re.sub(r"^nvidia|[\s_-]", "", name.lower())
     match = re.fullmatch(r"(?:sm)?(\d{1,2})\.?(\d)a?", text)
@@ -173,27 +177,27 @@ def named(name: str) -> Hardware:
 
 @functools.cache
 def detect() -> Hardware:
-    """This machine. Asks NVML; where that fails though there is a driver, the capability is None."""
+    """Return the hardware of this machine. If NVML fails though there is a driver, the capability is None."""
     libraries = {name: version for name, module in _LIBRARIES.items() if (version := _version(module))}
     gpu, capability, count = _gpu()
     return Hardware(gpu, capability, count, _torch_cuda(), libraries)
 
 
 def best(hardware: Hardware | None = None) -> tuple[str, str]:
-    """The recipe that `auto` stands for on some hardware (default: this machine's), and why."""
+    """Return the recipe that `auto` selects on some hardware (default: this machine's), and the reason."""
     here = detect() if hardware is None else hardware
     if here.gpu is None:
         return "fp32", "no GPU"
     if here.capability is None:
-        return "fp32", f"{here.gpu}: its compute capability could not be found out"
+        return "fp32", f"{here.gpu}: its compute capability could not be determined"
     backends = [b for b in BACKENDS["tensorwise"] if b in here.libraries]
     if here.capability >= (9, 0):
-        lacking = here.lacks("tensorwise")
+        reason = here.lacks("tensorwise")
         if not backends:
-            lacking = "neither Transformer Engine nor torchao is installed"
-        if lacking is None:
+            reason = "neither Transformer Engine nor torchao is installed"
+        if reason is None:
             return "bf16_with_fp8_current_scaling_mixed", f"{here.generation}: FP8, with {_NAMES[backends[0]]}"
-        return "bf16_mixed", f"{here.generation} has FP8, but: {lacking}"
+        return "bf16_mixed", f"{here.generation} has FP8, but: {reason}"
     if here.lacks("bf16") is None:
         return "bf16_mixed", f"{here.generation}: BF16"
     if here.lacks("fp16") is None:
@@ -202,7 +206,7 @@ def best(hardware: Hardware | None = None) -> tuple[str, str]:
 
 
 def _gpu() -> tuple[str | None, Version | None, int]:
-    """Name and capability of the weakest visible GPU, and how many there are."""
+    """Return name and capability of the visible GPU with the lowest capability, and the number of visible GPUs."""
     import pynvml
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -229,9 +233,9 @@ def _gpu() -> tuple[str | None, Version | None, int]:
 
 
 def _visible_devices(visible: str | None) -> list[Any]:
-    """NVML's handles of the GPUs in `CUDA_VISIBLE_DEVICES` (indices or UUIDs); all without it.
+    """Return NVML's handles of the GPUs in `CUDA_VISIBLE_DEVICES` (indices or UUIDs); all GPUs if it is not set.
 
-    Like CUDA, the list ends at the first entry that names no GPU.
+    As in CUDA, the list ends at the first entry that is not a GPU.
     """
     import pynvml
 
@@ -249,7 +253,7 @@ def _visible_devices(visible: str | None) -> list[Any]:
 
 
 def _torch_cuda() -> Version | None:
-    """The CUDA version that torch was built with, read from `torch/version.py`; torch is not imported."""
+    """Return the CUDA version that torch was built with, read from `torch/version.py` without importing torch."""
     import importlib.util
 
     spec = importlib.util.find_spec("torch")
@@ -264,8 +268,8 @@ def _torch_cuda() -> Version | None:
 
 
 def _version(module: str) -> str | None:
-    """The installed version of a module's distribution; None where the module is not there."""
-    import importlib.metadata  # 20 ms
+    """Return the installed version of a module's distribution; None if the module is not installed."""
+    import importlib.metadata  # takes 20 ms
     import importlib.util
 
     if importlib.util.find_spec(module) is None:

@@ -1,11 +1,10 @@
-"""The authority: what precision a run has, as one frozen value.
+"""The policy: the precision of a run as one frozen value, from which everything else is derived.
 
-Field names are those of Megatron Bridge's `MixedPrecisionConfig`
-(`src/megatron/bridge/training/mixed_precision.py`) where it has them, with its defaults.
-`params_dtype` is the dtype of the compute copy (FSDP's `param_dtype`, the engine's dtype);
-the parameters that the optimizer sees have `master_dtype`.
+Field names are those of Megatron Bridge's `MixedPrecisionConfig` (`src/megatron/bridge/training/mixed_precision.py`)
+where it has them, with its defaults. `params_dtype` is the dtype of the compute copy of the parameters (FSDP's
+`param_dtype`, the engine's dtype); the parameters that the optimizer updates have `master_dtype`.
 
-Nothing here imports torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Fp8Format = Literal["hybrid", "e4m3"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp"]
 Backend = Literal["auto", "te", "torchao"]
 
-#: Which library can run an FP8 or FP4 recipe, the preferred one first.
+#: The libraries that can run an FP8 or FP4 recipe, the preferred one first.
 BACKENDS: Mapping[str, tuple[Backend, ...]] = {
     "delayed": ("te",),
     "tensorwise": ("te", "torchao"),
@@ -35,12 +34,12 @@ BACKENDS: Mapping[str, tuple[Backend, ...]] = {
     "rowwise_with_gw_hp": ("torchao",),
 }
 
-#: Modules that stay out of FP8 unless asked for: output heads and MoE routers lose accuracy
+#: Modules that stay out of FP8 by default: output heads and MoE routers lose accuracy
 #: (accelerate's Transformer Engine path converts `lm_head`; axolotl patches routers out).
 DEFAULT_FP8_EXCLUDE = ("*lm_head", "*router*", "*.gate")
 
 
-#: One setting under two names, both ways.
+#: One setting with two names: each name -> the other.
 _TWINS = {
     "fp8_param": "fp8_param_gather",
     "fp8_param_gather": "fp8_param",
@@ -50,7 +49,7 @@ _TWINS = {
 
 
 class _NoEffect(PolicyError):
-    """A field says something that nothing in the policy would heed."""
+    """A field has a value that has no effect with the other fields of the policy."""
 
     def __init__(self, field: str, message: str) -> None:
         self.field = field
@@ -59,35 +58,35 @@ class _NoEffect(PolicyError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What precision a run has. Frozen; raises `PolicyError` for what cannot be.
+    """The precision of a run. Frozen. Raises `PolicyError` for fields that contradict each other.
 
     Dtypes may be given as `Dtype` or by any spelling (`"bf16"`, `"torch.bfloat16"`).
 
     Compute:
         bf16, fp16: low-precision compute; neither means FP32.
         params_dtype: dtype of the compute copy of the parameters. Default: the compute dtype.
-            FP32 beside bf16/fp16 means that autocast lowers each product by itself.
+            FP32 with bf16 or fp16 means that autocast casts the inputs of each product.
         pipeline_dtype: dtype between pipeline stages (Megatron). Default: `params_dtype`.
-        autocast_enabled, autocast_dtype: Megatron's own switch; elsewhere the compute dtype decides.
+        autocast_enabled, autocast_dtype: Megatron's own switch; other targets use the compute dtype.
         master_dtype: dtype of the parameters that the optimizer updates. Default FP32.
         grad_reduce_in_fp32: gradients are reduced across ranks in FP32, not in `params_dtype`.
-        buffer_dtype, output_dtype: dtype of buffers, of the root module's output. Default: left alone.
-        tf32: TF32 for FP32 products on CUDA: True, False, or None (left alone).
+        buffer_dtype, output_dtype: dtype of buffers, of the root module's output. Default: not changed.
+        tf32: TF32 for FP32 products on CUDA: True, False, or None (not changed).
 
-    FP8 and FP4 (all need bf16 or fp16, in which every other product runs):
+    FP8 and FP4 (all need bf16 or fp16, the dtype of every other product):
         fp8: "hybrid" (E4M3 forward, E5M2 backward) or "e4m3"; None is off.
-        fp8_recipe: how scales are found: "delayed" (history of maxima), "tensorwise" (current
+        fp8_recipe: how scales are computed: "delayed" (history of maxima), "tensorwise" (current
             maximum), "blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp".
         backend: "te", "torchao", or "auto", the first that can run the recipe (`BACKENDS`).
         fp8_margin, fp8_amax_history_len (steps), fp8_amax_compute_algo ("max", "most_recent"),
             reduce_amax: delayed scaling only.
         fp8_wgrad: weight gradients in FP8 too (Megatron only: TE >= 2.0 has no such switch).
         fp8_dot_product_attention, fp8_multi_head_attention: FP8 inside attention (TE).
-        fp8_param, fp8_param_gather: parameters kept, all-gathered in FP8; the two are one setting.
+        fp8_param, fp8_param_gather: parameters stored, all-gathered in FP8; both are one setting.
         fp8_exclude: name patterns (`fnmatch`, on the qualified module name) kept out of FP8.
         fp8_head: the output head in FP8 too.
         fp8_fast_accum: fast accumulation in the gradient products as well.
-        fp8_emulate: torchao computes FP8 in software; the only form that runs without an FP8 GPU.
+        fp8_emulate: torchao computes FP8 in software, which needs no FP8 GPU.
         first_last_layers_bf16, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: blocks
             at the ends that stay in the compute dtype.
         fp4, fp4_recipe, fp4_param, fp4_param_gather: the same for NVFP4.
@@ -96,15 +95,15 @@ class Policy:
     Loss scaling (fp16 only):
         loss_scale: a fixed scale; None is dynamic.
         initial_loss_scale: first scale of the dynamic one. Default 2**32 (Megatron Bridge).
-        min_loss_scale: never below. Default 1.
+        min_loss_scale: the lowest dynamic scale. Default 1.
         loss_scale_window: steps without overflow before the scale doubles. Default 1000.
         hysteresis: overflows before the scale is halved. Default 2.
 
     Running:
-        compile: torch.compile: True, False, or "auto" (where it pays).
+        compile: torch.compile: True, False, or "auto" (where it makes training faster).
         fuse: fused Transformer Engine modules where the model allows it.
 
-    `name` says where the policy comes from and is no part of its equality.
+    `name` is where the policy comes from; equality ignores it.
     """
 
     name: str = dataclasses.field(default="custom", compare=False)
@@ -169,18 +168,19 @@ class Policy:
         object.__setattr__(self, name, value)
 
     def _fill_defaults(self) -> None:
-        """Fields whose default is another field's value; Megatron Bridge does this in `finalize()`."""
+        """Set the fields whose default is another field's value, as Megatron Bridge does in `finalize()`."""
         if self.params_dtype is None:
             self._fill("params_dtype", self.compute_dtype)
         for one, other in _TWINS.items():
             values = {getattr(self, one), getattr(self, other)} - {None}
             if len(values) > 1:
-                raise PolicyError(f"{one} and {other} are one setting, and differ; give one of them")
+                raise PolicyError(f"{one} and {other} are one setting, and differ; set only one of them")
             value = values.pop() if values else False
             self._fill(one, value)
             self._fill(other, value)
 
     def _check_compute(self) -> None:
+        """Raise `PolicyError` for dtypes of parameters that contradict the compute dtype."""
         if self.params_dtype not in (self.compute_dtype, Dtype.FP32):
             hint = "" if self.low_precision else "; FP32 compute has FP32 parameters"
             if self.params_dtype in (Dtype.FP8_E4M3, Dtype.FP8_E5M2):
@@ -201,7 +201,7 @@ class Policy:
             )
 
     def _check_low_bits(self) -> None:
-        """FP8 and FP4: what goes together, and no setting that would have no effect."""
+        """Raise `PolicyError` for FP8 and FP4 settings that contradict each other, or would have no effect."""
         if self.fp8 and self.fp4:
             raise PolicyError("fp8 and fp4 are both set; a product runs in one of them. Set one to None")
         low = "fp8" if self.fp8 else "fp4" if self.fp4 else None
@@ -241,7 +241,7 @@ class Policy:
         if self.first_last_layers_bf16 and not (self.num_layers_at_start_in_bf16 or self.num_layers_at_end_in_bf16):
             raise PolicyError(
                 "first_last_layers_bf16 is True and num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16 "
-                "are 0; say how many blocks stay out of FP8"
+                "are 0; set how many blocks stay out of FP8"
             )
         for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_margin"):
             if getattr(self, name) < 0:
@@ -264,6 +264,7 @@ class Policy:
             )
 
     def _check_loss_scale(self) -> None:
+        """Raise `PolicyError` for loss scale settings that are out of range, or would have no effect."""
         names = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
         if not self.fp16:
             for name in names:
@@ -280,7 +281,7 @@ class Policy:
         if self.min_loss_scale > self.initial_loss_scale and self.explicit("min_loss_scale"):
             raise PolicyError(
                 f"min_loss_scale is {self.min_loss_scale:g}, above initial_loss_scale={self.initial_loss_scale:g}, "
-                "from which the scale comes down. Lower it, or raise the other"
+                "where the scale starts. Lower it, or raise initial_loss_scale"
             )
         if self.loss_scale is not None:
             for name in names[1:]:
@@ -292,16 +293,17 @@ class Policy:
 
     @property
     def compute_dtype(self) -> Dtype:
-        """What products run in where FP8 does not: BF16, FP16 or FP32."""
+        """The dtype of every product that is not in FP8 or FP4: BF16, FP16 or FP32."""
         return Dtype.BF16 if self.bf16 else Dtype.FP16 if self.fp16 else Dtype.FP32
 
     @property
     def low_precision(self) -> bool:
+        """True if the compute dtype is BF16 or FP16."""
         return self.bf16 or self.fp16
 
     @property
     def reduce_dtype(self) -> Dtype:
-        """What gradients are reduced in across ranks."""
+        """The dtype in which gradients are reduced across ranks."""
         return Dtype.FP32 if self.grad_reduce_in_fp32 else typing.cast(Dtype, self.params_dtype)
 
     @property
@@ -321,22 +323,22 @@ class Policy:
 
     @property
     def kept_out_of_fp8(self) -> tuple[str, ...]:
-        """The name patterns of modules that stay out of FP8; `fp8_head` takes the output head's back."""
+        """The name patterns of modules that stay out of FP8; with `fp8_head`, without that of the output head."""
         return tuple(each for each in self.fp8_exclude if not (self.fp8_head and each.endswith("lm_head")))
 
     @property
     def script_requirements(self) -> str | None:
-        """What no config can do for a run without FP32 master weights; None where the script need do nothing."""
+        """What the script must do for a run without FP32 master weights, which no config can do; None if nothing."""
         if self.master_dtype is Dtype.FP32:
             return None
         dtype = self.master_dtype.torch_name
         return (
             f"without FP32 master weights the script itself must have the model in {self.master_dtype}: load it with "
-            f"`dtype=torch.{dtype}`, or call `model.to(torch.{dtype})` before the optimizer is made"
+            f"`dtype=torch.{dtype}`, or call `model.to(torch.{dtype})` before the optimizer is created"
         )
 
     def explicit(self, name: str) -> bool:
-        """Whether a field differs from its default. A field that only follows another one does not."""
+        """True if a field differs from its default, which for some fields is the value of another one."""
         value = getattr(self, name)
         if name == "params_dtype":
             return value is not self.compute_dtype
@@ -345,24 +347,25 @@ class Policy:
         return bool(value != _FIELDS[name].default)
 
     def settings(self) -> dict[str, Any]:
-        """The fields that are not at their default, as plain JSON values. `Policy.of` reads them back."""
+        """Return the fields that are not at their default, as plain JSON values. `Policy.of` reads them back."""
         return {name: _plain(getattr(self, name)) for name in _FIELDS if name != "name" and self.explicit(name)}
 
     def format_field(self, name: str) -> str:
+        """Return the value of a field as text for messages, such as `bf16`."""
         return str(_plain(getattr(self, name)))
 
     def replace(self, **changes: Any) -> Policy:
-        """A policy with some fields changed, named after both; `PolicyError` for unknown fields.
+        """Return a policy with some fields changed; its name lists the changes. Raises `PolicyError`.
 
-        Fields that only followed another one (`params_dtype` after bf16, ...) follow again; fields of
-        this policy that the change takes the effect from (`num_layers_at_end_in_bf16` after
-        `first_last_layers_bf16=False`) go back to their defaults.
+        Fields that had the default of another field (`params_dtype` that of bf16, ...) get that field's new value.
+        Fields of this policy that have no effect any more (`num_layers_at_end_in_bf16` after
+        `first_last_layers_bf16=False`) return to their defaults.
         """
         merged = {**self.settings(), **changes}
-        _known(merged)
+        _check_names(merged)
         if "name" not in changes:
-            said = ", ".join(f"{key}={_plain(value)}" for key, value in changes.items())
-            merged["name"] = f"{self.name} with {said}" if said else self.name
+            listed = ", ".join(f"{key}={_plain(value)}" for key, value in changes.items())
+            merged["name"] = f"{self.name} with {listed}" if listed else self.name
         for name, twin in _TWINS.items():
             if name in changes and twin not in changes:
                 merged[twin] = changes[name]
@@ -372,22 +375,22 @@ class Policy:
             except _NoEffect as error:
                 if error.field in changes:
                     raise
-                for lost in {error.field, _TWINS.get(error.field, error.field)}:
-                    merged.pop(lost, None)
+                for field in {error.field, _TWINS.get(error.field, error.field)}:
+                    merged.pop(field, None)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Policy:
-        """A policy from plain values; `PolicyError` names unknown fields with the near ones."""
-        _known(settings)
+        """Return a policy from plain values. Raises `PolicyError` for an unknown field, with the similar names."""
+        _check_names(settings)
         return cls(**settings)
 
     def __str__(self) -> str:
-        """The text form: JSON of the name and of every field that is not at its default."""
+        """Return the text form: JSON of the name and of every field that is not at its default."""
         return json.dumps({"name": self.name, **self.settings()})
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """Reads what `str(policy)` wrote. Raises `PolicyError`."""
+        """Return the policy of a text form, as `str(policy)` returns it. Raises `PolicyError`."""
         try:
             settings = json.loads(text)
         except ValueError as error:
@@ -397,16 +400,15 @@ class Policy:
         return cls.of(settings)
 
     def to(self, target: str, strategy: str | None = None) -> Any:
-        """The real object of a target: keyword arguments where it takes keywords.
+        """Return the real object of a target; a dict of keyword arguments for a target that takes keywords.
 
-        target: `torch`, `accelerate`, `deepspeed`, `fsdp1`, `fsdp2`, `te`, `torchao`,
-            `transformers`, ... (`mpguard recipes NAME --for TARGET` shows them).
-        strategy: `single`, `ddp`, `fsdp1`, `fsdp2`, `deepspeed-zero1` to `-zero3`; what depends on
-            it (float8 all-gather only under fsdp2) is left out without one.
+        target: `torch`, `accelerate`, `deepspeed`, `fsdp1`, `fsdp2`, `te`, `torchao`, `transformers`, ...
+            (`mpguard recipes NAME --for TARGET` prints them).
+        strategy: `single`, `ddp`, `fsdp1`, `fsdp2`, `deepspeed-zero1` to `-zero3`; settings that depend on it (float8
+            all-gather only under fsdp2) are left out without one.
 
-        Warns `NotCarried` for each field that matters and has no place in the target. Raises
-        `PolicyError` where the target makes no sense for this policy, `MissingExtra` where its
-        library is not installed.
+        Warns `NotCarried` for each required field that the target does not carry. Raises `PolicyError` if the policy
+        cannot be expressed for the target, `MissingExtra` if its library is not installed.
         """
         from mpguard.targets.inject import build
 
@@ -419,13 +421,15 @@ _TYPES = typing.get_type_hints(Policy)
 FIELD_NAMES = tuple(name for name in _FIELDS if name != "name")
 
 
-def _known(settings: Mapping[str, Any]) -> None:
+def _check_names(settings: Mapping[str, Any]) -> None:
+    """Raise `PolicyError` for a key that is not a field, with the similar names."""
     for key in settings:
         if key not in _FIELDS:
             raise PolicyError(f"a policy has no field `{key}`{did_you_mean(str(key), FIELD_NAMES)}")
 
 
 def _plain(value: Any) -> Any:
+    """Return a field's value as a JSON value."""
     if isinstance(value, Dtype):
         return value.short
     return list(value) if isinstance(value, tuple) else value

@@ -1,8 +1,8 @@
-"""Named policies. One line or one small function each; `@register` adds one.
+"""Named policies: one small function each, registered with `@register`.
 
-The first fourteen are Megatron Bridge's (`MIXED_PRECISION_RECIPES` at 067f987), with its values.
-Names are accepted with `-` or `_`; `_` is the listed spelling. Other packages bring theirs through
-the entry point `mpguard.recipes`, a module or package that is imported.
+The first recipes, up to `nemotron_3_super_bf16_with_nvfp4_mixed`, are those of Megatron Bridge
+(`MIXED_PRECISION_RECIPES` at 067f987), with its values. Names are accepted with `-` or `_`; lists have `_`. Other
+packages add recipes through the entry point `mpguard.recipes`, which names a module or package to import.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ _RECIPES: dict[str, Recipe] = {}
 
 
 def register(function: Recipe) -> Recipe:
-    """Adds a recipe under the function's name. The function takes nothing and returns a `Policy`.
+    """Register a function without arguments that returns a `Policy` as the recipe of the function's name.
 
-    Raises `ExtensionError` where another module's recipe has the name.
+    Raises `ExtensionError` if a recipe of another module has that name.
     """
     name = function.__name__.replace("-", "_")
     if not name.isidentifier():
-        raise ExtensionError(f"{function.__module__}: a recipe has its function's name; `{name}` is none. Use `def`")
+        raise ExtensionError(
+            f"{function.__module__}: a recipe is named after its function, and `{name}` is not an identifier. Use `def`"
+        )
     other = _RECIPES.get(name)
     if other is not None and other.__module__ != function.__module__:
         raise ExtensionError(f"{function.__module__}: recipe `{name}` is taken by {other.__module__}")
@@ -36,7 +38,7 @@ def register(function: Recipe) -> Recipe:
 
 
 def recipe(name: str) -> Policy:
-    """The policy of a recipe, in either spelling. Raises `UnknownRecipe`, which lists the near names."""
+    """Return the policy of a recipe, in either spelling. Raises `UnknownRecipe`, which lists the similar names."""
     if not isinstance(name, str):
         raise PolicyError(f"recipe: {name!r:.60} is no name of a recipe")
     known = recipes()
@@ -50,7 +52,10 @@ def recipe(name: str) -> Policy:
 
 
 def given(policy: Policy | str, to: str) -> Policy:
-    """What somebody has handed to a function: a policy, or a recipe's name. Raises `PolicyError`, `UnknownRecipe`."""
+    """Return the policy that a caller passed to a function, as a policy or as a recipe's name.
+
+    to: the function's name, for the message. Raises `PolicyError` for any other value, and `UnknownRecipe`.
+    """
     if isinstance(policy, str):
         return recipe(policy)
     if not isinstance(policy, Policy):
@@ -59,7 +64,7 @@ def given(policy: Policy | str, to: str) -> Policy:
 
 
 def recipes() -> dict[str, Recipe]:
-    """All recipes by name, in the order in which they are registered: ours, then others'."""
+    """Return all recipes by name, in the order of registration: those of mpguard, then those of other packages."""
     entry_points.load("mpguard.recipes")
     return dict(_RECIPES)
 
@@ -86,7 +91,7 @@ _NVFP4 = {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True}
 
 
 def _ends(start: int, end: int) -> dict[str, Any]:
-    """So many blocks at the start and at the end stay in the compute dtype."""
+    """Return the fields that keep some blocks at the start and at the end in the compute dtype."""
     return {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": start, "num_layers_at_end_in_bf16": end}
 
 
@@ -134,7 +139,7 @@ def nemotron_h_bf16_with_fp8_current_scaling_mixed() -> Policy:
 
 @register
 def nanov2_bf16_with_fp8_current_scaling_mixed() -> Policy:
-    """Block scaling in spite of its name (so in Megatron Bridge), two blocks at each end in BF16."""
+    """Block scaling, despite its name (as in Megatron Bridge), with two blocks at each end in BF16."""
     return _bf16(fp8="hybrid", fp8_recipe="blockwise", fp8_param_gather=True, **_ends(2, 2))
 
 
@@ -188,7 +193,7 @@ def tf32() -> Policy:
 
 @register
 def bf16_full() -> Policy:
-    """BF16 throughout, without master weights: for optimizers that round stochastically or compensate."""
+    """BF16 throughout, without master weights: for optimizers with stochastic rounding or compensated updates."""
     return _bf16(master_dtype="bf16")
 
 
@@ -206,7 +211,7 @@ def bf16_with_fp8_rowwise_with_gw_hp_mixed() -> Policy:
 
 @register
 def hopper_bf16_with_fp8_mixed() -> Policy:
-    """FP8 for H100 and H200: current scaling in every block, compiled where it pays."""
+    """FP8 for H100 and H200: current scaling in every block, compiled where that is faster."""
     return _bf16(fp8="hybrid", fp8_recipe="tensorwise")
 
 
@@ -218,8 +223,8 @@ def blackwell_bf16_with_mxfp8_mixed() -> Policy:
 
 @register
 def auto() -> Policy:
-    """What this machine's GPU does best: FP8 (Hopper and newer, with a backend), BF16, FP16 or FP32."""
+    """The fastest that this machine's GPU supports: FP8 (Hopper and newer, with a backend), BF16, FP16 or FP32."""
     name, _why = hardware.best()
     found = recipe(name)
-    # Megatron alone keeps parameters in FP8 under every strategy; it has a recipe of its own for that.
+    # Only Megatron keeps parameters in FP8 under every strategy, and it has its own recipes for that.
     return found.replace(name=f"auto: {name}", **({"fp8_param": False} if found.fp8_param else {}))

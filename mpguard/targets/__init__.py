@@ -1,4 +1,4 @@
-"""The targets of a policy: how it becomes the settings and objects of a library, one plugin for each.
+"""The targets of a policy: each has a plugin that turns the policy into settings and objects of a library.
 
 These are the public names for the author of a plugin.
 """

@@ -1,4 +1,4 @@
-"""What a run can put into force: the fields that its targets carry together, and those that mpguard itself does."""
+"""The fields of a policy that a run can enforce: those that its targets carry, and those that mpguard implements."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from mpguard.policy.policy import Policy
 from mpguard.targets.plugin import carriers, get, required_fields
 from mpguard.targets.settings import show
 
-#: Targets whose runs mpguard guards, with the objects of other targets and its own converter.
+#: Targets whose runs mpguard guards: it builds the objects of the other targets, and converts the model itself.
 GUARDED_TARGETS = ("accelerate", "deepspeed")
 
-#: What `mpguard.convert` has in force in those: which layers become FP8.
+#: The fields that `mpguard.convert` enforces in these runs: which layers become FP8.
 CONVERTER_FIELDS = frozenset({
     "fp8_exclude", "fp8_head", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
 })  # fmt: skip
 
 
 def targets_of_run(target: str, policy: Policy, strategy: str | None = None) -> tuple[str, ...]:
-    """The targets that take part in a run whose config is one of `target`'s.
+    """Return the targets that take part in a run whose config is one of `target`'s.
 
-    mpguard builds the objects of all of them at run time; foreign trainers (axolotl, megatron, ...)
-    are on their own.
+    In a guarded run mpguard builds the objects of all of them. Other trainers (axolotl, megatron, ...) build their own
+    objects, so that only their own target takes part.
     """
     if target not in GUARDED_TARGETS:
         return (target,)
@@ -32,13 +32,13 @@ def targets_of_run(target: str, policy: Policy, strategy: str | None = None) -> 
     return tuple(dict.fromkeys((target, *([engine] if engine else []), *policy.backends, "torch")))
 
 
-#: The optimizer that holds FP32 masters of parameters in FP8.
+#: The optimizer that keeps FP32 master weights for parameters in FP8.
 FUSED_ADAM = "transformer_engine.pytorch.optimizers.FusedAdam(model.parameters(), ..., master_weights=True)"
 
-#: What a run without parameters in FP8 loses.
+#: The difference for a run without parameters in FP8.
 SAME_PRODUCTS = "The products are the same: layers quantize exact weights at each forward pass"
 
-#: What keeps parameters in FP8, library by library: see `fp8_weights`.
+#: Library -> how, and in which runs, it keeps parameters in FP8: see `fp8_weights`.
 FP8_WEIGHTS = {
     "te": "Transformer Engine's FP8 weights, in one process or under DDP, with fp8_recipe delayed, tensorwise or "
     "blockwise and its FusedAdam(master_weights=True)",
@@ -47,11 +47,11 @@ FP8_WEIGHTS = {
 
 
 def fp8_weights(policy: Policy, strategy: str | None) -> str | None:
-    """The library that keeps the parameters of a guarded run in FP8, as the policy asks; None where none does.
+    """Return the library that keeps the parameters of a guarded run in FP8; None if the policy or the run has none.
 
-    te: an optimizer with FP32 masters has the exact values. FSDP2 would shard block-wise weights in high precision,
-    FSDP1 and DeepSpeed make buffers of all. torchao: accelerate puts the all-gather in, weights stay exact.
-    Without a strategy: whether any would.
+    te: an optimizer with FP32 master weights has the exact values. FSDP2 would shard block-wise weights in high
+    precision, FSDP1 and DeepSpeed copy all weights into buffers. torchao: accelerate enables the all-gather, and the
+    weights stay exact. Without a strategy: the library that does so under any strategy.
     """
     if not policy.fp8_param:
         return None
@@ -65,28 +65,31 @@ def fp8_weights(policy: Policy, strategy: str | None) -> str | None:
 
 
 def unsupported_fields(policy: Policy, targets: Iterable[str], strategy: str | None = None) -> list[str]:
-    """The fields that matter and that none of the targets of a run carries: they cannot be in force."""
+    """Return the required fields that none of the targets of a run carries: the run cannot enforce them."""
     targets = tuple(targets)
     guarded = bool(set(targets) & set(GUARDED_TARGETS))
     kept = fp8_weights(policy, strategy)
     never = {"fp8_param"} if guarded and policy.fp8_param and kept is None else set()
     converted = CONVERTER_FIELDS | ({"fp8_param"} if kept == "te" else set())
-    lacking = [
+    missing = [
         (set(get(target).not_carried(policy, strategy)) | never) - (converted if target in GUARDED_TARGETS else set())
         for target in targets
     ]
-    return [field for field in required_fields(policy, strategy) if all(field in each for each in lacking)]
+    return [field for field in required_fields(policy, strategy) if all(field in each for each in missing)]
 
 
 def require_supported(target: str, policy: Policy, strategy: str | None = None) -> None:
-    """Raises `PolicyError` where fields matter that nothing in a run of this target carries."""
+    """Raise `PolicyError` if a required field is carried by nothing in a run of this target."""
     targets = targets_of_run(target, policy, strategy)
-    if said := unsupported_message(policy, unsupported_fields(policy, targets, strategy), targets):
-        raise PolicyError(said)
+    if message := unsupported_message(policy, unsupported_fields(policy, targets, strategy), targets):
+        raise PolicyError(message)
 
 
 def unsupported_message(policy: Policy, fields: Sequence[str], targets: Sequence[str]) -> str | None:
-    """Which fields a run cannot put into force, who could, and how to go without; None where it can all."""
+    """Return a message: the fields that a run cannot enforce, the targets that can, and how to do without them.
+
+    fields: the result of `unsupported_fields`; returns None if it is empty.
+    """
     if not fields:
         return None
     able = sorted({name for field in fields for name in carriers(field)} - set(targets))
@@ -101,12 +104,12 @@ def unsupported_message(policy: Policy, fields: Sequence[str], targets: Sequence
 
 
 def _without(policy: Policy, fields: Sequence[str]) -> str | None:
-    """The fewest overrides that take the fields back to their defaults, as YAML."""
+    """Return the fewest overrides that reset the fields to their defaults, as YAML; None if a field is required."""
     overrides: dict[str, str] = {}
     left = policy
     for field in fields:
         if not left.explicit(field):
-            continue  # it went with another one
+            continue  # the change of another field has reset it
         default = Policy.__dataclass_fields__[field].default
         try:
             left = left.replace(**{field: default})

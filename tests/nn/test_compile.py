@@ -167,7 +167,7 @@ AUTO = "compilation.choice = lambda policy: compilation.Choice(True, compilation
     [
         ("train(m, adam(m))", "mpguard: compile: auto is on here: torchao's casts cost more than its products gain"),
         ("train(m.forward, adam(m))", "  compile        not compiled: torchao's casts cost more"),
-        ("compilation.lacking = lambda m: 'Triton is not installed'; train(m, adam(m))",
+        ("compilation.missing_requirement = lambda m: 'Triton is not installed'; train(m, adam(m))",
          "mpguard: compile: auto is off here: Triton is not installed, though torchao's casts cost more"),
     ],
 )  # fmt: skip
@@ -180,7 +180,7 @@ def test_what_auto_chose_is_said_and_what_is_lost(tmp_path: Path, script: str, s
 
 
 def test_what_cannot_be_compiled_and_must_be_is_refused(tmp_path: Path) -> None:
-    script = "compilation.lacking = lambda m: 'Triton is not installed'; train(m, adam(m))"
+    script = "compilation.missing_requirement = lambda m: 'Triton is not installed'; train(m, adam(m))"
     ended = run(tmp_path, script, f"{FP8}, compile: true")
     assert ended.returncode == 1 and "compile: Triton is not installed, and the policy has compile=True" in ended.stderr
 

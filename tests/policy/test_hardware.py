@@ -53,7 +53,7 @@ def test_what_each_generation_runs(recipe: str, runs: tuple[int, ...]) -> None:
     ("machine", "recipe", "reason"),
     [
         (gpu((9, 0)), "bf16_with_mxfp8_mixed", "needs compute capability 10.0 or higher for MXFP8 (a GPU has 9.0)"),
-        (gpu((12, 0)), "bf16_with_mxfp8_mixed", "MXFP8 is not there from compute capability 12.0 on"),
+        (gpu((12, 0)), "bf16_with_mxfp8_mixed", "MXFP8 is not available from compute capability 12.0 on"),
         (gpu((9, 0), (12, 8)), "bf16_with_fp8_subchannel_scaling_mixed",
          "needs CUDA 12.9 for FP8 block scaling (torch here is built with 12.8)"),
         (gpu((9, 0), None), "bf16_with_fp8_delayed_scaling_mixed", "the CUDA version of torch is unknown here"),
@@ -64,7 +64,7 @@ def test_what_each_generation_runs(recipe: str, runs: tuple[int, ...]) -> None:
         (Hardware(), "bf16_with_fp8_current_scaling_mixed", "needs compute capability 8.9 (this machine has no GPU)"),
         (Hardware("V100", (7, 0), 1), "bf16_mixed",
          "needs compute capability 8.0 or higher for BF16 tensor cores (V100 has 7.0)"),
-        (Hardware("odd", None, 1), "bf16_mixed", "needs compute capability 8.0 (odd could not be asked for its own)"),
+        (Hardware("odd", None, 1), "bf16_mixed", "needs compute capability 8.0 (the one of odd could not be queried)"),
     ],
 )  # fmt: skip
 def test_refusals_say_what_is_needed_and_what_is_here(machine: Hardware, recipe: str, reason: str) -> None:
@@ -84,7 +84,7 @@ def test_without_a_gpu_what_runs_in_software_is_not_refused() -> None:
     ("machine", "recipe", "why"),
     [
         (Hardware(), "fp32", "no GPU"),
-        (Hardware("odd", None, 1), "fp32", "could not be found out"),
+        (Hardware("odd", None, 1), "fp32", "could not be determined"),
         (gpu((9, 0)), "bf16_with_fp8_current_scaling_mixed", "Hopper: FP8, with Transformer Engine"),
         (gpu((9, 0), libraries={"torchao": "1"}), "bf16_with_fp8_current_scaling_mixed", "Hopper: FP8, with torchao"),
         (gpu((9, 0), libraries={}), "bf16_mixed", "neither Transformer Engine nor torchao is installed"),
@@ -126,7 +126,7 @@ def test_unknown_gpus_are_refused(name: str, near: str) -> None:
     assert near in str(raised.value)
 
 
-def test_this_machine_is_asked_once_and_without_torch() -> None:
+def test_this_machine_is_queried_once_and_without_torch() -> None:
     code = (
         "import sys; from mpguard.policy import hardware; here = hardware.detect(); assert here is hardware.detect();"
         "assert not {'torch', 'accelerate'} & set(sys.modules); print(here, here.libraries['torch'])"

@@ -80,7 +80,7 @@ def test_a_registered_function_is_a_recipe() -> None:
 
 @pytest.mark.usefixtures("registry")
 def test_a_recipe_has_a_name() -> None:
-    with pytest.raises(ExtensionError, match="`<lambda>` is none"):
+    with pytest.raises(ExtensionError, match="`<lambda>` is not an identifier"):
         mpguard.register(lambda: mpguard.recipe("bf16_mixed"))
 
 
