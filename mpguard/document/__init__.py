@@ -1,8 +1,8 @@
-"""Config files as nodes with places: what lint, apply, launch and init read and change.
+"""Config files as nodes with positions, which lint, apply, launch and init read and change.
 
-YAML has accelerate's own types (YAML 1.1: an unquoted `no` is False); duplicate keys, tags and
-alias bombs are problems with a place; nothing in a file is ever executed. Changes are text edits,
-so that comments, order, anchors, quotes and line endings stay.
+YAML values have the types that accelerate gives them (YAML 1.1: an unquoted `no` is False). Duplicate keys, tags and
+alias bombs are problems with a position; nothing in a file is ever executed. Changes are text edits, so that comments,
+order, anchors, quotes and line endings stay.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Format = Literal["yaml", "json", "python"]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A key of a config, its plain value, and where both are written.
+    """A key of a config, its plain value, and the spans of both.
 
-    path: the keys that lead to it, list indices as text. Where the value comes through an alias or
-    `<<`, `value_span` is the alias, or the place that `<<` brings it from.
+    path: the keys that lead to it, list indices as text. For a value that comes through an alias, `value_span` is the
+    alias; for one that comes through `<<`, it is the span of the value that `<<` merges.
     """
 
     key: str
@@ -51,10 +51,10 @@ class Entry:
 class Document:
     """One config file.
 
-    path: as it was given, for messages. text: decoded, line endings as they are, without byte-order
-    mark (`bom` says whether there was one). problems: why it is no usable config; empty when it is.
-    root: the nodes; None for an empty file, and where the text cannot be read at all.
-    given_to: of a dict in Python code (format `python`): the calls that take it, "" where others may.
+    path: as the caller passed it, for messages. text: decoded, with its own line endings, without byte-order mark
+    (`bom` is True if there was one). problems: why it is not a usable config; empty if it is.
+    root: the nodes; None for an empty file, and for a text that cannot be read at all.
+    given_to: for a dict in Python code (format `python`), the calls that take it; "" stands for unknown calls.
     """
 
     path: str
@@ -72,7 +72,7 @@ class Document:
 
     @functools.cached_property
     def kind(self) -> str | None:
-        """The plugin that recognises the content (`accelerate`, `deepspeed`, `axolotl`), or None."""
+        """The plugin that detects the content (`accelerate`, `deepspeed`, `axolotl`), or None."""
         from mpguard.targets.plugin import plugins
 
         if not isinstance(self.data, dict):
@@ -80,7 +80,7 @@ class Document:
         return next((name for name, plugin in plugins().items() if plugin.detect(self.data)), None)
 
     def entry(self, key: str) -> Entry | None:
-        """The entry at a dotted path such as `fp8_config.backend`; through aliases and `<<` too."""
+        """Return the entry at a dotted path (`fp8_config.backend`), also through aliases and `<<`; None if absent."""
         parts = tuple(key.split("."))
         node = self.root
         for depth, part in enumerate(parts):
@@ -99,22 +99,22 @@ class Document:
         return None
 
     def entries(self) -> Iterator[Entry]:
-        """All entries, depth first, in the order of the file; those of aliases where they are used."""
+        """Yield all entries, depth first, in the order of the file; those of an alias where it is used."""
         if self.root is not None:
             yield from _entries(self.root, ())
 
     def edits(self, changes: Iterable[Change]) -> tuple[Edit, ...]:
-        """Edits of `text` that make `data` what `plugin.merged` makes of it, and touch nothing else.
+        """Return edits of `text` that change `data` as `targets.merged` does, and change nothing else.
 
-        Raises `ConfigError` where a change would reach further than its key (through an anchor),
-        and where the document has problems; `PolicyError` where a section is needed and a value is.
+        Raises `ConfigError` if a change would affect more than its key (through an anchor), or the document has
+        problems; `PolicyError` if there is a value in the place of a section.
         """
         from mpguard.document.rewrite import edits
 
         return edits(self, changes)
 
     def require(self) -> dict[str, Any]:
-        """`data`, if the file is a usable config; else `ConfigError` names file, line and reason."""
+        """Return `data` of a usable config; else raise a `ConfigError` that names file, line and reason."""
         if self.problems:
             raise ConfigError(
                 "\n".join(f"{self.place(problem.span[0])}: {problem.message}" for problem in self.problems)
@@ -127,16 +127,16 @@ class Document:
         return self.data
 
     def place(self, offset: int) -> str:
-        """`mp.yaml:3`: path and line of an offset, for messages."""
+        """Return path and line of an offset for messages, such as `mp.yaml:3`."""
         return f"{self.path}:{self.position(offset)[0]}"
 
     def where(self, key: str) -> str:
-        """``mp.yaml:5: `fp8_config.backend` ``: a dotted path for messages, with its line where it is there."""
+        """Return a dotted path for messages: ``mp.yaml:5: `fp8_config.backend` ``, without the line if it is absent."""
         entry = self.entry(key)
         return f"{self.path if entry is None else self.place(entry.key_span[0])}: `{key}`"
 
     def position(self, offset: int) -> tuple[int, int]:
-        """Line and column of an offset, both from 1; columns count code points."""
+        """Return line and column of an offset, both from 1; columns count code points."""
         line = bisect.bisect_right(self._lines, offset)
         return line, offset - self._lines[line - 1] + 1
 
@@ -145,15 +145,15 @@ class Document:
         return list(line_starts(self.text))
 
     def encoded(self, text: str) -> bytes:
-        """A new text of this file as bytes, with the byte-order mark if it had one."""
+        """Return a new text of this file as bytes, with the byte-order mark if the file had one."""
         return text.encode("utf-8-sig" if self.bom else "utf-8")
 
 
 def parse(text: str, path: str, format: Format | None = None) -> Document:
-    """Reads a config from its text. Never raises for its content: see `problems`.
+    """Read a config from its text. Never raises for its content: see `problems`.
 
-    format: by default JSON for a name in `.json`, YAML for `.yaml` and `.yml`; for other names
-    JSON where the text begins with `{`.
+    format: by default JSON for a name in `.json`, YAML for `.yaml` and `.yml`; for other names JSON if the text begins
+    with `{`, else YAML.
     """
     bom = text.startswith("\ufeff")
     text = text[1:] if bom else text
@@ -164,7 +164,7 @@ def parse(text: str, path: str, format: Format | None = None) -> Document:
     if form == "json":
         tree: DocumentTree = read_json(text)
     else:
-        from mpguard.document.yaml_reader import read_yaml  # and PyYAML, which most runs do not need
+        from mpguard.document.yaml_reader import read_yaml  # imports PyYAML, which most runs do not need
 
         tree = read_yaml(text)
     if bom and form == "json":
@@ -175,7 +175,7 @@ def parse(text: str, path: str, format: Format | None = None) -> Document:
 
 
 def read(path: Path, format: Format | None = None) -> Document:
-    """Reads a config file. What is not UTF-8 is a problem; `ConfigError` where it cannot be opened."""
+    """Read a config file. Text that is not UTF-8 is a problem. Raises `ConfigError` if the file cannot be opened."""
     try:
         data = tracked_fs.read(path)
     except OSError as error:
@@ -184,7 +184,7 @@ def read(path: Path, format: Format | None = None) -> Document:
 
 
 def decode(data: bytes, path: str, format: Format | None = None) -> Document:
-    """Reads a config from its bytes. Never raises for its content: see `problems`."""
+    """Read a config from its bytes. Never raises for its content: see `problems`."""
     try:
         return parse(data.decode("utf-8"), path, format)
     except UnicodeDecodeError as error:

@@ -178,9 +178,7 @@ class _Reader(JsonScanner):
         node = Node("scalar", match.start(), match.end(), _WORDS.get(word))
         if word in ("NaN", "Infinity", "-Infinity"):
             node.value = float(word.replace("Infinity", "inf"))
-            self.problems.append(
-                Problem(f"`{word}` is no JSON, and no value that a config needs. Remove it", node.span)
-            )
+            self.problems.append(Problem(f"`{word}` is no JSON, and no config needs it. Remove it", node.span))
         elif word not in _WORDS:
             hint = (
                 f"; write `{word.lower()}`"

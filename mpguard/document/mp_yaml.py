@@ -1,11 +1,11 @@
-"""mpguard's own keys in an accelerate config: the one place that reads and writes them.
+"""mpguard's own keys in an accelerate config: the only module that reads and writes them.
 
     fp8_config:
       mpguard_recipe: bf16_mixed
       mpguard_overrides: {grad_reduce_in_fp32: false}
 
-They are kept in `fp8_config`, whose unknown keys accelerate accepts; an unknown top-level key it
-refuses. They are stored there, not transported: workers get the whole policy as text.
+They are in `fp8_config`, where accelerate accepts unknown keys; it refuses unknown top-level keys. Workers do not read
+them from there: they receive the whole policy as text.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ _KEYS = ("mpguard_recipe", "mpguard_overrides")
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """What a config says to mpguard. recipe: None where it names none."""
+    """The values of mpguard's keys in a config. recipe: None if it names none."""
 
     recipe: str | None
     overrides: Mapping[str, Any]
 
 
 def load_policy(path: Path) -> Policy:
-    """The policy of an mp.yaml: its recipe with its overrides, else `[tool.mpguard] recipe`.
+    """Return the policy of an mp.yaml: its recipe with its overrides, else `[tool.mpguard] recipe`.
 
-    Raises `UnknownRecipe` for a recipe that is not there; `ConfigError` for a file that cannot be
-    used, an unknown key or field, a combination that cannot be, and where nothing names a recipe.
-    All name file, line and key.
+    Raises `UnknownRecipe` for an unknown recipe; `ConfigError` for a file that cannot be used, an unknown key or field,
+    fields that contradict each other, and if no recipe is named. All messages name file, line and key.
     """
     document = read(Path(path))
     policy = policy_of(document)
@@ -61,24 +60,24 @@ def load_policy(path: Path) -> Policy:
 
 
 def policy_of(document: Document) -> Policy | None:
-    """The policy that a config stores; None where it names no recipe. Raises as `load_policy`."""
-    said = stored(document)
-    if said.recipe is None:
+    """Return the policy that a config stores; None if it names no recipe. Raises as `load_policy` does."""
+    keys = stored(document)
+    if keys.recipe is None:
         return None
     try:
-        policy = named(said.recipe)
+        policy = named(keys.recipe)
     except PolicyError as error:
         raise _at(error, document.where(RECIPE)) from None
-    if not said.overrides:
+    if not keys.overrides:
         return policy
     try:
-        return policy.replace(**said.overrides)
+        return policy.replace(**keys.overrides)
     except PolicyError as error:
         raise ConfigError(f"{document.where(OVERRIDES)}: {error}") from None
 
 
 def stored(document: Document) -> Stored:
-    """mpguard's keys in a config, checked: known names, the right kinds of value. Raises `ConfigError`."""
+    """Return mpguard's keys in a config. Raises `ConfigError` for an unknown key or a value of the wrong kind."""
     document.require()
     section = document.entry(SECTION)
     if section is None or section.value is None:
@@ -109,15 +108,15 @@ def _check_overrides(document: Document, overrides: Entry, recipe: Entry | None)
             here = document.where(f"{OVERRIDES}.{field}")
             raise ConfigError(f"{here}: a policy has no field `{field}`{did_you_mean(str(field), FIELD_NAMES)}")
         if isinstance(value, dict):
-            raise ConfigError(f"{document.where(f'{OVERRIDES}.{field}')}: is a section; one value is needed")
+            raise ConfigError(f"{document.where(f'{OVERRIDES}.{field}')}: is a section; a single value is needed")
     if overrides.value and recipe is None:
-        raise ConfigError(f"{where}: overrides no recipe; `mpguard_recipe` is needed beside it")
+        raise ConfigError(f"{where}: overrides no recipe; `mpguard_recipe` is needed next to it")
 
 
 def resolved(recipe: str) -> tuple[str, Policy]:
-    """The name under which a recipe is stored, and its policy. Raises `UnknownRecipe`.
+    """Return the name under which a recipe is stored, and its policy. Raises `UnknownRecipe`.
 
-    `auto` is stored as what it is on this machine: the other keys of the file are, too.
+    `auto` is stored as the recipe that it selects on this machine, since the other keys of the file depend on that too.
     """
     policy = named(recipe)
     if policy.name.startswith("auto: "):
@@ -126,7 +125,7 @@ def resolved(recipe: str) -> tuple[str, Policy]:
 
 
 def changes(config: Mapping[str, Any], recipe: str, overrides: Mapping[str, Any] | None = None) -> list[Change]:
-    """What must change in an accelerate config for `load_policy` to give that recipe with those overrides.
+    """Return the changes of an accelerate config after which `load_policy` returns a recipe with some overrides.
 
     Raises `ConfigError` for a SageMaker config, which has no `fp8_config`.
     """
@@ -141,13 +140,13 @@ def changes(config: Mapping[str, Any], recipe: str, overrides: Mapping[str, Any]
 
 
 def deepspeed_file(config: Mapping[str, Any]) -> str | None:
-    """The DeepSpeed file that an accelerate config names, as it is written; `none` is accelerate's word for none."""
+    """Return the DeepSpeed file that an accelerate config names, as written; None without one (accelerate: `none`)."""
     name = lookup(config, "deepspeed_config.deepspeed_config_file")
     return name if isinstance(name, str) and name not in ("", "none") else None
 
 
 def _at(error: PolicyError, where: str) -> PolicyError:
-    """The same error, saying where its cause is written."""
+    """Return the same error with the position of its cause in front of the message."""
     if isinstance(error, UnknownRecipe):
         error.args = (f"{where}: {error}",)
         return error

@@ -1,4 +1,4 @@
-"""What a config file consists of: nodes with places, the same for YAML and JSON.
+"""Nodes with positions, of which a config file consists, for YAML and JSON alike.
 
 Offsets count code points of the file's text, with its own line endings.
 """
@@ -12,25 +12,25 @@ from typing import Any, Literal
 
 from mpguard.core.text_edits import Span
 
-#: A config nested deeper, or with more values after all aliases are expanded, is not read: it is
-#: a mistake or an attack ("billion laughs"), and either would stall the reader.
+#: A config that is nested deeper, or has more values after all aliases are expanded, is refused: it is a mistake or an
+#: attack ("billion laughs"), and reading it would take too long.
 MAX_DEPTH = 100
 MAX_VALUES = 100_000
 
-#: Code points. A longer file is data, not a config, and takes PyYAML seconds.
+#: In code points. A longer file is data and not a config, and PyYAML needs seconds to read it.
 MAX_LENGTH = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Something in a file that keeps it from being a config: what is, what to do, and where."""
+    """A reason why a file is not a config: what is wrong, what to do, and where."""
 
     message: str
     span: Span
 
 
 class Unreadable(Exception):
-    """The text is no YAML or JSON from here on; readers turn it into one `Problem`."""
+    """The text is not valid YAML or JSON from an offset on; readers return it as a `Problem`."""
 
     def __init__(self, message: str, start: int, end: int | None = None) -> None:
         super().__init__(message)
@@ -41,12 +41,12 @@ class Unreadable(Exception):
 class Node:
     """A value as it is written.
 
-    start, end: what is written, with anchor and tag; a block ends with its last value, so that
-        comments and blank lines after it are not part of it. Empty for `key:` without a value.
-    value: a scalar's plain value. style: its quotes, `|` or `>`; empty for a plain one.
-    flow: `{...}` or `[...]`. pairs: what a mapping's text holds, `<<` included.
-    members: what the mapping means, by key: merges resolved, the last of duplicate keys.
-    users: offsets of the aliases of this node's anchor. target: what an alias stands for.
+    start, end: the span of the text, with anchor and tag; a block ends with its last value, so that comments and blank
+        lines after it are not part of it. Empty for `key:` without a value.
+    value: a scalar's plain value. style: its quotes, `|` or `>`; empty for a plain scalar.
+    flow: written as `{...}` or `[...]`. pairs: the pairs in a mapping's text, including `<<`.
+    members: the pairs of the mapping's value, by key: merges resolved, the last of duplicate keys.
+    users: offsets of the aliases of this node's anchor. target: the node that an alias refers to.
     size: number of values with all aliases expanded.
     """
 
@@ -73,11 +73,11 @@ class Node:
         return self if self.alias_of is None else self.alias_of
 
     def own(self, key: str) -> Pair | None:
-        """The pair that is written in this mapping under a key; not one that `<<` brings."""
+        """Return the pair that is written in this mapping under a key, not one that `<<` merges; None if absent."""
         return next((pair for pair in reversed(self.pairs) if pair.key == key and not pair.merges), None)
 
     def plain(self) -> Any:
-        """The value as plain data; a copy of its own for every alias."""
+        """Return the value as plain data; a separate copy for every alias."""
         node = self.target
         if node.kind == "mapping":
             return {key: pair.value.plain() for key, pair in node.members.items()}
@@ -107,13 +107,13 @@ class Pair:
 
 @dataclasses.dataclass
 class DocumentTree:
-    """What a reader made of a text. root: None for an empty text and after a syntax error."""
+    """The result of reading a text. root: None for an empty text and after a syntax error."""
 
     root: Node | None
     problems: list[Problem]
 
 
 def line_starts(text: str) -> Iterator[int]:
-    """Offsets at which lines begin; a line ends with LF, CRLF or CR."""
+    """Yield the offsets at which lines begin; a line ends with LF, CRLF or CR."""
     yield 0
     yield from (match.end() for match in re.finditer(r"\r\n?|\n", text))

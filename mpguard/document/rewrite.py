@@ -1,8 +1,8 @@
-"""How a `Change` of a key becomes edits of the text that holds it.
+"""Turn a `Change` of a key into edits of the config's text.
 
-One change at a time, on a text that is read again after each: so a change sees the sections that
-the ones before it made or removed. The result is checked against `plugin.merged` before it leaves
-this module; what cannot be written without touching something else is refused.
+Changes are written one at a time, and the text is read again after each, so that a change finds the sections that
+earlier ones added or removed. The result is compared with that of `targets.merged`; a change that cannot be written
+without affecting another key is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpguard.targets.settings import ABSENT, Setting, merged, show
 
 
 def edits(document: Document, changes: Iterable[Change]) -> tuple[Edit, ...]:
-    """See `Document.edits`."""
+    """Return the edits that write changes into a document: the implementation of `Document.edits`."""
     document.require()
     draft = _Draft(document.text)
     first_break = re.search(r"\r\n|\n|\r", document.text)
@@ -50,7 +50,7 @@ def edits(document: Document, changes: Iterable[Change]) -> tuple[Edit, ...]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equality of plain data that tells 1 from True and from 1.0, and takes NaN for NaN."""
+    """True if plain data is equal, where 1 differs from True and from 1.0, and NaN equals NaN."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -63,7 +63,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class _Draft:
-    """A text that is being changed, as pieces of the original (spans) and new ones (text)."""
+    """A text that is being changed, as pieces: spans of the original, and new text."""
 
     def __init__(self, original: str) -> None:
         self._original = original
@@ -71,7 +71,7 @@ class _Draft:
         self.text = original
 
     def replace(self, start: int, end: int, text: str) -> None:
-        """Replaces a span of the present text."""
+        """Replace a span of the current text."""
         before, _ = self._split(start)
         _, after = self._split(end)
         self._pieces = [*before, text, *after]
@@ -91,8 +91,8 @@ class _Draft:
         return left, []
 
     def edits(self) -> tuple[Edit, ...]:
-        """What turns the original into the present text."""
-        made: list[Edit] = []
+        """Return the edits that turn the original into the current text."""
+        edits: list[Edit] = []
         position, new = 0, ""
         for piece in [*self._pieces, (len(self._original), len(self._original))]:
             if isinstance(piece, str):
@@ -103,14 +103,18 @@ class _Draft:
             if start == end and not last:
                 continue
             if new != self._original[position:start]:
-                made.append(Edit(position, start, new))
+                edits.append(Edit(position, start, new))
             position, new = end, ""
-        return tuple(made)
+        return tuple(edits)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a value goes: `indent` of its line, `wide` where sections have a line per key, the scalar it replaces."""
+    """The context of a new value.
+
+    indent: the indentation of its line. wide: a section is written with one line per key. like: the scalar that the
+    value replaces, whose quotes it gets.
+    """
 
     indent: str = ""
     wide: bool = False
@@ -119,7 +123,7 @@ class _Place:
 
 @dataclasses.dataclass
 class _Writer:
-    """Writes one change into a draft whose text is the document's. A subclass knows the format."""
+    """Writes one change into a draft whose text is that of the document. Subclasses implement the formats."""
 
     document: Document
     draft: _Draft
@@ -128,26 +132,27 @@ class _Writer:
     def __post_init__(self) -> None:
         self.text = self.document.text
 
-    # what a format says
+    # implemented per format
 
-    #: Whether a new section gets a line per key.
+    #: True if a new section is written with one line per key.
     wide = False
 
     def render(self, value: Any, place: _Place) -> str:
-        """A value as text on the line of its key; a JSON section over several."""
+        """Return a value as text that begins on the line of its key; only a JSON section has several lines."""
         raise NotImplementedError
 
     def key(self, name: str) -> str:
+        """Return a key as text, in quotes where it needs them."""
         raise NotImplementedError
 
     def insert(self, mapping: Node, name: str, value: Any) -> None:
-        """Adds a key to a mapping."""
+        """Add a key to a mapping."""
         self._insert_into_flow(mapping, name, value)
 
-    # what both do
+    # the same for both formats
 
     def put(self, path: tuple[str, ...], value: Any) -> None:
-        """Sets the value at a path; makes the sections that are missing."""
+        """Set the value at a path, and add the missing sections."""
         trail = self._trail(path)
         pair = trail[-1] if trail else None
         if len(trail) == len(path):
@@ -169,7 +174,7 @@ class _Writer:
         self._refuse(mapping.members[path[len(trail)]].start, path, "comes through `<<` from here")
 
     def remove(self, path: tuple[str, ...]) -> None:
-        """Removes the value at a path, and the sections that end empty."""
+        """Remove the value at a path, and the sections that become empty."""
         trail = self._trail(path)
         if len(trail) < len(path):
             found = self.document.entry(".".join(path))
@@ -182,7 +187,7 @@ class _Writer:
         self._check_reach(trail[:-1])
         self._check_anchors_inside(trail[-1].value)
         mapping = trail[-2].value if len(trail) > 1 else self._root
-        if len(mapping.pairs) == 1:  # only the root can be left empty
+        if len(mapping.pairs) == 1:  # only the root may be empty
             self._empty(mapping)
         elif mapping.flow:
             self._remove_from_flow(mapping, trail[-1])
@@ -195,7 +200,7 @@ class _Writer:
         return self.document.root
 
     def _trail(self, path: tuple[str, ...]) -> list[Pair]:
-        """The pairs that are written on the way to a path, as far as there are any."""
+        """Return the pairs on the way to a path, as far as they are written in the text."""
         trail: list[Pair] = []
         node = self._root
         for name in path:
@@ -207,7 +212,7 @@ class _Writer:
         return trail
 
     def _check_reach(self, through: list[Pair]) -> None:
-        """Refuses a change inside something that an alias or `<<` repeats elsewhere."""
+        """Refuse a change inside a section that an alias or `<<` uses elsewhere."""
         for pair in through:
             node = pair.value
             if node.users:
@@ -217,7 +222,7 @@ class _Writer:
                 self._refuse(node.start, (pair.name,), why)
 
     def _check_anchors_inside(self, node: Node) -> None:
-        """Refuses to remove or replace what an alias needs."""
+        """Refuse to remove or replace an anchor that an alias uses."""
         if node.alias_of is not None:
             return
         if node.users:
@@ -245,13 +250,13 @@ class _Writer:
         self.draft.replace(node.start, end, text)
 
     def _replace_block(self, pair: Pair, value: Any) -> None:
-        """A block below its key becomes one value on the key's line."""
+        """Replace a block below its key by one value on the key's line."""
         colon = self.text.index(":", pair.key_span[1]) + 1
         self.draft.replace(self._line_end(colon), pair.value.end, "")
         self.draft.replace(colon, colon, " " + self.render(value, _Place()))
 
     def _fill(self, pair: Pair, name: str, value: Any) -> None:
-        """`section:` becomes a section."""
+        """Replace `section:` without a value by a section."""
         self._replace(pair, {name: value})
 
     def _empty(self, mapping: Node) -> None:
@@ -281,7 +286,7 @@ class _Writer:
             self.draft.replace(start, end, "")
 
     def _insert_into_flow(self, mapping: Node, name: str, value: Any) -> None:
-        """After the last pair, with the separators that the pairs before it have."""
+        """Add a pair after the last one, with the same separators as the other pairs."""
         if not mapping.pairs:
             start = self.text.rindex("{", mapping.start, mapping.end)
             place = _Place(self._indent(start), self.wide)
@@ -299,12 +304,12 @@ class _Writer:
         rest = re.fullmatch(r"[ \t]*(,?)[ \t]*#.*", self.text[last.end : end])
         if rest is None:
             self.draft.replace(last.end, last.end, comma + text)
-        else:  # the comment on its line stays there
+        else:  # the comment stays on the line of the last pair
             self.draft.replace(end, end, self.newline + self._indent(last.start) + text)
             self.draft.replace(last.end, last.end, "" if rest[1] else ",")
 
     def _separator(self, mapping: Node) -> str:
-        """A comma with the white space that the file has after one; a line break where pairs have lines."""
+        """Return a comma and the white space after it as in the mapping; a line break if each pair has a line."""
         last = mapping.pairs[-1]
         if len(mapping.pairs) > 1:
             comma = self.text[mapping.pairs[-2].end : last.start]
@@ -321,14 +326,14 @@ class _Writer:
 
     def _line_end(self, at: int) -> int:
         match = re.compile(r"[\r\n]|\Z").search(self.text, at)
-        assert match is not None  # the end matches
+        assert match is not None  # `\Z` always matches
         return match.start()
 
     def _break_at(self, at: int) -> str:
         return "\r\n" if self.text.startswith("\r\n", at) else self.text[at : at + 1]
 
     def _indent(self, at: int) -> str:
-        """The white space before what stands on a line."""
+        """Return the indentation of the line with an offset."""
         start = self._line_start(at)
         return self.text[start : start + len(self.text[start:at]) - len(self.text[start:at].lstrip(" \t"))]
 
@@ -354,7 +359,7 @@ class _Json(_Writer):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Keeps every text on one line: one with line breaks in double quotes."""
+    """Writes every text on one line: text with line breaks is put in double quotes."""
 
 
 def _represent_text(dumper: _Dumper, text: str) -> Any:
@@ -371,7 +376,7 @@ class _Yaml(_Writer):
         return self._dump([value], style)[1:-1]
 
     def _style(self, like: Node | None) -> str | None:
-        """The quotes of the old value, if it did not need them: then they are somebody's style."""
+        """Return the quotes of the old value if it did not need them, because then they are the author's style."""
         if like is None or like.style not in ("'", '"'):
             return None
         return like.style if self._dump([like.value], None)[1:-1] == like.value else None
@@ -381,7 +386,7 @@ class _Yaml(_Writer):
 
     @staticmethod
     def _dump(value: Any, style: str | None) -> str:
-        """Flow style on one line, which is right in a block too."""
+        """Return a value in flow style on one line, which is valid inside a block too."""
         options: dict[str, Any] = {"default_flow_style": True, "allow_unicode": True, "sort_keys": False}
         text: str = yaml.dump(value, Dumper=_Dumper, default_style=style, width=1 << 30, **options)
         return text.rstrip("\n")
@@ -396,7 +401,7 @@ class _Yaml(_Writer):
 
     def _insert_lines_after(self, at: int, lines: list[str], last: Pair) -> None:
         ends_with_break = at > 0 and self.text[at - 1] in "\r\n" and at > last.key_span[1]
-        if ends_with_break:  # a block scalar has its line break
+        if ends_with_break:  # the span of a block scalar includes its line break
             self.draft.replace(at, at, "".join(line + self.newline for line in lines))
         else:
             end = self._line_end(at)
@@ -428,7 +433,7 @@ class _Yaml(_Writer):
         return False
 
     def _block(self, name: str, value: Any, indent: str) -> list[str]:
-        """`name: value` as lines; a section over several."""
+        """Return `name: value` as lines; a section has several."""
         if not (isinstance(value, dict) and value):
             return [f"{indent}{self.key(name)}: {self.render(value, _Place())}"]
         lines = [f"{indent}{self.key(name)}:"]
@@ -437,7 +442,7 @@ class _Yaml(_Writer):
         return lines
 
     def _unit(self) -> int:
-        """By how much the file indents a section: as its first one."""
+        """Return the indentation of a section in this file: that of the first section, or 2."""
         root = self._root
         for pair in root.pairs:
             inner = pair.value

@@ -1,7 +1,7 @@
-"""YAML as accelerate reads it (PyYAML's SafeLoader, YAML 1.1), with places, and without its blind spots.
+"""YAML as accelerate reads it (PyYAML's SafeLoader, YAML 1.1), with positions and with checks that PyYAML lacks.
 
-The parser's events are composed here and not by PyYAML: it drops where an alias stands, and takes
-the last of two equal keys without a word. No tag is ever constructed but those of plain scalars.
+The parser's events are composed here and not by PyYAML, which discards the position of an alias and silently takes the
+last of two equal keys. No tag is ever constructed except those of plain scalars.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CONSTRUCTOR = yaml.constructor.SafeConstructor()
 
 
 def read_yaml(text: str) -> DocumentTree:
-    """The nodes of a text, and what is wrong with it. Never raises for its content."""
+    """Return the nodes of a text, and its problems. Never raises for its content."""
     composer = _Composer()
     try:
         return DocumentTree(composer.document(text), composer.problems)
@@ -32,6 +32,8 @@ def read_yaml(text: str) -> DocumentTree:
 
 
 class _Composer:
+    """Composes nodes from the events of PyYAML's parser."""
+
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self._anchors: dict[str, Node | None] = {}
@@ -68,7 +70,7 @@ class _Composer:
         if anchor is not None:
             if anchor in self._anchors:
                 raise Unreadable(f"the anchor `&{anchor}` is given twice. Rename one", start)
-            self._anchors[anchor] = None  # being read: an alias of it in here would refer to itself
+            self._anchors[anchor] = None  # is being read: an alias inside it would refer to itself
         if self._loader.check_event(yaml.ScalarEvent):
             node = self._scalar(self._loader.get_event())
         elif self._loader.check_event(yaml.SequenceStartEvent):
@@ -140,7 +142,7 @@ class _Composer:
             else:
                 if pair.key in node.members:
                     self._problem(
-                        f"`{pair.name}` is there twice; accelerate takes the last without a word. Remove one",
+                        f"`{pair.name}` is there twice; accelerate silently takes the last. Remove one",
                         *pair.key_span,
                     )
                 node.members[pair.key] = pair
@@ -149,20 +151,20 @@ class _Composer:
         return node
 
     def _key(self) -> Node:
-        """A plain `<<` or `=` as key: text, whatever the resolver makes of it."""
+        """Return a plain `<<` or `=` as a key that is text, whatever type the resolver gives it."""
         event = self._loader.get_event()
         return Node("scalar", event.start_mark.index, event.end_mark.index, value=event.value)
 
     def _merged(self, value: Node) -> list[tuple[Hashable, Pair]]:
-        """What `<<` brings, the strongest first."""
+        """Return the members that `<<` merges, those with precedence first."""
         sources = value.target.items if value.target.kind == "sequence" else [value]
-        brought: list[tuple[Hashable, Pair]] = []
+        members: list[tuple[Hashable, Pair]] = []
         for source in sources:
             if source.target.kind != "mapping":
                 self._problem("`<<` takes a mapping, or a list of them", *source.span)
                 continue
-            brought += source.target.members.items()
-        return brought
+            members += source.target.members.items()
+        return members
 
     def _check_tag(self, event: Any, name: str) -> None:
         if event.tag not in (None, "!", _PREFIX + name):
@@ -176,12 +178,12 @@ class _Composer:
 
 
 def _loader(text: str) -> Any:
-    """PyYAML's parser and resolver; Any, since the types of their methods are not known."""
+    """Return PyYAML's parser and resolver; as Any, since their methods have no type annotations."""
     return yaml.SafeLoader(text)
 
 
 def _tag(tag: str) -> str:
-    """A clause about a tag: the name of a scalar's type, or that there is no reading it."""
+    """Return a clause about a tag: the name of a scalar's type, or that the tag is refused."""
     if tag in _SCALARS:
         return tag.removeprefix(_PREFIX)
     short = tag.replace(_PREFIX, "!!", 1) if tag.startswith(_PREFIX) else tag
@@ -190,7 +192,7 @@ def _tag(tag: str) -> str:
 
 def _unprintable(error: Any) -> Problem:
     what = "a NUL byte" if error.character == 0 else f"the character U+{error.character:04X}"
-    return Problem(f"{what}, which no YAML file may hold. Remove it", (error.position, error.position + 1))
+    return Problem(f"{what}, which no YAML file may contain. Remove it", (error.position, error.position + 1))
 
 
 def _syntax(error: yaml.MarkedYAMLError, text: str) -> Problem:

@@ -1,8 +1,8 @@
-"""Which keys accelerate reads, at the top level and in its sections: the committed table, from accelerate 1.15.0.
+"""The keys that accelerate reads, at the top level and in its sections: a committed table, from accelerate 1.15.0.
 
-`accelerate launch` refuses a top-level key that it does not know, and checks no other. It copies each
-key of a section to a launch argument, with the section's prefix before it where that is missing, and
-hands some arguments to the workers; what it never reads again is lost without a word (S5, S6).
+`accelerate launch` refuses an unknown top-level key, and checks no other key. It copies each key of a section to a
+launch argument, with the section's prefix added where it is missing, and passes some arguments to the workers; a key
+that it never reads again is silently lost (S5, S6).
 tests/document/schemas/test_accelerate_keys.py compares the table with the source of the installed accelerate.
 """
 
@@ -18,9 +18,10 @@ VERSION = "1.15.0"
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """prefix: what accelerate puts before a key that lacks it. keys: those that are read, without it.
+    """The keys of one section.
 
-    renamed: keys that the wizard or an older accelerate wrote, and what is read in their place.
+    prefix: the prefix that accelerate adds to a key without it. keys: the keys that are read, without the prefix.
+    renamed: keys that the wizard or an older accelerate wrote -> the keys that are read in their place.
     """
 
     prefix: str
@@ -28,7 +29,7 @@ class Section:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def bare(self, key: str) -> str:
-        """A key as the table has it: `fsdp_version` and `version` are one."""
+        """Return a key without the section's prefix: `fsdp_version` and `version` are the same key."""
         return key.removeprefix(self.prefix) if self.prefix else key
 
 
@@ -43,7 +44,7 @@ FP8 = Section(
         " override_linear_precision override_fprop override_dgrad override_wgrad use_mxfp8_block_scaling"
         " opt_level pad_inner_dim enable_fsdp_float8_all_gather"
     ),
-    # `accelerate config` itself writes these (commands/config/cluster.py).
+    # `accelerate config` itself writes these keys (commands/config/cluster.py).
     {
         "amax_history_length": "amax_history_len",
         "amax_compute_algorithm": "amax_compute_algo",
@@ -59,12 +60,12 @@ FSDP = Section(
         " cpu_ram_efficient_loading sync_module_states activation_checkpointing"
         " activation_checkpointing_offload ignored_modules"
     ),
-    {"backward_prefetch_policy": "backward_prefetch"},  # older accelerate's
+    {"backward_prefetch_policy": "backward_prefetch"},  # written by older versions of accelerate
 )
 
 DYNAMO = Section("dynamo_", _words("backend mode use_fullgraph use_dynamic use_regional_compilation"))
 
-#: `offload_*_nvme_path` is parsed, and written by the wizard, but never handed to the workers.
+#: `offload_*_nvme_path` is parsed, and written by the wizard, but never passed to the workers.
 DEEPSPEED = Section(
     "",
     _words(
@@ -81,8 +82,8 @@ SECTIONS: Mapping[str, Section] = {
     "dynamo_config": DYNAMO,
 }
 
-#: Launch arguments that a key of `deepspeed_config`, which gets no prefix, sets in place of the top
-#: level or of a flag. They are no keys of DeepSpeed's, but they are read (S7).
+#: Launch arguments that a key of `deepspeed_config`, which gets no prefix, sets instead of the top level or a flag.
+#: They are not DeepSpeed's keys, but they are read (S7).
 ARGUMENTS = _words(
     "mixed_precision num_processes num_machines machine_rank main_process_ip main_process_port rdzv_backend"
     " same_network main_training_function gpu_ids debug cpu use_cpu multi_gpu tpu use_deepspeed use_fsdp"
@@ -106,10 +107,10 @@ SAGEMAKER = _ALL | _words(
     "ec2_instance_type iam_role_name image_uri profile region base_job_name pytorch_version transformers_version"
     " py_version sagemaker_inputs_file sagemaker_metrics_file additional_args"
 )
-#: Old top-level keys, which accelerate turns into others as it reads the file.
+#: Old top-level keys, which accelerate converts to others when it reads the file.
 OLD = _words("fp16 dynamo_backend")
 
-#: `ACCELERATE_FP8_BACKEND` must be one of these as they are; what people write instead, in lower case.
+#: Spelling in lower case that users write -> the value that `ACCELERATE_FP8_BACKEND` must have, in this case.
 FP8_BACKENDS: Mapping[str, str] = {
     "te": "TE", "ao": "AO", "msamp": "MSAMP", "ms-amp": "MSAMP", "ms_amp": "MSAMP", "torchao": "AO",
     "transformer_engine": "TE", "transformer-engine": "TE", "transformerengine": "TE",
@@ -117,12 +118,12 @@ FP8_BACKENDS: Mapping[str, str] = {
 
 
 def unknown_key(key: str, sagemaker: bool = False) -> str | None:
-    """What to do about a top-level key that accelerate refuses; None for one that it reads."""
+    """Return a clause with the remedy for a top-level key that accelerate refuses; None for a key that it reads."""
     known = SAGEMAKER if sagemaker else TOP
     if key in known | OLD:
         return None
     if key.startswith("mpguard_"):
-        return "; mpguard's keys stand in `fp8_config`"
+        return "; mpguard's keys belong in `fp8_config`"
     for name, section in SECTIONS.items():
         if not sagemaker and len(key) > 6 and section.bare(key) in section.keys:
             return f"; it belongs under `{name}`"

@@ -1,8 +1,8 @@
-"""Which keys of its config DeepSpeed reads: the committed table, from DeepSpeed 0.19.8.
+"""The keys of its config that DeepSpeed reads: a committed table, from DeepSpeed 0.19.8.
 
-What it does not know at the top level, in `torch_autocast` and in `data_types` it ignores without a
-word (S18); in `bf16` and `fp16` it stops. tests/document/schemas/test_deepspeed_keys.py compares the table with what
-the installed DeepSpeed looks up.
+An unknown key at the top level, in `torch_autocast` and in `data_types` is silently ignored (S18); in `bf16` and
+`fp16` it is an error. tests/document/schemas/test_deepspeed_keys.py compares the table with the keys that the
+installed DeepSpeed looks up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: What `DeepSpeedConfig` looks up.
+#: The top-level keys that `DeepSpeedConfig` looks up.
 CONFIG = _words(
     "activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type"
     " compile compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last"
@@ -29,7 +29,7 @@ CONFIG = _words(
     " use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization"
     " zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"
 )
-#: What is read elsewhere: `deepspeed.initialize`, the old form of ZeRO, transformers' ZeRO inference.
+#: Top-level keys that are read elsewhere: `deepspeed.initialize`, the old form of ZeRO, transformers' ZeRO inference.
 ELSEWHERE = _words("data_parallel_size sequence_parallel_size allgather_size inference")
 KEYS = CONFIG | ELSEWHERE
 
@@ -46,9 +46,9 @@ SECTIONS: Mapping[str, frozenset[str]] = {
     "torch_autocast": _words("enabled dtype lower_precision_safe_modules"),
     "data_types": _words("grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules"),
 }
-#: Sections in which a key that is not known is an error; in the others it is ignored.
+#: Sections in which an unknown key is an error; in the others it is ignored.
 STRICT = frozenset({"bf16", "bfloat16", "fp16"})
-#: What people call a section, and its name.
+#: Wrong name of a section that users write -> its name.
 RENAMED: Mapping[str, str] = {
     "bfloat_16": "bf16", "bf_16": "bf16", "bfp16": "bf16", "float16": "fp16", "float_16": "fp16", "fp_16": "fp16",
     "half": "fp16", "autocast": "torch_autocast", "torch_amp": "torch_autocast",

@@ -144,7 +144,7 @@ def test_fp8_backends_are_those_of_the_enum() -> None:
         ("mixed_precision", None),
         ("fp16", None),
         ("mixed_precission", "; did you mean `mixed_precision`?"),
-        ("mpguard_recipe", "; mpguard's keys stand in `fp8_config`"),
+        ("mpguard_recipe", "; mpguard's keys belong in `fp8_config`"),
         ("fsdp_version", "; it belongs under `fsdp_config`"),
         ("zero_stage", "; it belongs under `deepspeed_config`"),
         ("qqqq", ". Remove it"),
