@@ -1,9 +1,9 @@
-"""What `compile: auto` means for a run, and models compiled where they stand.
+"""Decide what `compile: auto` means for a run, and compile models in place.
 
-On where it pays, off where it fails, and otherwise as the script has it. Measured in
-benchmarks/results/compile_auto.json. Every engine trains compiled models (gpu_matrix.json).
+`auto` is on where compiling makes training faster, off where it fails, and otherwise left to the script. Measurements
+are in benchmarks/results/compile_auto.json. Every engine trains compiled models (gpu_matrix.json).
 
-Importing this imports no torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from mpguard.policy.policy import Policy
 if TYPE_CHECKING:
     from torch import nn
 
-#: What compiles, as for `torch.compile` and accelerate by default.
+#: The compiler backend, which is the default of `torch.compile` and accelerate.
 BACKEND = "inductor"
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """on: None where the script decides. why: in a few words."""
+    """Compile a model or not. on: None if the script decides. reason: a clause for messages."""
 
     on: bool | None
     reason: str = ""
 
 
-#: Of delayed scaling, whose histories are updated between steps (S19).
+#: The reason for delayed scaling, whose histories are updated between steps (S19).
 NEVER = "Transformer Engine refuses delayed scaling under torch.compile"
 
-#: Of torchao's layers.
+#: The reason for torchao's layers.
 PAYS = "torchao's casts cost more than its products gain, unless they are compiled"
 
 
 def conflict(policy: Policy) -> str | None:
-    """Why a policy that says `compile: true` cannot be in force; None where it can."""
+    """Return why a policy with `compile: true` cannot be enforced; None if it can."""
     if policy.compile is not True or policy.low_bit_recipe != "delayed":
         return None
     return f"`{policy.name}` has compile=True, and {NEVER}. Leave `compile` out, or set fp8_recipe to tensorwise"
 
 
 def choice(policy: Policy) -> Choice:
-    """What `auto` chooses for a policy on this machine."""
+    """Return what `auto` selects for a policy on this machine."""
     recipe = policy.low_bit_recipe
     if recipe == "delayed":
         return Choice(False, NEVER)
@@ -60,29 +60,31 @@ def choice(policy: Policy) -> Choice:
 
 
 def wants_compile(policy: Policy) -> Choice:
-    """What a policy asks for on this machine: what it says, else what `auto` chooses."""
+    """Return the policy's own value of `compile`, or what `auto` selects on this machine."""
     if isinstance(policy.compile, bool):
         return Choice(policy.compile, f"the policy has compile={policy.compile}")
     return choice(policy)
 
 
-#: Models that `in_place` has compiled.
+#: Models that `compile_in_place` has compiled.
 _ours: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def is_compiled(module: nn.Module) -> bool:
+    """True if a module is compiled, by `torch.compile` or `Module.compile`."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_ours(module: nn.Module) -> bool:
+    """True if `compile_in_place` has compiled a module."""
     return module in _ours
 
 
 def compile_in_place(model: nn.Module) -> bool:
-    """Compiles the models in what wraps them, by `Module.compile`: objects, names and `state_dict` stay.
+    """Compile the models inside of wrappers with `Module.compile`, which keeps objects, names and `state_dict`.
 
-    Whether something was compiled: not where the script has compiled a part, or the whole, itself. One that it
-    compiles later comes on top, as one graph. Compiled is the call of the model, when it first comes.
+    Returns True if something was compiled; False if the script has compiled the model, or a part of it, itself. If the
+    script compiles it later, both become one graph. Compilation happens at the model's first call.
     """
     if any(map(is_compiled, model.modules())):
         return False
@@ -94,7 +96,7 @@ def compile_in_place(model: nn.Module) -> bool:
 
 
 def undo(model: nn.Module) -> None:
-    """Takes back what `in_place` did."""
+    """Undo `compile_in_place`."""
     for module in model.modules():
         if module in _ours:
             _ours.discard(module)
@@ -102,7 +104,7 @@ def undo(model: nn.Module) -> None:
 
 
 def missing_requirement(model: nn.Module) -> str | None:
-    """What compiled code for a model needs and is not here."""
+    """Return a clause about what compiled code for a model needs and this machine lacks; None if nothing."""
     from torch.utils._triton import has_triton
 
     parameter = next(model.parameters(), None)
@@ -110,11 +112,11 @@ def missing_requirement(model: nn.Module) -> str | None:
 
 
 def _called(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that the script's own code is in: those in a wrapper, or a container without a forward."""
+    """Yield the outermost modules with the script's own forward: inside of wrappers, and containers without one."""
     import torch
 
     if isinstance(model, (torch.jit.ScriptModule, torch.nn.DataParallel)):
-        return  # the first is what it is, the second calls copies
+        return  # the code of the first is fixed, the second calls copies of the module
     wrapped: Any = getattr(model, "module", None)
     if _wraps(model) and isinstance(wrapped, torch.nn.Module):
         yield from _called(wrapped)
@@ -126,6 +128,7 @@ def _called(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _wraps(model: nn.Module) -> bool:
+    """True if a model is a wrapper of DDP, FSDP1 or DeepSpeed."""
     names = {kind.__name__ for kind in type(model).__mro__}
     return bool(names & {"DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"})
 
@@ -137,7 +140,7 @@ def _compile(model: nn.Module) -> None:
         model.compile(backend=BACKEND)
         return
 
-    # Dynamo begins in no frame of torch's own, such as the forward of a Sequential.
+    # Dynamo does not start in a frame of torch itself, such as the forward of a Sequential.
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 

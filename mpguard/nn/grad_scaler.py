@@ -1,7 +1,7 @@
-"""A GradScaler with what torch's has no place for: how many overflows it takes (hysteresis), and the least scale.
+"""A GradScaler with two settings that torch's lacks: hysteresis (a number of overflows), and a minimum scale.
 
-Both as Megatron and DeepSpeed have them: each overflow skips its step; the scale is halved from the `hysteresis`-th
-one on, never below the minimum, and the count begins anew when the scale grows. Imports torch.
+Both work as in Megatron and DeepSpeed: each overflow skips its step; the scale is halved from the `hysteresis`-th
+overflow on, never below the minimum, and the count is reset when the scale grows. Imports torch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from torch.distributed.fsdp import sharded_grad_scaler
 
 __all__ = ["GradScaler", "ShardedGradScaler", "set_limits"]
 
-#: In the `state_dict`, beside torch's own keys, which pass over it.
+#: The key in the `state_dict`; torch's own GradScaler ignores it when it loads one.
 KEY = "mpguard_overflows_left"
 
 
 class _LimitsMixin(torch.amp.GradScaler):
-    _least: float
+    """Overrides `update`. _minimum: of the scale. _left: overflows until the scale is halved; None before the first."""
+
+    _minimum: float
     _hysteresis: int
     _left: torch.Tensor | None
 
@@ -29,9 +31,9 @@ class _LimitsMixin(torch.amp.GradScaler):
         if before is None or after is None:
             return
         left = before.new_full((), self._hysteresis) if self._left is None else self._left.to(before.device)
-        overflow, grew = after < before, after > before  # compared on the device: `item` would wait for it
+        overflow, grew = after < before, after > before  # compared on the device: `item` would synchronize with it
         left = torch.where(overflow, (left - 1).clamp(min=0), torch.where(grew, float(self._hysteresis), left))
-        after.copy_(torch.where(overflow & (left > 0), before, after).clamp(min=self._least))
+        after.copy_(torch.where(overflow & (left > 0), before, after).clamp(min=self._minimum))
         self._left = left
 
     def state_dict(self) -> dict[str, Any]:
@@ -44,18 +46,18 @@ class _LimitsMixin(torch.amp.GradScaler):
 
 
 class GradScaler(_LimitsMixin):
-    """torch's own."""
+    """`torch.amp.GradScaler` with the limits."""
 
 
 class ShardedGradScaler(_LimitsMixin, sharded_grad_scaler.ShardedGradScaler):
-    """FSDP1's."""
+    """FSDP1's `ShardedGradScaler` with the limits."""
 
 
 def set_limits(scaler: torch.amp.GradScaler, minimum: float, hysteresis: int) -> None:
-    """Has a scaler of torch's, or one of a class derived from it, heed both from here on."""
+    """Give a scaler, of torch's class or a subclass of it, a minimum scale and a hysteresis, by changing its class."""
     known = {torch.amp.GradScaler: GradScaler, sharded_grad_scaler.ShardedGradScaler: ShardedGradScaler}
     kind = type(scaler)
     if not issubclass(kind, _LimitsMixin):
         scaler.__class__ = known.get(kind) or type(kind.__name__, (_LimitsMixin, kind), {})
     assert isinstance(scaler, _LimitsMixin)
-    scaler._least, scaler._hysteresis, scaler._left = minimum, hysteresis, None
+    scaler._minimum, scaler._hysteresis, scaler._left = minimum, hysteresis, None

@@ -1,6 +1,7 @@
-"""The products of transformers' experts, which autocast does not lower: they run in the dtype of their master weights.
+"""Autocast for the grouped products of transformers' experts, which torch's autocast does not cover.
 
-Not in `mpguard.runtime`, whose frames dynamo leaves out: this is called in the model's forward pass.
+Without it they run in the dtype of their master weights. The module is not in `mpguard.runtime`, whose frames dynamo
+skips, because the function is called in the model's forward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def autocast_grouped_mm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`_grouped_mm` of transformers with both factors in autocast's dtype, as in each other product."""
+    """Wrap transformers' `_grouped_mm` so that both factors are cast to autocast's dtype, as in any other product."""
     import torch
 
     @functools.wraps(original)

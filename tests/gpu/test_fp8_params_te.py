@@ -218,7 +218,7 @@ def test_fsdp2_is_refused_at_the_first_forward_pass(name: str, one_rank: None) -
     net = model()
     mpguard.convert(net, policy(name))
     fully_shard(net, mesh=torch.distributed.init_device_mesh("cuda", (1,)))
-    with pytest.raises(mpguard.NotInForce, match="another one now: FSDP"):
+    with pytest.raises(mpguard.NotInForce, match="has been replaced, by FSDP"):
         train(net, adam(net), 1)
 
 

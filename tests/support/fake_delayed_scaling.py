@@ -73,7 +73,7 @@ class Delayed(AmaxHistoryMixin):
         result: torch.Tensor = Product.apply(x, self.weight, self.memory)  # type: ignore[no-untyped-call]
         return result if self.bias is None else result + self.bias.to(result.dtype)
 
-    def remembers(self) -> bool:
+    def has_history(self) -> bool:
         return "called" in self.__dict__ or self._mpguard_fp8.restored
 
     def history(self) -> dict[str, torch.Tensor]:

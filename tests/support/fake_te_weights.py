@@ -131,13 +131,13 @@ class Layer(AmaxHistoryMixin):
     fp8, fp8_meta = True, {"recipe": recipe_of(CURRENT)}
     __module__ = "transformer_engine.stand_in"  # so that the proof knows it
 
-    def remembers(self) -> bool:
+    def has_history(self) -> bool:
         return False
 
     def history(self) -> dict[str, torch.Tensor]:
         return {}
 
-    def recalled(self) -> None:
+    def on_restored(self) -> None:
         requantize(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,16 @@
-"""FP8 layers in a model of your own: `mpguard.convert` puts them in, `mpguard.revert` takes them out.
+"""FP8 layers in your own model: `mpguard.convert` makes them, `mpguard.revert` removes them.
 
-    filters       which Linear layers become FP8, and why the others stay
-    convert       the conversion itself, and back
+    filters       which Linear layers become FP8, and why the others do not
+    convert       the conversion and its reversal
     report        what was converted, and what was not
-    padding       rows that are not a multiple of what FP8 needs
+    padding       for rows whose number is not the multiple that FP8 requires
     amax_history  the amax history of delayed scaling, in checkpoints
-    weights       parameters that are kept in FP8, and their master copies
+    weights       parameters that are stored in FP8, and their master copies
     torchao       torchao's layer
     te            Transformer Engine's layer
 
-A layer is converted in place: the module object, its `Parameter`s, names, hooks, device and training flag stay, so
-optimizers that were built before keep working, tied weights stay tied, and the `state_dict` is that of the plain model.
+A layer is converted in place: the module object, its `Parameter`s, names, hooks, device and training flag do not
+change, so existing optimizers keep working, tied weights stay tied, and the `state_dict` is that of the plain model.
 
-Importing this package imports no torch.
+Importing this package does not import torch.
 """

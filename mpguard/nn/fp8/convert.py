@@ -1,8 +1,7 @@
-"""FP8 layers put in, and taken out, where the layers stand.
+"""Convert Linear layers to FP8 layers in place, and revert them.
 
-What makes an `nn.Linear` one of a library's FP8 layers is its class and a few attributes: those are
-given to the module that is there. So nothing that refers to the module or its parameters (optimizers,
-tied layers, hooks, wrappers around the model) has to know.
+An `nn.Linear` and a library's FP8 layer differ in their class and a few attributes, so the existing module gets these.
+References to the module or its parameters (in optimizers, tied layers, hooks, wrappers around the model) stay valid.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import nn
 from mpguard.core.errors import NotCarried, NotInForce, PolicyError
 from mpguard.nn import compile as compilation
 from mpguard.nn.fp8 import filters, weights
-from mpguard.nn.fp8.amax_history import recall_kept
+from mpguard.nn.fp8.amax_history import restore_pending
 from mpguard.nn.fp8.padding import Padded, Padding, PaddingState
 from mpguard.nn.fp8.report import Conversion
 from mpguard.policy import hardware
@@ -28,36 +27,36 @@ from mpguard.policy.recipes import given
 from mpguard.targets.capabilities import FP8_WEIGHTS, SAME_PRODUCTS, fp8_weights
 from mpguard.targets.plugin import carriers
 
-#: What a policy may ask of FP8 and converted layers do not have.
+#: Fields about FP8 that converted layers do not implement.
 NOT_CARRIED = ("fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention", "fuse")
 
 MARK = "_mpguard_fp8"
 
-#: Why a parameter cannot become another tensor.
-HELD = "its weight is in use by DDP, or by a loss that is still there"
+#: Why a parameter cannot be exchanged with another tensor.
+IN_USE = "its weight is in use by DDP, or by a loss that still exists"
 
-#: Backend -> its name as a library, and the version that this was read against.
+#: Backend -> the name of its library, and the version that this code was written for.
 LIBRARIES = {"te": ("transformer_engine", "2.20"), "torchao": ("torchao", "0.18")}
 
 
 def convert(model: nn.Module, policy: Policy | str) -> Conversion:
-    """Makes the Linear layers of a model FP8 layers, as a policy (or recipe) says. Returns what was done.
+    """Convert the Linear layers of a model to FP8 layers, according to a policy (or recipe). Returns a report.
 
-    Before or after the optimizer is built, and before or after the model is moved or wrapped by DDP;
-    before `torch.compile`, scripting, and `fully_shard` of single layers. Layers stay the same objects with
-    the same parameters. Left out, each with its reason: what `fp8_exclude` names, output heads, MoE routers, LoRA
-    adapters, quantized layers, other classes, sizes that FP8 products cannot have, blocks at the ends under
-    `first_last_layers_bf16`. Called again with the same policy it converts what has been added since.
+    Call it before or after the optimizer is built, and before or after the model is moved or wrapped by DDP; but before
+    `torch.compile`, scripting, and `fully_shard` of single layers. Layers stay the same objects with the same
+    parameters. Not converted, each with a reason in the report: layers that `fp8_exclude` names, output heads, MoE
+    routers, LoRA adapters, quantized layers, layers of other classes, sizes that FP8 products do not support, blocks at
+    the ends under `first_last_layers_bf16`. A second call with the same policy converts layers that were added since.
 
-    Where the policy says so, or `compile: auto` means it (torchao on a GPU), the model is compiled in place: objects,
-    names and `state_dict` stay, and what you compile on top of it is compiled once.
+    If the policy has `compile: true`, or `compile: auto` selects it (torchao on a GPU), the model is compiled in place:
+    objects, names and `state_dict` do not change, and if you compile the model too, it is compiled only once.
 
-    With `fp8_param` the weights themselves are kept in FP8 from then on; the optimizer has to be one that holds FP32
-    masters, and their exact values are in them (`mpguard.nn.fp8.weights`). Before DDP, on a GPU.
+    With `fp8_param` the weights themselves are stored in FP8 from then on; the optimizer must be one with FP32 master
+    weights, which have the exact values (`mpguard.nn.fp8.weights`). Convert before DDP, on a GPU.
 
-    Raises `PolicyError` for a policy without FP8, an `fp8_param` that nothing holds, or a pattern that matches nothing,
-    `NotInForce` where this machine cannot run it or nothing would be FP8, `MissingExtra` for a library that is not
-    installed; the model is then as it was.
+    Raises `PolicyError` for a policy without FP8, an `fp8_param` that no library supports, or a pattern that matches no
+    layer; `NotInForce` if this machine cannot run the policy or no layer would be FP8; `MissingExtra` for a library
+    that is not installed. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise PolicyError(f"convert: {model!r:.60} is no torch.nn.Module; a model is needed")
@@ -68,7 +67,7 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
         field = "fp8_param" if policy.fp8_param else "fp4_param"
         raise PolicyError(
             f"convert: `{policy.name}` has {field}=True; parameters are kept in FP8 as {FP8_WEIGHTS['te']}. "
-            f'Say policy.replace({field}=False), as in mpguard.recipe("...").replace({field}=False). {SAME_PRODUCTS}'
+            f'Use policy.replace({field}=False), as in mpguard.recipe("...").replace({field}=False). {SAME_PRODUCTS}'
         )
     _check(model, policy)
     modules = [(filters.plain_name(name), module) for name, module in model.named_modules(remove_duplicate=False)]
@@ -80,7 +79,7 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
 
 
 def convert_named(model: nn.Module, modules: filters.Named, policy: Policy) -> Conversion:
-    """`convert` for modules under names that may be others than the model's own: without those of wrappers."""
+    """Implement `convert` for modules with given names, which are the model's own without the parts of wrappers."""
     if policy.first_last_layers_bf16 and not filters.stacks(modules):
         raise PolicyError(
             f"convert: `{policy.name}` keeps blocks at the ends in {policy.compute_dtype}, and the model has no "
@@ -98,23 +97,23 @@ def convert_named(model: nn.Module, modules: filters.Named, policy: Policy) -> C
     skipped = tuple((names[key], reasons[key]) for key in layers if reasons[key] and key not in before)
     others = filters.others(modules)
     if not todo and not before:
-        said = [f"{name or 'the model'}: {reason}" for name, reason in skipped[:5]] or ["it has no Linear layer"]
-        said += [f"{kind}, {100 * share:.0f} % of the weights: no Linear layers" for kind, share in others]
-        raise NotInForce(f"convert: nothing in the model can be FP8: {'; '.join(said)}")
+        why = [f"{name or 'the model'}: {reason}" for name, reason in skipped[:5]] or ["it has no Linear layer"]
+        why += [f"{kind}, {100 * share:.0f} % of the weights: no Linear layers" for kind, share in others]
+        raise NotInForce(f"convert: nothing in the model can be FP8: {'; '.join(why)}")
     backend, library = _library(policy)
     padding = next((layer.__dict__[MARK].padding for layer in before.values()), Padding(filters.multiple(policy)))
     for key, layer in todo.items() if policy.fp8_param else ():
         weights.check(names[key], layer)
     try:
         template = library.templates(policy)
-        made = {key: template(layer) for key, layer in todo.items()}  # all of them before the first change
+        made = {key: template(layer) for key, layer in todo.items()}  # all are created before the first change
     except (AttributeError, TypeError) as error:
         name, version = LIBRARIES[backend]
         raise NotInForce(
-            f"convert: {name} {hardware.detect().libraries.get(backend, 'here')} is not as mpguard knows it "
-            f"({type(error).__name__}: {error}). Install {version}, with which this was tested"
+            f"convert: {name} {hardware.detect().libraries.get(backend, 'here')} has another interface than expected "
+            f"({type(error).__name__}: {error}). Install {version}, with which mpguard is tested"
         ) from error
-    _put_in(
+    _convert_all(
         library.LINEAR,
         [(layer, made[key], PaddingState(names[key], policy, padding)) for key, layer in todo.items()],
     )
@@ -127,8 +126,8 @@ def convert_named(model: nn.Module, modules: filters.Named, policy: Policy) -> C
     )  # fmt: skip
 
 
-def _put_in(kind: type[Padded], changes: list[tuple[nn.Linear, nn.Module, PaddingState]]) -> None:
-    """All changes, or none: raises `PolicyError` where a weight cannot become another tensor."""
+def _convert_all(kind: type[Padded], changes: list[tuple[nn.Linear, nn.Module, PaddingState]]) -> None:
+    """Apply all changes, or none. Raises `PolicyError` if a weight cannot be exchanged with another tensor."""
     for number, (layer, template, state) in enumerate(changes):
         try:
             set_class(layer, kind, template, state)
@@ -136,11 +135,11 @@ def _put_in(kind: type[Padded], changes: list[tuple[nn.Linear, nn.Module, Paddin
             for done, _, _ in changes[:number]:
                 restore_class(done)
             name = state.name or "the model"
-            raise PolicyError(f"convert: {name}: {HELD}. Convert before DDP, and before a backward pass") from error
+            raise PolicyError(f"convert: {name}: {IN_USE}. Convert before DDP, and before a backward pass") from error
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Takes back what `convert` did: plain `nn.Linear` layers with the same parameters. Returns the model."""
+    """Undo `convert`: plain `nn.Linear` layers with the same parameters. Returns the model."""
     if not isinstance(model, nn.Module):
         raise PolicyError(f"revert: {model!r:.60} is no torch.nn.Module; a model is needed")
     layers = [module for module in model.modules() if MARK in module.__dict__]
@@ -148,7 +147,7 @@ def revert(model: nn.Module) -> nn.Module:
         if not type(layer).__module__.startswith(__package__):
             raise PolicyError(
                 f"revert: {layer.__dict__[MARK].name or 'the model'} has become a {type(layer).__name__} since it was "
-                "converted. Revert before fully_shard, or others, change the layer"
+                "converted. Revert before fully_shard, or other code, changes the layer"
             )
     for layer in layers:
         try:
@@ -156,7 +155,7 @@ def revert(model: nn.Module) -> nn.Module:
         except RuntimeError as error:
             name = layer.__dict__[MARK].name or "the model"
             raise PolicyError(
-                f"revert: {name}: {HELD}. Revert when they are gone; state_dict() is exact too"
+                f"revert: {name}: {IN_USE}. Revert when these are gone; state_dict() is exact too"
             ) from error
     compilation.undo(model)
     for hooks in (model._forward_pre_hooks, model._forward_hooks):
@@ -168,11 +167,12 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def not_carried(policy: Policy) -> list[str]:
+    """Return the fields of a policy that converted layers do not implement."""
     return [field for field in NOT_CARRIED if policy.explicit(field)]
 
 
 def has_others(modules: filters.Named, policy: Policy) -> bool:
-    """Whether there are FP8 layers that `convert` has not made, or has under another policy."""
+    """True if there are FP8 layers that `convert` has not converted, or has under another policy."""
     return any(
         vars(module)[MARK].policy != policy
         if MARK in vars(module)
@@ -182,17 +182,18 @@ def has_others(modules: filters.Named, policy: Policy) -> bool:
 
 
 def set_class(layer: nn.Linear, kind: type[Padded], template: nn.Module, state: PaddingState) -> None:
-    """Gives a layer another class, the attributes that a template has and it has not, and the template's FP8 weight."""
+    """Give a layer another class, the attributes of a template that it lacks, and the template's FP8 weight."""
     weights.to_fp8_weights(layer, template._parameters.get("weight"))
     added = {key: value for key, value in template.__dict__.items() if key not in layer.__dict__}
     layer.__dict__.update(added)
     state.added = tuple(added)
     layer.__dict__[MARK] = state
     layer.__class__ = kind  # type: ignore[assignment]
-    recall_kept(layer)
+    restore_pending(layer)
 
 
 def restore_class(layer: nn.Linear) -> None:
+    """Undo `set_class`."""
     weights.to_plain_weights(layer)
     for name in (*layer.__dict__[MARK].added, MARK):
         layer.__dict__.pop(name, None)
@@ -200,11 +201,11 @@ def restore_class(layer: nn.Linear) -> None:
 
 
 def _check(model: nn.Module, policy: Policy) -> None:
-    """Raises for what cannot be changed any more, or not be compiled."""
+    """Raise an error for a model that cannot be converted any more, or not be compiled."""
     if reason := compilation.conflict(policy):
         raise PolicyError(f"convert: {reason}")
-    if policy.compile is True and (lacking := compilation.missing_requirement(model)):
-        raise NotInForce(f"convert: `{policy.name}` has compile=True, and {lacking}")
+    if policy.compile is True and (missing := compilation.missing_requirement(model)):
+        raise NotInForce(f"convert: `{policy.name}` has compile=True, and {missing}")
     for name, module in model.named_modules():
         what = f"convert: {name or 'the model'} ({type(module).__name__})"
         if isinstance(module, torch.jit.ScriptModule):
@@ -214,18 +215,19 @@ def _check(model: nn.Module, policy: Policy) -> None:
 
 
 def _compiled(model: nn.Module, policy: Policy) -> str:
-    """Compiles a model where its policy means it; in words. Empty where that is left to the script."""
+    """Compile a model if its policy requires it. Returns the report's line, empty if the script decides."""
     chosen = compilation.wants_compile(policy)
     if not chosen.on:
         return f"off, {chosen.reason}" if chosen.on is False else ""
-    if lacking := compilation.missing_requirement(model):
-        return f"off, {lacking}, though {chosen.reason}"
+    if missing := compilation.missing_requirement(model):
+        return f"off, {missing}, though {chosen.reason}"
     compilation.compile_in_place(model)
     done = any(map(compilation.is_ours, model.modules()))
     return f"on, in place: {chosen.reason}" if done else f"off, nothing here is called, though {chosen.reason}"
 
 
 def _check_policy(names: dict[int, str], before: dict[int, nn.Linear], policy: Policy) -> None:
+    """Raise `PolicyError` for a layer that is FP8 already, under another policy."""
     for key, layer in before.items():
         state: PaddingState = layer.__dict__[MARK]
         if state.policy != policy:
@@ -236,10 +238,10 @@ def _check_policy(names: dict[int, str], before: dict[int, nn.Linear], policy: P
 
 
 def _library(policy: Policy) -> tuple[str, ModuleType]:
-    """The backend that is there, and its half of the conversion."""
+    """Return the backend that is installed, and the module that implements its layer."""
     here = hardware.detect()
-    if lacking := here.refuses(policy):
-        raise NotInForce(f"convert: the policy `{policy.name}` does not run here: {lacking}")
+    if reason := here.refuses(policy):
+        raise NotInForce(f"convert: the policy `{policy.name}` does not run here: {reason}")
     backend = "te" if policy.fp8_param else next(each for each in policy.backends if each in here.libraries)
     if backend not in here.libraries:
         raise NotInForce(
@@ -252,5 +254,5 @@ def _library(policy: Policy) -> tuple[str, ModuleType]:
         name, version = LIBRARIES[backend]
         raise NotInForce(
             f"convert: {name} is installed and cannot be imported ({type(error).__name__}: {error}). Install the build "
-            f"for this torch and CUDA (tested with {version}), or name another backend than {backend}"
+            f"for this torch and CUDA (tested with {version}), or set another backend than {backend}"
         ) from error

@@ -1,4 +1,4 @@
-"""Which Linear layers a policy has in FP8, and why the others stay: one decision, for converter and proof alike."""
+"""Decide which Linear layers a policy runs in FP8, and why not the others; used by the converter and the proof."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 Named = Sequence[tuple[str, "nn.Module"]]
 
-#: What wrappers (FSDP1, torch.compile, activation checkpointing) call what they wrap.
+#: Attributes in which wrappers (FSDP1, torch.compile, activation checkpointing) have the wrapped module.
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 
-#: Classes whose Linear layers choose experts: their few logits decide where every token goes.
+#: Classes whose Linear layers select experts: their few logits decide the expert of every token.
 ROUTERS = re.compile(r"(Router|Gate|Gating)$")
 
 EXCLUDED, HEAD, ROUTER, END = "fp8_exclude", "output head", "MoE router", "first_last_layers_bf16"
 
 
 def multiple(policy: Policy) -> int:
-    """What sizes and rows of FP8 products are multiples of under a policy's recipe."""
+    """Return the number that sizes and rows of FP8 products must be multiples of under a policy's recipe."""
     return NEEDS[policy.low_bit_recipe or "tensorwise"].multiple
 
 
 def reasons(modules: Named, policy: Policy) -> dict[int, str]:
-    """Why each Linear layer is not to be FP8, by the id of the module; "" where nothing speaks against it.
+    """Return the reason why each Linear layer must not be FP8, by the id of the module; "" for a layer that may be.
 
-    modules: all named ones, a shared one under each of its names.
+    modules: all named modules, a shared module under each of its names.
     """
     from torch import nn
 
@@ -49,24 +49,24 @@ def reasons(modules: Named, policy: Policy) -> dict[int, str]:
     for _, module in modules:
         if not isinstance(module, nn.Linear) or id(module) in found:
             continue
-        spelled = names[id(module)]
-        if any(matches(name, policy.kept_out_of_fp8) for name in spelled):
+        own_names = names[id(module)]
+        if any(matches(name, policy.kept_out_of_fp8) for name in own_names):
             found[id(module)] = EXCLUDED
         elif id(module) in heads:
             found[id(module)] = HEAD
-        elif any(_in_router(name, by_name) for name in spelled):
+        elif any(_in_router(name, by_name) for name in own_names):
             found[id(module)] = ROUTER
         elif id(module) in ends:
             found[id(module)] = END
         else:
-            found[id(module)] = _adapter(spelled) or _unfit(module, multiple(policy))
+            found[id(module)] = _adapter(own_names) or _unfit(module, multiple(policy))
     if policy.fp8_param:
         _keep_shared_exact(modules, found)
     return found
 
 
 def _keep_shared_exact(modules: Named, found: dict[int, str]) -> None:
-    """A weight is kept in FP8 for all modules that have it: where one of them is not FP8, none of them is."""
+    """Exclude layers that share their weight with a module that is not FP8: a weight is in FP8 for all or for none."""
     holders: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in modules:
         holders.setdefault(id(module._parameters.get("weight")), []).append((name, module))
@@ -81,13 +81,14 @@ def _keep_shared_exact(modules: Named, found: dict[int, str]) -> None:
 
 
 def _is_ours(module: nn.Module) -> bool:
+    """True if `convert` has converted a module."""
     return hasattr(module, "_mpguard_fp8")
 
 
 def others(modules: Named) -> tuple[tuple[str, float], ...]:
-    """Classes of modules with matrices of their own that are no Linear layer, such as a mixture's experts; the shares.
+    """Return the classes of modules with matrices that are not Linear layers, such as experts, and their shares.
 
-    Embeddings multiply nothing; what holds less than a hundredth is left out.
+    A share is that of the weights that are multiplied; embeddings are not. Shares below one percent are left out.
     """
     from torch import nn
 
@@ -99,21 +100,22 @@ def others(modules: Named) -> tuple[tuple[str, float], ...]:
         own = [each for each in module._parameters.values() if each is not None and not nn.parameter.is_lazy(each)]
         shapes = [getattr(each, "ds_shape", each.shape) for each in own]
         sizes[kind] = sizes.get(kind, 0) + sum(math.prod(shape) for shape in shapes if len(shape) > 1)
-    whole = max(1, sum(sizes.values()))
-    return tuple((kind, size / whole) for kind, size in sizes.items() if kind and size * 100 >= whole)
+    total = max(1, sum(sizes.values()))
+    return tuple((kind, size / total) for kind, size in sizes.items() if kind and size * 100 >= total)
 
 
 def plain_name(name: str) -> str:
-    """A qualified name without what wrappers put in it."""
+    """Return a qualified name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS).removeprefix("module.")
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
+    """True if a qualified name matches one of the patterns."""
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def check_patterns(modules: Named, policy: Policy) -> None:
-    """Raises `PolicyError` for a pattern of the user's that keeps no Linear layer out."""
+    """Raise `PolicyError` for a pattern of the user that excludes no Linear layer."""
     from torch import nn
 
     linear = [name for name, module in modules if isinstance(module, nn.Linear)]
@@ -130,7 +132,7 @@ def check_patterns(modules: Named, policy: Policy) -> None:
 
 
 def in_end_blocks(modules: Named, policy: Policy) -> set[int]:
-    """The modules (by id) of the blocks at both ends of each outermost stack that stay in the compute dtype."""
+    """Return the ids of the modules in blocks, at the ends of outermost stacks, that stay in the compute dtype."""
     if not policy.first_last_layers_bf16:
         return set()
     start, end = policy.num_layers_at_start_in_bf16, policy.num_layers_at_end_in_bf16
@@ -139,7 +141,7 @@ def in_end_blocks(modules: Named, policy: Policy) -> set[int]:
 
 
 def stacks(modules: Named) -> list[list[nn.Module]]:
-    """The outermost stacks of blocks: a ModuleList, or a Sequential of one class, of modules with layers inside."""
+    """Return the outermost stacks of blocks: a ModuleList, or a Sequential of one class, of modules with layers."""
     from torch import nn
 
     found: list[list[nn.Module]] = []
@@ -156,6 +158,7 @@ def stacks(modules: Named) -> list[list[nn.Module]]:
 
 
 def _has_layers(block: nn.Module) -> bool:
+    """True if a module has submodules, and Linear layers or layers of Transformer Engine among them."""
     from torch import nn
 
     return any(isinstance(each, nn.Linear) or is_of(each, "transformer_engine") for each in block.modules()) and any(
@@ -164,12 +167,12 @@ def _has_layers(block: nn.Module) -> bool:
 
 
 def is_of(module: nn.Module, library: str) -> bool:
-    """Whether a module is of a library's class, or of one that mpguard derives from it."""
+    """True if a module's class is one of a library, or derived from one."""
     return any(kind.__module__.startswith(library) for kind in type(module).__mro__)
 
 
 def _heads(modules: Named) -> set[int]:
-    """Output heads: what a Hugging Face model says is one, and layers that share an embedding's weight."""
+    """Return the ids of output heads: those that Hugging Face models declare, and layers with an embedding's weight."""
     from torch import nn
 
     embeddings = {id(module.weight) for _, module in modules if isinstance(module, nn.Embedding)}
@@ -179,23 +182,25 @@ def _heads(modules: Named) -> set[int]:
         if isinstance(module, nn.Linear) and id(module._parameters.get("weight")) in embeddings
     }
     for _, module in modules:
-        said = getattr(type(module), "get_output_embeddings", None)
+        get_head = getattr(type(module), "get_output_embeddings", None)
         with contextlib.suppress(NotImplementedError, AttributeError, TypeError):
-            heads.add(id(said(module)) if said is not None else 0)
+            heads.add(id(get_head(module)) if get_head is not None else 0)
     return heads
 
 
 def _in_router(name: str, by_name: dict[str, nn.Module]) -> bool:
+    """True if a module's parent is an MoE router."""
     parent = by_name.get(name.rpartition(".")[0])
     return parent is not None and bool(name) and bool(ROUTERS.search(type(parent).__name__))
 
 
 def _adapter(names: list[str]) -> str:
+    """Return the reason for a layer of a LoRA adapter, else an empty string."""
     return "LoRA adapter" if any(part.startswith("lora_") for name in names for part in name.split(".")) else ""
 
 
 def _unfit(module: nn.Linear, multiple: int) -> str:
-    """Why a layer cannot be FP8."""
+    """Return why a layer cannot be FP8; an empty string if it can."""
     import torch
 
     kind = type(module)

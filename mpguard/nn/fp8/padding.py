@@ -1,7 +1,7 @@
-"""Rows that are no multiple of what FP8 products need: padded with zeros inside the layer, and cut off again.
+"""Pad inputs whose number of rows is not a multiple that FP8 products require, and cut the padding off again.
 
-Zeros change no maximum, so no scale, and add nothing to a gradient. The last batch of an epoch and odd
-sequence lengths cost a little; a run that pads all the time is told what multiple to use.
+The padding is zeros, which change no maximum, so no scale, and add nothing to a gradient. For the last batch of an
+epoch and odd sequence lengths the cost is small; a run that pads all the time gets a warning with the multiple to use.
 """
 
 from __future__ import annotations
@@ -18,35 +18,40 @@ from torch import nn
 from mpguard.core.errors import MpguardWarning
 from mpguard.policy.policy import Policy
 
-#: Calls of FP8 layers before the share of padded work is judged, and the share that is too much.
+#: Calls of FP8 layers after which the share of work on padding is checked, and the largest share without a warning.
 CALLS, SHARE = 100, 0.05
 
 
 @dataclasses.dataclass(eq=False)
 class Padding:
-    """Of the layers of one model: multiply-adds in all, those on padding, and what has been said.
+    """Counters of the layers of one model.
 
-    trained: whether one of them has been called for a gradient.
+    calls: of all layers. work, padded: multiply-adds in total, and on padding. noted, warned: the message about padding
+    at all, and about too much of it, has been given. trained: a layer has been called with gradients enabled.
     """
 
     multiple: int
     calls: int = 0
     work: int = 0
     padded: int = 0
-    said: bool = False
+    noted: bool = False
     warned: bool = False
     trained: bool = False
 
     def count(self, layer: str, rows: int, added: int, size: int) -> None:
+        """Count a call of a layer with some rows, and rows that were added; warn where that is due.
+
+        size: multiply-adds per row.
+        """
         self.calls += 1
         self.trained = self.trained or torch.is_grad_enabled()
         self.work += (rows + added) * size
         self.padded += added * size
-        if added and not self.said:
-            self.said = True
+        if added and not self.noted:
+            self.noted = True
             _warn(
                 f"{layer or 'the model'}: its input has {rows} rows, FP8 products need a multiple of {self.multiple}; "
-                f"padded to {rows + added} inside the layer and cut off again (said once)"
+                f"padded to {rows + added} inside the layer and cut off again (reported once)"
             )
         if not self.warned and self.calls >= CALLS and self.padded > SHARE * self.work:
             self.warned = True
@@ -60,7 +65,7 @@ class Padding:
         _all[self.number] = self
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """Of a copy, which counts by itself."""
+        """Restore a copy, which has its own counters."""
         self.__dict__ |= state
         self.__post_init__()
 
@@ -71,19 +76,19 @@ _all: weakref.WeakValueDictionary[int, Padding] = weakref.WeakValueDictionary()
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _compiled(number: int, layer: str, much: bool) -> None:
-    """Called while a graph is made, not when it runs: how often each shape comes is not counted there.
+    """Warn while a graph is compiled. Nothing is called when it runs, so the number of calls is not counted.
 
-    much: whether of a batch of the shapes that the graph is for more than `SHARE` of the work is on padding.
+    much: more than `SHARE` of the work on a batch of the graph's shapes is on padding.
     """
     padding = _all.get(number)
     if padding is None:
         return
     texts = []
-    if not padding.said:
-        padding.said = True
+    if not padding.noted:
+        padding.noted = True
         texts.append(
             f"{layer or 'the model'}: its input has a number of rows that is no multiple of {padding.multiple}, as FP8 "
-            "products need it; padded inside the layer and cut off again (said once)"
+            "products need it; padded inside the layer and cut off again (reported once)"
         )
     if much and not padding.warned:
         padding.warned = True
@@ -93,7 +98,9 @@ def _compiled(number: int, layer: str, much: bool) -> None:
             "unless it is an epoch's last batch alone: compiled code does not count how often each size comes"
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("always", MpguardWarning)  # as an error it would be one of the compiler's
+        warnings.simplefilter(
+            "always", MpguardWarning
+        )  # a warning raised as an error would be reported as the compiler's
         for text in texts:
             _warn(text)
 
@@ -104,9 +111,10 @@ def _warn(text: str) -> None:
 
 @dataclasses.dataclass
 class PaddingState:
-    """What a converted layer knows: its name, the policy, which attributes came with the conversion, or since.
+    """The state of a converted layer.
 
-    restored: whether a history of delayed scaling came from a checkpoint.
+    name: of the layer. padding: the counters of the model. added: the attributes that the conversion, or a forward
+    pass since, has added. restored: an amax history of delayed scaling was loaded from a checkpoint.
     """
 
     name: str
@@ -117,7 +125,7 @@ class PaddingState:
 
 
 class Padded(nn.Module):
-    """Goes before the FP8 layer of a library: its `forward` sees multiples only."""
+    """Base class, placed before a library's FP8 layer, whose `forward` then gets only multiples."""
 
     in_features: int
     out_features: int
@@ -141,7 +149,7 @@ class Padded(nn.Module):
             state.padding.count(state.name, rows, added, self.in_features * self.out_features)
             before = set(self.__dict__)
             result = super().forward(input)
-            if len(self.__dict__) != len(before):  # Transformer Engine keeps some when it first runs
+            if len(self.__dict__) != len(before):  # Transformer Engine adds attributes in its first forward pass
                 state.added += tuple(set(self.__dict__) - before)
-        # No view: FSDP2 loses its hook where the model goes on in place on one.
+        # `clone`, because FSDP2 loses its hook if the model changes a view in place.
         return result[:rows].reshape(*lead, self.out_features).clone() if added else result

@@ -1,4 +1,4 @@
-"""What `convert` did, for people to read and for programs to ask."""
+"""The result of `convert`, as data and as text."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What `convert` did. Names are qualified ones; `print` shows all of it.
+    """The result of `convert`. Names are qualified names; `print` shows everything.
 
-    backend, recipe: what runs the FP8 layers ("te", "torchao") and how they are scaled.
-    converted: layers that became FP8. already: those that an earlier call with the same policy had made FP8.
-    skipped: Linear layers that stay in the compute dtype, and why.
-    others: what multiplies weights and is no Linear layer, by class, and its share of all weights that are multiplied.
-    compiled: whether the model is compiled now, and why; empty where that is left to the script.
-    kept: whether the weights themselves are in FP8, and only an optimizer with FP32 masters can train them.
+    backend, recipe: the library that runs the FP8 layers ("te", "torchao"), and how they are scaled.
+    compute: the compute dtype, in which the other layers run. emulated: FP8 is computed in software.
+    converted: layers that became FP8. already: layers that an earlier call with the same policy had converted.
+    skipped: Linear layers that stay in the compute dtype, each with the reason.
+    others: classes of modules with weights that are not Linear layers, each with its share of all multiplied weights.
+    compiled: if the model is compiled now, and why, as text; empty if the script decides.
+    kept: the weights themselves are stored in FP8, and only an optimizer with FP32 master weights can train them.
     """
 
     backend: str
@@ -37,8 +38,8 @@ class Conversion:
         if self.others:
             shares = ", ".join(f"{kind} ({100 * share:.0f} %)" for kind, share in self.others)
             lines[0] += f"; of the weights, {shares} are in no Linear layers and stay in {self.compute}"
-        wide = max((len(name) for name, _ in self.skipped), default=0)
-        lines += [f"  {name:{wide}}  stays in {self.compute}: {reason}" for name, reason in self.skipped]
+        width = max((len(name) for name, _ in self.skipped), default=0)
+        lines += [f"  {name:{width}}  stays in {self.compute}: {reason}" for name, reason in self.skipped]
         if self.compiled:
             lines.append(f"  compile: {self.compiled}")
         return "\n".join(lines)

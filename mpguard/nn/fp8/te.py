@@ -1,11 +1,11 @@
-"""Transformer Engine's FP8 layer. Imports Transformer Engine: for `swap` alone. Read against 2.20.
+"""Transformer Engine's FP8 layer. Imports Transformer Engine, so only `convert` imports this module. For 2.20.
 
-Current and block scaling hold no state: each layer enters FP8 autocast itself, so that it is in force
-wherever the layer is called (a part of the model, an activation checkpoint that computes anew). Delayed
-scaling updates its history when the outermost autocast ends, once per forward pass of the model: that one is
-entered around the model.
+Current and block scaling have no state: each layer enters FP8 autocast itself, so that FP8 is active wherever the
+layer is called (in a part of the model, or in an activation checkpoint that recomputes it). Delayed scaling updates its
+history when the outermost autocast ends, once per forward pass of the model, so for it autocast is entered around the
+whole model.
 
-Parameters that are kept in FP8 are made by Transformer Engine's `quantized_model_init`: see `weights`.
+Parameters that are stored in FP8 are created by Transformer Engine's `quantized_model_init`: see `weights`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from mpguard.targets.plugin import get
 
 
 class TransformerEngineLinear(Padded, Fp8WeightMixin, AmaxHistoryMixin, te.Linear, nn.Linear):  # type: ignore[misc]
-    """Transformer Engine's `Linear` in the place of an `nn.Linear`, which it still is.
+    """Transformer Engine's `Linear`, which is also an instance of `nn.Linear`, the class that it replaces.
 
-    Its own "extra state", a pickle under a key of its own in the `state_dict`, is left out: see `history`.
+    Its "extra state", a pickle with its own key in the `state_dict`, is omitted: see `amax_history`.
     """
 
     _mpguard_recipe: Any
@@ -54,14 +54,14 @@ class TransformerEngineLinear(Padded, Fp8WeightMixin, AmaxHistoryMixin, te.Linea
         if recipe.delayed() and torch.is_grad_enabled():
             raise NotInForce(
                 f"{self._mpguard_fp8.name} is called outside the forward pass of the model that was converted (a part "
-                "of it, or an activation checkpoint of torch's that computes anew), where delayed scaling has no "
+                "of it, or an activation checkpoint of torch that recomputes it), where delayed scaling has no "
                 "history. Call the whole model, use transformer_engine.pytorch.checkpoint, or a recipe with "
                 "current scaling"
             )
         with te.autocast(recipe=recipe):
             return super().forward(input)
 
-    def remembers(self) -> bool:
+    def has_history(self) -> bool:
         return bool(self._mpguard_recipe.delayed() and self.fp8_meta_tensors_initialized)
 
     def history(self) -> dict[str, torch.Tensor]:
@@ -78,7 +78,7 @@ class TransformerEngineLinear(Padded, Fp8WeightMixin, AmaxHistoryMixin, te.Linea
             for name in ("scale", "amax_history")
         }
 
-    def recalled(self) -> None:
+    def on_restored(self) -> None:
         requantize(self.weight)
 
 
@@ -87,7 +87,7 @@ LINEAR = TransformerEngineLinear
 
 
 class AutocastRegion:
-    """Hooks that have a whole model run inside FP8 autocast."""
+    """Hooks that run the whole model inside FP8 autocast."""
 
     def __init__(self, recipe: Any) -> None:
         self.recipe = recipe
@@ -102,25 +102,28 @@ class AutocastRegion:
 
 
 def templates(policy: Policy) -> Callable[[nn.Linear], nn.Module]:
-    """A function from a plain layer to Transformer Engine's, of the same sizes, without data (but `fp8_param`)."""
+    """Return a function that creates Transformer Engine's layer for a plain layer, of the same sizes.
+
+    The layer has no data, except with `fp8_param`.
+    """
     recipe = get("te").build(policy)
 
     def template(layer: nn.Linear) -> nn.Module:
         if policy.fp8_param:
-            kept: nn.Module = quantized(layer, recipe)
-            return kept
-        made: nn.Module = te.Linear(
+            with_fp8_weight: nn.Module = quantized(layer, recipe)
+            return with_fp8_weight
+        empty: nn.Module = te.Linear(
             layer.in_features, layer.out_features,
             bias=layer.bias is not None, params_dtype=layer.weight.dtype, device="meta",
         )  # fmt: skip
-        made.__dict__["_mpguard_recipe"] = recipe
-        return made
+        empty.__dict__["_mpguard_recipe"] = recipe
+        return empty
 
     return template
 
 
-class Same:
-    """Gives a weight the values of another one."""
+class CopyFrom:
+    """An `init_method` that copies the values of another weight."""
 
     def __init__(self, source: torch.Tensor | None) -> None:
         self.source = source
@@ -131,26 +134,29 @@ class Same:
 
 
 def quantized(layer: nn.Linear, recipe: Any) -> Any:
-    """Transformer Engine's layer with the weight of a plain one in FP8, on a GPU; exact values are kept beside it."""
-    same = Same(layer.weight.detach())
+    """Return Transformer Engine's layer with the weight of a plain layer in FP8, on a GPU, and its exact values."""
+    init = CopyFrom(layer.weight.detach())
     device = layer.weight.device if layer.weight.is_cuda else torch.device("cuda", torch.cuda.current_device())
     with torch.enable_grad(), te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         made: Any = te.Linear(
             layer.in_features, layer.out_features,
-            bias=layer.bias is not None, params_dtype=layer.weight.dtype, device=device, init_method=same,
+            bias=layer.bias is not None, params_dtype=layer.weight.dtype, device=device, init_method=init,
         )  # fmt: skip
-    same.source = None  # the layer keeps the function
+    init.source = None  # the layer keeps a reference to the function, which must not keep the weight alive
     weight = made.weight
     exact = MasterCopy(weight.get_high_precision_init_val(), stale=recipe.delayed())
     weight.clear_high_precision_init_val()
-    del weight.get_high_precision_init_val, weight.clear_high_precision_init_val  # of another object, after the change
+    del (
+        weight.get_high_precision_init_val,
+        weight.clear_high_precision_init_val,
+    )  # bound to this tensor, which is exchanged with another one
     setattr(weight, EXACT, exact)
     made.__dict__["_mpguard_recipe"] = recipe
     return made
 
 
 def around(model: nn.Module, policy: Policy) -> None:
-    """FP8 autocast around the forward pass of the model, where the recipe has a history."""
+    """Enter FP8 autocast around the forward pass of the model, if the recipe has a history."""
     recipe = get("te").build(policy)
     if recipe.delayed() and not any(map(is_ours, model._forward_pre_hooks.values())):
         watch(layer for layer in model.modules() if isinstance(layer, TransformerEngineLinear))
@@ -160,4 +166,5 @@ def around(model: nn.Module, policy: Policy) -> None:
 
 
 def is_ours(hook: Any) -> bool:
+    """True if a hook is one of an `AutocastRegion`."""
     return isinstance(getattr(hook, "__self__", None), AutocastRegion)

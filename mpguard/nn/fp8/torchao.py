@@ -1,4 +1,4 @@
-"""torchao's FP8 layer. Imports torchao: for `swap` alone."""
+"""torchao's FP8 layer. Imports torchao, so only `convert` imports this module, when a policy needs it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpguard.targets.plugin import get
 
 
 class TorchaoLinear(Padded, Torchao):  # type: ignore[misc]
-    """torchao's `Float8Linear` for rows of any number, and under autocast of any device."""
+    """torchao's `Float8Linear` for any number of rows, and under autocast of any device."""
 
     config: Float8LinearConfig
 
@@ -25,9 +25,9 @@ class TorchaoLinear(Padded, Torchao):  # type: ignore[misc]
         if device == "cpu" and not self.config.emulate:
             raise NotInForce(
                 f"{self._mpguard_fp8.name or 'the model'}: its input is on the CPU, which has no FP8 products. Move "
-                'the model and the batch (`model.to("cuda")`), or set fp8_emulate=True to try things out in software'
+                'the model and the batch (`model.to("cuda")`), or set fp8_emulate=True to compute FP8 in software'
             )
-        if torch.is_autocast_enabled(device):  # torchao asks CUDA's alone
+        if torch.is_autocast_enabled(device):  # torchao itself reads only the state of CUDA's autocast
             input = input.to(torch.get_autocast_dtype(device))
         return super().forward(input)
 
@@ -37,15 +37,15 @@ LINEAR = TorchaoLinear
 
 
 def templates(policy: Policy) -> Callable[[nn.Linear], nn.Module]:
-    """A function from a plain layer to torchao's, of the same sizes, without data.
+    """Return a function that creates torchao's layer for a plain layer, of the same sizes, without data.
 
-    Without float8 all-gather, which would put other parameters into the model.
+    Without float8 all-gather, which would replace the model's parameters.
     """
     config = get("torchao").build(policy)
 
     def template(layer: nn.Linear) -> nn.Module:
         empty = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-        made: nn.Module = convert_to_float8_training(empty, config=config)
-        return made
+        converted: nn.Module = convert_to_float8_training(empty, config=config)
+        return converted
 
     return template

@@ -1,11 +1,12 @@
-"""Weights that are kept in FP8, and what they are exactly.
+"""Weights that are stored in FP8, and their exact values.
 
-The products read an FP8 weight as it is; training needs what it was rounded from. Until an optimizer takes its first
-step that is a copy in CPU memory, as Transformer Engine preserves it. At that step the optimizer's FP32 master weight
-is made equal to it, bit for bit, and the copy is freed: masters made from the FP8 values, as an optimizer makes them
-by itself, have lost what rounding took. A `state_dict` and `revert` give the exact values; DDP hands them round.
+The products read the FP8 weight; training needs the values from which it was rounded. Until the optimizer's first step
+these are a copy in CPU memory, as Transformer Engine preserves it. At that step the optimizer's FP32 master weight is
+set to the copy, bit for bit, and the copy is freed: masters that an optimizer creates itself from the FP8 values have
+lost the rounding error. A `state_dict` and `revert` return the exact values; DDP broadcasts them.
 
-Knows no library: an FP8 weight is a tensor with `quantize_`, an optimizer with masters has `set_scaled_state`.
+This module depends on no library: an FP8 weight is any tensor with `quantize_`, an optimizer with master weights is
+any with `set_scaled_state`.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from mpguard.nn.fp8 import amax_history
 from mpguard.nn.fp8.padding import PaddingState
 from mpguard.targets.capabilities import FUSED_ADAM
 
-#: An attribute of FP8 weights: it stays with them when they are tied, copied, or moved.
+#: The attribute of FP8 weights with their `MasterCopy`: it is preserved when they are tied, copied, or moved.
 EXACT = "_mpguard_exact"
 
-#: The state of an optimizer that holds master weights.
+#: The key of the master weight in the state of an optimizer.
 MASTER = "master_param"
 
 
 @dataclasses.dataclass(eq=False)
 class MasterCopy:
-    """What an FP8 weight is exactly.
+    """The exact values of an FP8 weight.
 
-    value: a copy in CPU memory; from an optimizer's first step on its master weight (`mastered`).
-    stale: whether the optimizer updates the FP8 values and not their transposed copy, which backward passes read (S31).
-    inner: attributes that are the FP8 weight's, and none that somebody gave the parameter.
+    value: a copy in CPU memory; from an optimizer's first step on, its master weight (`mastered`).
+    stale: the optimizer updates the FP8 values and not their transposed copy, which backward passes read (S31).
+    inner: the attributes of the FP8 weight itself, without those that the user has set on the parameter.
     """
 
     value: torch.Tensor
@@ -50,37 +51,39 @@ class MasterCopy:
     inner: frozenset[str] = frozenset()
 
     def put(self, weight: torch.Tensor, value: torch.Tensor) -> None:
-        """Takes values from outside (a checkpoint, another rank): exactly, and rounded into the FP8 weight."""
+        """Set values from outside (a checkpoint, another rank): exactly here, and rounded in the FP8 weight."""
         with torch.no_grad():
-            if not torch.equal(self.value.to(value.device, value.dtype), value):  # not the same in fewer digits
+            if not torch.equal(self.value.to(value.device, value.dtype), value):
+                # Otherwise `value` is the exact value, rounded: the one here has more digits.
                 self.value.copy_(value)
             requantize(weight)
 
 
 def exact_of(weight: Any) -> MasterCopy | None:
-    """What is held of a weight in FP8; None for other tensors."""
+    """Return the exact values of a weight in FP8; None for other tensors."""
     return getattr(weight, "__dict__", {}).get(EXACT)
 
 
 def is_kept_in_fp8(tensor: Any) -> bool:
+    """True if a tensor is stored in FP8."""
     return hasattr(type(tensor), "quantize_")
 
 
 def master_of(weight: Any) -> Any:
-    """What an optimizer updates: the master of an FP8 weight, any other parameter itself."""
+    """Return the tensor that an optimizer updates: the master of an FP8 weight, or any other parameter itself."""
     exact = exact_of(weight)
     return exact.value if exact is not None and exact.mastered else weight
 
 
 def requantize(weight: Any) -> None:
-    """Rounds the exact values into an FP8 weight: after they have changed, or its scale has."""
+    """Round the exact values into an FP8 weight, after they or its scale have changed."""
     exact = exact_of(weight)
     if exact is not None:
         weight.quantize_(exact.value.to(weight.device, torch.float32))
 
 
 def check(name: str, layer: nn.Linear) -> None:
-    """Raises `NotInForce` for a layer whose weight cannot be kept in FP8."""
+    """Raise `NotInForce` for a layer whose weight cannot be stored in FP8."""
     weight, where = layer.weight, f"convert: {name or 'the model'}: its weight "
     if type(weight).__name__ == "DTensor" or weight.numel() != layer.in_features * layer.out_features:
         raise NotInForce(f"{where}is sharded, by FSDP or DeepSpeed, which cannot keep it in FP8. Set fp8_param=False")
@@ -89,25 +92,28 @@ def check(name: str, layer: nn.Linear) -> None:
 
 
 def to_fp8_weights(layer: nn.Linear, made: Any) -> None:
-    """Turns the weight of a layer into an FP8 one. Raises `RuntimeError` where autograd, or DDP, holds on to it."""
+    """Convert the weight of a layer to FP8. Raises `RuntimeError` if autograd, or DDP, still references it.
+
+    made: the FP8 weight of the library's layer.
+    """
     exact = exact_of(made)
     if exact is None or exact_of(layer.weight) is not None:
-        return  # high precision, or tied to a weight that has been turned
+        return  # `made` is in high precision, or the weight is tied to one that has been converted
     exact.inner = frozenset(vars(made))
     _swap(layer.weight, made, frozenset())
-    _listen()
+    _register_step_hooks()
     patch_ddp()
 
 
 def to_plain_weights(layer: nn.Linear) -> None:
-    """Takes it back: a parameter with the exact values."""
+    """Convert the weight of a layer back to a parameter with the exact values."""
     weight, exact = layer.weight, exact_of(layer.weight)
     if exact is not None:
         _swap(weight, nn.Parameter(exact.value.to(weight.device, weight.dtype, copy=True)), exact.inner)
 
 
 def _swap(weight: Any, made: Any, inner: frozenset[str]) -> None:
-    """Makes an object the other tensor, whatever refers to it; gradient, hooks and attributes but `inner` ones stay."""
+    """Exchange two tensors for all references; gradient, hooks and attributes, except `inner`, stay with `weight`."""
     own = {name: value for name, value in vars(weight).items() if name not in inner}
     hooks = {name: getattr(weight, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
     gradient = weight.grad
@@ -119,7 +125,7 @@ def _swap(weight: Any, made: Any, inner: frozenset[str]) -> None:
 
 
 class Fp8WeightMixin(nn.Module):
-    """Goes before the FP8 layer of a library whose weight may be kept in FP8: checkpoints have the exact one."""
+    """Base class, placed before a library's FP8 layer whose weight may be in FP8: checkpoints have the exact values."""
 
     weight: torch.Tensor
     _mpguard_fp8: PaddingState
@@ -131,28 +137,28 @@ class Fp8WeightMixin(nn.Module):
         exact = exact_of(self.weight)
         if exact is None:
             name = self._mpguard_fp8.name
-            text = f"{name}: what is saved is rounded to FP8; exact values do not come through pickle. Save state_dicts"
+            text = f"{name}: the saved weight is rounded to FP8; pickle loses the exact values. Save state_dicts"
             warnings.warn(MpguardWarning(text), stacklevel=2)
         value: Any = self.weight if exact is None else exact.value
         destination[f"{prefix}weight"] = (value.dequantize() if exact is None else value).detach().to(self.weight.dtype)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *more: Any) -> None:
         exact, value = exact_of(self.weight), state_dict.get(f"{prefix}weight")
-        if exact is not None:  # a tensor that is assigned would take the place of the FP8 weight
+        if exact is not None:  # a tensor that is assigned would replace the FP8 weight
             local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *more)
         if exact is not None and value is not None and value.shape == self.weight.shape:
             exact.put(self.weight, value)
 
     def check_kept(self) -> None:
-        """Raises `NotInForce` where something that trains it has put another weight in its place."""
+        """Raise `NotInForce` if FSDP, DeepSpeed or pickle have replaced the weight since the conversion."""
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and self._mpguard_fp8.policy.fp8_param):
             return
         if exact_of(self.weight) is None:
             raise NotInForce(
-                f"{self._mpguard_fp8.name or 'the model'}: its weight was kept in FP8 and is another one now: FSDP, "
-                "DeepSpeed or pickle have replaced it, and its exact values are lost. Keep parameters in FP8 in one "
-                "process or under DDP only, elsewhere fp8_param=False; and save a state_dict, not the model"
+                f"{self._mpguard_fp8.name or 'the model'}: its weight was kept in FP8 and has been replaced, by FSDP, "
+                "DeepSpeed or pickle: its exact values are lost. Keep parameters in FP8 only in one process or under "
+                "DDP, elsewhere set fp8_param=False; and save a state_dict, not the model"
             )
 
 
@@ -160,28 +166,29 @@ class Fp8WeightMixin(nn.Module):
 
 
 def without_masters(optimizer: Any) -> str | None:
-    """Why an optimizer cannot train FP8 weights; None where it can, or that is not known yet: it is being made."""
+    """Return why an optimizer cannot train FP8 weights; None if it can, or is still being constructed."""
     kind = type(optimizer)
     if not hasattr(kind, "set_scaled_state"):
-        return f"{kind.__name__} holds no FP32 master weights: steps smaller than FP8's would be lost. Use {FUSED_ADAM}"
+        return f"{kind.__name__} has no FP32 master weights: updates too small for FP8 would be lost. Use {FUSED_ADAM}"
     if not hasattr(optimizer, "master_weights"):
         return None
     if not optimizer.master_weights or optimizer.master_weight_dtype is not torch.float32:
-        return f"{kind.__name__} was made without FP32 master weights. Use {FUSED_ADAM}"
+        return f"{kind.__name__} was created without FP32 master weights. Use {FUSED_ADAM}"
     if optimizer.store_param_remainders:
-        return f"{kind.__name__} keeps only what BF16 weights lack of its masters. Set store_param_remainders=False"
+        return f"{kind.__name__} stores only the low bits of its masters. Set store_param_remainders=False"
     return None
 
 
 @functools.cache
-def _listen() -> None:
-    """Two hooks for good. That of `history`, which asks whether an optimizer is new, comes before."""
-    amax_history.listen()
+def _register_step_hooks() -> None:
+    """Register two hooks permanently, after that of `amax_history`, which must find the optimizer's restored state."""
+    amax_history.register_step_hook()
     register_optimizer_step_pre_hook(_stepping)
     register_optimizer_step_post_hook(_stepped)
 
 
 def _weights(optimizer: Any) -> Iterator[tuple[Any, MasterCopy]]:
+    """Yield the FP8 weights that an optimizer updates, with their exact values."""
     for weight in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
         exact = exact_of(weight)
         if exact is not None:
@@ -189,7 +196,7 @@ def _weights(optimizer: Any) -> Iterator[tuple[Any, MasterCopy]]:
 
 
 def _stepping(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-    """Before each step: the masters are the model's exact values, whatever the optimizer has had or been given."""
+    """Set the master weights to the model's exact values before each step, where they differ."""
     kept = list(_weights(optimizer))
     if kept and (reason := without_masters(optimizer)) is not None:
         raise NotInForce(f"fp8_param: {reason}")
@@ -200,7 +207,7 @@ def _stepping(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 
 
 def _set_master(optimizer: Any, weight: Any, value: torch.Tensor) -> None:
-    """Has an optimizer hold a weight's exact value. A master that says the same in more digits stays."""
+    """Set a weight's master in an optimizer. A master that is equal after rounding is kept: it has more digits."""
     state = optimizer.state[weight]
     if MASTER in state and torch.equal(state[MASTER].to(value.dtype), value):
         return
@@ -208,10 +215,11 @@ def _set_master(optimizer: Any, weight: Any, value: torch.Tensor) -> None:
         optimizer.initialize_state(weight, False)
     optimizer.set_scaled_state(weight, MASTER, value.float())
     if not torch.equal(state[MASTER], value.float()):
-        raise NotInForce(f"fp8_param: a master of {type(optimizer).__name__} is not what it was given")
+        raise NotInForce(f"fp8_param: a master of {type(optimizer).__name__} differs from the value that was set")
 
 
 def _stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    """Discard transposed copies that the step has made stale."""
     for weight, exact in _weights(optimizer):
         if exact.stale:
             weight._reset_caches()
@@ -221,9 +229,9 @@ def _stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 
 
 def broadcast_masters(original: Callable[..., None]) -> Callable[..., None]:
-    """`DistributedDataParallel.__init__`, whose ranks begin with the exact values of the first.
+    """Wrap `DistributedDataParallel.__init__` so that all ranks start with the exact values of the first rank.
 
-    By itself it copies FP8 weights, block-wise ones not at all, and each rank's masters would be those that it had.
+    DDP itself copies only the FP8 weights, and block-wise ones not at all; each rank would keep its own masters.
     """
     signature = inspect.signature(original)
 
@@ -242,7 +250,7 @@ def broadcast_masters(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def share(module: nn.Module, group: Any = None) -> None:
-    """Gives the weights and buffers of the first rank of a group to all others, FP8 weights exactly."""
+    """Broadcast the weights and buffers of the first rank of a group, FP8 weights with their exact values."""
     first = dist.get_global_rank(group, 0) if group is not None else 0
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     with torch.no_grad():
@@ -258,6 +266,6 @@ def share(module: nn.Module, group: Any = None) -> None:
 
 @functools.cache
 def patch_ddp() -> None:
-    """Has DDP begin with exact values, from here on."""
+    """Patch DDP so that it broadcasts exact values; once per process."""
     kind: Any = nn.parallel.DistributedDataParallel
     kind.__init__ = broadcast_masters(kind.__init__)

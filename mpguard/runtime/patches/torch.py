@@ -206,7 +206,7 @@ def _module_load_state_dict(original: Function) -> Function:
         if guard is not None and guard.plan.policy.low_bit_recipe == "delayed":
             from mpguard.nn.fp8 import amax_history
 
-            amax_history.keep(self, state_dict)
+            amax_history.store_pending(self, state_dict)
         return original(self, state_dict, *args, **kwargs)
 
     return load_state_dict

@@ -100,7 +100,7 @@ def test_a_library_of_another_version_that_has_other_names(monkeypatch: pytest.M
     monkeypatch.setattr(torchao, "templates", lambda _policy: template)
     net = model()
     before = look(net)
-    with pytest.raises(mpguard.NotInForce, match=r"torchao .* is not as mpguard knows it .*Install 0\.18"):
+    with pytest.raises(mpguard.NotInForce, match=r"torchao .* has another interface than expected .*Install 0\.18"):
         mpguard.convert(net, FP8)
     assert look(net) == before
 

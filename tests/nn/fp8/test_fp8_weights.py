@@ -256,19 +256,19 @@ def test_a_weight_that_something_has_replaced_is_refused_at_the_forward_pass() -
     net = model()
     mpguard.convert(net, fake_te_weights.CURRENT)
     net.layers[0][0].weight = nn.Parameter(torch.zeros(64, 32))
-    with pytest.raises(mpguard.NotInForce, match=r"layers\.0\.0: its weight was kept in FP8 and is another one now"):
+    with pytest.raises(mpguard.NotInForce, match=r"layers\.0\.0: its weight was kept in FP8 and has been replaced"):
         net(torch.zeros(2, 8, dtype=torch.long))
     with torch.no_grad():
         net(torch.zeros(2, 8, dtype=torch.long))
 
 
-def test_exact_values_that_are_lost_are_said_where_weights_are_saved() -> None:
+def test_a_warning_where_weights_without_exact_values_are_saved() -> None:
     """As in a model that was pickled whole."""
     net = model()
     mpguard.convert(net, fake_te_weights.CURRENT)
     weight = net.layers[0][0].weight
     delattr(weight, EXACT)
-    with pytest.warns(mpguard.MpguardWarning, match=r"layers\.0\.0: what is saved is rounded to FP8"):
+    with pytest.warns(mpguard.MpguardWarning, match=r"layers\.0\.0: the saved weight is rounded to FP8"):
         saved = net.state_dict()
     assert torch.equal(saved["layers.0.0.weight"], weight.dequantize())
 

@@ -22,7 +22,7 @@ from torch import nn
 
 import mpguard
 from mpguard.nn.fp8 import convert as conversion
-from mpguard.nn.fp8.amax_history import KEPT, KEY, keep
+from mpguard.nn.fp8.amax_history import KEY, PENDING, store_pending
 from mpguard.policy.policy import Policy
 from mpguard.runtime import checkpoints
 
@@ -222,9 +222,9 @@ def test_a_history_means_nothing_to_another_recipe(converted: nn.Module, monkeyp
 def test_what_was_loaded_before_the_conversion_is_kept_for_it(converted: nn.Module) -> None:
     train(converted, torch.optim.SGD(converted.parameters(), lr=0.1))
     other = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)))
-    keep(other, converted.state_dict())
+    store_pending(other, converted.state_dict())
     mpguard.convert(other, fake_delayed_scaling.POLICY)
-    assert KEPT not in vars(other[0])
+    assert PENDING not in vars(other[0])
     ours, theirs = mpguard.fp8_state_dict(converted), mpguard.fp8_state_dict(other)
     assert all(torch.equal(ours[layer][name], theirs[layer][name]) for layer in ours for name in ours[layer])
 
