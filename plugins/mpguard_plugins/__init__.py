@@ -1,1 +1,1 @@
-"""mpguard for its targets: one plugin a file."""
+"""mpguard's own plugins, one target per file."""

@@ -1,11 +1,10 @@
 """Accelerate: its YAML, and keyword arguments for `Accelerator`.
 
-The YAML holds a mode (`mixed_precision`) and the few FP8 keys that accelerate reads; everything
-else (reduction dtype, loss scale, torchao recipe) has a place only in objects, so the keyword
-arguments say more than the file. mpguard's own keys in the file (`mpguard_recipe`,
-`mpguard_overrides`) are no settings of accelerate and not written here.
+The YAML has a mode (`mixed_precision`) and the few FP8 keys that accelerate reads. Everything else (reduction dtype,
+loss scale, torchao recipe) can only be set in objects, so the keyword arguments carry more than the file. mpguard's own
+keys in the file (`mpguard_recipe`, `mpguard_overrides`) are not settings of accelerate and not written here.
 
-Read against accelerate 1.15.0.
+Written for accelerate 1.15.0.
 """
 
 from __future__ import annotations
@@ -35,29 +34,28 @@ _INSTEAD = "Build the recipe with target `te`, and enter `te.autocast` around th
 def accelerate(policy: Policy, strategy: str | None) -> Settings:
     """The YAML of `accelerate launch --config_file`, and keyword arguments of `Accelerator`.
 
-    Without master weights the mode is `no`, and the model must be loaded in the policy's dtype:
-    accelerate would give FSDP parameters FP32 masters. Only under strategies fsdp1 and fsdp2 do the
-    arguments have an `fsdp_plugin` (with the policy's reduction dtype), only under deepspeed-* a
-    `deepspeed_plugin`.
+    Without master weights the mode is `no`, and the model must be loaded in the policy's dtype: accelerate would give
+    FSDP parameters FP32 master weights. The arguments have an `fsdp_plugin` (with the policy's reduction dtype) only
+    under strategies fsdp1 and fsdp2, a `deepspeed_plugin` only under deepspeed-*.
     """
     mode = _mode(policy, strategy)
-    lacking = _lacking(policy) if policy.fp8 else None
+    unsupported = _unsupported(policy) if policy.fp8 else None
     mode, reason = (
-        (policy.compute_dtype.short, f"{lacking}; mpguard converts the model itself") if lacking else (mode, "")
+        (policy.compute_dtype.short, f"{unsupported}; mpguard converts the model itself") if unsupported else (mode, "")
     )
     settings: dict[str, Any] = {
         "mixed_precision": Setting(mode, reason, equivalent=_is(mode)),
-        "deepspeed_config.mixed_precision": Setting(ABSENT, "it silently beats the top-level mixed_precision"),
+        "deepspeed_config.mixed_precision": Setting(ABSENT, "it silently overrides the top-level mixed_precision"),
         "fsdp_config.mixed_precision_policy": Setting(ABSENT, "accelerate reads no such key"),
         "fsdp_config.fsdp_mixed_precision_policy": Setting(ABSENT, "accelerate reads no such key"),
     }
-    if lacking:
-        settings |= {f"fp8_config.{key}": Setting(ABSENT, lacking) for key in ("backend", "fp8_backend")}
+    if unsupported:
+        settings |= {f"fp8_config.{key}": Setting(ABSENT, unsupported) for key in ("backend", "fp8_backend")}
     elif policy.fp8:
         fp8 = _fp8(policy, strategy)
         gather = fp8.get("enable_fsdp_float8_all_gather")
         if gather and gather.value:
-            why = "accelerate refuses it beside torchao's FP8"
+            why = "accelerate refuses it with torchao's FP8"
             settings["fsdp_config.fsdp_cpu_ram_efficient_loading"] = Setting(
                 False, why, equivalent=lambda found: not found
             )
@@ -81,15 +79,16 @@ def accelerate(policy: Policy, strategy: str | None) -> Settings:
 
 
 def _mode(policy: Policy, strategy: str | None) -> str:
+    """Return the value of `mixed_precision`. Raises `PolicyError` for a policy that accelerate cannot run."""
     if policy.fp8 and policy.fp16:
         raise PolicyError(
-            "accelerate: the policy computes in fp16 beside fp8; under mixed_precision fp8 accelerate computes "
+            "accelerate: the policy has fp8 with fp16; under mixed_precision fp8 accelerate computes "
             "the rest in bf16. Set bf16=True, or use target `deepspeed` or `megatron`"
         )
     if policy.master_dtype is not Dtype.FP32:
         if policy.fp8 and strategy in ("fsdp1", "fsdp2"):
             raise PolicyError(
-                f"accelerate: master_dtype is {policy.master_dtype} beside fp8 under {strategy}, where accelerate "
+                f"accelerate: master_dtype is {policy.master_dtype} with fp8 under {strategy}, where accelerate "
                 "gives every parameter an FP32 master. Set master_dtype to fp32"
             )
         if not policy.fp8 and not _deepspeed(strategy):
@@ -98,12 +97,12 @@ def _mode(policy: Policy, strategy: str | None) -> str:
 
 
 def _backend(policy: Policy) -> Backend:
-    """Current scaling runs on torchao where the policy leaves it open: accelerate's TE path has none."""
+    """Return the backend: torchao if the policy allows it, because accelerate's TE path has no current scaling."""
     return "torchao" if "torchao" in policy.backends else policy.backends[0]
 
 
 def _fp8(policy: Policy, strategy: str | None) -> dict[str, Any]:
-    """The keys of `fp8_config` that accelerate reads, without their optional prefix where it is not usual."""
+    """Return the settings of `fp8_config`, with the usual spelling of each key: most have an optional prefix."""
     if _backend(policy) == "torchao":
         gather = get("torchao").settings(policy, strategy)["enable_fsdp_float8_all_gather"].value
         return {
@@ -119,11 +118,11 @@ def _fp8(policy: Policy, strategy: str | None) -> dict[str, Any]:
         "margin": policy.fp8_margin,
     }
     if policy.fp8_recipe == "mxfp8":
-        refused = "only delayed scaling has it"
+        delayed_only = "only delayed scaling has it"
         return settings | {
             "use_mxfp8_block_scaling": True,
-            "amax_history_len": Setting(ABSENT, refused, equivalent=lambda found: found == 1024),
-            "amax_compute_algo": Setting(ABSENT, refused, equivalent=_is("most_recent")),
+            "amax_history_len": Setting(ABSENT, delayed_only, equivalent=lambda found: found == 1024),
+            "amax_compute_algo": Setting(ABSENT, delayed_only, equivalent=_is("most_recent")),
         }
     return settings | {
         "use_mxfp8_block_scaling": Setting(ABSENT, equivalent=lambda found: not found),
@@ -132,47 +131,50 @@ def _fp8(policy: Policy, strategy: str | None) -> dict[str, Any]:
     }
 
 
-def _lacking(policy: Policy) -> str | None:
-    """What accelerate's own Transformer Engine path would run as another recipe; None where it has the policy's."""
+def _unsupported(policy: Policy) -> str | None:
+    """Return why accelerate's own Transformer Engine path would run another recipe; None if it runs the policy's."""
     if _backend(policy) == "torchao":
         return None
     if policy.fp8_recipe not in ("delayed", "mxfp8"):
-        return f"accelerate has no {policy.fp8_recipe} on Transformer Engine, but delayed and mxfp8 only"
+        return f"accelerate has no {policy.fp8_recipe} on Transformer Engine, only delayed and mxfp8"
     if policy.fp8_recipe == "mxfp8" and policy.fp8 == "hybrid":
-        return "accelerate asks for MXFP8 in E4M3 only"
+        return "accelerate requests MXFP8 only in E4M3"
     return None
 
 
 def _check_te(policy: Policy) -> None:
-    """Refuses what accelerate's own Transformer Engine path would run with another recipe."""
-    if lacking := _lacking(policy):
-        raise PolicyError(f"accelerate: fp8_recipe is {policy.fp8_recipe}, fp8 is {policy.fp8}: {lacking}. {_INSTEAD}")
+    """Raise `PolicyError` for a recipe that accelerate's own Transformer Engine path would replace."""
+    if reason := _unsupported(policy):
+        raise PolicyError(f"accelerate: fp8_recipe is {policy.fp8_recipe}, fp8 is {policy.fp8}: {reason}. {_INSTEAD}")
 
 
 def _twin(key: str) -> Setting:
+    """Return the setting that removes another spelling of a key."""
     return Setting(ABSENT, f"another spelling of `{key}`")
 
 
 def _is(word: str) -> Callable[[Any], bool]:
-    """accelerate reads words in any case; an unquoted `no` is the boolean False, which it cannot read."""
+    """Return a function that is true for a word in any case, but not for False (an unquoted `no`)."""
     return lambda found: isinstance(found, str) and found.lower() == word
 
 
 def _deepspeed(strategy: str | None) -> bool:
+    """True for a strategy of DeepSpeed."""
     return strategy is not None and strategy.startswith("deepspeed")
 
 
 @accelerate.adapter
-def beside_deepspeed_file(settings: dict[str, Setting], config: Mapping[str, Any]) -> dict[str, Setting]:
+def with_deepspeed_file(settings: dict[str, Setting], config: Mapping[str, Any]) -> dict[str, Setting]:
+    """Remove `mixed_precision` from a config that names a DeepSpeed file."""
     if lookup(config, "deepspeed_config.deepspeed_config_file") in (ABSENT, None):
         return settings
-    why = "accelerate refuses it beside deepspeed_config_file, which says it"
+    why = "accelerate refuses it with deepspeed_config_file, which sets it"
     return {**settings, "mixed_precision": Setting(ABSENT, why)}
 
 
 @accelerate.detector
 def is_config(config: Mapping[str, Any]) -> bool:
-    """What accelerate alone has; or a mode, where most of what stands beside it is accelerate's too."""
+    """True for keys that only accelerate has; or a mode, if most of the other keys are accelerate's too."""
     if "base_model" in config:  # axolotl
         return False
     if "compute_environment" in config or "distributed_type" in config:
@@ -180,17 +182,18 @@ def is_config(config: Mapping[str, Any]) -> bool:
     sections = ("fp8_config", "deepspeed_config", "megatron_lm_config")
     if any(key in config and (config[key] is None or isinstance(config[key], Mapping)) for key in sections):
         return True
-    beside = {
+    common = {
         "num_processes", "num_machines", "machine_rank", "use_cpu", "fsdp_config", "dynamo_config", "gpu_ids", "debug",
         "main_process_ip", "main_process_port", "main_training_function", "rdzv_backend", "same_network", "fp8_config",
         "downcast_bf16", "enable_cpu_affinity",
     }  # fmt: skip
-    known = beside & set(config)
+    known = common & set(config)
     return "mixed_precision" in config and bool(known) and 2 * len(known) >= len(config) - 1
 
 
 @accelerate.strategy_reader
 def strategy_of(config: Mapping[str, Any]) -> str | None:
+    """Return the strategy of `distributed_type` and the section that belongs to it."""
     kind = config.get("distributed_type")
     if kind == "FSDP":
         versions = (lookup(config, f"fsdp_config.{key}") for key in ("fsdp_version", "version"))
@@ -198,7 +201,7 @@ def strategy_of(config: Mapping[str, Any]) -> str | None:
         return "fsdp2" if str(version) == "2" else "fsdp1"
     if kind == "DEEPSPEED":
         if lookup(config, "deepspeed_config.deepspeed_config_file") not in (ABSENT, None):
-            return None  # the file states the stage
+            return None  # that file states the stage
         stage = lookup(config, "deepspeed_config.zero_stage")
         stage = 2 if stage is ABSENT else stage
         return f"deepspeed-zero{stage}" if stage in (1, 2, 3) else "ddp"
@@ -211,39 +214,40 @@ def strategy_of(config: Mapping[str, Any]) -> str | None:
 
 @accelerate.reader
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The policy fields that an accelerate YAML says. What accelerate leaves to defaults is left out."""
+    """Return the policy fields that an accelerate YAML sets, without those that accelerate leaves to defaults."""
     mode = str(config.get("mixed_precision", "no")).lower()
     found: dict[str, Any] = {}
     if mode in ("bf16", "fp16"):
         found[mode] = True
     if mode == "fp8":
         found |= {"bf16": True, **_fp8_fields(config)}
-    dynamo = _said(config, "dynamo_config", "dynamo_backend", "backend")
+    dynamo = _first(config, "dynamo_config", "dynamo_backend", "backend")
     if isinstance(dynamo, str):
         found["compile"] = dynamo.lower() != "no"
     return found
 
 
 def _fp8_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    backend = _said(config, "fp8_config", "backend", "fp8_backend")
+    backend = _first(config, "fp8_config", "backend", "fp8_backend")
     if backend != "TE":
-        gather = _said(config, "fp8_config", "enable_fsdp_float8_all_gather", "fp8_enable_fsdp_float8_all_gather")
+        gather = _first(config, "fp8_config", "enable_fsdp_float8_all_gather", "fp8_enable_fsdp_float8_all_gather")
         found = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": gather is True}
         return found | ({"backend": "torchao"} if backend == "AO" else {})
-    form = str(_or(_said(config, "fp8_config", "fp8_format", "format"), "hybrid")).lower()
-    found = {"fp8": form, "backend": "te", "fp8_margin": _or(_said(config, "fp8_config", "margin", "fp8_margin"), 0)}
-    if _said(config, "fp8_config", "use_mxfp8_block_scaling", "fp8_use_mxfp8_block_scaling") is True:
+    form = str(_or(_first(config, "fp8_config", "fp8_format", "format"), "hybrid")).lower()
+    found = {"fp8": form, "backend": "te", "fp8_margin": _or(_first(config, "fp8_config", "margin", "fp8_margin"), 0)}
+    if _first(config, "fp8_config", "use_mxfp8_block_scaling", "fp8_use_mxfp8_block_scaling") is True:
         return found | {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
     return found | {
         "fp8_recipe": "delayed",
-        "fp8_amax_history_len": _or(_said(config, "fp8_config", "amax_history_len", "fp8_amax_history_len"), 1024),
+        "fp8_amax_history_len": _or(_first(config, "fp8_config", "amax_history_len", "fp8_amax_history_len"), 1024),
         "fp8_amax_compute_algo": _or(
-            _said(config, "fp8_config", "amax_compute_algo", "fp8_amax_compute_algo"), "most_recent"
+            _first(config, "fp8_config", "amax_compute_algo", "fp8_amax_compute_algo"), "most_recent"
         ),
     }
 
 
-def _said(config: Mapping[str, Any], section: str, *spellings: str) -> Any:
+def _first(config: Mapping[str, Any], section: str, *spellings: str) -> Any:
+    """Return the value of the first spelling of a key that a section has, or `ABSENT`."""
     values = (lookup(config, f"{section}.{spelling}") for spelling in spellings)
     return next((value for value in values if value is not ABSENT), ABSENT)
 
@@ -254,7 +258,7 @@ def _or(value: Any, default: Any) -> Any:
 
 @accelerate.argument_builder
 def arguments(policy: Policy, strategy: str | None) -> dict[str, Any]:
-    """Keyword arguments of `Accelerator` as plain data.
+    """Return the keyword arguments of `Accelerator` as plain data.
 
     Raises `PolicyError` for an FP8 recipe that accelerate's own code would replace by another one.
     """
@@ -285,7 +289,7 @@ def arguments(policy: Policy, strategy: str | None) -> dict[str, Any]:
 
 
 def _te(policy: Policy, strategy: str | None) -> dict[str, Any]:
-    """Arguments of `TERecipeKwargs`, which says less than Transformer Engine can do."""
+    """Return the arguments of `TERecipeKwargs`, which has fewer fields than Transformer Engine's recipes."""
     _check_te(policy)
     where = f"accelerate: fp8_recipe is {policy.fp8_recipe} on Transformer Engine under {strategy}"
     if strategy == "fsdp2":
@@ -298,8 +302,8 @@ def _te(policy: Policy, strategy: str | None) -> dict[str, Any]:
         return found | {"use_mxfp8_block_scaling": True}
     if policy.fp8_amax_compute_algo == "most_recent":
         raise PolicyError(
-            "accelerate: fp8_amax_compute_algo is most_recent, which TERecipeKwargs takes for its default and does not "
-            f'hand on: Transformer Engine would use its own, max. Set it to "max". {_INSTEAD}'
+            "accelerate: fp8_amax_compute_algo is most_recent, the default of TERecipeKwargs and therefore not "
+            f'passed on: Transformer Engine would use its own default, max. Set it to "max". {_INSTEAD}'
         )
     return found | {
         "amax_history_len": policy.fp8_amax_history_len,
@@ -310,7 +314,7 @@ def _te(policy: Policy, strategy: str | None) -> dict[str, Any]:
 
 @accelerate.builder
 def keywords(arguments: dict[str, Any]) -> dict[str, Any]:
-    """`Accelerator(**keywords)`. The handlers are of accelerate's exact classes: it refuses subclasses."""
+    """Return the arguments of `Accelerator`. Handlers have accelerate's own classes, because it refuses subclasses."""
     found = dict(arguments)
     if "kwargs_handlers" in found:
         found["kwargs_handlers"] = [_handler(name, values) for name, values in found["kwargs_handlers"].items()]
@@ -326,7 +330,7 @@ def _handler(name: str, values: dict[str, Any]) -> Any:
 
     if name == "AORecipeKwargs":
         get("torchao").require()
-        # accelerate pads by default, for token counts that are no multiple of 16.
+        # As accelerate's default does: it pads token counts that are not a multiple of 16.
         config = torchao.float8_linear_config(values["config"], pad_inner_dim=True)
         return utils.AORecipeKwargs(config=config, module_filter_func=torchao.Float8Filter(tuple(values["exclude"])))
     if name == "TERecipeKwargs":
@@ -347,6 +351,6 @@ def _deepspeed_plugin(zero_stage: int, config: dict[str, Any]) -> Any:
     from accelerate.utils import DeepSpeedPlugin
 
     get("deepspeed").require()
-    made = DeepSpeedPlugin(zero_stage=zero_stage)
-    made.deepspeed_config.update(config)
-    return made
+    built = DeepSpeedPlugin(zero_stage=zero_stage)
+    built.deepspeed_config.update(config)
+    return built

@@ -1,8 +1,8 @@
 """axolotl: the precision options of its YAML.
 
-Read against axolotl 067b021 (2026-07-24), `utils/schemas/config.py` and `utils/config/__init__.py`.
-axolotl loads the model in BF16 for `bf16` as for `bfloat16`; FP32 master weights are there only
-where accelerate's FSDP makes them.
+Written for axolotl 067b021 (2026-07-24), `utils/schemas/config.py` and `utils/config/__init__.py`.
+axolotl loads the model in BF16 for `bf16` as well as for `bfloat16`; FP32 master weights exist only where accelerate's
+FSDP creates them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mpguard.targets import ABSENT, Setting, Settings, lookup, plugin
     ),
 )
 def axolotl(policy: Policy, strategy: str | None) -> Settings:
-    """axolotl's YAML. Its FP8 is torchao's tensorwise recipe with E5M2 gradients, and no other.
+    """axolotl's YAML. Its only FP8 recipe is torchao's tensorwise one with E5M2 gradients.
 
     `bf16: auto`, its default, means FP16 on a GPU without BF16, so it is always resolved.
     """
@@ -56,9 +56,10 @@ def axolotl(policy: Policy, strategy: str | None) -> Settings:
 
 
 def _check_fp8(policy: Policy) -> None:
+    """Raise `PolicyError` for FP8 that axolotl does not support."""
     if policy.fp16:
         raise PolicyError(
-            "axolotl: the policy computes in fp16 beside fp8; axolotl's fp8 has bf16 beside it. Set bf16=True"
+            "axolotl: the policy has fp8 with fp16; axolotl's fp8 computes the rest in bf16. Set bf16=True"
         )
     if policy.fp8_recipe != "tensorwise" or policy.fp8 != "hybrid" or "torchao" not in policy.backends:
         raise PolicyError(
@@ -68,18 +69,20 @@ def _check_fp8(policy: Policy) -> None:
 
 
 def _switch(on: bool) -> Setting:
-    """A switch that is off by default: null and false are the same."""
+    """Return the setting of a switch that is off by default, where null and false are equivalent."""
     return Setting(True) if on else Setting(ABSENT, equivalent=lambda found: not found)
 
 
 @axolotl.detector
 def is_config(config: Mapping[str, Any]) -> bool:
+    """True for a config with `base_model` and another key of axolotl."""
     own = ("datasets", "micro_batch_size", "sequence_len", "adapter", "num_epochs", "special_tokens", "val_set_size")
     return "base_model" in config and any(key in config for key in own)
 
 
 @axolotl.strategy_reader
 def strategy_of(config: Mapping[str, Any]) -> str | None:
+    """Return the version of FSDP that the config selects; None without FSDP."""
     if not (config.get("fsdp") or config.get("fsdp_config")):
         return None
     versions = (lookup(config, key) for key in ("fsdp_version", "fsdp_config.fsdp_version"))
@@ -88,9 +91,9 @@ def strategy_of(config: Mapping[str, Any]) -> str | None:
 
 @axolotl.reader
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The policy fields of an axolotl YAML.
+    """Return the policy fields of an axolotl YAML.
 
-    `bf16: full`, which axolotl's documentation teaches and its schema refuses, is `bfloat16: true`.
+    `bf16: full`, which axolotl's documentation has and its schema refuses, is read as `bfloat16: true`.
     """
     found: dict[str, Any] = {}
     bf16 = config.get("bf16", "auto")

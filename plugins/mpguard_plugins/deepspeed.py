@@ -1,7 +1,7 @@
 """DeepSpeed: the dict, or JSON file, that `deepspeed.initialize` and `DeepSpeedConfig` take.
 
-DeepSpeed has no FP8 of its own: FP8 modules run inside its BF16 or FP16 engine. Sections that it
-does not know it ignores without a word, so `fp8`, `bfloat16` and `amp` are taken out.
+DeepSpeed itself has no FP8: FP8 modules run inside its BF16 or FP16 engine. It silently ignores unknown sections, so
+`fp8`, `bfloat16` and `amp` are removed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _STAGES = {1: "deepspeed-zero1", 2: "deepspeed-zero2", 3: "deepspeed-zero3"}
 def deepspeed(policy: Policy, strategy: str | None) -> Settings:
     """A config that `DeepSpeedConfig` accepts.
 
-    With FP32 parameters beside BF16 or FP16 compute, `torch_autocast` takes the place of the `bf16`
-    and `fp16` sections. What depends on ZeRO (the dtype in which gradients are kept after the
-    reduction) needs a strategy, or a config that states its stage.
+    With FP32 parameters and BF16 or FP16 compute, `torch_autocast` replaces the `bf16` and `fp16` sections. Settings
+    that depend on ZeRO (the dtype in which gradients are stored after the reduction) need a strategy, or a config that
+    states its stage.
     """
     engine = policy.params_dtype
     autocast = policy.low_precision and engine is Dtype.FP32
@@ -40,7 +40,7 @@ def deepspeed(policy: Policy, strategy: str | None) -> Settings:
         "bf16.enabled": engine is Dtype.BF16,
         "fp16.enabled": engine is Dtype.FP16,
         "fp8": Setting(ABSENT, "DeepSpeed ignores this section"),
-        "bfloat16": Setting(ABSENT, "the old name of bf16, ignored beside it"),
+        "bfloat16": Setting(ABSENT, "the old name of bf16, ignored next to it"),
         "amp": Setting(ABSENT, "DeepSpeed has removed Apex AMP"),
     }
     if autocast:
@@ -52,7 +52,7 @@ def deepspeed(policy: Policy, strategy: str | None) -> Settings:
             ),
         }
     else:
-        settings["torch_autocast"] = Setting(ABSENT, f"a second precision beside {engine}", equivalent=_off)
+        settings["torch_autocast"] = Setting(ABSENT, f"a second precision in addition to {engine}", equivalent=_off)
     settings |= _reduction(policy, zero)
     if policy.buffer_dtype is not None:
         settings["data_types.buffer_dtype"] = Setting(policy.buffer_dtype.short, equivalent=_means(policy.buffer_dtype))
@@ -66,15 +66,17 @@ def deepspeed(policy: Policy, strategy: str | None) -> Settings:
 
 
 def _reduction(policy: Policy, zero: bool) -> dict[str, Any]:
-    """The dtypes in which gradients are reduced, and kept after it."""
+    """Return the settings of the dtypes in which gradients are reduced, and stored after the reduction."""
     reduce, engine = policy.reduce_dtype, policy.params_dtype
     if engine is not Dtype.FP32 and reduce is Dtype.FP32:
-        why = f"DeepSpeed would reduce in {engine}"
-        kept = Setting("fp32", f"DeepSpeed would keep the reduced gradients in {engine}", equivalent=_means(Dtype.FP32))
+        reason = f"DeepSpeed would reduce in {engine}"
+        stored = Setting(
+            "fp32", f"DeepSpeed would keep the reduced gradients in {engine}", equivalent=_means(Dtype.FP32)
+        )
         return {
-            "communication_data_type": Setting("fp32", why, equivalent=_means(Dtype.FP32)),
-            # Without ZeRO, DeepSpeed refuses a mix of dtypes.
-            **({"data_types.grad_accum_dtype": kept} if zero and policy.master_dtype is Dtype.FP32 else {}),
+            "communication_data_type": Setting("fp32", reason, equivalent=_means(Dtype.FP32)),
+            # Without ZeRO, DeepSpeed refuses two different dtypes here.
+            **({"data_types.grad_accum_dtype": stored} if zero and policy.master_dtype is Dtype.FP32 else {}),
         }
     return {
         "communication_data_type": Setting(
@@ -85,24 +87,25 @@ def _reduction(policy: Policy, zero: bool) -> dict[str, Any]:
 
 
 def _master(policy: Policy, strategy: str | None) -> dict[str, Any]:
+    """Return the settings of master weights. Raises `PolicyError` for a run without them outside of ZeRO."""
     keys = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
     if policy.master_dtype is Dtype.FP32:
         return {key: Setting(ABSENT, "the policy keeps FP32 master weights", equivalent=_off) for key in keys}
     if strategy is not None and strategy not in _STAGES.values():
         raise PolicyError(
             f"deepspeed: master_dtype is {policy.master_dtype} under strategy {strategy}; "
-            "DeepSpeed does without FP32 master weights only under ZeRO. Use deepspeed-zero1, -zero2 or -zero3"
+            "DeepSpeed can omit FP32 master weights only under ZeRO. Use deepspeed-zero1, -zero2 or -zero3"
         )
     return dict.fromkeys(keys, True)
 
 
 def _loss_scale(policy: Policy) -> dict[str, Any]:
-    cast = Setting(True, "inputs are cast to FP16, as accelerate has it", equivalent=lambda _found: True)
+    cast = Setting(True, "inputs are cast to FP16, as accelerate does", equivalent=lambda _found: True)
     if policy.loss_scale is not None:
         return {"fp16.loss_scale": policy.loss_scale, "fp16.auto_cast": cast}
     if not policy.min_loss_scale.is_integer():
         raise PolicyError(
-            f"deepspeed: min_loss_scale is {policy.min_loss_scale:g}; `fp16.min_loss_scale` holds whole numbers. "
+            f"deepspeed: min_loss_scale is {policy.min_loss_scale:g}; `fp16.min_loss_scale` must be a whole number. "
             f"Set it to {max(1, round(policy.min_loss_scale))}"
         )
     return {
@@ -116,39 +119,41 @@ def _loss_scale(policy: Policy) -> dict[str, Any]:
 
 
 def _power(scale: float) -> int:
+    """Return the exponent of a scale that is a power of two. Raises `PolicyError` for any other scale."""
     mantissa, exponent = math.frexp(scale)
     power = exponent - 1
     if mantissa != 0.5 or power < 0:
         low = max(power, 0)
         raise PolicyError(
-            f"deepspeed: initial_loss_scale is {scale:g}; `fp16.initial_scale_power` holds powers of two only. "
+            f"deepspeed: initial_loss_scale is {scale:g}; `fp16.initial_scale_power` requires a power of two. "
             f"Set it to {2**low} or {2 ** (low + 1)}"
         )
     return power
 
 
 def _refuse_loss_scale(policy: Policy) -> None:
-    """Under `torch_autocast` DeepSpeed makes a GradScaler of its own, with torch's defaults."""
+    """Raise `PolicyError` for loss scale settings, which the GradScaler of `torch_autocast` does not have."""
     for field in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
         if policy.explicit(field):
             raise PolicyError(
-                f"deepspeed: {field} is {policy.format_field(field)} beside fp16 with params_dtype fp32; its "
+                f"deepspeed: {field} is {policy.format_field(field)} with fp16 and params_dtype fp32; its "
                 "`torch_autocast` has a GradScaler without settings. Remove the field, or set params_dtype to fp16"
             )
 
 
 def _off(found: Any) -> bool:
-    """A switch, or a section, that is not on. DeepSpeed takes `enabled: "auto"` for on."""
+    """True if a switch, or a section, is not on. DeepSpeed treats `enabled: "auto"` as on."""
     return not (found.get("enabled") if isinstance(found, Mapping) else found)
 
 
 def _means(dtype: Dtype) -> Callable[[Any], bool]:
+    """Return a function that is true for any spelling of a dtype."""
     return lambda found: isinstance(found, str) and Dtype.spelled(found) is dtype
 
 
 @deepspeed.detector
 def is_config(config: Mapping[str, Any]) -> bool:
-    """Keys that DeepSpeed alone has, or a section of it with an `enabled` switch."""
+    """True for keys that only DeepSpeed has, or one of its sections with an `enabled` switch."""
     keys = (
         "zero_optimization",
         "train_micro_batch_size_per_gpu",
@@ -158,12 +163,12 @@ def is_config(config: Mapping[str, Any]) -> bool:
     sections = [config.get(name) for name in ("bf16", "fp16", "zero_optimization", "torch_autocast")]
     if "compute_environment" in config or "base_model" in config:
         return False
-    # `train_batch_size` is a common name: it counts where nothing else is there that DeepSpeed does not have.
-    beside = {
+    # `train_batch_size` is a common name, so it is evidence only if every other key is one of DeepSpeed's.
+    common = {
         "optimizer", "scheduler", "steps_per_print", "wall_clock_breakdown", "prescale_gradients",
         "communication_data_type", "data_types",
     }  # fmt: skip
-    batch = {"train_batch_size", "gradient_accumulation_steps", "gradient_clipping", *beside}
+    batch = {"train_batch_size", "gradient_accumulation_steps", "gradient_clipping", *common}
     return (
         any(key in config for key in keys)
         or ("train_batch_size" in config and set(config) <= batch)
@@ -173,14 +178,14 @@ def is_config(config: Mapping[str, Any]) -> bool:
 
 @deepspeed.strategy_reader
 def strategy_of(config: Mapping[str, Any]) -> str | None:
-    """From the ZeRO stage; `single` for stage 0, None where it is left open."""
+    """Return the strategy of the ZeRO stage; `single` for stage 0, None if no stage is stated."""
     stage = lookup(config, "zero_optimization.stage")
     return _STAGES.get(stage, "single" if stage == 0 else None) if isinstance(stage, int) else None
 
 
 @deepspeed.reader
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The policy fields that a DeepSpeed config says. "auto" says nothing."""
+    """Return the policy fields that a DeepSpeed config sets. "auto" sets nothing."""
     low = next((name for name in ("bf16", "fp16") if lookup(config, f"{name}.enabled") is True), None)
     found: dict[str, Any] = {}
     if isinstance(buffers := lookup(config, "data_types.buffer_dtype"), str):
@@ -194,8 +199,8 @@ def fields(config: Mapping[str, Any]) -> dict[str, Any]:
     else:
         return found
     if not autocast:
-        said = lookup(config, "communication_data_type")
-        found["grad_reduce_in_fp32"] = isinstance(said, str) and Dtype.spelled(said) is Dtype.FP32
+        reduce = lookup(config, "communication_data_type")
+        found["grad_reduce_in_fp32"] = isinstance(reduce, str) and Dtype.spelled(reduce) is Dtype.FP32
     if lookup(config, "bf16.bf16_master_weights_and_grads") is True:
         found["master_dtype"] = "bf16"
     if low == "fp16":
@@ -204,11 +209,11 @@ def fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scale_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Loss scaling; DeepSpeed's own default where the config does not say."""
+    """Return the fields of loss scaling, with DeepSpeed's defaults for absent keys."""
     scale = lookup(config, "fp16.loss_scale")
     if isinstance(scale, (int, float)) and scale > 0:
         return {"loss_scale": float(scale)}
     defaults = {"initial_scale_power": 16, "loss_scale_window": 1000, "min_loss_scale": 1, "hysteresis": 2}
-    said = {key: lookup(config, f"fp16.{key}") for key in defaults}
-    values = {key: value if value is not ABSENT else defaults[key] for key, value in said.items()}
+    found = {key: lookup(config, f"fp16.{key}") for key in defaults}
+    values = {key: value if value is not ABSENT else defaults[key] for key, value in found.items()}
     return {"initial_loss_scale": 2.0 ** values.pop("initial_scale_power"), **values}

@@ -1,8 +1,7 @@
 """FSDP of PyTorch: the mixed precision objects of version 1 and of version 2 (`fully_shard`).
 
-The frameworks' own default reduces gradients in the parameters' dtype; here the policy decides.
-The dtype of the sharded parameters that the optimizer updates is that of the model before it is
-wrapped: neither object has a place for `master_dtype`.
+By default FSDP reduces gradients in the parameters' dtype; here the policy decides. The dtype of the sharded parameters
+that the optimizer updates is that of the model before it is wrapped: neither object has a field for `master_dtype`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _CARRIES = ("bf16", "fp16", "params_dtype", "grad_reduce_in_fp32")
 
 
 def _common(policy: Policy) -> dict[str, Any]:
-    assert policy.params_dtype is not None  # Policy fills it
+    assert policy.params_dtype is not None  # `Policy` sets its default
     return {
         "param_dtype": policy.params_dtype.short,
         "reduce_dtype": Setting(policy.reduce_dtype.short, "without it FSDP reduces in param_dtype"),
@@ -32,7 +31,7 @@ def _short(dtype: Dtype | None) -> str | None:
 
 @plugin("fsdp1", carries=(*_CARRIES, "buffer_dtype"), extra="accelerate", library="torch")
 def fsdp1(policy: Policy, _strategy: str | None) -> Settings:
-    """`torch.distributed.fsdp.MixedPrecision`. It casts no output: `output_dtype` has no place."""
+    """`torch.distributed.fsdp.MixedPrecision`. It has no field for `output_dtype`: outputs are not cast."""
     return {**_common(policy), "buffer_dtype": _short(policy.buffer_dtype)}
 
 
@@ -45,7 +44,7 @@ def mixed_precision(arguments: dict[str, Any]) -> MixedPrecision:
 
 @plugin("fsdp2", carries=(*_CARRIES, "output_dtype"), extra="accelerate", library="torch")
 def fsdp2(policy: Policy, _strategy: str | None) -> Settings:
-    """`torch.distributed.fsdp.MixedPrecisionPolicy`. It leaves buffers alone: `buffer_dtype` has no place."""
+    """`torch.distributed.fsdp.MixedPrecisionPolicy`. It has no field for `buffer_dtype`: buffers are not cast."""
     return {**_common(policy), "output_dtype": _short(policy.output_dtype), "cast_forward_inputs": True}
 
 
@@ -57,5 +56,5 @@ def mixed_precision_policy(arguments: dict[str, Any]) -> MixedPrecisionPolicy:
 
 
 def _dtypes(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with real dtypes."""
+    """Return the arguments with dtypes of torch."""
     return {name: Dtype.parse(value).torch if isinstance(value, str) else value for name, value in arguments.items()}

@@ -2,7 +2,7 @@
 
     MixedPrecisionConfig(**policy.to("megatron"))
 
-Read against `src/megatron/bridge/training/mixed_precision.py` at 067f987.
+Written for `src/megatron/bridge/training/mixed_precision.py` at 067f987.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _PLAIN = ("bf16", "fp16", "autocast_enabled", "grad_reduce_in_fp32", "fp8", "fp4
 def megatron(policy: Policy, _strategy: str | None) -> Settings:
     """Keyword arguments of Megatron Bridge's `MixedPrecisionConfig`.
 
-    `fp8_param` and `fp4_param` are left to their `_gather` twins: given to the constructor, they are
-    overwritten by the twin's default.
+    `fp8_param` and `fp4_param` are set through `fp8_param_gather` and `fp4_param_gather`: the constructor overwrites
+    them with the defaults of these.
     """
     recipe = policy.low_bit_recipe
     if recipe is not None and "te" not in policy.backends:
@@ -55,13 +55,13 @@ def megatron(policy: Policy, _strategy: str | None) -> Settings:
         "fp32": not policy.low_precision,
         **{name: _optional(dtype.short if dtype else None, dtype) for name, dtype in dtypes.items()},
         **{name: _optional(getattr(policy, name)) for name in _PLAIN},
-        "fp8_param": Setting(ABSENT, "fp8_param_gather says it", equivalent=lambda found: found is policy.fp8_param),
-        "fp4_param": Setting(ABSENT, "fp4_param_gather says it", equivalent=lambda found: found is policy.fp4_param),
+        "fp8_param": Setting(ABSENT, "fp8_param_gather sets it", equivalent=lambda found: found is policy.fp8_param),
+        "fp4_param": Setting(ABSENT, "fp4_param_gather sets it", equivalent=lambda found: found is policy.fp4_param),
     }
 
 
 def _optional(value: Any, dtype: Dtype | None = None) -> Setting:
-    """None is the field's default, and may be left out; a dtype may be spelled in any way."""
+    """Return the setting of a field: None is its default and may be absent; a dtype may have any spelling."""
     if value is None:
         return Setting(ABSENT, equivalent=lambda found: found is None)
     return Setting(value, equivalent=(lambda found: Dtype.spelled(str(found)) is dtype) if dtype else None)
@@ -74,7 +74,7 @@ def fields(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @megatron.reader
 def read(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The policy of a `MixedPrecisionConfig` as a mapping. Fields without effect there are left out."""
+    """Return the policy fields of a `MixedPrecisionConfig` as a mapping, without those that have no effect in it."""
     found = {
         name: config[name] for name in ("bf16", "fp16", "autocast_enabled", "grad_reduce_in_fp32") if name in config
     }

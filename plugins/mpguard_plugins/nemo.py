@@ -1,8 +1,8 @@
 """NeMo 1.x: the precision keys of `megatron_gpt_config.yaml`.
 
-NeMo 2's `MegatronMixedPrecision` has Megatron Bridge's field names: target `megatron`.
-FP8 in NeMo 1.x is Transformer Engine's delayed scaling; its switches are two booleans for the
-format, and do nothing unless `transformer_engine` is true.
+NeMo 2's `MegatronMixedPrecision` has Megatron Bridge's field names: use target `megatron`.
+FP8 in NeMo 1.x is Transformer Engine's delayed scaling; its switches are two booleans for the format, which have no
+effect unless `transformer_engine` is true.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _PRECISIONS = {
 def nemo(policy: Policy, _strategy: str | None) -> Settings:
     """NeMo 1.x's YAML: `trainer.precision`, and the keys of `model`.
 
-    `megatron_amp_O2` keeps the parameters in the compute dtype beside FP32 main parameters; without
-    it torch.autocast lowers each product.
+    With `megatron_amp_O2` the parameters are in the compute dtype, with FP32 main parameters in addition; without it
+    torch.autocast casts the inputs of each product.
     """
     if policy.fp4 or (policy.fp8 and (policy.fp8_recipe != "delayed" or "te" not in policy.backends)):
         raise PolicyError(
@@ -71,14 +71,15 @@ def nemo(policy: Policy, _strategy: str | None) -> Settings:
 
 
 def _off() -> Setting:
+    """Return the setting of a switch that is off: absent or false."""
     return Setting(ABSENT, equivalent=lambda found: not found)
 
 
 @nemo.reader
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The policy of a NeMo 1.x YAML, or of its `model` section, or of the FP8 arguments alone.
+    """Return the policy fields of a NeMo 1.x YAML, or of its `model` section, or of the FP8 arguments alone.
 
-    Raises `PolicyError` where `fp8` is on and `transformer_engine` is off: NeMo would train without.
+    Raises `PolicyError` if `fp8` is on and `transformer_engine` is off: NeMo would train without FP8.
     """
     model = config.get("model", config)
     precision = config.get("trainer", config).get("precision")
@@ -86,7 +87,7 @@ def fields(config: Mapping[str, Any]) -> dict[str, Any]:
         (name for name, dtype in (("bf16", Dtype.BF16), ("fp16", Dtype.FP16)) if precision in _PRECISIONS[dtype]), None
     )
     if low is None and precision is None and model.get("fp8"):
-        low = "bf16"  # FP8 arguments alone say nothing of the rest; NeMo's FP8 examples train in BF16
+        low = "bf16"  # the FP8 arguments alone do not set the rest, and NeMo's FP8 examples train in BF16
     found: dict[str, Any] = {low: True} if low else {}
     if low and model.get("megatron_amp_O2") is False:
         found["params_dtype"] = "fp32"

@@ -1,4 +1,4 @@
-"""A training loop of one's own: autocast arguments, GradScaler, TF32 switches.
+"""A custom training loop: autocast arguments, GradScaler, TF32 switches.
 
     precision = policy.to("torch")
     precision.set_tf32()
@@ -11,8 +11,8 @@
         scaler.step(optimizer)
         scaler.update()
 
-The same lines serve every policy: without FP16 the scaler is disabled and passes everything
-through, without a low compute dtype autocast is disabled.
+The same lines work for every policy: without FP16 the scaler is disabled and changes nothing, and with an FP32 compute
+dtype autocast is disabled.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from mpguard.targets import Settings, plugin
 if TYPE_CHECKING:
     import torch
 
-#: GradScaler has no fixed scale, and asks for factors on either side of 1. These are the nearest
-#: ones; its scale is FP32, in which a product with them rounds back to the scale itself.
+#: GradScaler has no fixed scale, and requires a growth factor above 1 and a backoff factor below 1. These are the
+#: nearest ones; its scale is FP32, in which a product with them rounds back to the scale itself.
 FIXED_SCALE = {"growth_factor": math.nextafter(1.0, 2.0), "backoff_factor": math.nextafter(1.0, 0.0)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """What a loop of one's own asks of torch.
+    """The precision of a custom training loop.
 
-    Attributes: `compute`, the dtype of autocast, None where it is off; `parameters`, the dtype that
-    the model has when the optimizer is made; `tf32`, True, False, or None (left alone); `scaling`,
-    the arguments of the GradScaler; `sharded`, whether it is FSDP1's; `holding`, what torch's own has no place for.
+    Attributes: `compute`, the dtype of autocast, None if it is off; `parameters`, the dtype of the model when the
+    optimizer is created; `tf32`, True, False, or None (not changed); `scaling`, the arguments of the GradScaler;
+    `sharded`, True for FSDP1's GradScaler; `holding`, the arguments of `mpguard.nn.grad_scaler.set_limits`, which
+    torch's GradScaler does not support.
     """
 
     compute: torch.dtype | None
@@ -49,13 +50,13 @@ class Precision:
     holding: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def autocast(self, device_type: str = "cuda") -> dict[str, Any]:
-        """Keyword arguments of `torch.autocast` for a device type (`cuda`, `cpu`, ...)."""
+        """Return the keyword arguments of `torch.autocast` for a device type (`cuda`, `cpu`, ...)."""
         if self.compute is None:
             return {"device_type": device_type, "enabled": False}
         return {"device_type": device_type, "dtype": self.compute, "enabled": True}
 
     def scaler(self, device: str = "cuda") -> torch.amp.GradScaler:
-        """A GradScaler with the policy's loss scale; disabled without FP16."""
+        """Return a GradScaler with the policy's loss scale; disabled without FP16."""
         if self.sharded:
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -65,7 +66,7 @@ class Precision:
         return self.set_limits(torch.amp.GradScaler(device, **self.scaling))
 
     def set_limits(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
-        """The scaler, heeding the policy's minimum and hysteresis from here on."""
+        """Give a scaler the policy's minimum scale and hysteresis, and return it."""
         if self.holding:
             from mpguard.nn.grad_scaler import set_limits
 
@@ -73,7 +74,7 @@ class Precision:
         return scaler
 
     def set_tf32(self) -> None:
-        """Sets TF32 for matrix products and convolutions on CUDA in this process, where the policy says."""
+        """Set TF32 for matrix products and convolutions on CUDA in this process, if the policy sets it."""
         if self.tf32 is None:
             return
         import torch
@@ -92,11 +93,10 @@ class Precision:
     library="torch",
 )  # fmt: skip
 def loop(policy: Policy, strategy: str | None) -> Settings:
-    """Autocast, GradScaler and TF32 of a loop of one's own, as one object.
+    """Autocast, GradScaler and TF32 of a custom training loop, as one object.
 
-    Without master weights (`master_dtype` is the compute dtype) the model itself is in that dtype
-    and autocast is off. torch's GradScaler has no place for `min_loss_scale` and `hysteresis`;
-    `mpguard.nn.grad_scaler` has.
+    Without master weights (`master_dtype` is the compute dtype) the model itself is in that dtype and autocast is off.
+    torch's GradScaler does not support `min_loss_scale` and `hysteresis`; `mpguard.nn.grad_scaler` does.
     """
     autocast = policy.low_precision and policy.master_dtype is Dtype.FP32
     return {
@@ -112,7 +112,7 @@ def loop(policy: Policy, strategy: str | None) -> Settings:
 
 
 def scaling(policy: Policy) -> dict[str, Any]:
-    """The arguments of a GradScaler that a policy asks for."""
+    """Return the arguments of a GradScaler for a policy."""
     if not policy.fp16:
         return {"enabled": False}
     if policy.loss_scale is not None:

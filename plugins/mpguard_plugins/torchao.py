@@ -1,8 +1,8 @@
-"""torchao: `Float8LinearConfig`, and which Linear layers it applies to.
+"""torchao: `Float8LinearConfig`, and the filter of the Linear layers to which it applies.
 
     convert_to_float8_training(model, config=policy.to("torchao"), module_filter_fn=...)
 
-torchao has current scaling only: tensorwise, rowwise, rowwise_with_gw_hp.
+torchao supports only current scaling: tensorwise, rowwise, rowwise_with_gw_hp.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 def torchao(policy: Policy, strategy: str | None) -> Settings:
     """`torchao.float8.Float8LinearConfig`.
 
-    `fp8_param_gather` becomes `enable_fsdp_float8_all_gather`, and only under strategy fsdp2:
-    elsewhere the weights that it wraps never train and cannot be saved.
+    `fp8_param_gather` becomes `enable_fsdp_float8_all_gather` only under strategy fsdp2: elsewhere the weights that it
+    wraps never train and cannot be saved.
     """
     if not policy.fp8:
         what = "FP4" if policy.fp4 else "no FP8"
         raise PolicyError(
-            f"torchao: the policy `{policy.name}` has {what}; this target is for FP8 alone. Set fp8 and fp8_recipe"
+            f"torchao: the policy `{policy.name}` has {what}; this target is only for FP8. Set fp8 and fp8_recipe"
         )
     if "torchao" not in policy.backends:
         raise PolicyError(
@@ -57,7 +57,7 @@ def torchao(policy: Policy, strategy: str | None) -> Settings:
 
 
 def float8_linear_config(arguments: dict[str, Any], **more: Any) -> Float8LinearConfig:
-    """more: further fields of `Float8LinearConfig`."""
+    """Return a `Float8LinearConfig`. more: additional fields of it."""
     from torchao.float8 import CastConfig, Float8LinearConfig
     from torchao.float8.config import Float8GemmConfig, e4m3_dtype
 
@@ -81,7 +81,7 @@ torchao.builder(float8_linear_config)
 
 @dataclasses.dataclass(frozen=True)
 class Float8Filter:
-    """Which modules become FP8: Linear layers whose sizes FP8 products can have, and no name left out.
+    """The filter of modules that become FP8: Linear layers with sizes that FP8 products support, not excluded by name.
 
     Callable as torchao's `module_filter_fn` and accelerate's `module_filter_func`.
     exclude: `fnmatch` patterns on the qualified name.
@@ -89,11 +89,12 @@ class Float8Filter:
 
     exclude: tuple[str, ...]
 
-    #: torch._scaled_mm takes multiples of 16 only.
+    #: torch._scaled_mm requires multiples of 16.
     MULTIPLE = 16
 
     @classmethod
     def of(cls, policy: Policy) -> Float8Filter:
+        """Return the filter of a policy."""
         return cls(policy.kept_out_of_fp8)
 
     def __call__(self, module: torch.nn.Module, name: str) -> bool:

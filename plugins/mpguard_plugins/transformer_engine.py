@@ -1,8 +1,7 @@
 """Transformer Engine: the recipe object for `te.autocast(recipe=...)`.
 
-Read against Transformer Engine 2.20. Its recipes are pydantic dataclasses that ignore unknown
-arguments, so only fields that they have are given: `fp8_wgrad` (once `override_linear_precision`)
-has had no place since 2.0.
+Written for Transformer Engine 2.20. Its recipes are pydantic dataclasses that ignore unknown arguments, so only fields
+that they have are passed: `fp8_wgrad` (formerly `override_linear_precision`) is not supported since 2.0.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ CLASSES = {
 def te(policy: Policy, _strategy: str | None) -> Settings:
     """A recipe of `transformer_engine.common.recipe`.
 
-    It says how FP8 products are scaled, not which modules run in FP8, nor the dtype of the rest.
-    `fp8_fast_accum` exists in Float8CurrentScaling alone: block scaling forces split accumulators.
+    It determines how FP8 products are scaled, not which modules run in FP8, nor the dtype of the rest.
+    `fp8_fast_accum` exists only in Float8CurrentScaling: block scaling requires split accumulators.
     """
     recipe = policy.low_bit_recipe
     if recipe is None:
         raise PolicyError(
-            f"te: the policy `{policy.name}` has neither FP8 nor FP4; a recipe is for those. Set fp8 and fp8_recipe"
+            f"te: the policy `{policy.name}` has neither FP8 nor FP4; a recipe needs one. Set fp8 and fp8_recipe"
         )
     if "te" not in policy.backends:
         raise PolicyError(
@@ -66,7 +65,7 @@ def te(policy: Policy, _strategy: str | None) -> Settings:
     if policy.fp8_fast_accum:
         if recipe != "tensorwise":
             raise PolicyError(
-                f"te: fp8_fast_accum is True with fp8_recipe {recipe}; only tensorwise has that choice. Set it to False"
+                f"te: fp8_fast_accum is True with fp8_recipe {recipe}; only tensorwise supports it. Set it to False"
             )
         settings |= {"fp8_gemm_dgrad.use_split_accumulator": False, "fp8_gemm_wgrad.use_split_accumulator": False}
     return settings

@@ -1,7 +1,7 @@
 """Hugging Face Trainer: keyword arguments of `TrainingArguments`.
 
-`TrainingArguments` has no FP8: FP8 comes to the Trainer from accelerate (`mixed_precision: fp8`,
-as ACCELERATE_MIXED_PRECISION in the workers), and `bf16=True` beside it turns it off without a word
+`TrainingArguments` has no FP8: the Trainer gets FP8 from accelerate (`mixed_precision: fp8`, as
+ACCELERATE_MIXED_PRECISION in the workers), and `bf16=True` silently turns it off
 (transformers 5.23, `TrainingArguments.__post_init__`, "Mixed Precision"). So for an FP8 policy the
 settings are `bf16=False, fp16=False`.
 """
@@ -26,24 +26,24 @@ from mpguard.targets import Setting, Settings, plugin
 def transformers(policy: Policy, _strategy: str | None) -> Settings:
     """Keyword arguments of `TrainingArguments`, also as its JSON or YAML.
 
-    FP8 is carried in that the Trainer leaves it to accelerate. Without master weights the model must
-    be loaded in the policy's dtype, and autocast is off. `tf32=True` is refused by TrainingArguments
-    itself where there is no GPU that has it.
+    FP8 is carried because the Trainer leaves it to accelerate. Without master weights the model must be loaded in the
+    policy's dtype, and autocast is off. TrainingArguments itself refuses `tf32=True` on a machine without a GPU that
+    supports it.
     """
     if policy.fp8 and policy.fp16:
         raise PolicyError(
-            "transformers: the policy computes in fp16 beside fp8; accelerate, which runs FP8 for the Trainer, "
+            "transformers: the policy has fp8 with fp16; accelerate, which runs FP8 for the Trainer, "
             "computes the rest in bf16. Set bf16=True"
         )
     autocast = not policy.fp8 and policy.master_dtype is Dtype.FP32
-    why = ""
+    reason = ""
     if policy.fp8:
-        why = "it would turn accelerate's fp8 off without a word"
+        reason = "it would silently turn accelerate's fp8 off"
     elif policy.low_precision and not autocast:
-        why = "the model itself is in the policy's dtype"
+        reason = "the model itself is in the policy's dtype"
     settings: dict[str, Any] = {
-        "bf16": Setting(policy.bf16 and autocast, why if policy.bf16 else ""),
-        "fp16": Setting(policy.fp16 and autocast, why if policy.fp16 else ""),
+        "bf16": Setting(policy.bf16 and autocast, reason if policy.bf16 else ""),
+        "fp16": Setting(policy.fp16 and autocast, reason if policy.fp16 else ""),
     }
     if policy.tf32 is not None:
         settings["tf32"] = policy.tf32
@@ -54,11 +54,11 @@ def transformers(policy: Policy, _strategy: str | None) -> Settings:
 
 @transformers.argument_builder
 def arguments(policy: Policy, strategy: str | None) -> dict[str, Any]:
-    """Refuses FP8 where accelerate is not told of it: the run would be in FP32."""
+    """Return the settings. Raises `PolicyError` for FP8 where accelerate is not set to it: the run would be in FP32."""
     found = {key: setting.value for key, setting in transformers.settings(policy, strategy).items()}
     if policy.fp8 and os.environ.get("ACCELERATE_MIXED_PRECISION") != "fp8":
         raise PolicyError(
-            f"transformers: the policy `{policy.name}` has FP8, which TrainingArguments cannot say. Launch with "
+            f"transformers: the policy `{policy.name}` has FP8, which TrainingArguments cannot express. Launch with "
             "`mixed_precision: fp8` (mpguard launch, accelerate launch), and leave bf16 and fp16 out of "
             "TrainingArguments"
         )
@@ -67,6 +67,7 @@ def arguments(policy: Policy, strategy: str | None) -> dict[str, Any]:
 
 @transformers.reader
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the policy fields that arguments of the Trainer set."""
     found = {name: True for name in ("bf16", "fp16") if config.get(name) is True}
     if isinstance(config.get("tf32"), bool):
         found["tf32"] = config["tf32"]

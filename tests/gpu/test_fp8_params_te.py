@@ -226,9 +226,9 @@ def test_what_cannot_keep_them_is_refused_by_the_guard_before_training(tmp_path:
     run = command(Path(sys.executable).name, PROGRAMS / "kept_refused.py", cwd=tmp_path, DS_ACCELERATOR="cuda")
     found = {each["attempt"]: each for each in results(run)}
     reasons = {
-        "adamw": "AdamW holds no FP32 master weights", "no masters": "FusedAdam was made without FP32 master weights",
+        "adamw": "AdamW has no FP32 master weights", "no masters": "FusedAdam was created without FP32 master weights",
         **{name: f"not supported under {name} with fp8_recipe tensorwise (te)" for name in ("fsdp1", "fsdp2")},
-        "deepspeed": "not supported under DeepSpeed", "accelerate": "not supported under fsdp2",
+        "deepspeed": "not supported under DeepSpeed", "accelerate": "nothing does so under fsdp2",
     }  # fmt: skip
     assert found.keys() == reasons.keys(), told(run)
     for name, reason in reasons.items():

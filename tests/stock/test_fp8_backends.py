@@ -76,7 +76,7 @@ def test_s03_most_recent_is_not_passed_on(tmp_path: Path) -> None:
         assert handler.to_kwargs() == {"amax_history_len": 16}, fixed_upstream(3)
 
     assert plugins()["te"].arguments(DELAYED)["amax_compute_algo"] == "most_recent"
-    assert "takes for its default and does not hand on" in refused(DELAYED, None)
+    assert "default of TERecipeKwargs and therefore not passed on" in refused(DELAYED, None)
     section = "{backend: TE, amax_compute_algo: most_recent}"
     assert "MPG809" in {code for code, _ in linted(config(tmp_path, mixed_precision="fp8", fp8_config=section))}
 

@@ -310,7 +310,7 @@ def test_transformer_engine_handlers_need_transformer_engine(monkeypatch: pytest
     [
         (Policy(bf16=True, fp8="hybrid", fp8_recipe="blockwise"), None, "no blockwise on Transformer Engine"),
         (Policy(bf16=True, fp8="hybrid", backend="te"), None, "no tensorwise on Transformer Engine"),
-        (Policy(bf16=True, fp8="hybrid", fp8_recipe="mxfp8"), None, "MXFP8 in E4M3 only"),
+        (Policy(bf16=True, fp8="hybrid", fp8_recipe="mxfp8"), None, "MXFP8 only in E4M3"),
         (Policy(fp16=True, fp8="hybrid"), None, "the rest in bf16"),
         (Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed"), None, "most_recent"),
         (mpguard.recipe("bf16_with_fp8_delayed_scaling_mixed"), "fsdp2", "the run would be BF16"),
@@ -498,9 +498,9 @@ def test_deepspeed_fixed_loss_scale() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"initial_loss_scale": 1000.0}, "powers of two only. Set it to 512 or 1024"),
+        ({"initial_loss_scale": 1000.0}, "requires a power of two. Set it to 512 or 1024"),
         ({"initial_loss_scale": 0.5}, "Set it to 1 or 2"),
-        ({"min_loss_scale": 0.25}, "holds whole numbers. Set it to 1"),
+        ({"min_loss_scale": 0.25}, "must be a whole number. Set it to 1"),
         ({"params_dtype": "fp32", "hysteresis": 4}, "GradScaler without settings"),
     ],
 )
@@ -590,7 +590,7 @@ def test_training_arguments_take_the_keywords(name: str, mode: str, arguments_of
 def test_fp8_reaches_the_trainer_only_past_training_arguments(
     arguments_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(PolicyError, match="has FP8, which TrainingArguments cannot say"):
+    with pytest.raises(PolicyError, match="has FP8, which TrainingArguments cannot express"):
         to("bf16_with_fp8_current_scaling_mixed", "transformers")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     assert arguments_of(**to("bf16_with_fp8_current_scaling_mixed", "transformers")).mixed_precision == "fp8"

@@ -323,7 +323,7 @@ def test_weights_in_fp8_that_nobody_asked_for_are_said() -> None:
 def test_the_guard_refuses_an_optimizer_without_masters_as_it_is_made() -> None:
     net = model()
     before = state(net)
-    refused = r"AdamW holds no FP32 master weights.*To go without: mpguard_overrides: {fp8_param: null}"
+    refused = r"AdamW has no FP32 master weights.*To go without: mpguard_overrides: {fp8_param: null}"
     with pytest.raises(mpguard.NotInForce, match=refused):
         fp8_conversion.convert(Guard(Plan(fake_te_weights.CURRENT)), torch.optim.AdamW(net.parameters()))
     assert {type(own) for own in net.parameters()} == {nn.Parameter} and same(state(net), before)
