@@ -26,10 +26,10 @@ def _is_command() -> bool:
     arguments = iter(sys.orig_argv[1:])
     for each in arguments:
         letters = each[1:] if each[:1] == "-" != each[1:2] else ""
-        takes = next((place for place, letter in enumerate(letters) if letter in "cmWX"), None)
-        if takes is not None:
-            value = letters[takes + 1 :] or next(arguments, "")  # `-mmpguard`, `-m mpguard`
-            if letters[takes] == "m":
+        option = next((index for index, letter in enumerate(letters) if letter in "cmWX"), None)  # with an argument
+        if option is not None:
+            value = letters[option + 1 :] or next(arguments, "")  # `-mmpguard`, `-m mpguard`
+            if letters[option] == "m":
                 return value == "mpguard"
     return False
 

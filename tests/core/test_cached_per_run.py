@@ -24,7 +24,9 @@ def test_every_cached_function_of_the_lint_path_is_pure_or_cached_per_run() -> N
             for decorator in map(ast.unparse, node.decorator_list):
                 if re.match(r"(functools\.)?(lru_)?cache\b", decorator):
                     found.add(node.name)
-                    assert node.name in PURE, f"{file}: the result of {node.name} may depend on the disk: use @cached_per_run"
+                    assert node.name in PURE, (
+                        f"{file}: the result of {node.name} may depend on the disk: use @cached_per_run"
+                    )
     assert found == PURE, "each of these functions exists"
 
 

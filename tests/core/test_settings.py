@@ -1,4 +1,4 @@
-"""`[tool.mpguard]` and mpguard.toml: which one holds, and that nothing misspelt is passed over."""
+"""`[tool.mpguard]` and mpguard.toml: which file applies, and that a misspelled setting is an error."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_what_is_wrong_is_an_error_with_its_place(tmp_path: Path, text: str, mes
 
 
 @pytest.mark.parametrize("header", ["[tool.mpguard]", "[mpguard]"])
-def test_a_table_in_mpguard_toml_is_told_from_a_setting(tmp_path: Path, header: str) -> None:
+def test_a_table_in_mpguard_toml_is_distinguished_from_a_setting(tmp_path: Path, header: str) -> None:
     (tmp_path / "mpguard.toml").write_text(f"{header}\npreview = true\n")
     with pytest.raises(SettingsError, match=r"; in this file the settings are at the top level, in no table$"):
         nearest(tmp_path)

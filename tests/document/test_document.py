@@ -95,7 +95,7 @@ def test_json_is_what_json_reads_or_a_problem(text: str) -> None:
 
 @lenient
 @given(texts, st.sampled_from(["mp.yaml", "ds.json", "any"]))
-def test_every_entry_is_found_again_and_stands_where_it_says(text: str, path: str) -> None:
+def test_every_entry_is_found_at_its_path_and_span(text: str, path: str) -> None:
     document = parse(text, path)
     for entry in document.entries():
         assert document.text[slice(*entry.key_span)] or entry.key in ("", "None")  # `? ` is a key, the null
@@ -109,7 +109,7 @@ def test_types_are_those_of_yaml_1_1() -> None:
     assert document.data == {"mixed_precision": False, "b": False, "c": "no", "d": True, "e": "1e5", "f": "0o7"}
 
 
-def test_an_entry_says_where_key_and_value_are() -> None:
+def test_an_entry_has_the_spans_of_key_and_value() -> None:
     text = "# first\r\na: 1\r\nfp8_config:\r\n  backend: TE  # é\r\n"
     document = parse(text, "mp.yaml")
     entry = document.entry("fp8_config.backend")
@@ -143,7 +143,7 @@ def test_a_tag_is_never_executed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "text", "line", "said"),
+    ("path", "text", "line", "message"),
     [
         ("mp.yaml", "a: 1\nb:\n  c: 2\n  c: 3\n", 4, "`c` is there twice"),
         ("mp.yaml", "a: 1\n---\nb: 2\n", 2, "second document"),
@@ -167,10 +167,10 @@ def test_a_tag_is_never_executed(tmp_path: Path) -> None:
         ("ds.json", '\ufeff{"a": 1}', 1, "byte-order mark"),
     ],
 )  # fmt: skip
-def test_a_problem_says_what_is_wrong_and_where(path: str, text: str, line: int, said: str) -> None:
+def test_a_problem_has_a_message_and_a_line(path: str, text: str, line: int, message: str) -> None:
     document = parse(text, path)
     assert len(document.problems) == 1
-    assert said in document.problems[0].message
+    assert message in document.problems[0].message
     assert document.position(document.problems[0].span[0])[0] == line
     with pytest.raises(ConfigError, match=f"^{path}:{line}: "):
         document.require()
@@ -184,7 +184,7 @@ def test_a_bomb_of_aliases_is_not_expanded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"", "is empty"),
         (b"# only a comment\n", "is empty"),
@@ -195,10 +195,12 @@ def test_a_bomb_of_aliases_is_not_expanded() -> None:
         (b"x" * (2 << 20), "has 2,097,152 characters"),
     ],
 )
-def test_what_is_no_config_is_refused_with_its_name(tmp_path: Path, data: bytes, said: str) -> None:
+def test_a_file_that_is_no_config_is_refused_by_name(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "mp.yaml"
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match=f"mp.yaml:? ?{said}" if said.startswith(":") else f"mp.yaml(:1)?: {said}"):
+    with pytest.raises(
+        ConfigError, match=f"mp.yaml:? ?{message}" if message.startswith(":") else f"mp.yaml(:1)?: {message}"
+    ):
         read(path).require()
 
 

@@ -43,7 +43,7 @@ def test_json_configs_are_read_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "said"),
+    ("text", "error", "message"),
     [
         (BASE.replace("mixed\n", "mxied\n"), UnknownRecipe, r"mp\.yaml:4: `fp8_config.mpguard_recipe`: .*`bf16_mixed`"),
         (BASE.replace("recipe", "recpe"), ConfigError, r"mp\.yaml:4: `fp8_config.mpguard_recpe`: .*`mpguard_recipe`"),
@@ -61,10 +61,10 @@ def test_json_configs_are_read_too(tmp_path: Path) -> None:
         ("", ConfigError, r"mp\.yaml: is empty"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_with_file_line_and_key(
-    tmp_path: Path, text: str, error: type[Exception], said: str
+def test_a_mistake_is_reported_with_file_line_and_key(
+    tmp_path: Path, text: str, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         load(tmp_path, text)
 
 

@@ -143,13 +143,13 @@ lenient = settings(max_examples=200, derandomize=True, deadline=None, suppress_h
 
 @lenient
 @given(yaml_texts(), changes)
-def test_yaml_edits_realise_what_merged_says(text: str, wanted: list[tuple[str, Any]]) -> None:
+def test_yaml_edits_have_the_result_of_merged(text: str, wanted: list[tuple[str, Any]]) -> None:
     check(text, "mp.yaml", wanted)
 
 
 @lenient
 @given(json_texts(), changes)
-def test_json_edits_realise_what_merged_says(text: str, wanted: list[tuple[str, Any]]) -> None:
+def test_json_edits_have_the_result_of_merged(text: str, wanted: list[tuple[str, Any]]) -> None:
     check(text, "ds.json", wanted)
 
 

@@ -1,4 +1,4 @@
-"""`compile` in loops of one's own: models compiled where they stand, in each engine, and once.
+"""`compile` in custom training loops: models are compiled in place, in each engine, and once.
 
 With torchao's layers in software, and a backend of dynamo's that needs no compiler. `compile: true` stands for what
 `auto` chooses on a GPU alone: tests/gpu/test_compile_auto.py.
@@ -146,7 +146,7 @@ def test_a_loop_of_ones_own_is_compiled_once(tmp_path: Path, script: str, graphs
     assert ("mpguard: the model is compiled in place" in ended.stderr) == ours, told(ended)
 
 
-def test_bf16_is_compiled_where_the_policy_says_so_and_only_there(tmp_path: Path) -> None:
+def test_bf16_is_compiled_only_if_the_policy_sets_it(tmp_path: Path) -> None:
     for fields, graphs in (("compile: true", 1), ("compile: false", 0), ("", 0), (FP8, 0)):
         ended = run(tmp_path, f"train(m, adam(m)); assert graphs() == {graphs}, graphs()", fields)
         assert ended.returncode == 0 and proof(tmp_path / "proof.json")["verdict"] == "in force", told(ended)
@@ -163,7 +163,7 @@ AUTO = "compilation.choice = lambda policy: compilation.Choice(True, compilation
 
 
 @pytest.mark.parametrize(
-    ("script", "says"),
+    ("script", "output"),
     [
         ("train(m, adam(m))", "mpguard: compile: auto is on here: torchao's casts cost more than its products gain"),
         ("train(m.forward, adam(m))", "  compile        not compiled: torchao's casts cost more"),
@@ -171,12 +171,12 @@ AUTO = "compilation.choice = lambda policy: compilation.Choice(True, compilation
          "mpguard: compile: auto is off here: Triton is not installed, though torchao's casts cost more"),
     ],
 )  # fmt: skip
-def test_what_auto_chose_is_said_and_what_is_lost(tmp_path: Path, script: str, says: str) -> None:
+def test_the_choice_of_auto_and_what_is_lost_are_printed(tmp_path: Path, script: str, output: str) -> None:
     """As on a GPU, where torchao's layers are there."""
     ended = run(tmp_path, AUTO + script, FP8)
-    assert ended.returncode == 0 and says in ended.stderr, told(ended)
+    assert ended.returncode == 0 and output in ended.stderr, told(ended)
     found = proof(tmp_path / "proof.json")["rows"]["compile"]["found"]
-    assert (found == "compiled") == ("is on here" in says), told(ended)
+    assert (found == "compiled") == ("is on here" in output), told(ended)
 
 
 def test_what_cannot_be_compiled_and_must_be_is_refused(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
     torch._dynamo.reset()
 
 
-def test_convert_compiles_in_place_and_says_so(graphs: Callable[[], int]) -> None:
+def test_convert_compiles_in_place_and_reports_it(graphs: Callable[[], int]) -> None:
     net, inputs = Net(), torch.randn(16, 32)
     names = list(net.state_dict())
     done = mpguard.convert(net, POLICY)

@@ -96,10 +96,10 @@ def test_without_a_gpu_what_runs_in_software_is_not_refused() -> None:
         (gpu((6, 0)), "fp32", "Pascal has no tensor cores"),
     ],
 )
-def test_auto_decides_by_the_hardware_and_says_why(machine: Hardware, recipe: str, why: str) -> None:
-    name, said = best(machine)
+def test_auto_selects_by_the_hardware_and_gives_the_reason(machine: Hardware, recipe: str, why: str) -> None:
+    name, reason = best(machine)
     assert name == recipe
-    assert why in said
+    assert why in reason
     assert machine.refuses(mpguard.recipe(name)) is None or machine.capability is None, "auto runs where it is chosen"
 
 
@@ -177,7 +177,7 @@ class Nvml:
         (Nvml([("x", (9, 0))], "ask"), ("a GPU that NVML cannot describe (GPU is lost)", None, 1)),
     ],
 )
-def test_gpus_are_asked_through_nvml(nvml: Nvml, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_queried_through_nvml(nvml: Nvml, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(hardware, "Path", lambda _: type("Nowhere", (), {"exists": lambda self: False})())
     assert hardware._gpu() == found

@@ -191,7 +191,7 @@ def test_the_name_is_no_part_of_equality() -> None:
     assert one != Policy(fp16=True)
 
 
-def test_replace_says_where_the_policy_comes_from() -> None:
+def test_replace_names_the_policy_and_its_changes() -> None:
     assert (
         mpguard.recipe("bf16_mixed").replace(grad_reduce_in_fp32=False).name
         == "bf16_mixed with grad_reduce_in_fp32=False"
@@ -261,7 +261,7 @@ def test_a_change_takes_along_what_it_takes_the_effect_from() -> None:
     assert mpguard.recipe("fp16_mixed").replace(fp16=False, bf16=True, grad_reduce_in_fp32=True) == Policy(bf16=True)
 
 
-def test_what_is_asked_for_without_effect_is_still_refused() -> None:
+def test_a_change_without_effect_is_still_refused() -> None:
     with pytest.raises(PolicyError, match="fp8_margin=3 has no effect"):
         mpguard.recipe("bf16_with_fp8_current_scaling_mixed").replace(fp8=None, fp8_margin=3)
 

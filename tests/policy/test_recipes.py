@@ -237,7 +237,7 @@ def test_extensions_of_other_packages_can_be_left_out(
         ("fsdp2", {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 1}, True),
         ("deepspeed-zero2", {}, True),
         ("deepspeed-zero3", {}, True),
-        (None, {}, False),  # nothing says the strategy yet: the run does, before it trains
+        (None, {}, False),  # the strategy is not known yet: the run checks it before training
         (None, {"backend": "torchao", "fp8_recipe": "rowwise", "fp8": "e4m3"}, True),
         ("single", {"backend": "torchao"}, True),
         ("ddp", {"backend": "torchao"}, True),
@@ -253,9 +253,9 @@ def test_parameters_in_fp8_are_refused_before_training_where_nothing_can_hold_th
     if not refused:
         require_supported("accelerate", policy, strategy)
         return
-    with pytest.raises(mpguard.PolicyError, match=r"has fp8_param=True.*To go without: .*fp8_param: null") as said:
+    with pytest.raises(mpguard.PolicyError, match=r"has fp8_param=True.*To go without: .*fp8_param: null") as raised:
         require_supported("accelerate", policy, strategy)
-    assert "float8 all-gather, under FSDP2" in str(said.value)
+    assert "float8 all-gather, under FSDP2" in str(raised.value)
     require_supported("accelerate", policy.replace(fp8_param=None), strategy)
 
 

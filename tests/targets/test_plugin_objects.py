@@ -107,7 +107,7 @@ def test_under_fsdp1_the_scaler_is_fsdps() -> None:
     assert isinstance(dataclasses.replace(precision, scaling={"enabled": False}).scaler("cpu"), ShardedGradScaler)
 
 
-def test_tf32_is_switched_as_the_policy_says() -> None:
+def test_tf32_is_set_to_the_policys_value() -> None:
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     try:
         for name, on in (("tf32", True), ("bf16_mixed", True), ("fp32", False), ("bf16_mixed", False)):
@@ -121,7 +121,7 @@ def test_tf32_is_switched_as_the_policy_says() -> None:
 
 
 @pytest.mark.parametrize("name", BRIDGE)
-def test_fsdp_objects_compute_and_reduce_as_the_policy_says(name: str) -> None:
+def test_fsdp_objects_compute_and_reduce_in_the_policys_dtypes(name: str) -> None:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
     low = torch.bfloat16 if "bf16" in name else torch.float16
@@ -163,7 +163,7 @@ def test_torchao_e4m3_gradients_and_fast_accumulation() -> None:
     assert not default.gemm_config_grad_input.use_fast_accum
 
 
-def test_float8_all_gather_is_asked_for_under_fsdp2_alone() -> None:
+def test_float8_all_gather_is_set_only_under_fsdp2() -> None:
     policy = mpguard.recipe("bf16_with_fp8_current_scaling_mixed")
     asked = {s: to(policy, "torchao", s).enable_fsdp_float8_all_gather for s in (None, *mpguard.targets.STRATEGIES)}
     assert [strategy for strategy, on in asked.items() if on] == ["fsdp2"]
@@ -408,7 +408,7 @@ def test_spellings_that_accelerate_reads_alike_are_no_difference() -> None:
     assert str(change) == "mixed_precision: false -> no", "an unquoted `no` is a boolean, which accelerate cannot read"
 
 
-def test_beside_a_deepspeed_file_the_yaml_has_no_mode() -> None:
+def test_with_a_deepspeed_file_the_yaml_has_no_mode() -> None:
     config = {**BASE, "distributed_type": "DEEPSPEED", "mixed_precision": "bf16",
               "deepspeed_config": {"deepspeed_config_file": "ds.json"}}  # fmt: skip
     (change,) = differences(config, mpguard.recipe("bf16_mixed"), "accelerate")
@@ -547,7 +547,7 @@ ENGINES += [
 ]
 
 
-def test_deepspeed_engines_compute_and_reduce_as_the_policy_says() -> None:
+def test_deepspeed_engines_compute_and_reduce_in_the_policys_dtypes() -> None:
     """Two real processes; the reduction dtype is that of the tensors in the collectives."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",

@@ -106,7 +106,7 @@ def convert_named(model: nn.Module, modules: filters.Named, policy: Policy) -> C
         weights.check(names[key], layer)
     try:
         template = library.templates(policy)
-        made = {key: template(layer) for key, layer in todo.items()}  # all are created before the first change
+        prepared = {key: template(layer) for key, layer in todo.items()}  # all are created before the first change
     except (AttributeError, TypeError) as error:
         name, version = LIBRARIES[backend]
         raise NotInForce(
@@ -115,7 +115,7 @@ def convert_named(model: nn.Module, modules: filters.Named, policy: Policy) -> C
         ) from error
     _convert_all(
         library.LINEAR,
-        [(layer, made[key], PaddingState(names[key], policy, padding)) for key, layer in todo.items()],
+        [(layer, prepared[key], PaddingState(names[key], policy, padding)) for key, layer in todo.items()],
     )
     if backend == "te":
         library.around(model, policy)

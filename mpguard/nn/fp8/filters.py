@@ -213,7 +213,7 @@ def _unfit(module: nn.Linear, multiple: int) -> str:
             return "has no sizes yet; run the model once before"
         return f"is a {kind.__name__}, whose own behaviour would be lost"
     if "forward" in vars(module):
-        return "has a forward of its own, put in by hand"
+        return "has a forward of its own, set on the instance"
     weight = module._parameters.get("weight")
     if weight is None:
         return "has no weight of its own (it is computed, or flattened by FSDP with use_orig_params=False)"

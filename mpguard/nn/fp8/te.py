@@ -138,12 +138,12 @@ def quantized(layer: nn.Linear, recipe: Any) -> Any:
     init = CopyFrom(layer.weight.detach())
     device = layer.weight.device if layer.weight.is_cuda else torch.device("cuda", torch.cuda.current_device())
     with torch.enable_grad(), te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-        made: Any = te.Linear(
+        converted: Any = te.Linear(
             layer.in_features, layer.out_features,
             bias=layer.bias is not None, params_dtype=layer.weight.dtype, device=device, init_method=init,
         )  # fmt: skip
     init.source = None  # the layer keeps a reference to the function, which must not keep the weight alive
-    weight = made.weight
+    weight = converted.weight
     exact = MasterCopy(weight.get_high_precision_init_val(), stale=recipe.delayed())
     weight.clear_high_precision_init_val()
     del (
@@ -151,8 +151,8 @@ def quantized(layer: nn.Linear, recipe: Any) -> Any:
         weight.clear_high_precision_init_val,
     )  # bound to this tensor, which is exchanged with another one
     setattr(weight, EXACT, exact)
-    made.__dict__["_mpguard_recipe"] = recipe
-    return made
+    converted.__dict__["_mpguard_recipe"] = recipe
+    return converted
 
 
 def around(model: nn.Module, policy: Policy) -> None:

@@ -91,16 +91,16 @@ def check(name: str, layer: nn.Linear) -> None:
         raise NotInForce(f"{where}is on the meta device, there is nothing to keep in FP8 yet. Load the model before")
 
 
-def to_fp8_weights(layer: nn.Linear, made: Any) -> None:
+def to_fp8_weights(layer: nn.Linear, fp8_weight: Any) -> None:
     """Convert the weight of a layer to FP8. Raises `RuntimeError` if autograd, or DDP, still references it.
 
-    made: the FP8 weight of the library's layer.
+    fp8_weight: the FP8 weight of the library's layer.
     """
-    exact = exact_of(made)
+    exact = exact_of(fp8_weight)
     if exact is None or exact_of(layer.weight) is not None:
-        return  # `made` is in high precision, or the weight is tied to one that has been converted
-    exact.inner = frozenset(vars(made))
-    _swap(layer.weight, made, frozenset())
+        return  # `fp8_weight` is in high precision, or the weight is tied to one that has been converted
+    exact.inner = frozenset(vars(fp8_weight))
+    _swap(layer.weight, fp8_weight, frozenset())
     _register_step_hooks()
     patch_ddp()
 
@@ -112,13 +112,13 @@ def to_plain_weights(layer: nn.Linear) -> None:
         _swap(weight, nn.Parameter(exact.value.to(weight.device, weight.dtype, copy=True)), exact.inner)
 
 
-def _swap(weight: Any, made: Any, inner: frozenset[str]) -> None:
+def _swap(weight: Any, other: Any, inner: frozenset[str]) -> None:
     """Exchange two tensors for all references; gradient, hooks and attributes, except `inner`, stay with `weight`."""
     own = {name: value for name, value in vars(weight).items() if name not in inner}
     hooks = {name: getattr(weight, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
     gradient = weight.grad
-    made.requires_grad_(weight.requires_grad)
-    torch.utils.swap_tensors(weight, made)  # type: ignore[no-untyped-call]
+    other.requires_grad_(weight.requires_grad)
+    torch.utils.swap_tensors(weight, other)  # type: ignore[no-untyped-call]
     weight.grad = gradient
     for name, value in {**own, **{name: found for name, found in hooks.items() if found is not None}}.items():
         setattr(weight, name, value)

@@ -139,7 +139,7 @@ def test_fp8_backends_are_those_of_the_enum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("key", "advice"),
     [
         ("mixed_precision", None),
         ("fp16", None),
@@ -150,8 +150,8 @@ def test_fp8_backends_are_those_of_the_enum() -> None:
         ("qqqq", ". Remove it"),
     ],
 )
-def test_unknown_key(key: str, said: str | None) -> None:
-    assert unknown_key(key) == said
+def test_unknown_key(key: str, advice: str | None) -> None:
+    assert unknown_key(key) == advice
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -183,7 +183,7 @@ def exported(tmp_path: Path, config: str) -> dict[str, str]:
 
 
 def refused(tmp_path: Path, config: str) -> str:
-    """What the real `accelerate launch` says of a config that it does not start with."""
+    """The error of the real `accelerate launch` for a config that it refuses."""
     (tmp_path / "mp.yaml").write_text(config)
     (tmp_path / "show.py").write_text("print('started')")
     done = subprocess.run(
@@ -195,7 +195,7 @@ def refused(tmp_path: Path, config: str) -> str:
 
 
 def test_behaviour_of_the_wizards_keys(tmp_path: Path) -> None:
-    """What MPG801 says, seen: the wizard's key arrives under a name that nobody reads, ours under the one that is."""
+    """The claim of MPG801, observed: the wizard's key gets a name that is never read."""
     config = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: fp8\nuse_cpu: true\n"
         "num_processes: 1\nfp8_config:\n  backend: AO\n  {key}: 16\n"
@@ -208,21 +208,21 @@ def test_behaviour_of_the_wizards_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("MULTI_CPU", "True"), ("FSDP", None), ("DEEPSPEED", None), ("MULTI_GPU", None)]
+    ("kind", "value"), [("MULTI_CPU", "True"), ("FSDP", None), ("DEEPSPEED", None), ("MULTI_GPU", None)]
 )
-def test_behaviour_of_use_cpu(tmp_path: Path, kind: str, said: str | None) -> None:
-    """What MPG811 says, seen: only the launcher of single processes hands `use_cpu` on, and MULTI_CPU is one."""
+def test_behaviour_of_use_cpu(tmp_path: Path, kind: str, value: str | None) -> None:
+    """The claim of MPG811, observed: only the single-process launcher passes `use_cpu` on, and MULTI_CPU is one."""
     processes = 2 if kind == "MULTI_CPU" else 1
     variables = exported(
         tmp_path,
         f"compute_environment: LOCAL_MACHINE\ndistributed_type: {kind}\nmixed_precision: 'no'\nuse_cpu: true\n"
         f"num_machines: 1\nnum_processes: {processes}\nmain_process_port: 0\n",
     )
-    assert variables.get("ACCELERATE_USE_CPU") == said
+    assert variables.get("ACCELERATE_USE_CPU") == value
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "message"),
     [
         ("distributed_type: 'NO'\nmixed_precision: no\n", "'bool' object has no attribute 'lower'"),
         ("distributed_type: NO\nmixed_precision: bf16\n", "You need to manually pass in `--num_processes`"),
@@ -239,12 +239,12 @@ def test_behaviour_of_use_cpu(tmp_path: Path, kind: str, said: str | None) -> No
     ],
     ids=["MPG802", "MPG802 distributed_type", "MPG802 dynamo", "MPG813", "MPG809"],
 )
-def test_behaviour_of_what_the_launcher_refuses(tmp_path: Path, lines: str, said: str) -> None:
-    assert said in refused(tmp_path, f"{lines}use_cpu: true\n")
+def test_behaviour_of_what_the_launcher_refuses(tmp_path: Path, lines: str, message: str) -> None:
+    assert message in refused(tmp_path, f"{lines}use_cpu: true\n")
 
 
 def test_behaviour_of_deepspeed_config_overriding(tmp_path: Path) -> None:
-    """What MPG804 says, seen: the section's key is in force, not the top level's."""
+    """The claim of MPG804, observed: the section's key is in force, not the top level's."""
     variables = exported(
         tmp_path,
         "distributed_type: 'NO'\nmixed_precision: bf16\nuse_cpu: true\nnum_processes: 1\n"
@@ -254,7 +254,7 @@ def test_behaviour_of_deepspeed_config_overriding(tmp_path: Path) -> None:
 
 
 def test_behaviour_of_backend_spellings(tmp_path: Path) -> None:
-    """What MPG803 says, seen: the launch takes any spelling, the worker stops."""
+    """The claim of MPG803, observed: the launch takes any spelling, the worker stops."""
     variables = exported(
         tmp_path,
         "distributed_type: 'NO'\nmixed_precision: fp8\nuse_cpu: true\nnum_processes: 1\nfp8_config: {backend: te}\n",
@@ -280,7 +280,7 @@ def test_behaviour_of_dynamo_under_deepspeed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("on", [True, False])
 def test_behaviour_of_torchao_with_low_memory_loading(on: bool) -> None:
-    """What MPG808 says, seen with a process that takes itself for one on a GPU."""
+    """The claim of MPG808, observed in a process that assumes a GPU."""
     code = f"""
 from accelerate import Accelerator
 from accelerate.state import PartialState

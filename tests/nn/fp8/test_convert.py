@@ -416,7 +416,7 @@ def quantized() -> nn.Linear:
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_an_odd_layer_is_skipped_alone_and_says_why(layer: nn.Module, name: str, reason: str) -> None:
+def test_an_odd_layer_alone_is_skipped_with_its_reason(layer: nn.Module, name: str, reason: str) -> None:
     """S14: accelerate stops at the first of them."""
     net = nn.ModuleDict({"before": nn.Linear(32, 32), "odd": layer, "after": nn.Linear(32, 32)})
     done = mpguard.convert(net, FP8)
@@ -585,7 +585,7 @@ def test_a_machine_that_cannot_run_it_is_refused_and_the_model_stays() -> None:
     assert type(net.projection) is nn.Linear
 
 
-def test_what_conversion_cannot_carry_is_said() -> None:
+def test_fields_that_conversion_does_not_carry_are_warned_about() -> None:
     with pytest.warns(mpguard.NotCarried, match="fp8_wgrad=False"):
         mpguard.convert(model(), FP8.replace(fp8_wgrad=False))
 
@@ -631,22 +631,22 @@ def test_rows_of_any_number_give_what_a_multiple_would(lead: list[int], seed: in
 
 
 @pytest.mark.filterwarnings("default")
-def test_padding_is_said_once_and_too_much_of_it_with_the_multiple() -> None:
+def test_padding_is_reported_once_and_too_much_of_it_with_the_multiple() -> None:
     layer = nn.Linear(32, 32)
     mpguard.convert(layer, FP8)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3 * padding.CALLS):
             layer(torch.zeros(30, 32))
-    said = [str(each.message) for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
-    assert len(said) == 2
-    assert "the model: its input has 30 rows, FP8 products need a multiple of 16; padded to 32" in said[0]
-    assert said[1].startswith("6 % of the work of the FP8 layers is on padding") and "multiple of 16" in said[1]
+    messages = [str(each.message) for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
+    assert len(messages) == 2
+    assert "the model: its input has 30 rows, FP8 products need a multiple of 16; padded to 32" in messages[0]
+    assert messages[1].startswith("6 % of the work of the FP8 layers is on padding") and "multiple of 16" in messages[1]
 
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("sizes", "much"), [((320, 333, 350, 351), False), ((20, 21, 22, 32, 33), True)])
-def test_padding_in_compiled_code_is_said_once_too_and_costs_no_graph(sizes: tuple[int, ...], much: bool) -> None:
+def test_padding_in_compiled_code_is_reported_once_too_and_adds_no_graph(sizes: tuple[int, ...], much: bool) -> None:
     """Too much of it as well: of the size that a graph is made for, since none counts while it runs."""
     net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     mpguard.convert(net, FP8)
@@ -659,10 +659,12 @@ def test_padding_in_compiled_code_is_said_once_too_and_costs_no_graph(sizes: tup
         assert not [each for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
         for rows in sizes:
             assert compiled(torch.zeros(rows, 32)).shape == (rows, 32)
-    said = [str(each.message) for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
-    assert len(said) == 1 + much
-    assert said[0].startswith("0: its input has a number of rows that is no multiple of 16")
-    assert not much or ("more than 5 % of the work is on padding" in said[1] and "no multiple of 16. Make" in said[1])
+    messages = [str(each.message) for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
+    assert len(messages) == 1 + much
+    assert messages[0].startswith("0: its input has a number of rows that is no multiple of 16")
+    assert not much or (
+        "more than 5 % of the work is on padding" in messages[1] and "no multiple of 16. Make" in messages[1]
+    )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3, "of multiples, with padding, and with much"
 
 

@@ -74,10 +74,10 @@ def te_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 def test_transformer_engine_that_cannot_be_imported() -> None:
     net = model()
     before = look(net)
-    with pytest.raises(mpguard.NotInForce) as said:
+    with pytest.raises(mpguard.NotInForce) as raised:
         mpguard.convert(net, Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", backend="te"))
-    assert "transformer_engine is installed and cannot be imported (OSError: libcublas.so.13" in str(said.value)
-    assert "another backend than te" in str(said.value) and look(net) == before
+    assert "transformer_engine is installed and cannot be imported (OSError: libcublas.so.13" in str(raised.value)
+    assert "another backend than te" in str(raised.value) and look(net) == before
 
 
 @pytest.mark.usefixtures("te_broken", "hopper")
@@ -144,7 +144,7 @@ def test_what_accelerates_own_fp8_has_converted_is_left_alone() -> None:
     assert look(net) == before
 
 
-def test_where_everything_is_fp8_already_it_says_so() -> None:
+def test_a_model_that_is_fp8_already_is_reported_as_such() -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     net = convert_to_float8_training(model(), config=Float8LinearConfig(emulate=True))
@@ -231,7 +231,7 @@ def test_weights_that_torchao_has_quantized() -> None:
 
 
 def test_names_are_the_models_own_under_wrappers() -> None:
-    """As in `fp8_exclude`, which is said once for the plain model."""
+    """As in `fp8_exclude`, which is reported once for the plain model."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
 
     net = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
@@ -266,7 +266,7 @@ def process_group() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("fixed", "said"),
+    ("fixed", "message"),
     [
         (lambda net: torch.jit.trace(net, torch.randn(16, 32)), "is scripted"),
         (torch.jit.script, "is scripted"),
@@ -276,10 +276,10 @@ def process_group() -> Iterator[None]:
     ],
     ids=["traced", "scripted", "compiled", "compiled inside", "compiled in place"],
 )
-def test_a_model_whose_code_is_fixed(fixed: Any, said: str) -> None:
+def test_a_model_whose_code_is_fixed(fixed: Any, message: str) -> None:
     net = fixed(model())
     before = look(net)
-    with pytest.raises(mpguard.PolicyError, match=said):
+    with pytest.raises(mpguard.PolicyError, match=message):
         mpguard.convert(net, FP8)
     assert look(net) == before
 
@@ -294,7 +294,7 @@ def test_a_frozen_model_is_converted_and_stays_frozen() -> None:
     assert inputs.grad is not None and inputs.grad.any() and all(each.grad is None for each in net.parameters())
 
 
-def test_the_work_that_no_linear_layer_does_is_said() -> None:
+def test_weights_outside_of_linear_layers_are_reported() -> None:
     """Experts in one parameter, GPT-2's Conv1D: of all Linear layers in FP8 nobody would guess how little that is."""
     import transformers
 
@@ -324,7 +324,7 @@ def test_an_own_forward_of_an_instance_is_kept() -> None:
     net = model()
     net[0].forward = lambda x: x @ net[0].weight.T  # type: ignore[method-assign]
     done = mpguard.convert(net, FP8)
-    assert "0" not in done.converted and dict(done.skipped)["0"] == "has a forward of its own, put in by hand"
+    assert "0" not in done.converted and dict(done.skipped)["0"] == "has a forward of its own, set on the instance"
 
 
 @pytest.mark.parametrize("value", [None, "model", [nn.Linear(32, 32)], nn.Linear])
@@ -369,11 +369,11 @@ def test_parameters_in_fp8_are_refused_at_start_where_the_strategy_is_known(tmp_
 
 @pytest.mark.parametrize("engine", ["plain", "fsdp2"])
 def test_and_when_the_optimizer_is_made_where_it_was_not(tmp_path: Path, engine: str) -> None:
-    """In a loop of one's own, FSDP2 or not: float8 all-gather is accelerate's. No step is taken."""
+    """In a custom training loop, FSDP2 or not: float8 all-gather is accelerate's. No step is taken."""
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, torch, mpguard\n"
-        f"sys.path.insert(0, {str(TESTS / 'support')!r})\n"
+        f"sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(TESTS / 'support')!r}]\n"
         "from test_convert_input import PARAMETERS, model\n"
         "mpguard.activate(PARAMETERS)\n"
         "net = model()\n"

@@ -296,7 +296,7 @@ def test_without_transformer_engine_it_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("changes", "ok", "said"),
+    ("changes", "ok", "message"),
     [
         ({}, True, "2 of 2 kept in FP8 (Float8CurrentScalingQuantizer), masters fp32"),
         ({"inexact": ["1"], "masters": {"fp32": 1}}, False, "masters fp32; not made from exact weights: 1"),
@@ -306,14 +306,14 @@ def test_without_transformer_engine_it_is_refused(monkeypatch: pytest.MonkeyPatc
         ({"kept": {}, "masters": {}}, False, "in high precision"),
     ],
 )
-def test_the_proof_looks_at_what_the_weights_are(changes: dict[str, Any], ok: bool, said: str) -> None:
+def test_the_proof_checks_the_storage_of_the_weights(changes: dict[str, Any], ok: bool, message: str) -> None:
     """The quantizer is that of the recipe, all layers have it, masters are FP32 and were made from exact weights."""
     facts = {"kept": {"Float8CurrentScalingQuantizer": 2}, "masters": {"fp32": 2}, **changes}
     (row,) = compare._fp8_weights(Fp8Layers("te", ["0", "1"], **facts), Plan(fake_te_weights.CURRENT))
-    assert row.ok is ok and said in row.found and row.asked.startswith("all kept in FP8")
+    assert row.ok is ok and message in row.found and row.asked.startswith("all kept in FP8")
 
 
-def test_weights_in_fp8_that_nobody_asked_for_are_said() -> None:
+def test_weights_in_fp8_without_fp8_param_are_reported() -> None:
     plain = Plan(fake_te_weights.CURRENT.replace(fp8_param=False))
     (row,) = compare._fp8_weights(Fp8Layers("te", ["0"], kept={"Float8Quantizer": 1}, inexact=["0"]), plain)
     assert row.ok is False and row.asked == "in high precision"

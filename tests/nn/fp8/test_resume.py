@@ -96,16 +96,16 @@ def check(found: dict[str, Any]) -> None:
     assert found["said"] == []
 
 
-def test_a_lost_history_shows_and_is_said(runs: dict[Any, Any]) -> None:
-    """The control: weights saved as bare tensors, in a loop of one's own."""
+def test_a_lost_history_changes_the_run_and_is_warned_about(runs: dict[Any, Any]) -> None:
+    """The control: weights saved as bare tensors, in a custom training loop."""
     found = runs["forgetful", -1]
     if runs["policy"] != "delayed":
         check(found)
         return
     assert found["resumed"] != found["straight"] and not found["equal"] and found["keys"]
-    (said,) = found["said"]
-    assert said.startswith("layers.0.1 and 1 more: the optimizer comes from a checkpoint, the FP8 history")
-    assert "mpguard.load_fp8_state_dict" in said
+    (warning,) = found["said"]
+    assert warning.startswith("layers.0.1 and 1 more: the optimizer comes from a checkpoint, the FP8 history")
+    assert "mpguard.load_fp8_state_dict" in warning
 
 
 # -- the history by itself -------------------------------------------------------------------------
@@ -179,7 +179,9 @@ def test_a_history_of_other_layers_is_refused_and_nothing_is_changed(converted: 
     assert not other[0].history()["amax_history_fwd"].any()
 
 
-def test_a_resumed_run_with_more_layers_in_fp8_says_which_begin_anew(converted: nn.Module, tmp_path: Path) -> None:
+def test_a_resumed_run_with_more_layers_in_fp8_names_those_without_a_history(
+    converted: nn.Module, tmp_path: Path
+) -> None:
     """As from a checkpoint of accelerate: the layer that had no history goes on without one."""
     optimizer = torch.optim.AdamW(converted.parameters())
     other = fresh(fake_delayed_scaling.POLICY.replace(fp8_exclude=("1.*",)))
@@ -194,7 +196,7 @@ def test_a_resumed_run_with_more_layers_in_fp8_says_which_begin_anew(converted: 
         train(converted, optimizer, 1)
 
 
-def test_nothing_is_written_beside_checkpoints_without_a_history(tmp_path: Path) -> None:
+def test_no_file_is_written_for_checkpoints_without_a_history(tmp_path: Path) -> None:
     net = fresh(Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True))
     checkpoints.save([net], tmp_path / "new")
     checkpoints.load([net], tmp_path)
@@ -229,7 +231,7 @@ def test_what_was_loaded_before_the_conversion_is_kept_for_it(converted: nn.Modu
     assert all(torch.equal(ours[layer][name], theirs[layer][name]) for layer in ours for name in ours[layer])
 
 
-def test_a_new_run_and_a_reverted_model_are_told_nothing(converted: nn.Module) -> None:
+def test_a_new_run_and_a_reverted_model_get_no_warning(converted: nn.Module) -> None:
     optimizer = torch.optim.AdamW(converted.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
