@@ -52,7 +52,15 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> str:
 
 
 def compatible(edits: Iterable[Edit], more: Iterable[Edit]) -> bool:
-    """True if all edits can be applied together."""
+    """True if the edits of one fix can be applied together with those of others.
+
+    They must not overlap, and no two may insert different texts at one offset: the order of the two would decide what
+    the result means (a key after the end of a YAML section belongs to the section before it).
+    """
+    edits, more = list(edits), list(more)
+    inserted = {edit.start: edit.text for edit in edits if edit.start == edit.end}
+    if any(edit.start == edit.end and inserted.get(edit.start, edit.text) != edit.text for edit in more):
+        return False
     try:
         apply_edits(" " * (1 + max((e.end for e in (*edits, *more)), default=0)), (*edits, *more))
     except OverlappingEdits:
