@@ -75,7 +75,7 @@ def test_s03_most_recent_is_not_passed_on(tmp_path: Path) -> None:
         handler = dataclasses.TERecipeKwargs(amax_compute_algo="most_recent", amax_history_len=16)
         assert handler.to_kwargs() == {"amax_history_len": 16}, fixed_upstream(3)
 
-    assert plugins()["te"].arguments(DELAYED)["amax_compute_algo"] == "most_recent"
+    assert plugins()["te"].build_arguments(DELAYED)["amax_compute_algo"] == "most_recent"
     assert "default of TERecipeKwargs and therefore not passed on" in refused(DELAYED, None)
     section = "{backend: TE, amax_compute_algo: most_recent}"
     assert "MPG809" in {code for code, _ in linted(config(tmp_path, mixed_precision="fp8", fp8_config=section))}
@@ -83,7 +83,7 @@ def test_s03_most_recent_is_not_passed_on(tmp_path: Path) -> None:
 
 def test_s04_arguments_that_te_drops_are_never_written(tmp_path: Path) -> None:
     """The part with mpguard."""
-    assert not {"interval", "override_linear_precision"} & plugins()["te"].arguments(DELAYED).keys()
+    assert not {"interval", "override_linear_precision"} & plugins()["te"].build_arguments(DELAYED).keys()
     section = "{backend: TE, interval: 4, override_linear_precision: [false, false, true]}"
     path = config(tmp_path, mixed_precision="fp8", fp8_config=section)
     assert "MPG809" in {code for code, _ in linted(path)}
