@@ -104,7 +104,7 @@ def test_what_is_not_carried_is_printed(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize("target", ["accelerate", "transformers", "megatron"])
 def test_keyword_targets_show_their_keywords(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = lines(capsys, "bf16_mixed", "--for", target)
-    arguments = plugins()[target].arguments(mpguard.recipe("bf16_mixed"))
+    arguments = plugins()[target].build_arguments(mpguard.recipe("bf16_mixed"))
     assert shown[0].startswith("# ")
     assert all(f"{name}={value!r}" in shown for name, value in arguments.items())
 

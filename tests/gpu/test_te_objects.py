@@ -40,7 +40,7 @@ def test_every_argument_is_a_field_of_the_recipe(name: str, kind: str) -> None:
     policy = mpguard.recipe(name)
     recipe = built(policy)
     assert type(recipe) is getattr(recipes, kind)
-    arguments = plugins()["te"].arguments(policy)
+    arguments = plugins()["te"].build_arguments(policy)
     del arguments["recipe"]
     for field, value in arguments.items():
         found = getattr(recipe, field)

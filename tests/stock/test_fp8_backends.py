@@ -51,7 +51,7 @@ def float8(model: nn.Module) -> set[str]:
 
 def refused(policy: Policy, strategy: str | None) -> str:
     with pytest.raises(package.PolicyError) as refusal:
-        plugins()["accelerate"].arguments(policy, strategy)
+        plugins()["accelerate"].build_arguments(policy, strategy)
     return str(refusal.value)
 
 

@@ -68,7 +68,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
     22: ("mpguard.runtime.launch.preflight:_engine",),
     23: ("mpguard.runtime.launch.preflight:_engine", "MPG811"),
     24: ("mpguard.runtime.plan:Plan.environment",),
-    25: ("mpguard_plugins.accelerate:beside_deepspeed_file", "mpguard.runtime.launch.launcher:_flags", "MPG861"),
+    25: ("mpguard_plugins.accelerate:with_deepspeed_file", "mpguard.runtime.launch.launcher:_flags", "MPG861"),
     26: ("mpguard.runtime.exit_hooks:drain_gloo_threads",),
     27: ("MPG801", "MPG807"),
     28: ("MPG802", "MPG809"),
