@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 import pytest
+from limits import seconds
 
 import mpguard
 from mpguard.core import errors
@@ -125,7 +126,7 @@ def heavy_after(code: str) -> set[str]:
     """The heavy packages that a fresh interpreter has imported after running some code."""
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules, sep='\\n')"],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=seconds(120), check=True,
     )  # fmt: skip
     return HEAVY & set(done.stdout.splitlines())
 

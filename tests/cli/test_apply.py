@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from limits import seconds
 
 import mpguard
 from mpguard import targets
@@ -118,7 +119,7 @@ def test_diff_writes_nothing_and_prints_what_git_takes(text: str, capfdbinary: p
     after = contents()
     for name, data in before.items():
         Path(name).write_bytes(data)
-    subprocess.run(["git", "apply", "-p0", "-"], input=diff, check=True, timeout=60)
+    subprocess.run(["git", "apply", "-p0", "-"], input=diff, check=True, timeout=seconds(60))
     assert contents() == after
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import seconds
 
 import mpguard
 from mpguard.cli import COMMANDS, main
@@ -18,7 +19,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_python_m_is_the_same() -> None:
-    done = subprocess.run([sys.executable, "-m", "mpguard", "--version"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "mpguard", "--version"], capture_output=True, text=True, timeout=seconds(60)
+    )
     assert (done.returncode, done.stdout) == (0, f"mpguard {mpguard.__version__}\n")
 
 
@@ -95,7 +98,7 @@ def test_what_stands_behind_two_dashes_is_no_option(
 @pytest.mark.parametrize("arguments", ["--help", "--version", "rule --all", "rule MPG201", "completion zsh", "recipes"])
 def test_a_reader_that_is_gone_is_no_traceback(arguments: str) -> None:
     command = f"{sys.executable} -m mpguard {arguments} | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=seconds(60))
     assert (done.returncode in (0, 2), done.stdout, done.stderr) == (True, "", "")
 
 
@@ -105,7 +108,7 @@ def test_streams_that_are_closed_or_full(arguments: str, tmp_path: Path) -> None
 
     def ran(streams: str) -> tuple[int, str]:
         command = ["bash", "-c", f"{sys.executable} -m mpguard {arguments} {streams}"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=seconds(60))
         return done.returncode, done.stderr
 
     assert ran("<&- >&-") == (0, "")

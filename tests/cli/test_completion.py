@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from limits import seconds
 
 from mpguard.cli import COMMANDS
 from mpguard.lint.formats.terminal import FORMATS
@@ -21,7 +22,7 @@ from mpguard.lint.model.rule import rules
 
 def printed(*shell: str) -> str:
     command = [sys.executable, "-m", "mpguard", "completion", *shell]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds(60), check=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def completed(script: str, *words: str) -> set[str]:
         ["bash", "--norc", "-uc", f"{script}\n{call}", "bash", *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=seconds(60),
         check=True,
     )
     assert done.stderr == ""
@@ -102,7 +103,12 @@ def test_fish(tmp_path: Path) -> None:
     def offered(line: str) -> dict[str, str]:
         ask = f"source {script}; complete -C '{line}'"
         done = subprocess.run(
-            ["fish", "--no-config", "-c", ask], capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path
+            ["fish", "--no-config", "-c", ask],
+            capture_output=True,
+            text=True,
+            timeout=seconds(60),
+            check=True,
+            cwd=tmp_path,
         )
         assert done.stderr == ""
         return dict([*each.split("\t"), ""][:2] for each in done.stdout.splitlines())
@@ -206,4 +212,4 @@ def test_only_this_command_imports_the_completion_library() -> None:
         main(["completion"])
         assert "shtab" in sys.modules
     """
-    subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=seconds(60), check=True)

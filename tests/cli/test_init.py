@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import seconds
 
 import mpguard
 from mpguard import targets
@@ -277,7 +278,7 @@ def test_accelerate_launches_it(arguments: list[str], expected: str) -> None:
         [*ACCELERATE, "--main_process_port", str(_free_port()), "show.py"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds(120),
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert expected in done.stdout, done.stdout + done.stderr

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from distributions import install
+from limits import seconds
 
 from mpguard.cli import main
 from mpguard.lint.formats.terminal import manual_url
@@ -223,7 +224,8 @@ def test_a_rule_that_does_not_import_is_2(tmp_path: Path) -> None:
     install(site, {"__init__.py": "", "broken.py": "import no_such_module\n"})
     (tmp_path / "a.py").write_text("")
     done = subprocess.run(
-        [sys.executable, "-m", "mpguard", "lint", "a.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "mpguard", "lint", "a.py"], cwd=tmp_path, capture_output=True, text=True,
+        timeout=seconds(60),
         env={**os.environ, "PYTHONPATH": str(site)},
     )  # fmt: skip
     assert done.returncode == 2
@@ -393,7 +395,12 @@ def test_a_terminal_gets_colours_unless_no_color() -> None:
     def terminal(**more: str) -> str:
         command = [sys.executable, "-c", code]
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, env={**environment, **more}
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds(60),
+            env={**environment, **more},
         )
         return done.stdout
 
@@ -436,7 +443,7 @@ def test_names_and_text_that_the_output_cannot_encode() -> None:
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     for arguments in (["."], ["--format", "json", "."], ["--diff", "."]):
         command = [sys.executable, "-m", "mpguard", "lint", *arguments]
-        done = subprocess.run(command, capture_output=True, timeout=60, env=environment)
+        done = subprocess.run(command, capture_output=True, timeout=seconds(60), env=environment)
         assert done.returncode == 1
         assert b"Traceback" not in done.stderr
 
@@ -458,7 +465,7 @@ def test_diff_changes_nothing_and_is_a_patch(mpguard: Any) -> None:
     assert ran.status == 1
     assert Path("mp.yaml").read_text() == WIZARD
     assert ran.err == "Would fix 1 problem in 1 file.\n"
-    subprocess.run(["patch", "-p0"], input=ran.out, text=True, check=True, capture_output=True, timeout=60)
+    subprocess.run(["patch", "-p0"], input=ran.out, text=True, check=True, capture_output=True, timeout=seconds(60))
     assert Path("mp.yaml").read_text() == READ
     ran = mpguard("lint", "--diff", "mp.yaml")
     assert (ran.status, ran.out) == (0, "")
@@ -558,7 +565,11 @@ print("\\n", *sorted(module for module in sys.modules if "." not in module))
 
 def imported(arguments: list[str], code: str = MODULES) -> set[str]:
     done = subprocess.run(
-        [sys.executable, "-c", code.format(arguments=arguments)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code.format(arguments=arguments)],
+        capture_output=True,
+        text=True,
+        timeout=seconds(60),
+        check=True,
     )
     return set(done.stdout.splitlines()[-1].split())
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from distributions import install
+from limits import seconds
 
 #: A rule that takes its time.
 SLOW = """
@@ -57,7 +58,7 @@ def on_terminal(folder: Path, environment: dict[str, str], *arguments: str) -> t
     reader.start()
     command = [sys.executable, "-m", "mpguard", "lint", "--no-cache", *arguments]
     done = subprocess.run(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=slave, env=environment, text=True, timeout=120
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=slave, env=environment, text=True, timeout=seconds(120)
     )
     os.close(slave)
     reader.join(60)
@@ -79,5 +80,5 @@ def test_nobody_else_sees_it(slow: dict[str, str], tmp_path: Path) -> None:
     assert on_terminal(work, {**slow, "CI": "true"}, "-j", "1")[1] == ""
     assert on_terminal(work, {**slow, "TERM": "dumb"}, "-j", "1")[1] == ""
     command = [sys.executable, "-m", "mpguard", "lint", "--no-cache", "-j", "1"]
-    done = subprocess.run(command, cwd=work, capture_output=True, env=slow, text=True, timeout=120)
+    done = subprocess.run(command, cwd=work, capture_output=True, env=slow, text=True, timeout=seconds(120))
     assert (done.stdout, done.stderr) == ("No problems in 30 files.\n", "")

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from limits import seconds
 
 import mpguard
 from mpguard.cli import main
@@ -142,7 +143,7 @@ def test_the_table_needs_no_framework() -> None:
         "import sys; from mpguard.cli import main; main(['recipes']); main(['recipes', 'bf16_mixed']);"
         "assert not {'torch', 'accelerate', 'deepspeed', 'transformers'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(60))
     assert done.returncode == 0, done.stderr
 
 

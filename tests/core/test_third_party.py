@@ -13,6 +13,7 @@ from typing import Any
 
 import distributions
 import pytest
+from limits import seconds
 
 from mpguard.core import entry_points, moved
 from mpguard.core.errors import ExtensionError
@@ -55,7 +56,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 def lint(*arguments: str) -> Any:
     return subprocess.run(
         [sys.executable, "-m", "mpguard", "lint", "--format", "concise", *arguments],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=seconds(120),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from distributions import install
+from limits import seconds
 from paths import REPOSITORY
 
 TEXT = (REPOSITORY / "CONTRIBUTING.md").read_text("utf-8")
@@ -41,7 +42,12 @@ def run(theirs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(theirs / "site"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=theirs / "work", capture_output=True, text=True, timeout=100, env=environment
+        [sys.executable, *arguments],
+        cwd=theirs / "work",
+        capture_output=True,
+        text=True,
+        timeout=seconds(100),
+        env=environment,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from limits import seconds
 from paths import REPOSITORY
 
 from mpguard.cli import main
@@ -188,6 +189,6 @@ def test_a_guide_shows_what_is_printed(page: str, tmp_path: Path) -> None:
         (tmp_path / "x.py").write_text(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)[1])
         command = [sys.executable, "x.py"]
         shown = text.split("```text\n")[1].split("```")[0]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=seconds(100))
     assert done.returncode == 0, done.stderr
     assert done.stdout == shown

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import seconds
 from paths import REPOSITORY
 
 from mpguard.cli import main
@@ -37,7 +38,7 @@ def test_program_trains_and_is_proven(name: str) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=seconds(300),
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
@@ -57,7 +58,12 @@ def test_deepspeed_at_another_stage(tmp_path: Path) -> None:
     told = []
     for more in ([], ["--deepspeed_config", tmp_path / "ds_config.json"]):
         done = subprocess.run(
-            [*words, *program, *more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+            [*words, *program, *more],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=seconds(300),
         )
         told.append((done.returncode, done.stdout + done.stderr))
     assert told[0][0] == 1 and "engine: deepspeed-zero2; asked: deepspeed-zero3" in told[0][1], told[0][1]

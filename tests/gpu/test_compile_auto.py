@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import seconds
 from processes import mp_yaml
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -75,7 +76,7 @@ def launched(
     run = subprocess.run(
         [*command, str(PROGRAMS / loop), *words, "--steps", "5", "--out", str(folder / "out.json")],
         cwd=folder, env={name: value for name, value in os.environ.items() if name not in outer},
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=seconds(200), check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     return run, json.loads((folder / "proof.json").read_text())

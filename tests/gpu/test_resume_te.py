@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import seconds
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -47,7 +48,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node", 1, "--master_port", free_port())
     engines = KEPT_IN_FP8 if request.param.endswith("kept") else ENGINES
     words = (*launcher, PROGRAMS / "resume.py", request.param, *engines)
-    run = command(Path(sys.executable).name, *words, cwd=folder, timeout=550, **fixed)
+    run = command(Path(sys.executable).name, *words, cwd=folder, timeout=seconds(550), **fixed)
     assert run.returncode == 0, told(run)
     return {"policy": request.param, **{each["engine"]: each for each in results(run)}}
 

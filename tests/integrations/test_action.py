@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from limits import seconds
 from paths import REPOSITORY
 
 ROOT = REPOSITORY
@@ -32,7 +33,12 @@ def run(step: dict[str, Any], folder: Path, environment: dict[str, str], **input
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
     own = {name: filled(value) for name, value in step["env"].items()}
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=400, env={**os.environ, **environment, **own}
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=seconds(400),
+        env={**os.environ, **environment, **own},
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from limits import seconds
 from paths import REPOSITORY
 
 ROOT = REPOSITORY
@@ -40,7 +41,7 @@ def git(folder: Path, *arguments: str) -> str:
         "commit.gpgsign=false",
     )
     done = subprocess.run(
-        ["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=60
+        ["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=seconds(60)
     )
     return done.stdout.strip()
 
@@ -86,7 +87,9 @@ def test_hook_in_a_strangers_repository(tmp_path: Path, hooks: Path, environment
     def pre_commit() -> subprocess.CompletedProcess[str]:
         git(theirs, "add", ".")
         command = [sys.executable, "-m", "pre_commit", "run", "--all-files", "--color", "never"]
-        return subprocess.run(command, cwd=theirs, capture_output=True, text=True, timeout=400, env=environment)
+        return subprocess.run(
+            command, cwd=theirs, capture_output=True, text=True, timeout=seconds(400), env=environment
+        )
 
     ran = pre_commit()
     assert ran.returncode == 1, ran.stdout + ran.stderr
@@ -106,12 +109,14 @@ def test_the_fixing_hook_refuses_a_commit_mends_and_lets_the_next_one_pass(
     for number in range(40):  # so many that they would be split among processes
         (theirs / f"clean{number}.py").write_text("print(1)\n")
     install = [sys.executable, "-m", "pre_commit", "install"]
-    subprocess.run(install, cwd=theirs, capture_output=True, timeout=60, check=True, env=environment)
+    subprocess.run(install, cwd=theirs, capture_output=True, timeout=seconds(60), check=True, env=environment)
 
     def commit() -> subprocess.CompletedProcess[str]:
         git(theirs, "add", ".")
         command = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-m", "x"]
-        return subprocess.run(command, cwd=theirs, capture_output=True, text=True, timeout=400, env=environment)
+        return subprocess.run(
+            command, cwd=theirs, capture_output=True, text=True, timeout=seconds(400), env=environment
+        )
 
     refused = commit()
     assert refused.returncode == 1, refused.stdout + refused.stderr

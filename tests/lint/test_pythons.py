@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import seconds
 from paths import REPOSITORY
 
 from mpguard.lint.model.rule import Rule, rules
@@ -91,7 +92,7 @@ def findings(python: Path, project: Path) -> list[dict[str, Any]]:
     options = ["--isolated", "--no-cache", "--select", "ALL", "--preview", "--format", "json"]
     done = subprocess.run(
         [str(python), "-m", "mpguard", "lint", *options, "."],
-        cwd=project, capture_output=True, text=True, timeout=300, check=False,
+        cwd=project, capture_output=True, text=True, timeout=seconds(300), check=False,
         env={**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'plugins'}"},
     )  # fmt: skip
     assert done.returncode == 1, done.stderr

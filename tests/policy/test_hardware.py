@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from limits import seconds
 
 import mpguard
 from mpguard.core.errors import PolicyError
@@ -131,7 +132,7 @@ def test_this_machine_is_queried_once_and_without_torch() -> None:
         "import sys; from mpguard.policy import hardware; here = hardware.detect(); assert here is hardware.detect();"
         "assert not {'torch', 'accelerate'} & set(sys.modules); print(here, here.libraries['torch'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(60))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1].startswith("2.")
 

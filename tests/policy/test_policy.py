@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
+from limits import seconds
 from policies import CANDIDATES, TOGETHER
 
 import mpguard
@@ -250,7 +251,7 @@ def test_what_is_no_text_form_is_refused(text: str, reason: str) -> None:
 
 def test_policies_need_no_torch() -> None:
     code = "import sys; from mpguard.policy import Policy; Policy.parse('{}'); assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=seconds(60)).returncode == 0
 
 
 def test_a_change_takes_along_what_it_takes_the_effect_from() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from distributions import install
+from limits import seconds
 
 import mpguard
 from mpguard.core.errors import ExtensionError, PolicyError, UnknownRecipe
@@ -127,7 +128,9 @@ def installed(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]
     def run(group: str, files: dict[str, str], code: str, value: str | None = None) -> subprocess.CompletedProcess[str]:
         install(tmp_path, files, package="other_pkg", groups=(group,), value=value)
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=seconds(60)
+        )
 
     return run
 

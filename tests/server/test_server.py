@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from distributions import install
+from limits import seconds
 from lsp_client import Editor, applied, editor, marked
 from lsprotocol import types
 from pygls.workspace import PositionCodec
@@ -58,7 +59,7 @@ def codes(diagnostics: list[types.Diagnostic]) -> list[Any]:
 
 def lint(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "mpguard", "lint", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120).stdout
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=seconds(120)).stdout
 
 
 # -- the session itself -------------------------------------------------------------------------------
@@ -105,14 +106,14 @@ async def test_an_editor_that_is_gone_leaves_no_server_behind(folder: Path) -> N
 
 def test_it_imports_no_torch() -> None:
     code = "import sys, mpguard.server.start; print(*{name.partition('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(60), check=True)
     assert {"pygls", "mpguard"} <= set(done.stdout.split())
     assert not {"torch", "accelerate", "rich"} & set(done.stdout.split())
 
 
 def test_without_pygls_it_says_what_to_install() -> None:
     code = "import sys; sys.modules['pygls'] = None; from mpguard.cli import main; sys.exit(main(['server']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(60))
     assert done.returncode == 2
     assert done.stderr.endswith("needs `pygls`, which is not installed: pip install 'mpguard[server]'\n")
     assert done.stdout == ""

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from limits import seconds
+
 BIN = Path(sys.executable).parent
 
 #: A function that a fork runs: it takes the words of a command line and returns a status.
@@ -60,12 +62,18 @@ def mp_yaml(
 
 
 def command(
-    program: str, *arguments: object, cwd: Path, timeout: float = 120, **more: str
+    program: str, *arguments: object, cwd: Path, timeout: float | None = None, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a program of this environment to its end."""
     words = [str(BIN / program), *map(str, arguments)]
     return subprocess.run(
-        words, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=timeout, check=False
+        words,
+        cwd=cwd,
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=timeout or seconds(120),
+        check=False,
     )
 
 
@@ -103,22 +111,22 @@ def run_module(words: list[str]) -> int:
 
 
 def in_fork(
-    arguments: Sequence[object], *, cwd: Path, timeout: float = 120, program: Program = run_module, **more: str
+    arguments: Sequence[object], *, cwd: Path, timeout: float | None = None, program: Program = run_module, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m mpguard.run ARGUMENTS`, or another program, in a fork of a server that has imported torch.
 
     Nothing else has run in that server. This process cannot be forked: the threads that torch has started here would
     be missing in the fork, which would wait for them for ever.
     """
-    words = [str(word) for word in arguments]
+    words, limit = [str(word) for word in arguments], timeout or seconds(120)
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         child = _SERVER.Process(target=_run, args=(program, words, str(cwd), environment(**more), (out, err)))
         child.start()
-        child.join(timeout)
+        child.join(limit)
         if child.exitcode is None:
             child.kill()
-            raise subprocess.TimeoutExpired(words, timeout, out.read_bytes(), err.read_bytes())
+            raise subprocess.TimeoutExpired(words, limit, out.read_bytes(), err.read_bytes())
         return subprocess.CompletedProcess(words, child.exitcode, out.read_text("utf-8"), err.read_text("utf-8"))
 
 
@@ -127,7 +135,7 @@ def ranks_in_fork(
     *,
     cwd: Path,
     processes: int = 2,
-    timeout: float = 120,
+    timeout: float | None = None,
     program: Program = run_module,
     **more: str,
 ) -> list[subprocess.CompletedProcess[str]]:

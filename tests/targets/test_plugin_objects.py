@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from limits import seconds
 from paths import REPOSITORY
 
 import mpguard
@@ -554,7 +555,7 @@ def test_deepspeed_engines_compute_and_reduce_in_the_policys_dtypes() -> None:
          "tests/programs/deepspeed_reduction.py", *(f"{policy} {stage}" for policy, stage, _ in ENGINES)],
         cwd=REPOSITORY,
         env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=240,
+        capture_output=True, text=True, timeout=seconds(240),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     results = [json.loads(line.split(" ", 1)[1]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]

@@ -7,6 +7,7 @@ extension then waits for it without a limit and without a message.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -51,8 +52,8 @@ def _open_files() -> set[str]:
     """Return the files that the processes which this user may read have open."""
     found = set()
     for links in Path("/proc").glob("[0-9]*/fd"):
-        try:
-            found |= {str(link.readlink()) for link in links.iterdir()}
-        except OSError:  # it has ended, or belongs to another user
-            continue
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            for link in links.iterdir():
+                with contextlib.suppress(OSError):  # the file was closed meanwhile
+                    found.add(str(link.readlink()))
     return found

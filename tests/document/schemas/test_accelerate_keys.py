@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import seconds
 
 from mpguard.document.schemas.accelerate import (
     ARGUMENTS,
@@ -102,7 +103,7 @@ def test_deepspeed_keys_and_arguments_are_read() -> None:
     options = subprocess.run(
         [sys.executable, "-c", "from accelerate.commands.launch import launch_command_parser as p\n"
          "print(*(action.dest for action in p()._actions))"],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=seconds(120), check=True,
     ).stdout.split()  # fmt: skip
     own = {
         name for name in options if "deepspeed" in name or "zero" in name or name.startswith(("gradient_", "offload_"))
@@ -117,7 +118,9 @@ def test_top_level_keys_are_the_fields_of_the_config_classes() -> None:
         "from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig\n"
         "print(*ClusterConfig.__dataclass_fields__)\nprint(*SageMakerConfig.__dataclass_fields__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(120), check=True
+    )
     cluster, sagemaker = (set(line.split()) for line in done.stdout.splitlines())
     assert cluster == TOP
     assert sagemaker == SAGEMAKER
@@ -134,7 +137,9 @@ def test_top_level_keys_are_the_fields_of_the_config_classes() -> None:
 
 def test_fp8_backends_are_those_of_the_enum() -> None:
     code = "from accelerate.utils.dataclasses import FP8BackendType as t\nprint(*(each.value for each in t))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(120), check=True
+    )
     assert set(FP8_BACKENDS.values()) == set(done.stdout.split()) - {"NO"}
 
 
@@ -174,7 +179,8 @@ def exported(tmp_path: Path, config: str) -> dict[str, str]:
     )
     done = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "mp.yaml", "show.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=240, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        cwd=tmp_path, capture_output=True, text=True,
+        timeout=seconds(240), env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ACCELERATE_MIXED_PRECISION") == 1, "one process"
@@ -188,7 +194,8 @@ def refused(tmp_path: Path, config: str) -> str:
     (tmp_path / "show.py").write_text("print('started')")
     done = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "mp.yaml", "show.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=240, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        cwd=tmp_path, capture_output=True, text=True,
+        timeout=seconds(240), env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode != 0 and "started" not in done.stdout
     return done.stderr
@@ -263,7 +270,7 @@ def test_behaviour_of_backend_spellings(tmp_path: Path) -> None:
     code = "from accelerate import Accelerator; Accelerator(cpu=True).fp8_backend"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        capture_output=True, text=True, timeout=240, env={**os.environ, **variables},
+        capture_output=True, text=True, timeout=seconds(240), env={**os.environ, **variables},
     )  # fmt: skip
     assert "'te' is not a valid FP8BackendType" in done.stderr
 
@@ -292,7 +299,7 @@ plugin = Plugin(fsdp_version=2, cpu_ram_efficient_loading={on})
 print("BUILT", Accelerator(mixed_precision="fp8", fsdp_plugin=plugin).distributed_type)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240,
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(240),
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_FP8_BACKEND": "AO"},
     )  # fmt: skip
     refused = "torchao with FSDP2 and cpu_ram_efficient_loading is not supported" in done.stderr

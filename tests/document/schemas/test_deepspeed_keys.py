@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from limits import seconds
 
 from mpguard.document.schemas.deepspeed import CONFIG, ELSEWHERE, RENAMED, SECTIONS, STRICT, VERSION
 
@@ -108,7 +109,7 @@ def real() -> dict[str, Any]:
     lines = [whole, *({**base, **config} for config, _ in CASES.values())]
     done = subprocess.run(
         [sys.executable, "-c", DRIVER],
-        input="\n".join(map(json.dumps, lines)), capture_output=True, text=True, timeout=300,
+        input="\n".join(map(json.dumps, lines)), capture_output=True, text=True, timeout=seconds(300),
         env={**os.environ, "DS_ACCELERATOR": "cpu"},
     )  # fmt: skip
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")] or [done.stderr]

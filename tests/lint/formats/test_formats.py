@@ -16,6 +16,7 @@ from xml.etree import ElementTree as ET
 
 import jsonschema
 import pytest
+from limits import seconds
 
 from mpguard.cli import main
 from mpguard.lint.formats import document, terminal
@@ -94,7 +95,7 @@ def test_reports_can_be_written_where_only_ascii_can(tmp_path: Path, name: str) 
     (tmp_path / NAMES[2]).write_text(CONFIG)
     command = [sys.executable, "-m", "mpguard", "lint", "--format", name, "."]
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, env=environment, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, env=environment, timeout=seconds(60))
     assert (done.returncode, done.stderr) == (1, b"")
     assert b"amax_history_len" in done.stdout
 

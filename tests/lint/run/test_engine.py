@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import seconds
 from paths import TESTS
 
 from mpguard.core.text_edits import Edit
@@ -420,7 +421,7 @@ print(sorted(pool._results))
 def test_a_worker_is_started_beside_one_that_has_nothing_left_to_do() -> None:
     """Where one has died. The pipe of the other is closed, and what raises in a child makes it a second parent."""
     command = [sys.executable, "-c", BESIDE_AN_IDLE_ONE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds(60))
     assert (done.stdout, done.stderr) == ("[0, 1, 2, 3]\n", "")
 
 
@@ -453,7 +454,7 @@ def test_an_interrupt_ends_all_workers(tmp_path: Path, whole_group: bool) -> Non
         workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
         assert len(workers) == 2
         (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
-        _, error = process.communicate(timeout=30)
+        _, error = process.communicate(timeout=seconds(30))
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

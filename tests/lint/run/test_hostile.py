@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import seconds
 
 from mpguard.cli import main
 from mpguard.core import entry_points
@@ -37,7 +38,7 @@ def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def lint(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
     """`mpguard lint` in a process; it fails where that takes longer than a minute."""
     command = [sys.executable, "-m", "mpguard", "lint", "--format", "concise", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **more)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds(120), check=False, **more)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
@@ -126,7 +127,7 @@ def test_nothing_of_the_project_is_imported(command: list[str]) -> None:
     done = subprocess.run(
         [*program, *(script if part == "mpguard" and not program else part for part in command), "lint",
          "--format", "concise", "--select", "ALL", "."],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=seconds(60), check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "MPG302" in done.stdout and "run: " not in done.stdout + done.stderr
@@ -227,7 +228,7 @@ def test_two_runs_at_once() -> None:
     old, _ = many(30)
     runs = [subprocess.Popen(COMMAND, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     for run in runs:
-        _, output = run.communicate(timeout=120)
+        _, output = run.communicate(timeout=seconds(120))
         assert run.returncode in (0, 2)
         assert all("changed by another program" in line or "roblem" in line for line in output.splitlines()), output
     (content,) = {path.read_bytes() for path in Path().glob("train*.py")}
@@ -318,7 +319,7 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     code = "import os, sys; from mpguard.cli import main; os.rmdir(os.getcwd()); sys.exit(main(['lint']))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path / "gone", capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=tmp_path / "gone", capture_output=True, text=True, timeout=seconds(60)
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("mpguard: the current folder does not exist or cannot be entered: "), done.stderr
@@ -382,7 +383,7 @@ def test_no_escape_sequence_comes_through(arguments: list[str]) -> None:
     Path(f"{name}.ipynb").write_text(json.dumps({"cells": ESCAPES}))
     done = subprocess.run(
         [sys.executable, "-m", "mpguard", "lint", *arguments, ".", f"gone{ESCAPES}.py"],
-        capture_output=True, timeout=60, check=False, env={**os.environ, "PYTHONUTF8": "1"},
+        capture_output=True, timeout=seconds(60), check=False, env={**os.environ, "PYTHONUTF8": "1"},
     )  # fmt: skip
     assert done.returncode == 2
     output = (done.stdout if arguments != ["--diff"] else b"").decode() + done.stderr.decode()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import seconds
 
 from mpguard.core import tracked_fs
 from mpguard.lint.source import files
@@ -156,7 +157,7 @@ def test_a_folder_without_permission_is_a_problem_of_its_own(tmp_path: Path) -> 
     for parent in tmp_path.parents:
         if parent.stat().st_uid == os.getuid() and parent != Path("/"):
             parent.chmod(parent.stat().st_mode | 0o055)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(60))
     Path("closed").chmod(0o755)
     assert "('closed', 'the folder cannot be read: no permission to read it')" in done.stdout, done.stderr
     assert "('open/a.py', None)" in done.stdout

@@ -16,6 +16,7 @@ from typing import Any
 import fake_delayed_scaling
 import pytest
 import torch
+from limits import seconds
 from paths import PROGRAMS
 from processes import command, results, told, torchrun
 from torch import nn
@@ -39,9 +40,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """What the program found: by engine and rank; on one process the rank is -1."""
     folder = tmp_path_factory.mktemp("resume")
     words = (PROGRAMS / "resume.py", request.param)
-    alone = command(Path(sys.executable).name, *words, *ALONE, cwd=folder, timeout=300)
+    alone = command(Path(sys.executable).name, *words, *ALONE, cwd=folder, timeout=seconds(300))
     assert alone.returncode == 0, told(alone)
-    spread = torchrun(*words, *SPREAD, cwd=folder, timeout=300, ACCELERATE_USE_CPU="true")
+    spread = torchrun(*words, *SPREAD, cwd=folder, timeout=seconds(300), ACCELERATE_USE_CPU="true")
     assert spread.returncode == 0, told(spread)
     found = {(each["engine"], -1): each for each in results(alone)}
     found |= {(each["engine"], each["rank"]): each for each in results(spread)}
@@ -66,11 +67,19 @@ def kept_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int],
     folder = tmp_path_factory.mktemp("kept")
     words = (PROGRAMS / "resume.py", "kept")
     alone = command(
-        Path(sys.executable).name, *words, *[each for each in ALONE if each in KEPT_IN_FP8], cwd=folder, timeout=300
+        Path(sys.executable).name,
+        *words,
+        *[each for each in ALONE if each in KEPT_IN_FP8],
+        cwd=folder,
+        timeout=seconds(300),
     )
     assert alone.returncode == 0, told(alone)
     spread = torchrun(
-        *words, *[each for each in SPREAD if each in KEPT_IN_FP8], cwd=folder, timeout=300, ACCELERATE_USE_CPU="true"
+        *words,
+        *[each for each in SPREAD if each in KEPT_IN_FP8],
+        cwd=folder,
+        timeout=seconds(300),
+        ACCELERATE_USE_CPU="true",
     )
     assert spread.returncode == 0, told(spread)
     found = {(each["engine"], -1): each for each in results(alone)}

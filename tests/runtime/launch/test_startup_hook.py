@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from limits import seconds
 from paths import PROGRAMS, REPOSITORY
 from processes import environment, mp_yaml, results, transcript
 
@@ -55,7 +56,7 @@ class Environment:
         program, *arguments = map(str, words)
         return subprocess.run(
             [str(self.bin / program), *arguments], cwd=cwd, env=environment(**more),
-            capture_output=True, text=True, timeout=120, check=False,
+            capture_output=True, text=True, timeout=seconds(120), check=False,
         )  # fmt: skip
 
     def output(self, *words: object, **more: str) -> str:

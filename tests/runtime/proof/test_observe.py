@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import seconds
 from processes import in_fork, mp_yaml, proof, ranks_in_fork, transcript
 from torch import nn
 
@@ -443,7 +444,7 @@ def test_ranks_agree_and_none_waits_for_ever(tmp_path: Path, script: str, kind: 
     """Rank 0, which hosts the store, ends last, so that the others can read the result."""
     (tmp_path / "t.py").write_text(HEAD + DISTRIBUTED + script + END)
     config = mp_yaml(tmp_path, distributed_type=kind, num_processes=2, fsdp_config="{fsdp_version: 2}")
-    ended = ranks_in_fork(["--config", config, "t.py"], cwd=tmp_path, timeout=60)
+    ended = ranks_in_fork(["--config", config, "t.py"], cwd=tmp_path, timeout=seconds(60))
     assert [each.returncode for each in ended] == [1 if says else 0] * 2, "\n".join(map(transcript, ended))
     assert (says or "proven in force on all 2 ranks") in ended[0].stderr, transcript(ended[0])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from distributions import install
+from limits import seconds
 
 from mpguard.cli import main
 from mpguard.core import settings
@@ -49,7 +50,7 @@ def lint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def git(*arguments: str) -> str:
     identity = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
     command = ["git", *identity, "-c", "init.defaultBranch=main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds(60)).stdout.strip()
 
 
 # -- baseline ----------------------------------------------------------------------------------------------
@@ -477,7 +478,9 @@ def test_isolated_imports_no_rules_of_others(tmp_path: Path) -> None:
     def status(*arguments: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "mpguard", "lint", "--preview", "--select", "ALL", *arguments, "."]
         environment = {**os.environ, "PYTHONPATH": str(site)}
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment)
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=seconds(60), env=environment
+        )
         return done.returncode, done.stdout + done.stderr
 
     assert "imported" in status()[1]
