@@ -2,7 +2,7 @@
 
     from mpguard.lint import Bad, Diagnostic, Facts, Fix, Good, Rule, any_of
 
-The names are imported when they are used, so that importing the rules imports neither libcst nor the facts.
+The names are imported when they are used: importing this package alone imports neither libcst nor the facts.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What configs may say: the keys that each framework reads, and what rules ask of one."""
+"""Queries and edits of configs that config rules share. The tables of keys are in `mpguard.document.schemas`."""

@@ -1,0 +1,1 @@
+"""The data model of the linter: rules, findings, results, selection, suppressions, and the pages of rules."""

@@ -1,1 +1,1 @@
-"""Rules about Python code: one file each, in folders per group."""
+"""The rules: one file each, in a folder per group; those about config files are in `config`."""

@@ -1,0 +1,1 @@
+"""The files of a run and their source: collecting, decoding, splitting into statements, parsing with libcst."""
