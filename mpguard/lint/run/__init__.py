@@ -1,1 +1,1 @@
-"""Running the linter: the engine and its readers, the prefilter, rules, workers, time limits, fixes, cache, adoption."""
+"""Running the linter: engine, readers, prefilter, rules, workers, time limits, fixes, cache, adoption."""
