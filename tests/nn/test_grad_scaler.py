@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="the real library runs here")
+
 import torch
 from paths import PROGRAMS
 from processes import results, told, torchrun

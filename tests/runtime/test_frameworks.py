@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="the real library runs here")
+
 import torch
 from paths import PROGRAMS
 from processes import command, free_port, in_fork, mp_yaml, proof, results, torchrun, transcript

@@ -8,6 +8,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+
+pytest.importorskip("accelerate", reason="the real library runs here")
+
 from accelerate.utils import dataclasses
 from processes import mp_yaml
 from stock import ENVIRONMENT, clean_accelerate, config, fixed_upstream, launched, linted, mpguard, mpguard_launch

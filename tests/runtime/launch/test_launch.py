@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("torch", reason="the real library runs here")
+
 from accelerate.commands.launch import launch_command_parser
 from paths import PROGRAMS
 from processes import command, free_port, in_fork, mp_yaml, proof, results, started, torchrun, transcript
