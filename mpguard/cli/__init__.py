@@ -30,7 +30,7 @@ COMMANDS = {
     "launch": "run `accelerate launch` with the policy enforced and proven",
     "server": "run the language server for editors",
     "completion": "print a completion script for bash, zsh or fish",
-    "hook": "enable `accelerate launch --config mp.yaml`",
+    "hook": "make `accelerate launch` enforce an mp.yaml (opt-in)",
 }
 
 

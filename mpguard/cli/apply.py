@@ -27,6 +27,9 @@ from mpguard.targets import capabilities
 from mpguard.targets.inject import Change
 from mpguard.targets.settings import ABSENT
 
+#: A file of another kind, such as a script, is not reported with an error of the YAML parser.
+_SUFFIXES = (".yaml", ".yml", ".json", "")
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="name of a recipe (see `mpguard recipes`)")
@@ -85,7 +88,10 @@ def _documents(paths: list[Path]) -> list[Document]:
         try:
             document.require()
         except ConfigError as error:
-            wrong.append(str(error))
+            if Path(document.path).suffix.lower() in _SUFFIXES:
+                wrong.append(str(error))
+            else:
+                wrong.append(f"{document.path}: is not a config; a YAML or JSON file is needed")
             continue
         if document.kind is None:
             wrong.append(

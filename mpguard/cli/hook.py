@@ -1,11 +1,11 @@
-"""Install the hook for `accelerate launch --config mp.yaml train.py`, with the policy in force in its workers.
+"""Make `accelerate launch --config mp.yaml train.py` enforce the policy in its workers.
 
     mpguard hook install [--user]
     mpguard hook status
     mpguard hook uninstall [--user]
 
-Opt-in: one line in one `.pth` file of this environment, which does nothing without an mp.yaml.
-`status` reports a line that an earlier version wrote as outdated; `install` replaces it.
+Opt-in: the hook is one line in one `.pth` file of this environment, which does nothing without an mp.yaml.
+`status` also reports a line written by an earlier version; `install` replaces it.
 Exit status: 0 done, or installed; 1 not installed, outdated or without effect; 2 could not be written.
 """
 
@@ -34,9 +34,11 @@ LINE = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("install", "uninstall", "status"))
+    parser.add_argument("action", choices=("install", "uninstall", "status"), help="required")
     parser.add_argument("--user", action="store_true", help="the user's site-packages instead of the environment's")
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="of `status`")
+    parser.add_argument(
+        "--format", choices=("text", "json"), default="text", help="output format of `status` (default: text)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
 """Write an mp.yaml from a recipe: a complete, commented accelerate config.
 
-DeepSpeed strategies also get a ds_config.json in the same folder, which sets the precision
-(accelerate refuses it in both files). On a machine without a GPU, `single` and `ddp` are
-written for the CPU unless --device gpu is given.
+DeepSpeed strategies also get a ds_config.json in the same folder. The precision is written only
+there, because accelerate rejects `mixed_precision` next to a DeepSpeed config file. On a machine
+without a GPU, `single` and `ddp` are written for the CPU unless --device gpu is given.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--num-processes",
         type=_positive,
         metavar="N",
-        help="number of processes (default: one per GPU, 2 without a GPU)",
+        help="default: 1 for `single`; else one per GPU (2 without a GPU; at least 2 for ddp)",
     )
     parser.add_argument(
         "--device", choices=("cpu", "gpu"), help="the device to train on (default: what this machine has)"

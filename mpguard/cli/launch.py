@@ -1,11 +1,11 @@
 """Run accelerate's launcher, and enforce and prove the policy of an mp.yaml in every worker.
 
-    mpguard launch --config mp.yaml [accelerate flags] SCRIPT [ARGS]
-
 The script is not changed; its output, arguments, signals and exit status are passed through
 (with several processes the exit status is that of the first rank that failed). mpguard itself
 exits with 1 (the policy is not in force) or 2 (could not start), and prints the reason on a
 line that begins with `mpguard:`.
+
+Put accelerate's own flags before SCRIPT; `accelerate launch --help` lists them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "mpguard launch --config FILE [--enforce error|warn|off] [--proof-json FILE] [accelerate flags] SCRIPT [ARGS]"
     )
     parser.add_argument("--config", metavar="FILE", help="the mp.yaml to launch with")
-    parser.add_argument("--enforce", choices=("error", "warn", "off"), help="what to do on a mismatch (default: error)")
-    parser.add_argument("--proof-json", metavar="FILE", help="write the proof to this file")
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="training script and its arguments")
+    parser.add_argument(
+        "--enforce",
+        choices=("error", "warn", "off"),
+        help="on a mismatch: end the run (default), print it and continue, or apply the policy without checking",
+    )
+    parser.add_argument("--proof-json", metavar="FILE", help="rank 0 writes the proof to this file")
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="training script; what follows is passed to it"
+    )
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     _rules(
         parser.add_argument_group(
-            "rule selection", "CODE is a code (MPG201), a prefix (MPG2) or ALL; separate several with commas"
+            "rule selection", "CODE is a rule code (MPG201), a prefix (MPG2) or ALL; separate several with commas."
         )
     )
     _files(parser.add_argument_group("file selection and context"))
@@ -136,7 +136,7 @@ def _running(group: argparse._ArgumentGroup) -> None:
         "--watch", action="store_true", help="check again whenever a file changes, until Ctrl-C (needs mpguard[watch])"
     )
     group.add_argument(
-        "--isolated", action="store_true", help="ignore all settings files, and rules of other distributions"
+        "--isolated", action="store_true", help="ignore all settings files and rules from third-party packages"
     )
     group.add_argument("-j", "--jobs", type=_jobs, metavar="N", help="number of processes (default: one per core)")
     group.add_argument("--no-cache", action="store_true", help="neither read nor write the cache")

@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("--stdio", action="store_true", help="accepted for editors that pass it; stdio is always used")
     parser.add_argument(
-        "--isolated", action="store_true", help="ignore all settings files, and rules of other distributions"
+        "--isolated", action="store_true", help="ignore all settings files and rules from third-party packages"
     )
 
 

@@ -75,7 +75,7 @@ def test_s06_unknown_keys_of_sections_are_accepted(tmp_path: Path) -> None:
     assert {line for code, line in linted(path) if code == "MPG801"} == {LAST, LAST + 1, LAST + 2, LAST + 3}
 
 
-def test_s07_deepspeed_config_beats_the_top_level(tmp_path: Path) -> None:
+def test_s07_deepspeed_config_overrides_the_top_level(tmp_path: Path) -> None:
     """Also without DeepSpeed."""
     path = config(tmp_path, deepspeed_config="{mixed_precision: fp16}")
     run = launched(tmp_path, config=path)
@@ -85,7 +85,7 @@ def test_s07_deepspeed_config_beats_the_top_level(tmp_path: Path) -> None:
     assert ("MPG804", LAST) in linted(path)
     ours = mp_yaml(tmp_path, deepspeed_config="{mixed_precision: fp16}")
     result = mpguard("launch", "--config", ours, ENVIRONMENT)
-    assert result.status == 1 and "silently beats the top-level mixed_precision" in result.err, result
+    assert result.status == 1 and "silently overrides the top-level mixed_precision" in result.err, result
     assert mpguard("apply", "bf16_mixed", ours).status == 0
     assert "fp16" not in ours.read_text()
 

@@ -72,7 +72,8 @@ def check_config(document: Document, processes: int | None) -> None:
     if not known & config.keys():
         keys = ", ".join(f"`{key}`" for key in list(config)[:3])
         raise ConfigError(
-            f"{document.path}: is no accelerate config; its keys are {keys}. `mpguard init RECIPE -o FILE` writes one"
+            f"{document.path}: is not an accelerate config; its keys are {keys}. `mpguard init RECIPE -o FILE` writes "
+            "one"
         )
     for key in config:
         if key not in known:
@@ -139,8 +140,8 @@ def _conflicting_keys(launch: PlannedLaunch) -> Iterator[str]:
         where = f"{launch.document.path}: `{change.key}: {show(change.old)}`{launch.at(change.key)}"
         if change.key == "deepspeed_config.mixed_precision":
             yield (
-                f"{where} silently beats the top-level mixed_precision; the policy `{policy.name}` must be the only "
-                "definition. Remove the key"
+                f"{where} silently overrides the top-level mixed_precision; the policy `{policy.name}` must be the "
+                "only definition. Remove the key"
             )
         if change.key.endswith("mixed_precision_policy") and change.old is not ABSENT:
             configured = Dtype.spelled(str(change.old))

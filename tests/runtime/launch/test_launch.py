@@ -242,7 +242,7 @@ DEEPSPEED = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu"
         ({"distributed_type": "MULTI_GPU", "num_processes": 2}, "start without a process group in common"),
         ({"distributed_type": "DEEPSPEED", "num_processes": 2}, "which accelerate starts on a GPU only"),
         ({"num_processes": 2}, "`distributed_type: NO` (line 2), which starts one process"),
-        ({"deepspeed_config": "{mixed_precision: fp16}"}, "silently beats the top-level mixed_precision"),
+        ({"deepspeed_config": "{mixed_precision: fp16}"}, "silently overrides the top-level mixed_precision"),
         ({"fsdp_config": "{mixed_precision_policy: fp16}"}, "accelerate reads no such key"),
         ({"recipe": "bf16_with_fp8_current_scaling_mixed", "mixed_precision": "fp8"}, "needs compute capability"),
     ],
@@ -300,7 +300,7 @@ def test_a_run_that_cannot_start_prints_the_reason(
 def test_another_file_than_a_config_cannot_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "axolotl.yaml").write_text("base_model: x\nbf16: auto\n")
     status, message = refused(tmp_path, "--config", tmp_path / "axolotl.yaml", capsys=capsys)
-    assert status == 2 and "is no accelerate config; its keys are `base_model`, `bf16`" in message, message
+    assert status == 2 and "is not an accelerate config; its keys are `base_model`, `bf16`" in message, message
     assert main(["launch", "--config", str(mp_yaml(tmp_path))]) == 2
     assert "no script is given; the command is mpguard launch --config mp.yaml SCRIPT" in capsys.readouterr().err
 

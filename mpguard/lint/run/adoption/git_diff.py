@@ -93,7 +93,11 @@ def _git(folder: Path, *arguments: str) -> bytes:
     if done.returncode != 0:
         # git's own message has the remedy, for example for a repository of another owner.
         message = done.stderr.decode(errors="replace").strip() or f"`git {arguments[0]}` failed"
-        raise ConfigError(f"--diff-from: {' '.join(message.split())}")
+        if "not a git repository" in message:
+            raise ConfigError(
+                f"--diff-from: {folder} is not in a git repository; run it in one, or leave the option out"
+            )
+        raise ConfigError(f"--diff-from: git failed in {folder}: {' '.join(message.split())}")
     return done.stdout
 
 
