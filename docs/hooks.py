@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE = "https://github.com/mpguard/mpguard"
+
+#: Web address of the repository, for links to files that are not pages; "" if it is unknown. Read the Docs sets it.
+SOURCE = os.environ.get("READTHEDOCS_GIT_CLONE_URL", "").removesuffix(".git")
+if not SOURCE.startswith("https://"):
+    SOURCE = ""
 
 #: Page of the site -> the file of the repository's root that it shows.
 ROOT_PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 
-#: Inline links of Markdown; code is skipped by `_CODE`.
-_LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
-_CODE = re.compile(r"^```.*?^```$|`[^`\n]+`(?!\])", re.M | re.S)
+#: Inline links of Markdown to relative addresses; and code, which is matched so that links in it are skipped.
+_LINK_OR_CODE = re.compile(
+    r"^```.*?^```$"
+    r"|\[(?P<text>(?:[^\[\]`]|`[^`\n]+`)*)\]\((?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)"
+    r"|`[^`\n]+`",
+    re.M | re.S,
+)
 
 
 def repository_path(page: str) -> PurePosixPath:
@@ -26,8 +35,8 @@ def repository_path(page: str) -> PurePosixPath:
 def site_link(page: str, target: str) -> str:
     """Return a link on the site for a relative link in the Markdown of a page.
 
-    Links to files that are pages become links between pages; links to other files of the repository lead to its host.
-    A link to a file that does not exist is returned unchanged: mkdocs reports it.
+    Links to files that are pages become links between pages; links to other files of the repository lead to `SOURCE`,
+    and are "" if it is unknown. A link to a file that does not exist is returned unchanged: mkdocs reports it.
     """
     path = _normal(repository_path(page).parent / target)
     if path is None or not (ROOT / path).exists():
@@ -37,16 +46,19 @@ def site_link(page: str, target: str) -> str:
         shown = str(path.relative_to("docs"))
     if shown is not None:
         return "../" * (len(PurePosixPath(page).parts) - 1) + shown
-    return f"{SOURCE}/{'tree' if (ROOT / path).is_dir() else 'blob'}/main/{path}"
+    return SOURCE and f"{SOURCE}/{'tree' if (ROOT / path).is_dir() else 'blob'}/main/{path}"
 
 
 def rewrite(page: str, markdown: str) -> str:
-    """Return the Markdown of a page with its relative links as `site_link` has them."""
-    parts, end = [], 0
-    for code in _CODE.finditer(markdown):
-        parts += [_LINK.sub(lambda match: site_link(page, match[1]), markdown[end : code.start()]), code[0]]
-        end = code.end()
-    return "".join([*parts, _LINK.sub(lambda match: site_link(page, match[1]), markdown[end:])])
+    """Return the Markdown of a page with its relative links as `site_link` has them; without an address, only text."""
+
+    def rewritten(match: re.Match[str]) -> str:
+        if match["target"] is None:
+            return match[0]
+        target = site_link(page, match["target"])
+        return f"[{match['text']}]({target}{match['anchor'] or ''})" if target else match["text"]
+
+    return _LINK_OR_CODE.sub(rewritten, markdown)
 
 
 def _normal(path: PurePosixPath) -> PurePosixPath | None:

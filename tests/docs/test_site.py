@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -104,25 +105,30 @@ def test_links_on_the_site_lead_to_pages_or_to_the_repository(page: str) -> None
             assert str(path) in PAGES, f"{page}: {link}"
 
 
-def test_links_are_rewritten_outside_of_code_only() -> None:
+def test_links_are_rewritten_outside_of_code_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "SOURCE", "https://x.org/ours")
     text = (
         "[a](docs/limits.md#proof) `[b](docs/limits.md)` [c](examples) [d](https://x.org/y.md)\n\n"
         "```\n[e](docs/x.md)\n```\n"
     )
     assert hooks.rewrite("index.md", text) == (
-        "[a](limits.md#proof) `[b](docs/limits.md)` [c](https://github.com/mpguard/mpguard/tree/main/examples)"
+        "[a](limits.md#proof) `[b](docs/limits.md)` [c](https://x.org/ours/tree/main/examples)"
         " [d](https://x.org/y.md)\n\n```\n[e](docs/x.md)\n```\n"
     )
+    monkeypatch.setattr(hooks, "SOURCE", "")
+    text = "[`train.py` and c](examples/train_torch.py) [a](docs/limits.md)"
+    assert hooks.rewrite("index.md", text) == "`train.py` and c [a](limits.md)"
     assert hooks.site_link("guides/fsdp.md", "../../README.md") == "../index.md"
     assert hooks.site_link("guides/fsdp.md", "../gone.md") == "../gone.md", "mkdocs reports it"
 
 
 def test_urls_are_the_same_everywhere() -> None:
     urls = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]["urls"]
-    assert set(urls) == {"Homepage", "Documentation", "Source", "Changelog", "Issues"}
     assert SITE["site_url"] == urls["Documentation"]
-    assert SITE["repo_url"] == hooks.SOURCE == urls["Source"] == urls["Homepage"]
-    assert not re.search(r"URL-OF-THIS-REPOSITORY|OWNER/REPOSITORY", PAGES["index.md"])
+    assert urls == {"Documentation": urls["Documentation"], "Changelog": f"{urls['Documentation']}changelog/"}
+    assert "changelog.md" in PAGES
+    assert "repo_url" not in SITE, "the repository has no public address yet; pages have placeholders for it"
+    assert [page for page in HAND_WRITTEN if "github.com/mpguard" in PAGES[page]] == []
 
 
 def test_the_readme_is_short_and_has_the_words_that_users_search_for() -> None:
@@ -149,6 +155,40 @@ def test_the_page_of_refusals_has_every_row_of_the_proof() -> None:
     assert len(rows) > 10
     headings = "\n".join(re.findall(r"^### .*$", PAGES["refused.md"], re.M))
     assert [row for row in sorted(rows) if row not in headings] == []
+
+
+#: In headings of refused.md: what stands for text that differs, and what separates messages.
+_VARYING = re.compile(
+    r"\.\.\.|; |\b(?:FIELD|KIND|LIBRARY|NAMES|PATTERN|N processes|[NMXY])\b"
+    r"|\b(?:DEEPSPEED|MULTI_GPU|(?<=asks for )FSDP|bf16\.enabled|fp8_param and fp8_param_gather)\b"
+)
+#: The same in headings about a row of the proof, `ROW: what ran; asked: what the policy has`.
+_VARYING_IN_ROWS = re.compile(
+    rf"{_VARYING.pattern}|(?<=not proven: )reduction|[:,;()\u2014]|\bor\b|\b(?:bf16|fp32|ddp|fsdp2|deepspeed-zero2|[0-9])\b"
+)
+
+
+def _source_texts() -> Iterator[str]:
+    """Yield the texts in the sources, without the formatted values of f-strings."""
+    for path in [*(REPOSITORY / "mpguard").rglob("*.py"), *(REPOSITORY / "plugins").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_headings_of_the_page_of_refusals_are_the_words_of_the_messages() -> None:
+    """Every fixed part of a heading, or of a table's first column, is in a text of the sources."""
+    texts = "\n".join(_source_texts()).replace("`", "")
+    missing = []
+    for section in PAGES["refused.md"].split("\n## ")[1:]:
+        varying = _VARYING_IN_ROWS if section.startswith("After the first step") else _VARYING
+        quoted = re.findall(r"^### (.*)$|^\| (?!message |--)(.*?) \| ", section, re.M)
+        for heading in ("".join(groups) for groups in quoted):
+            parts = [part.strip(" :,.=") for part in varying.split(heading.replace("`", ""))]
+            missing += [(heading, part) for part in parts if part not in texts]
+    assert missing == []
 
 
 # -- programs in the guides -------------------------------------------------------------------------------------------

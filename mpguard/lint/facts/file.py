@@ -14,6 +14,7 @@ import gc
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import libcst as cst
 
@@ -52,6 +53,16 @@ _TRAINS: tuple[EventKind, ...] = ("prepare", "initialize", "trainer")
 #: Receivers that have a `step` method and are no optimizers: schedulers, profilers, environments, progress bars.
 _NO_OPTIMIZER = re.compile(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\b|\bema\b")
 
+#: Former attributes of `Facts` -> their names now.
+_FORMER = {
+    "autocasting": "autocast_states",
+    "contexts": "regions_index",
+    "frozen": "frozen_params",
+    "prepared": "wrappers",
+    "trained": "training_use",
+    "walker": "index",
+}
+
 
 class Facts:
     """The facts of one file.
@@ -59,22 +70,30 @@ class Facts:
         source, path   the text of the file and its path
         module         the module scope
         calls          all calls, by the last name of the callee: `facts.calls["step"]`
-        walker         the index: scopes, parents of nodes, the record of each call
+        index          the index: scopes, parents of nodes, the record of each call
         values         abstract values of expressions (`evaluate` is the short form)
         graph          the call graph: callers, callees, base classes
-        contexts       `with` items and decorators, as regions
+        regions_index  `with` items and decorators, as regions
         flow           forward and backward data flow
         precision      the dtypes of tensors
         scalars        Python numbers that are combined with tensors
-        autocasting    the autocast state at a place
-        prepared       objects wrapped by Accelerate, DeepSpeed or FSDP
-        trained        the values and weights that are trained
-        frozen         the models that are never trained
+        autocast_states  the autocast state at a place
+        wrappers       objects wrapped by Accelerate, DeepSpeed or FSDP
+        training_use   the values and weights that are trained
+        frozen_params  the models that are never trained
         checkpoints    the states that are saved and restored
         project        the configs, settings and other files of the linted tree
 
     Raises `text.Unparsable` for a file that Python accepts and LibCST does not.
     """
+
+    if not TYPE_CHECKING:  # mypy would accept any attribute otherwise
+
+        def __getattr__(self, name: str) -> object:
+            """Raise an error that names what a former attribute is called now: rules of other packages may use it."""
+            if name in _FORMER:
+                raise AttributeError(f"Facts.{name} is called Facts.{_FORMER[name]} now")
+            raise AttributeError(f"Facts has no attribute {name!r}")
 
     def __init__(self, source: Source, project: ProjectApi | None = None, imported: bool = False) -> None:
         """Index the file.
@@ -89,16 +108,16 @@ class Facts:
         self.parsed_bytes = 0
         chunks = source.chunks
         self.module = Scope("module", "", cst.Pass(), None, chunks[0])
-        self.walker = Indexer(self.module)
+        self.index = Indexer(self.module)
         self.values = Values(self)
         self.graph = CallGraph(self)
-        self.contexts = Regions(self)
+        self.regions_index = Regions(self)
         self.flow = Flow(self)
-        self.frozen = FrozenModels(self)
-        self.prepared = WrapperFacts(self)
-        self.trained = TrainingUse(self)
+        self.frozen_params = FrozenModels(self)
+        self.wrappers = WrapperFacts(self)
+        self.training_use = TrainingUse(self)
         self.checkpoints = Checkpoints(self)
-        self.autocasting = AutocastStates(self)
+        self.autocast_states = AutocastStates(self)
         self.precision = TensorDtypes(self)
         self.scalars = Scalars(self)
         self.calls: dict[str, list[Call]] = {}
@@ -107,11 +126,11 @@ class Facts:
         self._unparsed: list[Chunk] = list(chunks) if imported else []
         self._chunks_by_name: dict[str, list[Chunk]] = partial_parse.chunks_by_name(chunks) if imported else {}
         if not imported:
-            self._walk(partial_parse.skip_irrelevant_methods(self._relevant_chunks(chunks)))
+            self._index_chunks(partial_parse.skip_irrelevant_methods(self._relevant_chunks(chunks)))
             for chunk in self._unparsed:
-                self.walker.stub(chunk)
+                self.index.stub(chunk)
             self._unparsed = []
-            apply_constant_flags(self.walker)
+            apply_constant_flags(self.index)
         self._events: dict[EventKind, list[Event]] = {}
         self._imported: dict[str, Facts | None] = {}
         self._active: set[object] = set()
@@ -128,8 +147,8 @@ class Facts:
             large = [chunk for chunk in chunks if chunk.end - chunk.start > LARGEST_IMPORTED]
             for chunk in large:
                 self._unparsed.remove(chunk)
-                self.walker.stub(chunk)
-            self._walk(
+                self.index.stub(chunk)
+            self._index_chunks(
                 partial_parse.skip_irrelevant_methods(
                     [chunk for chunk in chunks if chunk not in large and not partial_parse.is_table(chunk)]
                 )
@@ -138,21 +157,21 @@ class Facts:
     def need_all(self) -> None:
         """Parse all relevant statements of an imported module, which its events need."""
         if self._unparsed:
-            self._walk(
+            self._index_chunks(
                 partial_parse.skip_irrelevant_methods(
                     [chunk for chunk in self._unparsed if partial_parse.is_relevant(chunk)]
                 )
             )
             self._unparsed = []
 
-    def _walk(self, chunks: Sequence[Chunk]) -> None:
+    def _index_chunks(self, chunks: Sequence[Chunk]) -> None:
         with Frames(), _without_gc():
             for chunk in chunks:
                 if chunk in self._unparsed:
                     self._unparsed.remove(chunk)
                 self.parsed_bytes += chunk.end - chunk.start - sum(each.end - each.body for each in chunk.skipped)
-                self.walker.chunk(chunk)
-        for scope in self.walker.scopes:
+                self.index.chunk(chunk)
+        for scope in self.index.scopes:
             done = self._indexed.get(scope, 0)
             for call in scope.calls[done:]:
                 self.calls.setdefault(call.name, []).append(call)
@@ -172,7 +191,7 @@ class Facts:
         """
         if self._aliases[0] != self.parsed_bytes:
             found: dict[str, list[str]] = {}
-            for scope in self.walker.scopes:
+            for scope in self.index.scopes:
                 for key, bindings in scope.bindings.items():
                     for original in dict.fromkeys(map(_original_name, bindings)):
                         if original and original != key:
@@ -184,7 +203,7 @@ class Facts:
 
     def condition(self, node: cst.CSTNode, scope: Scope) -> Condition:
         """Return the truth of an expression as a formula over flags."""
-        return self.walker.conditions.of(node, scope)
+        return self.index.conditions.of(node, scope)
 
     def evaluate(self, node: cst.CSTNode | None, at: Record) -> Alternatives:
         """Return the abstract value of an expression at a record: its alternatives, each with a path condition."""
@@ -227,7 +246,7 @@ class Facts:
         """
         path = dotted(node)
         if isinstance(node, cst.Call):
-            inner = self.walker.call_of.get(node)
+            inner = self.index.call_of.get(node)
             if inner is not None and inner.receiver is not None and inner.name in library_names.SAME:
                 return self.from_outside(inner.receiver, inner, depth - 1)
             return False
@@ -335,24 +354,24 @@ class Facts:
 
     def regions(self, record: Record) -> tuple[Region, ...]:
         """Return the contexts around a record, outermost first: decorators of its functions, and `with` items."""
-        return self.contexts.around(record)
+        return self.regions_index.around(record)
 
     def autocasts(self, record: Record, depth: int = 3) -> list[tuple[Region, PathCondition]]:
         """Return the autocast regions that are active at a record: those of its function, otherwise those of its
         callers.
         """
         with Frames():
-            return self.contexts.autocasts(record, depth)
+            return self.regions_index.autocasts(record, depth)
 
     def autocast(self, call: Call, path: str) -> Region:
         """Return the region that a call of an autocast creates: its device and dtype, with torch's defaults."""
-        return self.contexts.autocast(call, path)
+        return self.regions_index.autocast(call, path)
 
     def enabled(self, call: Call, path: str) -> PathCondition:
         """Return the path condition that `enabled=` of an autocast or a scaler stands for; an impossible one for
         `False`.
         """
-        return self.contexts.enabled(call, path)
+        return self.regions_index.enabled(call, path)
 
     # -- events -----------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ def without_statement(facts: Facts, record: Call) -> Edit:
         return Edit(first, spans[place + 1][0], "") if place + 1 < len(spans) else Edit(spans[place - 1][1], last, "")
     if not isinstance(line, cst.SimpleStatementLine):
         return Edit(first, last, "pass")
-    block = facts.walker.parents.get(line)
+    block = facts.index.parents.get(line)
     if isinstance(block, cst.IndentedBlock) and len(block.body) == 1:
         return Edit(first, last, "pass")
     text = facts.source.text
@@ -104,7 +104,7 @@ def without_cast(facts: Facts, cast: Event) -> Fix | None:
         return Fix("Remove the cast, keep the move", "unsafe", (edit,))
     if call.name == "type" and constant(call.argument(0, "dtype")) == ("torch.cuda.HalfTensor",):
         return Fix("Remove the cast, keep the move", "unsafe", (without_method(call, ".cuda()"),))
-    above = facts.walker.parents.get(call.node)
+    above = facts.index.parents.get(call.node)
     if isinstance(above, (cst.NamedExpr, cst.IfExp, cst.Lambda)):
         return None  # `(x := x)`, `x if fp16 else x`
     statement = call.statement
@@ -143,7 +143,7 @@ def _statement_of_shared_line(facts: Facts, node: cst.CSTNode, at: Record) -> tu
     """
     line = node if isinstance(node, (cst.SimpleStatementLine, cst.SimpleStatementSuite)) else None
     if line is None and isinstance(node, cst.BaseSmallStatement):
-        line = facts.walker.parents.get(node)  # type: ignore[assignment]
+        line = facts.index.parents.get(node)  # type: ignore[assignment]
     if line is None or (isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1):
         return None
     spans = [at.chunk.span(statement) for statement in line.body]

@@ -301,10 +301,10 @@ def test_callers_of_forward(code: str) -> None:
         "class Net(torch.nn.Module):\n    def __init__(self):\n        log(1)\n    def forward(self, x): ...\n"
         f"def own(x): ...\nlog(x)\nwrap(log)(x)\nx.log(x)\nown(x)\n{code}\n"
     )
-    (forward,) = (scope for scope in facts.walker.scopes if scope.name == "forward")
+    (forward,) = (scope for scope in facts.index.scopes if scope.name == "forward")
     (call,) = facts.callers(forward)
     assert call.positional and call.line is not None and facts.source.position(call.span[0])[0] > 9
-    (init,) = (scope for scope in facts.walker.scopes if scope.qualname == "Net.__init__")
+    (init,) = (scope for scope in facts.index.scopes if scope.qualname == "Net.__init__")
     assert facts.callers(init)
 
 
@@ -541,3 +541,11 @@ def test_values_do_not_depend_on_earlier_requests() -> None:
     first = asked(range(4))
     assert "accelerator" in first[2]
     assert all(asked(order) == first for order in itertools.permutations(range(4)))
+
+
+def test_a_former_attribute_names_the_new_one() -> None:
+    facts = facts_of("x = 1\n")
+    with pytest.raises(AttributeError, match=r"Facts\.walker is called Facts\.index now"):
+        facts.walker  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'indexes'"):
+        facts.indexes  # noqa: B018

@@ -31,7 +31,7 @@ class BackwardFlow:
             return
         self.seen.add(node)
         if isinstance(node, cst.Call):
-            call = self.facts.walker.call_of.get(node)
+            call = self.facts.index.call_of.get(node)
             if call is not None:
                 self.found.append(call)
                 self.call(call, guard, depth)

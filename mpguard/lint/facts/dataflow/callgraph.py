@@ -184,7 +184,7 @@ class CallGraph:
         """The names of the attributes that the file sets, without methods."""
         return {
             key.rpartition(".")[2]
-            for scope in self.facts.walker.scopes
+            for scope in self.facts.index.scopes
             for key, bindings in scope.bindings.items()
             if "." in key or (scope.kind == "class" and any(each.kind not in _NO_CLASS for each in bindings))
         }
@@ -243,7 +243,7 @@ class CallGraph:
 
     def named(self, name: str) -> list[Scope]:
         """Return the functions and methods of a name."""
-        scopes = self.facts.walker.scopes
+        scopes = self.facts.index.scopes
         if self._named_at != len(scopes):
             self._named_at, self._named = len(scopes), {}
             for scope in scopes:
@@ -259,11 +259,11 @@ class CallGraph:
 
     def _passed_as_value(self, scope: Scope) -> bool:
         if self._passed_names_at != self.facts.parsed_bytes:
-            parents = self.facts.walker.parents
+            parents = self.facts.index.parents
             self._passed_names_at = self.facts.parsed_bytes
             self._passed_names = {
                 use.path
-                for place in self.facts.walker.scopes
+                for place in self.facts.index.scopes
                 for uses in place.uses.values()
                 for use in uses
                 if isinstance(parents.get(use.node), (cst.Arg, cst.Element))

@@ -109,13 +109,13 @@ class ForwardFlow:
 
     def sink(self, kind: str, call: Call) -> None:
         """Record a sink; a backward pass in a file that applies no gradients is recorded as `gradient`."""
-        if self.facts.trained.probes or (kind == "backward" and not self.facts.steps(call.scope)):
+        if self.facts.training_use.probes or (kind == "backward" and not self.facts.steps(call.scope)):
             kind = "gradient" if kind in _TRAIN_SINKS else kind
         self.reach.sinks.append(Sink(kind, call))
 
     def follow(self, node: cst.CSTNode, at: Record) -> None:
         """Follow the value of `node` to the enclosing expressions and statements."""
-        parents = self.facts.walker.parents
+        parents = self.facts.index.parents
         while self.nodes_left > 0 and ("node", node) not in self.seen:
             self.seen.add(("node", node))
             self.nodes_left -= 1
@@ -137,7 +137,7 @@ class ForwardFlow:
             elif isinstance(parent, cst.Call):  # the callee: model(x)
                 node = parent
             elif isinstance(parent, cst.Arg):
-                call = self.facts.walker.call_of.get(parents[parent])
+                call = self.facts.index.call_of.get(parents[parent])
                 if call is None or not self.argument(call, parent) or self.cast_back(call):
                     return
                 node, at = call.node, call
@@ -183,7 +183,7 @@ class ForwardFlow:
 
     def anonymous(self, node: cst.Lambda, at: Record) -> None:
         """Follow the result of a lambda: to the calls of its name, or the result of `map`."""
-        parents = self.facts.walker.parents
+        parents = self.facts.index.parents
         parent = parents.get(node)
         if isinstance(parent, cst.Assign) and isinstance(name := parent.targets[0].target, cst.Name):
             for call in self.facts.calls.get(name.value, ()):
@@ -216,7 +216,7 @@ class ForwardFlow:
             not call.path or self.facts.values.reaching(call.path.split(".", 1)[0], call.scope, call.order)
         ):
             return False
-        parents = self.facts.walker.parents
+        parents = self.facts.index.parents
         above = parents.get(call.node)
         if isinstance(above, cst.Attribute):
             return above.attr.value in _CASTS
@@ -257,7 +257,7 @@ class ForwardFlow:
         if key.startswith("self.") and scope.owner is not None:
             places = list(scope.owner.descendants())
         elif scope.kind == "module":
-            places = [s for s in self.facts.walker.scopes if key not in s.bindings or s is scope]
+            places = [s for s in self.facts.index.scopes if key not in s.bindings or s is scope]
         else:
             places = [s for s in places if s is scope or key not in s.bindings]
         root = key.split(".", 1)[0]
@@ -298,8 +298,8 @@ class ForwardFlow:
         """True if a use is `model.float()` or `model.to(torch.float32)`, in place or assigned to the same name."""
         if use.path.rpartition(".")[0] != key or not (use.path.endswith(".to") or use.path[len(key) + 1 :] in UPCASTS):
             return False
-        parent = self.facts.walker.parents.get(use.node)
-        call = self.facts.walker.call_of.get(parent) if isinstance(parent, cst.Call) else None
+        parent = self.facts.index.parents.get(use.node)
+        call = self.facts.index.call_of.get(parent) if isinstance(parent, cst.Call) else None
         if call is None or call.func is not use.node:
             return False
         if call.name == "to":
@@ -307,7 +307,7 @@ class ForwardFlow:
             dtypes = {name for each in given for _, name in self.facts.dtypes(each, call)} - {None}
             if not dtypes or not dtypes <= {"float32", "float64"}:
                 return False
-        above = self.facts.walker.parents.get(call.node)
+        above = self.facts.index.parents.get(call.node)
         if isinstance(above, cst.Assign):
             return any(dotted(each.target) == key for each in above.targets)
         return isinstance(above, cst.Expr)
@@ -336,13 +336,13 @@ class ForwardFlow:
         parts = rest.split(".") if rest else []
         if parts and parts[0] in _METADATA and parts[0] != "data":
             return
-        parent = self.facts.walker.parents.get(use.node)
+        parent = self.facts.index.parents.get(use.node)
         if isinstance(parent, cst.Call) and parent.func is use.node:
             if parts:
                 if self.method(parts[-1], parent):
                     self.follow(parent, use)
             else:
-                call = self.facts.walker.call_of.get(parent)
+                call = self.facts.index.call_of.get(parent)
                 if call is not None:
                     self.follow(parent, call)
             return
@@ -350,7 +350,7 @@ class ForwardFlow:
 
     def method(self, name: str, node: cst.Call) -> bool:
         """Handle a method call on the value. True if the flow continues with the method's result."""
-        call = self.facts.walker.call_of.get(node)
+        call = self.facts.index.call_of.get(node)
         if call is None:
             return False
         if name == "backward":
@@ -386,7 +386,7 @@ class ForwardFlow:
             if "accelerator" in kinds or "accelerator" in dotted(call.receiver).lower():
                 self.sink("prepare", call)
                 return True
-        if facts.frozen.named(dotted(call.receiver)) or facts.frozen.named(call.path):
+        if facts.frozen_params.named(dotted(call.receiver)) or facts.frozen_params.named(call.path):
             self.sink("frozen", call)
             return False
         if project_words.ADAPTERS.search(name) or project_words.ADAPTER_LOADERS.search(call.path):
@@ -409,7 +409,7 @@ class ForwardFlow:
                 known = True
                 carries = self.module(atom, call, arg) or carries
         if not known:
-            if call.path and call.path.rsplit(".", 1)[-1] in facts.trained.modules:
+            if call.path and call.path.rsplit(".", 1)[-1] in facts.training_use.modules:
                 self.reach.models.append(call)
             for function in facts.functions(call):
                 known = True

@@ -114,7 +114,7 @@ class Traces:
     @cached_property
     def all(self) -> tuple[Trace, ...]:
         """One trace for each function with relevant operations that no other function of the file calls."""
-        scopes = [s for s in self.facts.walker.scopes if s.kind != "class" and self._has_steps(s, ())]
+        scopes = [s for s in self.facts.index.scopes if s.kind != "class" and self._has_steps(s, ())]
         called = {
             helper.scope
             for s in scopes
@@ -199,7 +199,7 @@ class Traces:
                 continue
             schedules = "sched" in last_name(call.receiver).lower() or "scheduler" in facts.kinds(call.receiver, call)
             found.setdefault(call.scope, []).append(TraceStep("scheduler" if schedules else "other_step", call))
-        for scope in facts.walker.scopes:
+        for scope in facts.index.scopes:
             for uses in scope.uses.values():
                 for use in uses:
                     if use.path.endswith(".grad") or ".grad." in use.path:

@@ -43,7 +43,7 @@ def switches(facts: Facts) -> list[Switch]:
     """Return all assignments and reads of switches in a file, in order."""
     facts.need_all()
     found: list[Switch] = []
-    for scope in facts.walker.scopes:
+    for scope in facts.index.scopes:
         for key, bindings in scope.bindings.items():
             if key.rsplit(".", 1)[-1] not in _ATTRIBUTES:
                 continue

@@ -52,7 +52,7 @@ class Checkpoints:
             return "other"
         if is_optimizer(self.facts, node, event.call):
             return "optimizer"
-        if "model" in kinds or _MODEL.search(name) or last_name(node) in self.facts.trained.modules:
+        if "model" in kinds or _MODEL.search(name) or last_name(node) in self.facts.training_use.modules:
             return "model"
         if isinstance(node, cst.Call) and dotted(node.func).rsplit(".", 1)[-1] in _UNWRAPS:
             return "model"
@@ -99,11 +99,11 @@ class Checkpoints:
         ]
 
     def _written(self, event: Event) -> bool:
-        parents = self.facts.walker.parents
+        parents = self.facts.index.parents
         node: cst.CSTNode | None = event.call.node
         while node is not None and node is not event.call.line:
             node = parents.get(node)
-            call = self.facts.walker.call_of.get(node) if isinstance(node, cst.Call) else None
+            call = self.facts.index.call_of.get(node) if isinstance(node, cst.Call) else None
             if call is not None and call is not event.call and SAVES.search(call.name):
                 return True
         return bool(self.writes(event))
@@ -114,7 +114,7 @@ class Checkpoints:
         That is an argument of such a function, an element of a list or dict, a return value, or an attribute of another
         object.
         """
-        for scope in self.facts.walker.scopes:
+        for scope in self.facts.index.scopes:
             for each in scope.uses.values():
                 for use in each:
                     if use.path.rsplit(".", 1)[-1] == uses and self._passes_on(use):
@@ -122,7 +122,7 @@ class Checkpoints:
         return False
 
     def _passes_on(self, use: Use) -> bool:
-        parents = self.facts.walker.parents
+        parents = self.facts.index.parents
         node: cst.CSTNode = use.node
         parent = parents.get(node)
         while isinstance(parent, (cst.Element, cst.StarredElement, cst.DictElement, cst.Tuple, cst.List, cst.Dict)):
@@ -131,7 +131,7 @@ class Checkpoints:
             node, parent = parent, parents.get(parent)
         if isinstance(parent, cst.Arg):
             above = parents.get(parent)
-            call = self.facts.walker.call_of.get(above) if isinstance(above, cst.Call) else None
+            call = self.facts.index.call_of.get(above) if isinstance(above, cst.Call) else None
             return call is not None and bool(
                 _SAVES_OR_RESTORES.search(call.name) or call.name in ("register", "append", "setattr")
             )

@@ -23,7 +23,7 @@ def compiled_scopes(facts: Facts) -> dict[Scope, tuple[int, int]]:
     """
     found: dict[Scope, tuple[int, int]] = {}
     pending: list[tuple[Scope, tuple[int, int]]] = []
-    for scope in facts.walker.scopes:
+    for scope in facts.index.scopes:
         for decorator in scope.decorators:
             if _path(facts, decorator, scope).startswith(_COMPILES):
                 pending.append((_entry(scope), scope.chunk.span(decorator)))

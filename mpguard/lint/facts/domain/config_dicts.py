@@ -91,7 +91,7 @@ def given_to(facts: Facts, call: Call) -> Document | None:
 
 def _dicts(facts: Facts) -> Iterator[tuple[cst.Dict, Record, str]]:
     """Yield all dicts that are bound to a name, returned, or passed, each with its record and name."""
-    for scope in facts.walker.scopes:
+    for scope in facts.index.scopes:
         for key, bindings in scope.bindings.items():
             for binding in bindings:
                 if binding.kind == "assign" and isinstance(binding.value, cst.Dict):
@@ -114,7 +114,7 @@ def _given(facts: Facts, call: Call) -> Iterator[cst.Dict]:
     for each in [value, *(binding.value for binding in bindings if binding.kind == "assign")]:
         if isinstance(each, cst.Dict):
             yield each
-        inner = facts.walker.call_of.get(each) if isinstance(each, cst.Call) else None
+        inner = facts.index.call_of.get(each) if isinstance(each, cst.Call) else None
         for function in facts.functions(inner) if inner is not None else ():
             yield from (back.value for back in function.scope.returns if isinstance(back.value, cst.Dict))
 
@@ -162,7 +162,7 @@ class _DictConfig:
         """True if the code sets keys of the dict later."""
         return any(
             binding.kind == "item"
-            for scope in self.facts.walker.scopes
+            for scope in self.facts.index.scopes
             for name in self.names & scope.bindings.keys()
             for binding in scope.bindings[name]
         ) or any(
@@ -206,7 +206,7 @@ class _DictConfig:
     def _set_changes_unknown(self, root: Node) -> bool:
         """Set to unknown what the code changes elsewhere. False if the dict is passed to code that may complete it."""
         known = True
-        for scope in self.facts.walker.scopes if self.names else ():
+        for scope in self.facts.index.scopes if self.names else ():
             for name in self.names & scope.bindings.keys():
                 for binding in scope.bindings[name]:
                     if binding.kind == "item":

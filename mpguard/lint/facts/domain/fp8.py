@@ -89,9 +89,9 @@ def fp8_region(facts: Facts, record: Record) -> Region | None:
 
 def entered(facts: Facts) -> Iterator[tuple[With, Region]]:
     """Yield each `with` item of the file that enters FP8, with its region."""
-    for scope in facts.walker.scopes:
+    for scope in facts.index.scopes:
         for item in scope.withs:
-            for region in facts.contexts.entered(item):
+            for region in facts.regions_index.entered(item):
                 if region.kind == "fp8_autocast" and region.guard.possible:
                     yield item, region
 
@@ -100,7 +100,7 @@ def layers_in_fp8(facts: Facts) -> list[Layer]:
     """Return the layers of Transformer Engine that run in an FP8 region, directly or in functions called there."""
     pending = [
         (call, region)
-        for scope in facts.walker.scopes
+        for scope in facts.index.scopes
         for call in scope.calls
         if call.withs and (region := fp8_region(facts, call)) is not None
     ]
@@ -150,7 +150,7 @@ def layers_of(facts: Facts, node: cst.CSTNode, at: Record, library: str, depth: 
     seen: set[Scope] = set()
     while pending:
         cls = pending.pop()
-        if cls is None or cls in seen or cls not in facts.walker.scopes or len(seen) > 40:
+        if cls is None or cls in seen or cls not in facts.index.scopes or len(seen) > 40:
             continue
         seen.add(cls)
         for scope in cls.descendants():
@@ -191,8 +191,8 @@ class Float8Config:
 def float8_configs(facts: Facts, node: cst.CSTNode, at: Record, depth: int = _MAX_DEPTH) -> list[Float8Config | None]:
     """Return the configs that an expression may be; None stands for an unknown one."""
     found: list[Float8Config | None] = []
-    if isinstance(node, cst.Call) and node in facts.walker.call_of and depth > 0:
-        call = facts.walker.call_of[node]
+    if isinstance(node, cst.Call) and node in facts.index.call_of and depth > 0:
+        call = facts.index.call_of[node]
         if facts.called_path(call) == "dataclasses.replace" and call.positional:
             for inner in float8_configs(facts, call.positional[0], call, depth - 1):
                 found.append(dataclasses.replace(inner, calls=(call, *inner.calls)) if inner is not None else None)
@@ -253,7 +253,7 @@ def emulated(facts: Facts, call: Call) -> bool:
 
 def may_shard(facts: Facts) -> bool:
     """True if something in the file may apply FSDP2: by its name, a plugin of accelerate, or a helper that shards."""
-    for scope in facts.walker.scopes:
+    for scope in facts.index.scopes:
         for key, bindings in scope.bindings.items():
             if _shards(key) or any(_shards(f"{b.target}.{b.name}") for b in bindings):
                 return True

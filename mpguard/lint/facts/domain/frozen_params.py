@@ -40,7 +40,7 @@ class FrozenModels:
         """
         if (key := dotted(node)) and self.named(key):
             return True
-        parents = self.facts.walker.parents
+        parents = self.facts.index.parents
         while (parent := parents.get(node)) is not None:
             above = parents.get(parent)
             if isinstance(parent, cst.Attribute) and isinstance(above, cst.Call) and above.func is parent:
@@ -81,7 +81,7 @@ class FrozenModels:
 
     def _by_name(self) -> tuple[dict[str, list[tuple[Use, str, cst.Call]]], dict[str, list[Binding]]]:
         """Return, by the last name of an object, the calls of its methods and its bindings."""
-        walker = self.facts.walker
+        walker = self.facts.index
         if self._index[0] != self.facts.parsed_bytes:
             methods: dict[str, list[tuple[Use, str, cst.Call]]] = {}
             made: dict[str, list[Binding]] = {}
@@ -102,15 +102,15 @@ class FrozenModels:
             return bool(call.args) and constant(call.args[0].value) == (False,)
         if method not in ("parameters", "named_parameters"):
             return False
-        above = self.facts.walker.parents.get(call)
+        above = self.facts.index.parents.get(call)
         loop = above if isinstance(above, cst.For) else use.loops[-1] if use.loops else None
         return isinstance(loop, cst.For) and _clears_grad(use.scope, loop)
 
     def _optimized(self, call: cst.Call) -> bool:
         """True if the result of a call is passed to an optimizer."""
-        parents = self.facts.walker.parents
+        parents = self.facts.index.parents
         above = parents.get(call)
-        outer = self.facts.walker.call_of.get(parents[above]) if isinstance(above, cst.Arg) else None
+        outer = self.facts.index.call_of.get(parents[above]) if isinstance(above, cst.Arg) else None
         return outer is not None and any(
             library_names.kind_of(path) == "optimizer" for _, path in self.facts.paths(outer)
         )
@@ -124,7 +124,7 @@ class FrozenModels:
             params = {param.name for param in scope.params} - {"self"}
             for use in _uses(scope):
                 root, _, method = use.path.partition(".")
-                parent = self.facts.walker.parents.get(use.node)
+                parent = self.facts.index.parents.get(use.node)
                 always = root in params and not (use.guard - scope.guard)
                 if always and isinstance(parent, cst.Call) and self._freezes(use, method, parent):
                     found.add(root)
@@ -132,7 +132,7 @@ class FrozenModels:
 
     def _freezes_argument(self, node: cst.Call, value: cst.BaseExpression) -> bool:
         """True if a call freezes its argument."""
-        call = self.facts.walker.call_of.get(node)
+        call = self.facts.index.call_of.get(node)
         if call is None:
             return False
         if call.name in _FREEZERS:
@@ -146,7 +146,7 @@ class FrozenModels:
     def _passed_to_freezer(self, name: str) -> bool:
         """True if an object of this name is passed to a helper that freezes it."""
         helpers = {
-            s.name for s in self.facts.walker.scopes if s.kind == "function" and self._params_frozen_by(s)
+            s.name for s in self.facts.index.scopes if s.kind == "function" and self._params_frozen_by(s)
         } | _FREEZERS
         return any(
             dotted(value).rsplit(".", 1)[-1] == name and self._freezes_argument(call.node, value)

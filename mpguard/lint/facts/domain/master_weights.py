@@ -28,7 +28,7 @@ def masters(facts: Facts) -> bool:
     for call in facts.calls.get("backward", ()):
         if call.receiver is not None and call.positional and is_optimizer(facts, call.receiver, call):
             return True
-    for scope in facts.walker.scopes:
+    for scope in facts.index.scopes:
         if any(project_words.MASTER_WEIGHTS.search(base) for base in scope.base_names):
             return True
         if any(project_words.MASTER_WEIGHTS.search(use.path) for uses in scope.uses.values() for use in uses):
@@ -50,7 +50,7 @@ def _goes_to_grad(facts: Facts, use: Use) -> bool:
     """True if a use is assigned to the gradient of an element: `masters[n].grad = p.grad.float()`."""
     node: cst.CSTNode | None = use.node
     while node is not None and not isinstance(node, (cst.BaseSmallStatement, cst.BaseCompoundStatement)):
-        node = facts.walker.parents.get(node)
+        node = facts.index.parents.get(node)
     return isinstance(node, cst.Assign) and any(
         isinstance(each.target, cst.Attribute) and each.target.attr.value == "grad" and not dotted(each.target)
         for each in node.targets

@@ -114,7 +114,7 @@ class Regions:
             self._outer[scope, depth] = []
             found: list[tuple[Region, PathCondition]] = []
             for call in self.facts.callers(scope):
-                found += self.facts.of(call).contexts.autocasts(call, depth - 1)
+                found += self.facts.of(call).regions_index.autocasts(call, depth - 1)
                 if len(found) > _MAX_REGIONS:
                     break
             self._outer[scope, depth] = found
@@ -172,7 +172,7 @@ class Regions:
         arguments that an item passes through it; the region unchanged if they cannot be derived.
         """
         inner = region.call
-        outer = self.facts.walker.call_of.get(item.expr) if isinstance(item.expr, cst.Call) else None
+        outer = self.facts.index.call_of.get(item.expr) if isinstance(item.expr, cst.Call) else None
         if region.kind != "autocast" or inner is None or not inner.starred or outer is None or outer is inner:
             return region
         params = {param.name: param.kind for param in inner.scope.params}
@@ -182,7 +182,7 @@ class Regions:
         if any(binding.kind != "param" for name in starred for binding in inner.scope.bindings.get(name, ())):
             return region
         passed = {name: value for name, value in outer.keywords.items() if name not in params}
-        found = region.facts.contexts.autocast(inner, path, complete=True)
+        found = region.facts.regions_index.autocast(inner, path, complete=True)
         dtypes = self.facts.dtypes(passed["dtype"], outer) if "dtype" in passed else found.dtypes
         enabled = ALWAYS.given(self.facts.condition(passed["enabled"], item.scope)) if "enabled" in passed else ALWAYS
         return dataclasses.replace(found, dtypes=dtypes, guard=region.guard.joined(enabled))

@@ -99,12 +99,12 @@ class TrainingUse:
             return None
         if isinstance(cast.subject, (cst.Comparison, cst.BooleanOperation)):  # a mask of zeros and ones
             return None
-        if self.facts.frozen.value(cast.subject) or self.facts.frozen.value(cast.call.node):
+        if self.facts.frozen_params.value(cast.subject) or self.facts.frozen_params.value(cast.call.node):
             return None
         if self.facts.kinds(cast.subject, cast.call) & {"engine", "pipeline", "criterion"}:
             return None
         whole = self._cast_model(cast)
-        if whole is not None and (self.facts.frozen.named(whole[0]) or self.adapted(whole[0])):
+        if whole is not None and (self.facts.frozen_params.named(whole[0]) or self.adapted(whole[0])):
             return None
         return self._training(self._reach(cast, guards[0], whole))
 
@@ -128,11 +128,11 @@ class TrainingUse:
         """Return the name and record of the model whose parts are cast in a loop over them, or by the function that
         `apply` takes.
         """
-        parents = self.facts.walker.parents
+        parents = self.facts.index.parents
         above = parents.get(cast.call.node)
         if isinstance(above, cst.Lambda):
             arg = parents.get(above)
-            call = self.facts.walker.call_of.get(parents[arg]) if isinstance(arg, cst.Arg) else None
+            call = self.facts.index.call_of.get(parents[arg]) if isinstance(arg, cst.Arg) else None
             return self._applied(call) if call is not None and call.name == "apply" else None
         part = cast.key.removesuffix(".data")
         changed = cast.call.is_statement or (
@@ -176,13 +176,13 @@ class TrainingUse:
         """
         bound = self._bound(cast.call)
         found = []
-        parents = self.facts.walker.parents
+        parents = self.facts.index.parents
         given: list[cst.CSTNode] = [cast.call.node]
         if bound is not None:
             uses = cast.scope.uses.get(bound.key.split(".", 1)[0], ())
             given += [use.node for use in uses if use.path == bound.key and use.order > bound.order]
         calls = {
-            self.facts.walker.call_of.get(parents[arg])
+            self.facts.index.call_of.get(parents[arg])
             for each in given
             if isinstance(arg := parents.get(each), cst.Arg)
         }
@@ -204,20 +204,24 @@ class TrainingUse:
         for each in self.facts.evaluate(call.func, call):
             if isinstance(each.atom, Ref) and each.atom.path.startswith("torch.") and call.name in LOWERED:
                 return True
-            if isinstance(each.atom, Object) and each.atom.kind == "model" and not self.facts.frozen.named(call.path):
+            if (
+                isinstance(each.atom, Object)
+                and each.atom.kind == "model"
+                and not self.facts.frozen_params.named(call.path)
+            ):
                 return True
         last = call.path.rsplit(".", 1)[-1]
         known = self.facts.kinds(call.func, call) - {""}
-        return not known and last in self.modules and not self.facts.frozen.named(call.path)
+        return not known and last in self.modules and not self.facts.frozen_params.named(call.path)
 
     def passing(self, cast: Event, dtype: str) -> bool:
         """True if the cast only rounds (`.half().float()`), or makes a copy for a checkpoint."""
-        parents = self.facts.walker.parents
+        parents = self.facts.index.parents
         above = parents.get(cast.call.node)
         if isinstance(above, cst.Attribute) and above.attr.value in UPCASTS:
             return True
         if isinstance(above, cst.Attribute) and above.attr.value == "to":
-            outer = self.facts.walker.call_of.get(parents[above])
+            outer = self.facts.index.call_of.get(parents[above])
             if outer is not None and any(e.call is outer and not e.may_be(dtype) for e in self.facts.events("cast")):
                 return True
         if isinstance(cast.subject, cst.Call) and dotted(cast.subject.func).endswith("deepcopy"):
@@ -268,7 +272,7 @@ class TrainingUse:
             call.starred
             or self.passing(load, dtype)
             or self.facts.is_inference(call)
-            or self.facts.frozen.value(call.node)
+            or self.facts.frozen_params.value(call.node)
         ):
             return None
         if "pipeline" in self.facts.kinds(call.node, call):
@@ -282,7 +286,7 @@ class TrainingUse:
         """Return the binding of a name to the result of a call, directly or through methods that return the same
         object.
         """
-        parents = self.facts.walker.parents
+        parents = self.facts.index.parents
         node: cst.CSTNode = call.node
         while (
             isinstance(above := parents.get(node), cst.Attribute) and above.attr.value in library_names.SAME - UPCASTS
@@ -351,12 +355,12 @@ class TrainingUse:
             return True
         return any(
             project_words.SHARDING.search(f"{binding.target}.{binding.name}.{key}")
-            for scope in self.facts.walker.scopes
+            for scope in self.facts.index.scopes
             for key, bindings in scope.bindings.items()
             for binding in bindings
         ) or any(
             project_words.SHARDING.search(use.path)
-            for scope in self.facts.walker.scopes
+            for scope in self.facts.index.scopes
             for uses in scope.uses.values()
             for use in uses
         )

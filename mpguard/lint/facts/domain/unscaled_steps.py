@@ -89,7 +89,7 @@ def _data_scaler(path: str, facts: Facts) -> bool:
     if _DATA_SCALER.search(path):
         return True
     last = path.split(".", 1)[0]
-    made = [b for scope in facts.walker.scopes for b in scope.bindings.get(last, ()) if isinstance(b.value, cst.Call)]
+    made = [b for scope in facts.index.scopes for b in scope.bindings.get(last, ()) if isinstance(b.value, cst.Call)]
     return bool(made) and all(
         isinstance(b.value, cst.Call) and bool(_DATA_SCALER.search(dotted(b.value.func))) for b in made
     )

@@ -190,7 +190,7 @@ class _Search:
 
     def call(self, node: cst.Call, guard: PathCondition, depth: int, index: int | None = None) -> None:
         """Follow a call; index: the position in its result, if that is unpacked."""
-        call = self.facts.walker.call_of.get(node)
+        call = self.facts.index.call_of.get(node)
         if call is None:
             return
         if call in self.calls:

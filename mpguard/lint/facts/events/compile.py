@@ -59,10 +59,10 @@ def compiled(facts: Facts, guard: PathCondition = ALWAYS) -> bool:
             return True
     return any(
         use.path.endswith("compile") and compatible(use.guard, guard) and not use.path.startswith(("re.", "regex."))
-        for scope in facts.walker.scopes
+        for scope in facts.index.scopes
         for uses in scope.uses.values()
         for use in uses
-        if not isinstance(facts.walker.parents.get(use.node), cst.Call)
+        if not isinstance(facts.index.parents.get(use.node), cst.Call)
     )
 
 

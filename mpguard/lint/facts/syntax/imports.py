@@ -29,14 +29,14 @@ _TORCH_1 = re.compile(r">=?\D*1\.\d")
 
 def imports(facts: Facts) -> Iterator[Binding]:
     """Yield every binding by an import."""
-    for scope in facts.walker.scopes:
+    for scope in facts.index.scopes:
         for bindings in scope.bindings.values():
             yield from (binding for binding in bindings if binding.kind in ("from", "import"))
 
 
 def renamed(facts: Facts) -> Iterator[Binding]:
     """Yield every binding of a plain name to a dotted one: `amp = torch.cuda.amp`."""
-    for scope in facts.walker.scopes:
+    for scope in facts.index.scopes:
         for key, bindings in scope.bindings.items():
             if "." not in key:
                 yield from (each for each in bindings if each.kind == "assign" and "." in dotted(each.value))
@@ -52,7 +52,7 @@ def by_statement(bindings: list[Binding]) -> dict[cst.CSTNode, list[Binding]]:
 
 def uses(facts: Facts, binding: Binding) -> list[Use]:
     """Return the uses of a name that an import binds, in the scopes that see the binding."""
-    scopes = facts.walker.scopes if binding.scope.kind == "module" else list(binding.scope.descendants())
+    scopes = facts.index.scopes if binding.scope.kind == "module" else list(binding.scope.descendants())
     return [
         use
         for scope in scopes

@@ -161,7 +161,7 @@ class Values:
                 *restrict(self.evaluate(node.right, scope, order), ALWAYS.given(negated(condition))),
             )
         if isinstance(node, cst.Call):
-            call = self.facts.walker.call_of.get(node)
+            call = self.facts.index.call_of.get(node)
             return self.result(call) if call is not None else NOTHING_KNOWN
         if isinstance(node, (cst.Tuple, cst.List)):
             parts = tuple(functools.partial(self.evaluate, element.value, scope, order) for element in node.elements)

@@ -79,14 +79,14 @@ def _options(facts: Facts) -> Iterator[Option]:
             flags = [flag.lstrip("-").replace("-", "_") for flag in flags]
             if flags and (default := call.keywords.get("default")) is not None:
                 yield Option(max(flags, key=len), call, _dtype(default, call, facts), False, call.span)
-    for scope in facts.walker.scopes:
+    for scope in facts.index.scopes:
         for key, bindings in scope.bindings.items():
             binding = bindings[0]
             if len(bindings) != 1 or binding.kind != "assign" or binding.value is None or binding.guard:
                 continue
             value = binding.value
             if isinstance(value, cst.Call) and dotted(value.func).rsplit(".", 1)[-1] in ("field", "Field"):
-                field = facts.walker.call_of.get(value)
+                field = facts.index.call_of.get(value)
                 default = field.argument(0 if field.name == "Field" else None, "default") if field is not None else None
                 if default is None:
                     continue

@@ -89,7 +89,7 @@ class TensorDtypes:
         active.
         """
         found = self.low(node, at)
-        if found is None or found.lowered or any(state.dtype != "off" for state in self.facts.autocasting.at(at)):
+        if found is None or found.lowered or any(state.dtype != "off" for state in self.facts.autocast_states.at(at)):
             return None
         return found
 
@@ -127,7 +127,7 @@ class TensorDtypes:
         if isinstance(node, (cst.Name, cst.Attribute)):
             return self._named(node, at)
         if isinstance(node, cst.Call):
-            call = self.facts.walker.call_of.get(node)
+            call = self.facts.index.call_of.get(node)
             return self._call(call) if call is not None else _UNKNOWN
         if isinstance(node, cst.BinaryOperation):
             if isinstance(node.operator, cst.MatrixMultiply):
@@ -218,7 +218,7 @@ class TensorDtypes:
             if isinstance(value, (cst.Tuple, cst.List)) and len(binding.index) == 1:
                 place = binding.index[0]
                 return self._of(value.elements[place].value, binding) if place < len(value.elements) else _UNKNOWN
-            call = facts.walker.call_of.get(value)
+            call = facts.index.call_of.get(value)
             if call is not None and call.name in ("chunk", "split", "unbind", "size", "tensor_split"):
                 return self._of(value, binding)
             if call is not None and call.name in ("topk", "sort", "max", "min") and binding.index == (0,):
@@ -227,7 +227,7 @@ class TensorDtypes:
                 return (TensorDtype(ALWAYS, NUMBER),)
             return _UNKNOWN
         if binding.kind == "for" and value is not None:
-            call = facts.walker.call_of.get(value)
+            call = facts.index.call_of.get(value)
             if call is not None and call.path == "range":
                 return (TensorDtype(ALWAYS, NUMBER),)
             return _UNKNOWN
@@ -394,7 +394,7 @@ class TensorDtypes:
     def _lowered(self, parts: tuple[cst.BaseExpression, ...], at: Record) -> tuple[TensorDtype, ...]:
         """Return the dtypes of a matrix product: that of the autocast region, otherwise that of the operands."""
         found: list[TensorDtype] = []
-        for state in self.facts.autocasting.at(at):
+        for state in self.facts.autocast_states.at(at):
             if state.dtype in (None, "off"):
                 given = [each for part in parts for each in self._of(part, at) if each.dtype in _FLOATS]
                 found += self._under(tuple(given), state.guard) or (TensorDtype(state.guard, None),)
@@ -405,7 +405,7 @@ class TensorDtypes:
     def _float32_under_autocast(self, first: cst.BaseExpression | None, at: Record) -> tuple[TensorDtype, ...]:
         """Return the dtypes of an operation that CUDA autocast runs in FP32."""
         found: list[TensorDtype] = []
-        for state in self.facts.autocasting.at(at):
+        for state in self.facts.autocast_states.at(at):
             if state.dtype == "off":
                 found += self._under(self._of(first, at), state.guard)
             else:
@@ -422,8 +422,8 @@ class TensorDtypes:
         call in it.
         """
         if self._records is None:
-            self._records = {call.node: call for scope in self.facts.walker.scopes for call in scope.calls}
-            for scope in self.facts.walker.scopes:
+            self._records = {call.node: call for scope in self.facts.index.scopes for call in scope.calls}
+            for scope in self.facts.index.scopes:
                 for uses in scope.uses.values():
                     self._records.update((use.node, use) for use in uses)
         stack = [node]

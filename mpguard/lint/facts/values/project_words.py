@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 
-class Row(NamedTuple):
+class ProjectWord(NamedTuple):
     """A name, or a regular expression; what it means; the packages, rules and repositories that need it."""
 
     word: str
@@ -26,40 +26,40 @@ class Row(NamedTuple):
     needed_by: tuple[str, ...]
 
 
-def _names(rows: Iterable[Row]) -> frozenset[str]:
+def _names(rows: Iterable[ProjectWord]) -> frozenset[str]:
     return frozenset(row.word for row in rows)
 
 
-def _pattern(rows: Iterable[Row], flags: int = 0, start: str = "", end: str = "") -> re.Pattern[str]:
+def _pattern(rows: Iterable[ProjectWord], flags: int = 0, start: str = "", end: str = "") -> re.Pattern[str]:
     return re.compile(f"{start}(?:{'|'.join(row.word for row in rows)}){end}", flags)
 
 
 _MASTER_WEIGHTS = (
-    Row(
+    ProjectWord(
         r"fp16_?(?:\w*optim|module)",
         "an optimizer or module with FP32 masters: FP16_Optimizer, FP16Optimizer, FP16_Module",
         ("MPG101", "deepspeed", "fairseq", "parlai"),
     ),
-    Row(
+    ProjectWord(
         r"mixed_?precision_?(?:\w*optim|trainer|plugin)",
         "MixedPrecisionOptimizer, MixedPrecisionTrainer, MixedPrecisionPlugin",
         ("megatron-core", "colossalai", "openai/guided-diffusion", "lightning"),
     ),
-    Row("ampoptim", "AMPOptimizer, AmpOptimWrapper", ("fairseq", "mmengine", "mmdet")),
-    Row("ampmodel", "TorchAMPModel, NaiveAMPModel", ("colossalai",)),
-    Row(
+    ProjectWord("ampoptim", "AMPOptimizer, AmpOptimWrapper", ("fairseq", "mmengine", "mmdet")),
+    ProjectWord("ampmodel", "TorchAMPModel, NaiveAMPModel", ("colossalai",)),
+    ProjectWord(
         "master_?(?:param|weight|cop)",
         "master_params, master_weights, master_copy",
         ("colossalai", "deepspeed", "megatron-core", "openai/guided-diffusion"),
     ),
-    Row("float16_?optim", "Float16OptimizerWithFloat16Params", ("megatron-core",)),
-    Row("bf16_?optim", "BF16_Optimizer", ("deepspeed",)),
+    ProjectWord("float16_?optim", "Float16OptimizerWithFloat16Params", ("megatron-core",)),
+    ProjectWord("bf16_?optim", "BF16_Optimizer", ("deepspeed",)),
 )
 #: What keeps FP32 master weights and scales the loss by itself: searched in names and base classes.
 MASTER_WEIGHTS = _pattern(_MASTER_WEIGHTS, re.IGNORECASE)
 
 _FP16_MODULES = (
-    Row(
+    ProjectWord(
         r"\bfp16(?:_\w+)?\.",
         "a module for FP16: apex.fp16_utils, fairseq.optim.fp16_optimizer, parlai.utils.fp16",
         ("pt-trainer", "fairseq", "parlai"),
@@ -69,25 +69,25 @@ _FP16_MODULES = (
 FP16_MODULES = _pattern(_FP16_MODULES)
 
 _ADAPTERS = (
-    Row("get_peft_model", "adds adapters to a model", ("peft", "MPG101", "MPG103")),
-    Row("PeftModel", "a model with adapters", ("peft", "MPG103")),
-    Row("PeftMixedModel", "a model with adapters of several types", ("peft",)),
-    Row(
+    ProjectWord("get_peft_model", "adds adapters to a model", ("peft", "MPG101", "MPG103")),
+    ProjectWord("PeftModel", "a model with adapters", ("peft", "MPG103")),
+    ProjectWord("PeftMixedModel", "a model with adapters of several types", ("peft",)),
+    ProjectWord(
         r"mark_only_\w*trainable",
         "mark_only_lora_as_trainable: freezes all but the adapters",
         ("MPG515", "litgpt"),
     ),
-    Row(
+    ProjectWord(
         r"(?:add|inject|train|init|apply|inject_trainable)_(?:adapters?|q?lora\w*)",
         "add_adapter, inject_adapter_in_model, train_adapter, init_adapters, inject_trainable_lora, add_lora",
         ("MPG103", "peft", "adapters", "cloneofsimo/lora", "cccntu/minLoRA"),
     ),
-    Row(
+    ProjectWord(
         r"(?:swap|convert|replace|wrap)(?:_\w+)?_q?lora\w*",
         "swap_for_qlora, convert_linear_layer_to_lora: replaces layers by ones with adapters",
         ("MPG511", "transformer-nuggets", "SwissArmyTransformer", "NiuTrans/Vision-LLM-Alignment"),
     ),
-    Row(
+    ProjectWord(
         "prepare_model_for_(?:kbit|int8)_training",
         "freezes a quantized model for adapters",
         ("peft", "trl"),
@@ -97,7 +97,7 @@ _ADAPTERS = (
 ADAPTERS = _pattern(_ADAPTERS, start="^")
 
 _ADAPTER_LOADERS = (
-    Row(
+    ProjectWord(
         r"(?:Auto)?Peft\w*\.from_pretrained",
         "PeftModel.from_pretrained(base, ...), AutoPeftModelForCausalLM.from_pretrained(...)",
         ("peft", "MPG103", "MPG107"),
@@ -107,21 +107,21 @@ _ADAPTER_LOADERS = (
 ADAPTER_LOADERS = _pattern(_ADAPTER_LOADERS, start=r"(?:^|\.)", end="$")
 
 _PARTLY_FROZEN = (
-    Row("lora", "`if 'lora' not in name:`", ("MPG101", "litgpt")),
-    Row("adapter", "`if 'adapter' in name:`", ("adapters", "peft")),
-    Row("frozen", "`if name in frozen:`", ("deepspeed", "mmdet")),
-    Row("freeze", "`if self.freeze:`", ("speechbrain", "fairseq")),
-    Row("trainable", "`if not trainable:`", ("peft", "torchtune")),
+    ProjectWord("lora", "`if 'lora' not in name:`", ("MPG101", "litgpt")),
+    ProjectWord("adapter", "`if 'adapter' in name:`", ("adapters", "peft")),
+    ProjectWord("frozen", "`if name in frozen:`", ("deepspeed", "mmdet")),
+    ProjectWord("freeze", "`if self.freeze:`", ("speechbrain", "fairseq")),
+    ProjectWord("trainable", "`if not trainable:`", ("peft", "torchtune")),
 )
 #: Flags under which a loop over a model's parts casts those that are not trained.
 PARTLY_FROZEN = _pattern(_PARTLY_FROZEN, re.IGNORECASE)
 
 _SHARDING = (
-    Row("deepspeed", "DeepSpeed's engine, optimizers and plugins", ("deepspeed", "MPG107")),
-    Row("fsdp", "torch's FSDP and the plugins and helpers named after it", ("torchtitan", "fairscale")),
-    Row("megatron", "Megatron-Core, Megatron-LM and their forks", ("megatron-core",)),
-    Row("colossal", "Colossal-AI's booster and plugins", ("colossalai",)),
-    Row(
+    ProjectWord("deepspeed", "DeepSpeed's engine, optimizers and plugins", ("deepspeed", "MPG107")),
+    ProjectWord("fsdp", "torch's FSDP and the plugins and helpers named after it", ("torchtitan", "fairscale")),
+    ProjectWord("megatron", "Megatron-Core, Megatron-LM and their forks", ("megatron-core",)),
+    ProjectWord("colossal", "Colossal-AI's booster and plugins", ("colossalai",)),
+    ProjectWord(
         "zero_?(?:stage|optimizer|redundancy)",
         "ZeRO: zero_stage, ZeroOptimizer, ZeroRedundancyOptimizer",
         ("deepspeed", "colossalai"),
@@ -131,117 +131,121 @@ _SHARDING = (
 SHARDING = _pattern(_SHARDING, re.IGNORECASE)
 
 _FRAMEWORK_PACKAGES = (
-    Row("lightning", "Trainer, LightningModule", ("lightning", "MPG515")),
-    Row("pytorch_lightning", "Trainer, LightningModule", ("lightning-bolts", "bigdl-nano")),
-    Row("lightning_fabric", "Fabric", ("lightning-fabric",)),
-    Row("composer", "Trainer, ComposerModel", ("mosaicml", "MPG515")),
-    Row("fastai", "Learner, Callback", ("fastai",)),
-    Row("ignite", "Engine", ("pytorch-ignite", "monai")),
-    Row("mmcv", "Runner, BaseRunner, OptimizerHook", ("pai-easycv",)),
-    Row("mmengine", "Runner, BaseModel, AmpOptimWrapper", ("mmengine", "mmdet")),
-    Row("catalyst", "Runner", ("catalyst",)),
-    Row("speechbrain", "Brain", ("speechbrain",)),
-    Row("colossalai", "Booster, Engine", ("colossalai",)),
-    Row("megatron", "MegatronModule, MegatronOptimizer", ("megatron-core",)),
-    Row("fairscale", "OSS, ShardedDataParallel", ("fairscale", "allennlp")),
-    Row("ray", "Trainable, TrainingOperator", ("bigdl-nano",)),
-    Row("determined", "PyTorchTrial, whose context runs backward and step", ("determined",)),
-    Row("flair", "Model, ModelTrainer", ("flair",)),
-    Row("allennlp", "Model, GradientDescentTrainer", ("allennlp",)),
-    Row("monai", "Trainer, SupervisedTrainer", ("monai",)),
+    ProjectWord("lightning", "Trainer, LightningModule", ("lightning", "MPG515")),
+    ProjectWord("pytorch_lightning", "Trainer, LightningModule", ("lightning-bolts", "bigdl-nano")),
+    ProjectWord("lightning_fabric", "Fabric", ("lightning-fabric",)),
+    ProjectWord("composer", "Trainer, ComposerModel", ("mosaicml", "MPG515")),
+    ProjectWord("fastai", "Learner, Callback", ("fastai",)),
+    ProjectWord("ignite", "Engine", ("pytorch-ignite", "monai")),
+    ProjectWord("mmcv", "Runner, BaseRunner, OptimizerHook", ("pai-easycv",)),
+    ProjectWord("mmengine", "Runner, BaseModel, AmpOptimWrapper", ("mmengine", "mmdet")),
+    ProjectWord("catalyst", "Runner", ("catalyst",)),
+    ProjectWord("speechbrain", "Brain", ("speechbrain",)),
+    ProjectWord("colossalai", "Booster, Engine", ("colossalai",)),
+    ProjectWord("megatron", "MegatronModule, MegatronOptimizer", ("megatron-core",)),
+    ProjectWord("fairscale", "OSS, ShardedDataParallel", ("fairscale", "allennlp")),
+    ProjectWord("ray", "Trainable, TrainingOperator", ("bigdl-nano",)),
+    ProjectWord("determined", "PyTorchTrial, whose context runs backward and step", ("determined",)),
+    ProjectWord("flair", "Model, ModelTrainer", ("flair",)),
+    ProjectWord("allennlp", "Model, GradientDescentTrainer", ("allennlp",)),
+    ProjectWord("monai", "Trainer, SupervisedTrainer", ("monai",)),
 )
 #: Packages whose base classes run the training loop, or the backward pass and the optimizer step.
 FRAMEWORK_PACKAGES = _names(_FRAMEWORK_PACKAGES)
 
 _FRAMEWORK_CLASSES = (
-    Row("LightningModule", "Lightning's base class of a model", ("lightning", "MPG515")),
-    Row("LightningDataModule", "Lightning's base class of data", ("lightning", "lightning-bolts")),
+    ProjectWord("LightningModule", "Lightning's base class of a model", ("lightning", "MPG515")),
+    ProjectWord("LightningDataModule", "Lightning's base class of data", ("lightning", "lightning-bolts")),
 )
 #: Base classes of such frameworks, wherever they are imported from.
 FRAMEWORK_CLASSES = _names(_FRAMEWORK_CLASSES)
 
 _TRAINERS = (
-    Row(r"\w*Trainer$", "Trainer of transformers, Lightning, trl and others", ("lightning", "trl", "MPG103")),
-    Row("Fabric$", "Lightning's Fabric", ("lightning-fabric", "litgpt")),
-    Row("LightningLite$", "Lightning's Fabric before 1.9", ("bigdl-nano",)),
-    Row("Learner$", "fastai's Learner", ("fastai", "torchfit")),
-    Row("Runner$", "the runner of mmengine and catalyst", ("mmengine", "catalyst")),
-    Row("IterBasedRunner$", "mmcv's runner", ("mmengine",)),
-    Row("EpochBasedRunner$", "mmcv's runner", ("pai-easycv",)),
+    ProjectWord(r"\w*Trainer$", "Trainer of transformers, Lightning, trl and others", ("lightning", "trl", "MPG103")),
+    ProjectWord("Fabric$", "Lightning's Fabric", ("lightning-fabric", "litgpt")),
+    ProjectWord("LightningLite$", "Lightning's Fabric before 1.9", ("bigdl-nano",)),
+    ProjectWord("Learner$", "fastai's Learner", ("fastai", "torchfit")),
+    ProjectWord("Runner$", "the runner of mmengine and catalyst", ("mmengine", "catalyst")),
+    ProjectWord("IterBasedRunner$", "mmcv's runner", ("mmengine",)),
+    ProjectWord("EpochBasedRunner$", "mmcv's runner", ("pai-easycv",)),
 )
 #: Classes that run the training loop, or the backward pass and the optimizer step: matched with the last name.
 TRAINERS = _pattern(_TRAINERS)
 
 _TRAINER_PACKAGES = (
-    Row("transformers", "Trainer", ("trl", "MPG507")),
-    Row("trl", "SFTTrainer, DPOTrainer and others derived from Trainer", ("trl", "MPG507")),
-    Row("sentence_transformers", "SentenceTransformerTrainer", ("sentence-transformers",)),
-    Row("setfit", "Trainer", ("setfit",)),
+    ProjectWord("transformers", "Trainer", ("trl", "MPG507")),
+    ProjectWord("trl", "SFTTrainer, DPOTrainer and others derived from Trainer", ("trl", "MPG507")),
+    ProjectWord("sentence_transformers", "SentenceTransformerTrainer", ("sentence-transformers",)),
+    ProjectWord("setfit", "Trainer", ("setfit",)),
 )
 #: Packages whose Trainers build their own optimizer.
 TRAINER_PACKAGES = _names(_TRAINER_PACKAGES)
 
 _ARGUMENTS_PACKAGES = (
-    Row("transformers", "TrainingArguments", ("optimum-habana", "MPG506")),
-    Row("trl", "RewardTrainingArguments and others", ("trl", "MPG506")),
-    Row("sentence_transformers", "SentenceTransformerTrainingArguments", ("sentence-transformers",)),
-    Row("optimum", "GaudiTrainingArguments, ORTTrainingArguments", ("optimum-habana",)),
-    Row("adapters", "TrainingArguments, for AdapterTrainer", ("adapters",)),
+    ProjectWord("transformers", "TrainingArguments", ("optimum-habana", "MPG506")),
+    ProjectWord("trl", "RewardTrainingArguments and others", ("trl", "MPG506")),
+    ProjectWord("sentence_transformers", "SentenceTransformerTrainingArguments", ("sentence-transformers",)),
+    ProjectWord("optimum", "GaudiTrainingArguments, ORTTrainingArguments", ("optimum-habana",)),
+    ProjectWord("adapters", "TrainingArguments, for AdapterTrainer", ("adapters",)),
 )
 #: Packages whose `...TrainingArguments` are those of transformers.
 ARGUMENTS_PACKAGES = _names(_ARGUMENTS_PACKAGES)
 
-_SCALERS = (Row("NativeScaler", "timm's GradScaler, called as `loss_scaler(loss, optimizer)`", ("timm", "MPG201")),)
+_SCALERS = (
+    ProjectWord("NativeScaler", "timm's GradScaler, called as `loss_scaler(loss, optimizer)`", ("timm", "MPG201")),
+)
 #: Ends of the class names of loss scalers other than torch's.
 SCALERS = tuple(row.word for row in _SCALERS)
 
 _OPTIMIZERS = (
-    Row("AdamW8bit", "bitsandbytes and torchao", ("litgpt", "MPG107")),
-    Row("Adam8bit", "bitsandbytes and torchao", ("lightning", "peft")),
-    Row("PagedAdamW8bit", "bitsandbytes", ("peft",)),
-    Row("PagedAdamW", "bitsandbytes", ("litgpt",)),
-    Row("Lion", "bitsandbytes, lion_pytorch, timm", ("timm", "deepspeed")),
-    Row("LAMB", "bitsandbytes", ("timm", "fairseq")),
-    Row("Lamb", "timm", ("timm", "parlai")),
-    Row("LARS", "bitsandbytes, Lightning Bolts", ("lightning-bolts", "pai-easycv")),
-    Row("Muon", "torch 2.9; before that, single projects", ("timm", "torchtitan")),
-    Row("AdaBelief", "adabelief_pytorch", ("timm",)),
-    Row("Ranger", "ranger, pytorch_optimizer", ("pai-easycv",)),
+    ProjectWord("AdamW8bit", "bitsandbytes and torchao", ("litgpt", "MPG107")),
+    ProjectWord("Adam8bit", "bitsandbytes and torchao", ("lightning", "peft")),
+    ProjectWord("PagedAdamW8bit", "bitsandbytes", ("peft",)),
+    ProjectWord("PagedAdamW", "bitsandbytes", ("litgpt",)),
+    ProjectWord("Lion", "bitsandbytes, lion_pytorch, timm", ("timm", "deepspeed")),
+    ProjectWord("LAMB", "bitsandbytes", ("timm", "fairseq")),
+    ProjectWord("Lamb", "timm", ("timm", "parlai")),
+    ProjectWord("LARS", "bitsandbytes, Lightning Bolts", ("lightning-bolts", "pai-easycv")),
+    ProjectWord("Muon", "torch 2.9; before that, single projects", ("timm", "torchtitan")),
+    ProjectWord("AdaBelief", "adabelief_pytorch", ("timm",)),
+    ProjectWord("Ranger", "ranger, pytorch_optimizer", ("pai-easycv",)),
 )
 #: The last names of optimizers outside torch, transformers, apex and DeepSpeed.
 OPTIMIZERS = _names(_OPTIMIZERS)
 
-_MODEL_PACKAGES = (Row("segmentation_models_pytorch.", "Unet, FPN and other models", ("segmentation-models-pytorch",)),)
+_MODEL_PACKAGES = (
+    ProjectWord("segmentation_models_pytorch.", "Unet, FPN and other models", ("segmentation-models-pytorch",)),
+)
 #: Prefixes of the full names of model classes.
 MODEL_PACKAGES = tuple(row.word for row in _MODEL_PACKAGES)
 
 _MODEL_FACTORIES = (
-    Row("timm.create_model", "creates a model by name", ("segmentation-models-pytorch", "fastai")),
-    Row("timm.models.create_model", "the same, imported from `timm.models`", ("timm",)),
-    Row("open_clip.create_model", "creates a CLIP model by name", ("open_clip_torch",)),
+    ProjectWord("timm.create_model", "creates a model by name", ("segmentation-models-pytorch", "fastai")),
+    ProjectWord("timm.models.create_model", "the same, imported from `timm.models`", ("timm",)),
+    ProjectWord("open_clip.create_model", "creates a CLIP model by name", ("open_clip_torch",)),
 )
 #: Full names of functions that create a model.
 MODEL_FACTORIES = _names(_MODEL_FACTORIES)
 
-_PARALLEL_WRAPPERS = (Row("ShardedDataParallel", "fairscale's sharded DDP", ("fairscale", "catalyst")),)
+_PARALLEL_WRAPPERS = (ProjectWord("ShardedDataParallel", "fairscale's sharded DDP", ("fairscale", "catalyst")),)
 #: Wrappers for data parallelism, by their last name.
 PARALLEL_WRAPPERS = _names(_PARALLEL_WRAPPERS)
 
 _MODEL_WRAPPERS = (
-    Row("get_peft_model", "adds adapters, and returns the model", ("peft", "MPG101")),
-    Row("prepare_model_for_kbit_training", "freezes a quantized model, and returns it", ("peft", "trl")),
+    ProjectWord("get_peft_model", "adds adapters, and returns the model", ("peft", "MPG101")),
+    ProjectWord("prepare_model_for_kbit_training", "freezes a quantized model, and returns it", ("peft", "trl")),
 )
 #: Functions that return the model that they take, by their last name.
 MODEL_WRAPPERS = _names(_MODEL_WRAPPERS)
 
-_MODEL_UNWRAPPERS = (Row("de_parallel", "returns the model inside a DDP wrapper", ("yolov5",)),)
+_MODEL_UNWRAPPERS = (ProjectWord("de_parallel", "returns the model inside a DDP wrapper", ("yolov5",)),)
 #: Functions whose result is the wrapped model, so that its state is that of a model.
 MODEL_UNWRAPPERS = _names(_MODEL_UNWRAPPERS)
 
-_COMPILING_FUNCTIONS = (Row("parallelize", "parallelize_llama(model) compiles the model too", ("torchtitan",)),)
+_COMPILING_FUNCTIONS = (ProjectWord("parallelize", "parallelize_llama(model) compiles the model too", ("torchtitan",)),)
 #: Words in the names of functions that may compile a model.
 COMPILING_FUNCTIONS = tuple(row.word for row in _COMPILING_FUNCTIONS)
 
-_LOGGERS = (Row("wandb.", "logs values", ("fastai", "yolov5", "trl")),)
+_LOGGERS = (ProjectWord("wandb.", "logs values", ("fastai", "yolov5", "trl")),)
 #: Prefixes of the full names of functions that only read a value.
 LOGGERS = tuple(row.word for row in _LOGGERS)

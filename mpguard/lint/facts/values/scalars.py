@@ -145,7 +145,7 @@ class Scalars:
         return Number(found, left.limit_of or right.limit_of) if isinstance(found, float) else None
 
     def _called(self, node: cst.Call, at: Record, depth: int) -> Number | None:
-        call = self.facts.walker.call_of.get(node)
+        call = self.facts.index.call_of.get(node)
         if call is None or call.path != "float" or len(call.positional) != 1:
             return None
         text = constant(call.positional[0])
@@ -161,7 +161,7 @@ class Scalars:
         name = node.attr.value
         if name not in ("min", "max", "eps", "tiny", "smallest_normal") or not isinstance(node.value, cst.Call):
             return None
-        call = self.facts.walker.call_of.get(node.value)
+        call = self.facts.index.call_of.get(node.value)
         if call is None or call.name != "finfo":
             return None
         found = {dtype for _, dtype in self.facts.dtypes(call.argument(0, "type", "dtype"), call)}
@@ -236,7 +236,7 @@ class Scalars:
 
     def _items(self) -> Iterator[ScalarUse]:
         """Yield assignments to elements: `scores[mask] = -1e9`; and `x += number`."""
-        for scope in self.facts.walker.scopes:
+        for scope in self.facts.index.scopes:
             for bindings in scope.bindings.values():
                 for binding in bindings:
                     if binding.kind == "item" and isinstance(binding.node, cst.Subscript) and not binding.index:
@@ -247,7 +247,7 @@ class Scalars:
                             yield from self._use("add", "+=", binding, target, binding.value)
 
     def _sums(self) -> Iterator[ScalarUse]:
-        for node in self.facts.walker.parents:
+        for node in self.facts.index.parents:
             if not isinstance(node, cst.BinaryOperation):
                 continue
             if not isinstance(node.operator, (cst.Add, cst.Subtract, cst.Multiply)):

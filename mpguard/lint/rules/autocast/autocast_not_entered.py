@@ -210,13 +210,13 @@ def mine(autocast):
 
     def _dropped(self, call: Call, facts: Facts) -> cst.BooleanOperation | None:
         """Return the `and` that drops this call, its left operand: a context is truthy."""
-        above = facts.walker.parents.get(call.node)
+        above = facts.index.parents.get(call.node)
         if not isinstance(above, cst.BooleanOperation) or not isinstance(above.operator, cst.And):
             return None
         return above if above.left is call.node else None
 
     def _fix(self, dropped: cst.BooleanOperation, call: Call, facts: Facts) -> Fix | None:
-        statement = facts.walker.parents.get(dropped)
+        statement = facts.index.parents.get(dropped)
         if not isinstance(statement, cst.With) or dropped.lpar:
             return None
         edit = Edit(call.chunk.outer_span(dropped.left)[1], call.chunk.outer_span(dropped.right)[0], ", ")
@@ -224,7 +224,7 @@ def mine(autocast):
 
     def _is_used(self, call: Call, facts: Facts) -> bool:
         """True if code may enter the context: not for a statement or for a local name that is never read."""
-        parents, node = facts.walker.parents, call.node
+        parents, node = facts.index.parents, call.node
         above: cst.CSTNode | None = parents.get(node)
         while isinstance(above, (cst.IfExp, cst.BooleanOperation)):
             above = parents.get(above)
@@ -242,5 +242,5 @@ def mine(autocast):
         if call.scope.kind != "function":  # other modules may import it, unless this is a script
             if call.scope.kind == "class" or not facts.any_training or facts.exported(target):
                 return True
-            places = iter(facts.walker.scopes)
+            places = iter(facts.index.scopes)
         return any(use.path.split(".", 1)[0] == target for place in places for use in place.uses.get(target, ()))

@@ -174,7 +174,7 @@ def arms(loader, args, net):
         if node is None or depth < 0:
             return False
         if isinstance(node, cst.Call):
-            call = facts.walker.call_of.get(node)
+            call = facts.index.call_of.get(node)
             if call is None or not guard.joined(call.guard).possible:
                 return False
             if call.receiver is not None and call.name in library_names.SAME:

@@ -142,7 +142,7 @@ def helper(x, y):
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for call, guard in self._losses(facts):
             for region, inside in facts.autocasts(call):
-                if region.device != "cuda" or region.call is None or facts.contexts.off_by_default(region):
+                if region.device != "cuda" or region.call is None or facts.regions_index.off_by_default(region):
                     continue
                 if inside.joined(guard).possible:
                     notes = (Note("the region", region.call.span, facts.elsewhere(region.call)),)
@@ -162,7 +162,7 @@ def helper(x, y):
 
     def _fix(self, call: Call, facts: Facts) -> Fix | None:
         given = call.argument(0, "input")
-        sigmoid = facts.walker.call_of.get(given) if isinstance(given, cst.Call) else None
+        sigmoid = facts.index.call_of.get(given) if isinstance(given, cst.Call) else None
         if call.name != "binary_cross_entropy" or call.receiver is None or sigmoid is None or call.starred:
             return None
         if sigmoid.name != "sigmoid" or "weight" in call.keywords:

@@ -176,7 +176,7 @@ accelerator = Accelerator()
                 target = call.argument(0, "device")
                 if name == "to" and (target is None or not self._is_certainly(target, "cpu", call, facts)):
                     return None
-                above = facts.walker.parents.get(call.node)
+                above = facts.index.parents.get(call.node)
                 targets = getattr(above, "targets", ())
                 moved[dotted(targets[0].target) if targets else dotted(call.receiver)] = call
         for calls in facts.calls.values():

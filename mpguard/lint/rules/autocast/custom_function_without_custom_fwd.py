@@ -217,7 +217,7 @@ z = NotHere.apply(x, w)
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        for cls in facts.walker.scopes:
+        for cls in facts.index.scopes:
             forward, backward = cls.method("forward"), cls.method("backward")
             if cls.kind != "class" or forward is None or backward is None:
                 continue
@@ -246,7 +246,7 @@ z = NotHere.apply(x, w)
     def _applied_under_autocast(self, cls: Scope, facts: Facts) -> Iterator[tuple[Call, Region]]:
         """Yield the calls of its `apply` under autocast, also through an alias."""
         names = {f"{cls.name}.apply"}
-        for scope in facts.walker.scopes:
+        for scope in facts.index.scopes:
             for key, bindings in scope.bindings.items():
                 if any(dotted(b.value) == f"{cls.name}.apply" for b in bindings):
                     names.add(key)
@@ -254,7 +254,7 @@ z = NotHere.apply(x, w)
             for call in calls:
                 if call.path in names and not facts.is_inference(call):
                     for region, _ in facts.autocasts(call):
-                        if not facts.contexts.off_by_default(region):
+                        if not facts.regions_index.off_by_default(region):
                             yield call, region
 
     def _fix(self, forward: Scope, backward: Scope, region: Region, facts: Facts) -> Fix | None:

@@ -435,14 +435,14 @@ context = torch.cuda.amp.autocast()
 
     def _use(self, use: Use, name: str, device: str, facts: Facts) -> list[Edit] | None:
         """Return the edits that one use of a name needs; None if it cannot be fixed."""
-        parent = facts.walker.parents.get(use.node)
+        parent = facts.index.parents.get(use.node)
         if name not in _NAMES:
             return None
         if isinstance(parent, cst.Call) and parent.func is use.node:
-            return self._arguments(facts.walker.call_of[parent], name, device, facts)
+            return self._arguments(facts.index.call_of[parent], name, device, facts)
         if isinstance(parent, cst.Decorator):
             return [self._call_with_device(use.node, use, device, facts)] if name.startswith("custom_") else None
-        call = facts.walker.parents.get(parent) if isinstance(parent, cst.Arg) else None
+        call = facts.index.parents.get(parent) if isinstance(parent, cst.Arg) else None
         return [] if isinstance(call, cst.Call) and dotted(call.func) in ("isinstance", "issubclass") else None
 
     # -- calls --------------------------------------------------------------------------------------
@@ -453,7 +453,7 @@ context = torch.cuda.amp.autocast()
                 path = self._deprecated_use(call.path, call.scope, call.order, facts)
                 if path and not imports.stands_in(call):
                     yield from self._report(call.span, path, self._fix_call(call, path, facts))
-        for scope in facts.walker.scopes:
+        for scope in facts.index.scopes:
             for decorator in scope.decorators:
                 path = self._deprecated_use(dotted(decorator), scope.parent or scope, scope.order, facts)
                 if path:

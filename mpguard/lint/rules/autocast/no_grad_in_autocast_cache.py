@@ -104,7 +104,7 @@ with torch.autocast("cuda"):
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.project.required(facts.path, "torch").since(_FIXED):
             return
-        for scope in facts.walker.scopes:
+        for scope in facts.index.scopes:
             calls = [call for call in scope.calls if len(call.withs) > 1 and call.path]
             for call in calls:
                 item = self._region(call, facts)
@@ -118,7 +118,7 @@ with torch.autocast("cuda"):
         """Return the enabled autocast around a call that has a `no_grad` inside it."""
         found: With | None = None
         for item in call.withs:
-            for region in facts.contexts.entered(item):
+            for region in facts.regions_index.entered(item):
                 if region.kind == "autocast" and region.call is not None:
                     cached = constant(region.call.keywords.get("cache_enabled")) != (False,)
                     found = item if cached and region.guard.joined(call.guard).possible else None
@@ -129,7 +129,7 @@ with torch.autocast("cuda"):
     def _is_trained_model(self, call: Call, facts: Facts) -> bool:
         kinds = facts.kinds(call.func, call)
         named = call.name.endswith(("model", "net", "network", "encoder", "decoder", "unet", "generator", "policy"))
-        return ("model" in kinds or (kinds <= {""} and named)) and not facts.frozen.named(call.path)
+        return ("model" in kinds or (kinds <= {""} and named)) and not facts.frozen_params.named(call.path)
 
     def _trains(self, later: Call, call: Call, item: With, facts: Facts) -> bool:
         if later.path != call.path or later.order <= call.order or item not in later.withs or facts.is_inference(later):

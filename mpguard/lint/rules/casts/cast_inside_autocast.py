@@ -212,15 +212,15 @@ def train(self, loader):
         if not low or not self._around(cast.call, low[0][1], facts) or facts.is_inference(cast.call):
             return None
         dtype, guard = low[0]
-        if facts.trained.passing(cast, dtype) or "model" in facts.kinds(cast.subject, cast.call):
+        if facts.training_use.passing(cast, dtype) or "model" in facts.kinds(cast.subject, cast.call):
             return None
-        for call in facts.trained.lowered_inputs(cast):
+        for call in facts.training_use.lowered_inputs(cast):
             if (region := self._around(call, guard, facts)) is not None:
                 return region
         return None
 
     def _around(self, call: Call, guard: PathCondition, facts: Facts) -> Call | None:
         """Return a region that is active wherever the call is reached: without one the model may need the cast."""
-        regions = facts.contexts.autocasts(call, 0)
+        regions = facts.regions_index.autocasts(call, 0)
         unconditional = ((region.call, both) for region, both in regions if not region.guard - call.guard)
         return next((region_call for region_call, both in unconditional if compatible(both, guard)), None)

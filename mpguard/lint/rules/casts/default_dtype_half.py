@@ -149,7 +149,7 @@ for x in loader:
             back = [other for other in settings if not (other.may_be("float16") or other.may_be("bfloat16"))]
             if any(compatible(event.guard, other.guard) for other in back):
                 continue
-            trainer = facts.trained.trainer_of(event.call)
+            trainer = facts.training_use.trainer_of(event.call)
             if trainer is not None:
                 short = Dtype.label_of(low)
                 yield self.at(

@@ -245,10 +245,12 @@ for x in loader:
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference" or not facts.events("load") or facts.trained.masters:
+        if facts.declared == "inference" or not facts.events("load") or facts.training_use.masters:
             return
-        for weights in facts.trained.weights("float16"):
-            optimizers = facts.trained.plain_optimizers(weights.training) or facts.trained.trainers(weights.training)
+        for weights in facts.training_use.weights("float16"):
+            optimizers = facts.training_use.plain_optimizers(weights.training) or facts.training_use.trainers(
+                weights.training
+            )
             if weights.event.kind == "load" and optimizers:
                 notes = (Note("trained with here", optimizers[0].span),)
                 yield self.at(

@@ -237,7 +237,7 @@ def ids(height, width, device):
 
     def _of_a_grid(self, call: Call, facts: Facts) -> bool:
         """True for the rows or columns of a grid: an argument of `meshgrid`, or one of two axes (`[:, None]`)."""
-        parents = facts.walker.parents
+        parents = facts.index.parents
         bound = parents.get(call.node)
         names = {dotted(each.target) for each in bound.targets} if isinstance(bound, cst.Assign) else set()
         for mesh in facts.calls.get("meshgrid", ()):
@@ -253,7 +253,7 @@ def ids(height, width, device):
         """Return the `arange` that is cast: directly, after a move, or through its name."""
         node: cst.CSTNode | None = cast.subject
         for _ in range(4):
-            call = facts.walker.call_of.get(node) if node is not None else None
+            call = facts.index.call_of.get(node) if node is not None else None
             if call is not None:
                 if call.name == "arange":
                     given = call.keywords.get("dtype")

@@ -227,7 +227,7 @@ for x in loader:
             return
         casts = [cast for cast in facts.events("cast") if cast.may_be("bfloat16")]
         loads = (load for load in facts.events("load") if load.may_be("bfloat16"))
-        if not casts or any(facts.trained.is_module(event) for event in (*casts, *loads)):
+        if not casts or any(facts.training_use.is_module(event) for event in (*casts, *loads)):
             return
         for cast in casts:
             policy = self._policy(cast, facts)
@@ -240,14 +240,14 @@ for x in loader:
     def _policy(self, cast: Event, facts: Facts) -> Call | None:
         """Return the call that sets the policy of a model to which the value is passed."""
         guards = [guard for guard in cast.may_be("bfloat16") if not any(map(_POLICY.search, guard.flags()))]
-        training = facts.trained.cast(cast, "bfloat16", guards)
+        training = facts.training_use.cast(cast, "bfloat16", guards)
         if training is None:
             return None
         for call in training.reach.models:
-            for region, guard in facts.contexts.autocasts(call):
+            for region, guard in facts.regions_index.autocasts(call):
                 if region.call is not None and compatible(guard, guards[0]):
                     return region.call
-            for wrap in facts.prepared.of(call.func, call):
+            for wrap in facts.wrappers.of(call.func, call):
                 if (found := self._mixed(wrap, facts)) is not None and compatible(wrap.guard, guards[0]):
                     return found
         return None

@@ -556,7 +556,7 @@ def train(args, loader, dtype):
         found = []
         for cast in (*facts.events("cast"), *facts.events("construct")):
             guards = [guard for guard in cast.may_be("float16") if not any(map(_POLICY.search, guard.flags()))]
-            training = facts.trained.cast(cast, "float16", guards)
+            training = facts.training_use.cast(cast, "float16", guards)
             if training is not None:
                 fix = None if cast.kind == "construct" else python_edits.without_cast(facts, cast)
                 found.append((cast, training, fix))

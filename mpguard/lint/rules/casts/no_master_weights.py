@@ -215,10 +215,12 @@ def rounded(loader, tower):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference" or facts.trained.masters:
+        if facts.declared == "inference" or facts.training_use.masters:
             return
-        for weights in facts.trained.weights("bfloat16"):
-            optimizers = facts.trained.plain_optimizers(weights.training) or facts.trained.trainers(weights.training)
+        for weights in facts.training_use.weights("bfloat16"):
+            optimizers = facts.training_use.plain_optimizers(weights.training) or facts.training_use.trainers(
+                weights.training
+            )
             if optimizers:
                 call = weights.event.call
                 expr = facts.short(call.func if weights.event.kind == "load" else call.node)

@@ -164,7 +164,7 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
                 fix = self._fix_import(statement, bindings, facts)
                 yield self.at(facts.span(statement, first), old=old, new=_replacement(old), fix=fix)
         roots = {id(binding) for binding in imported}
-        for scope in facts.walker.scopes:
+        for scope in facts.index.scopes:
             for root, uses in scope.uses.items():
                 bound = (*scope.bindings.get(root, ()), *facts.module.bindings.get(root, ()))
                 if any(id(binding) in roots for binding in bound):
@@ -227,7 +227,7 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
         last = use.path.rsplit(".", 1)[-1]
         if "." in use.path and last != "fp8_autocast":
             return []
-        parent = facts.walker.parents.get(use.node)
+        parent = facts.index.parents.get(use.node)
         if not isinstance(parent, cst.Call) or parent.func is not use.node or any(a.star == "**" for a in parent.args):
             return None
         return [
@@ -262,7 +262,7 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
         if alias is None:
             return None
         new = _NEW[binding.name]
-        clash = any(new in scope.bindings or new in scope.uses for scope in facts.walker.scopes)
+        clash = any(new in scope.bindings or new in scope.uses for scope in facts.index.scopes)
         keep = alias.asname is not None or clash
         edits = [
             Edit(*binding.chunk.span(alias.name), f"{new} as {binding.name}" if clash and not alias.asname else new)

@@ -104,8 +104,8 @@ optimizer = torch.optim.AdamW(model.parameters())
                 yield self.at(facts.span(given, load.call), dtype=dtype)
         for cast in facts.events("cast"):
             dtype = self._all_float8(cast)
-            if dtype and not self._stores_float8(facts) and facts.trained.is_module(cast):
-                training = facts.trained.cast(cast, dtype)
+            if dtype and not self._stores_float8(facts) and facts.training_use.is_module(cast):
+                training = facts.training_use.cast(cast, dtype)
                 steps = training.of("optimizer") if training is not None else []
                 if steps:
                     yield self.at(cast, dtype=f"torch.{dtype}", notes=(Note("trained here", steps[0].span),))

@@ -241,7 +241,7 @@ convert_to_float8_training(Gpt(config))
         attributes = facts.graph.attributes(cls)
         for name in _HEADS:
             for binding in attributes.get(name, ()):
-                made = facts.walker.call_of.get(binding.value) if binding.value is not None else None
+                made = facts.index.call_of.get(binding.value) if binding.value is not None else None
                 if isinstance(made, Call) and facts.called_path(made) in _LAYERS:
                     return name, (Note("the head", made.span),)
         return None

@@ -133,7 +133,7 @@ def main(args, net, loader, dtype, frozen):
         if not policies:
             return
         reported: set[Call] = set()
-        for call, wrap in facts.prepared.forwards("fsdp"):
+        for call, wrap in facts.wrappers.forwards("fsdp"):
             if facts.is_inference(call):
                 continue
             found = wrappers.policy_of(wrap)

@@ -259,7 +259,7 @@ class Mul(torch.autograd.Function):
 
     def _prepared_model(self, backward: Event, facts: Facts) -> tuple[Wrap, str] | None:
         """Return the wrap of the model that computes the loss."""
-        for call, wrap in facts.prepared.differentiated(backward.subject, backward.call, "accelerate"):
+        for call, wrap in facts.wrappers.differentiated(backward.subject, backward.call, "accelerate"):
             return wrap, f"`{call.path}`"
         return None
 
@@ -270,7 +270,7 @@ class Mul(torch.autograd.Function):
                 continue
             if not compatible(step.guard, backward.guard):
                 continue
-            for wrap in facts.prepared.of(step.subject, step.call, "accelerate"):
+            for wrap in facts.wrappers.of(step.subject, step.call, "accelerate"):
                 if compatible(wrap.guard, step.guard, backward.guard):
                     return wrap, f"`{step.key or facts.short(step.subject)}`"
             return None

@@ -283,8 +283,8 @@ def by_hand(model, optimizer, loader, scaler):
         for call in calls:
             if call.receiver is None:
                 continue
-            wraps = facts.prepared.of(call.receiver, call, "accelerate")
-            wraps += facts.prepared.handed(call.receiver, call, "accelerate")
+            wraps = facts.wrappers.of(call.receiver, call, "accelerate")
+            wraps += facts.wrappers.handed(call.receiver, call, "accelerate")
             for wrap in wraps:
                 if compatible(wrap.guard, clip.guard):
                     return dotted(call.receiver) or facts.short(call.receiver), wrap

@@ -157,7 +157,7 @@ def run(accelerator, args):
                     fix=self._argument_fix(made.call, given, facts),
                 )
         recipes = {binding.key for binding in self._imports(facts)}
-        for scope in facts.walker.scopes:
+        for scope in facts.index.scopes:
             for uses in scope.uses.values():
                 for use in uses:
                     if use.path.endswith(".use_fp16"):
@@ -190,7 +190,7 @@ def run(accelerator, args):
         if facts.kinds(owner, use) != {"accelerator"}:
             return
         text = f'{facts.short(use.node.value)}.mixed_precision == "fp16"'
-        if not isinstance(facts.walker.parents.get(use.node), _NO_PARENTHESES):
+        if not isinstance(facts.index.parents.get(use.node), _NO_PARENTHESES):
             text = f"({text})"
         fix = Fix("Compare `mixed_precision`", "safe", (python_edits.replaced(use.node, use, text),))
         what = "`use_fp16` was removed: an AttributeError in accelerate 1.15"
@@ -210,10 +210,10 @@ def run(accelerator, args):
 
     def _recipe(self, use: Use, facts: Facts) -> Iterator[Diagnostic]:
         paths = {getattr(each.atom, "path", "") for each in facts.evaluate(use.node, use)}
-        node = facts.walker.parents.get(use.node)
+        node = facts.index.parents.get(use.node)
         if not all(path.startswith("accelerate.") for path in paths) or not isinstance(node, cst.Call):
             return
-        call = facts.walker.call_of.get(node)
+        call = facts.index.call_of.get(node)
         if call is None or call.func is not use.node:
             return
         yield self.at(
@@ -231,8 +231,8 @@ def run(accelerator, args):
             return None
         if len(imports) != 1 or imports[0].key != "FP8RecipeKwargs" or "deepspeed" in facts.source.text.lower():
             return None
-        uses = [use for scope in facts.walker.scopes for use in scope.uses.get("FP8RecipeKwargs", ())]
-        calls = [facts.walker.call_of.get(parent) for u in uses if (parent := facts.walker.parents.get(u.node))]
+        uses = [use for scope in facts.index.scopes for use in scope.uses.get("FP8RecipeKwargs", ())]
+        calls = [facts.index.call_of.get(parent) for u in uses if (parent := facts.index.parents.get(u.node))]
         classes = {self._class(each) for each in calls}
         if len(classes) != 1 or (name := classes.pop()) is None or name in facts.module.bindings:
             return None

@@ -157,7 +157,7 @@ def reference(x):
             return
         shards = {event.call for event in facts.events("shard")}
         for dtype in HALF_DTYPES:
-            for weights in facts.trained.weights(dtype):
+            for weights in facts.training_use.weights(dtype):
                 shard = self._sharded(weights, shards, facts)
                 if shard is not None:
                     notes = (Note("sharded here", shard.span),)
@@ -171,7 +171,7 @@ def reference(x):
     def _sharded(self, weights: Weights, shards: set[Call], facts: Facts) -> Call | None:
         """Return the FSDP call that shards the low-precision weights, if a plain optimizer trains them."""
         optimizers = weights.training.of("optimizer")
-        if not optimizers or not facts.trained.plain_optimizers(weights.training):
+        if not optimizers or not facts.training_use.plain_optimizers(weights.training):
             return None
         for call in weights.training.of("parallel"):
             if call in shards and compatible(weights.guard, facts.guard_of(call)):

@@ -211,7 +211,7 @@ def main(model, loader):
         """True if `fit` or `backward` of the object is called, in code that is no test and has no adapters."""
         if facts.is_inference(made):
             return False
-        for scope in facts.walker.scopes:
+        for scope in facts.index.scopes:
             if any(_ADAPTERS.search(key) for key in (*scope.bindings, *scope.uses, scope.name)):
                 return False
         return any(

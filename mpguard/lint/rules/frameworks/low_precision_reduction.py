@@ -177,7 +177,7 @@ def from_config(config):
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for policy in facts.events("policy"):
-            above = facts.walker.parents.get(policy.call.node)
+            above = facts.index.parents.get(policy.call.node)
             if policy.call.starred or facts.is_inference(policy.call):
                 continue
             if isinstance(above, (cst.Comparison, cst.ComparisonTarget)) or self._only_frozen(policy, facts):
@@ -195,11 +195,11 @@ def from_config(config):
         shards = [
             shard
             for shard in facts.events("shard")
-            for wrap in facts.prepared.of(shard.call.node, shard.call, "fsdp")
+            for wrap in facts.wrappers.of(shard.call.node, shard.call, "fsdp")
             if (found := wrappers.policy_of(wrap)) is not None and found[0] is policy.call
         ]
         return bool(shards) and all(
-            facts.frozen.value(shard.call.node) or facts.frozen.named(shard.key) for shard in shards
+            facts.frozen_params.value(shard.call.node) or facts.frozen_params.named(shard.key) for shard in shards
         )
 
     def _default(self, policy: Event, given: cst.BaseExpression | None, facts: Facts) -> Iterator[Diagnostic]:

@@ -234,7 +234,7 @@ def two_ways(args, model, loader):
         if not facts.events("prepare"):
             return
         reported: set[Call] = set()
-        for call, wrap in facts.prepared.forwards("accelerate"):
+        for call, wrap in facts.wrappers.forwards("accelerate"):
             if facts.is_inference(call):
                 continue
             for region, guard in facts.autocasts(call):
@@ -251,7 +251,7 @@ def two_ways(args, model, loader):
         """Yield a scaler that scales the loss of a prepared model."""
         if wrappers.other_way(scale.guard, "accelerat"):
             return
-        for call, wrap in facts.prepared.differentiated(scale.call.positional[0], scale.call, "accelerate"):
+        for call, wrap in facts.wrappers.differentiated(scale.call.positional[0], scale.call, "accelerate"):
             place = self._scaler_call(scale, facts)
             if place is not None and place not in reported:
                 reported.add(place)
@@ -282,7 +282,7 @@ def two_ways(args, model, loader):
 
     def _entered_once(self, place: Call, facts: Facts) -> bool:
         """True if a region is made where it is entered: an object of `accelerator.autocast()` can be entered once."""
-        parent = facts.walker.parents.get(place.node)
+        parent = facts.index.parents.get(place.node)
         while isinstance(parent, (cst.IfExp, cst.BooleanOperation)):
-            parent = facts.walker.parents.get(parent)
+            parent = facts.index.parents.get(parent)
         return isinstance(parent, (cst.With, cst.Decorator))

@@ -147,7 +147,7 @@ def from_outside(engine, loader):
         if not facts.events("initialize"):
             return
         reported: set[Call] = set()
-        for call, wrap in facts.prepared.forwards("deepspeed"):
+        for call, wrap in facts.wrappers.forwards("deepspeed"):
             if facts.is_inference(call) or wrap.index not in (0, None) or wrappers.settings_of(wrap).torch_autocast:
                 continue
             for region, guard in facts.autocasts(call):
@@ -163,7 +163,7 @@ def from_outside(engine, loader):
 
     def _scaled(self, scale: Event, reported: set[Call], facts: Facts) -> Iterator[Diagnostic]:
         """Yield torch scalers that scale the loss of an engine."""
-        for call, wrap in facts.prepared.differentiated(scale.call.positional[0], scale.call, "deepspeed"):
+        for call, wrap in facts.wrappers.differentiated(scale.call.positional[0], scale.call, "deepspeed"):
             if wrap.index not in (0, None):
                 continue
             for each in facts.evaluate(scale.subject, scale.call):

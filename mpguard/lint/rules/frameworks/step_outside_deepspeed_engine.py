@@ -264,9 +264,9 @@ def from_outside(args, net, loader, config, critic):
 
     def _client(self, node: cst.BaseExpression | None, at: Call, step: Event, depth: int, facts: Facts) -> Wrap | None:
         """Return the engine that an optimizer was passed to, if its name still refers to that optimizer."""
-        if node is None or depth == 0 or facts.prepared.of(node, at, "deepspeed"):
+        if node is None or depth == 0 or facts.wrappers.of(node, at, "deepspeed"):
             return None
-        for wrap in facts.prepared.handed(node, at, "deepspeed"):
+        for wrap in facts.wrappers.handed(node, at, "deepspeed"):
             given = wrap.call.argument(2, "optimizer")
             later = wrap.call.scope is not at.scope or wrap.call.order < at.order
             if dotted(given) == dotted(node) and later and compatible(wrap.guard, step.guard, at.guard):
@@ -289,9 +289,9 @@ def from_outside(args, net, loader, config, critic):
             return None
         records = [r for r in facts.flow.backward(backward.subject, backward.call, depth=3) if isinstance(r, Call)]
         scaled = any(
-            record.name == "scale" and facts.prepared.of(record.receiver, record, "deepspeed") for record in records
+            record.name == "scale" and facts.wrappers.of(record.receiver, record, "deepspeed") for record in records
         )
-        for record, wrap in facts.prepared.differentiated(backward.subject, backward.call, "deepspeed"):
+        for record, wrap in facts.wrappers.differentiated(backward.subject, backward.call, "deepspeed"):
             if wrap.index in (0, None):
                 why = self._refusal(wrappers.settings_of(wrap), scaled)
                 return (why, wrap, record) if why else None

@@ -118,10 +118,10 @@ print(trainer.evaluate())
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.declared == "inference" or not facts.events("trainer") or self._only_evaluates(facts):
             return
-        for weights in facts.trained.weights("float16"):
+        for weights in facts.training_use.weights("float16"):
             if weights.event.kind != "load":
                 continue
-            for trainer in facts.trained.trainers(weights.training):
+            for trainer in facts.training_use.trainers(weights.training):
                 made = self._fp16_arguments(trainer, weights, facts)
                 if made is not None:
                     notes = (Note("trained here", trainer.span), Note("`fp16=True` is set here", made.span))
@@ -136,7 +136,7 @@ print(trainer.evaluate())
     def _fp16_arguments(self, trainer: Call, weights: Weights, facts: Facts) -> Call | None:
         """Return the call of the Trainer's arguments if `fp16=True` is certain when the weights are FP16."""
         given = trainer.argument(1, "args")
-        made = facts.trained.arguments(given, trainer) if given is not None else None
+        made = facts.training_use.arguments(given, trainer) if given is not None else None
         fp16 = made.keywords.get("fp16") if made is not None else None
         if made is None or fp16 is None:
             return None

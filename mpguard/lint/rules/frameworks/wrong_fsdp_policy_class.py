@@ -113,7 +113,7 @@ def shard(model, args, policy):
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for shard in facts.events("shard"):
-            kind = next(iter(wrap.kind for wrap in facts.prepared.of(shard.call.node, shard.call)), "")
+            kind = next(iter(wrap.kind for wrap in facts.wrappers.of(shard.call.node, shard.call)), "")
             if kind not in _POLICIES:
                 continue
             argument, wanted, what, _ = _POLICIES[kind]
@@ -159,7 +159,7 @@ def shard(model, args, policy):
 
     def _other_uses(self, made: Call, facts: Facts) -> bool:
         """True if the policy may be used elsewhere: it is neither an argument, nor a name that is used once."""
-        above = facts.walker.parents.get(made.node)
+        above = facts.index.parents.get(made.node)
         if isinstance(above, cst.Arg):
             return False
         for key, bindings in made.scope.bindings.items():
@@ -167,7 +167,7 @@ def shard(model, args, policy):
                 scopes = (
                     made.scope.owner.descendants()
                     if key.startswith("self.") and made.scope.owner
-                    else (facts.walker.scopes)
+                    else (facts.index.scopes)
                 )
                 uses = [use for scope in scopes for use in scope.uses.get(key.split(".", 1)[0], ()) if use.path == key]
                 return len(uses) != 1
@@ -177,6 +177,6 @@ def shard(model, args, policy):
         """Return the edit that imports the other class, in addition to this one if this one has other uses."""
         if wanted in facts.module.bindings:
             return None
-        uses = [use for scope in facts.walker.scopes for use in scope.uses.get(binding.key, ())]
+        uses = [use for scope in facts.index.scopes for use in scope.uses.get(binding.key, ())]
         first, last = facts.span(binding.node, binding)
         return Edit(first, last, wanted) if len(uses) == 1 else Edit(last, last, f", {wanted}")

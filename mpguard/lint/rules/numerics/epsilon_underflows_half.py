@@ -195,7 +195,7 @@ def main(loader, eps):
             )
         if facts.masters or facts.declared == "inference":
             return
-        for weights in facts.trained.weights("float16"):
+        for weights in facts.training_use.weights("float16"):
             for call in weights.training.of("optimizer"):
                 if call.name in _WITH_EPS and self._has_tiny_eps(call, facts):
                     note = Note("the weights are FP16 from here", weights.event.span)

@@ -170,7 +170,7 @@ def fine(q, k, x, y):
                 return node.left
             same = isinstance(node.operator, cst.Multiply) and text_of(node.left) == text_of(node.right)
             return node.left if same else None
-        call = facts.walker.call_of.get(node) if node is not None else None
+        call = facts.index.call_of.get(node) if node is not None else None
         if call is None or call.name not in _SQUARES:
             return None
         method = facts.precision.is_method(call)

@@ -366,7 +366,7 @@ def thrown_away(model, loader, optimizer):
                     state.dtype == "float16" and compatible(state.guard, guard)
                     for record in records
                     if isinstance(record, Call)
-                    for state in facts.autocasting.at(record)
+                    for state in facts.autocast_states.at(record)
                 ):
                     return creation
         return None
@@ -381,7 +381,7 @@ def thrown_away(model, loader, optimizer):
         last = keys[0].rsplit(".", 1)[-1]
         return not any(
             use.path.rsplit(".", 1)[-1] == last
-            for scope in facts.walker.scopes
+            for scope in facts.index.scopes
             for uses in scope.uses.values()
             for use in uses
         )

@@ -274,7 +274,7 @@ def outside(net, loader, scaler):
 
     def _float16_models(self, backward: Event, facts: Facts) -> Iterator[tuple[Wrap, PathCondition]]:
         """Yield the FSDP1 models that compute the loss in FP16, each with the condition under which they do."""
-        for call, wrap in facts.prepared.differentiated(backward.subject, backward.call, "fsdp1"):
+        for call, wrap in facts.wrappers.differentiated(backward.subject, backward.call, "fsdp1"):
             strategy = wrap.call.argument(None, "sharding_strategy")
             if strategy is not None and "NO_SHARD" in facts.short(strategy):
                 continue
@@ -334,7 +334,7 @@ def outside(net, loader, scaler):
         return bindings[0] if len(bindings) == 1 and bindings[0].kind in ("from", "import") else None
 
     def _uses(self, binding: Binding, facts: Facts) -> int:
-        return sum(len(scope.uses.get(binding.key, ())) for scope in facts.walker.scopes)
+        return sum(len(scope.uses.get(binding.key, ())) for scope in facts.index.scopes)
 
     def _names(self, binding: Binding) -> Sequence[cst.CSTNode]:
         """Return the names in the import statement of a binding."""

@@ -626,7 +626,7 @@ def peak_memory(model):
         """True if the load creates FP16 weights whose gradients this backward computes."""
         if facts.is_inference(load.call) or facts.kinds(load.subject, load.call) != {"model"}:
             return False
-        if _of_accelerate(guard, facts) or facts.frozen.value(load.call.node):
+        if _of_accelerate(guard, facts) or facts.frozen_params.value(load.call.node):
             return False
         reach = facts.flow.forward(load.call.node, load.call, guard)
         if reach.meets("peft") or not reach.meets("optimizer"):

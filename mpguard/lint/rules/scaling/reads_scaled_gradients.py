@@ -222,7 +222,7 @@ def clipped_first(model, loader, optimizer):
     def _measures(self, use: object, facts: Facts) -> bool:
         """True if the use of a gradient depends on its size."""
         assert isinstance(use, Use)
-        parents, node = facts.walker.parents, use.node
+        parents, node = facts.index.parents, use.node
         rest = use.path.split(".grad", 1)[1].split(".")[1:]
         measured = False
         for name in rest:

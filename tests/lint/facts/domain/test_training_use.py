@@ -37,9 +37,9 @@ def facts_of(code: str) -> Facts:
 )
 def test_low_precision_weights_are_found_with_their_optimizer(code: str, dtype: str) -> None:
     facts = facts_of("from transformers import AutoModel\n" + code + LOOP)
-    (weights,) = facts.trained.weights(dtype)
+    (weights,) = facts.training_use.weights(dtype)
     assert weights.dtype == dtype
-    (optimizer,) = facts.trained.plain_optimizers(weights.training)
+    (optimizer,) = facts.training_use.plain_optimizers(weights.training)
     assert facts.called_path(optimizer) == "torch.optim.AdamW"
 
 
@@ -60,18 +60,18 @@ def test_low_precision_weights_are_found_with_their_optimizer(code: str, dtype: 
 )
 def test_weights_that_are_not_trained_in_low_precision(code: str) -> None:
     facts = facts_of("from peft import get_peft_model\nfrom transformers import AutoModel\n" + code + LOOP)
-    assert facts.trained.weights("float16") == []
+    assert facts.training_use.weights("float16") == []
 
 
 @pytest.mark.parametrize(
     "mention", ["import deepspeed", "from torch.distributed.fsdp import FSDP", "o = FP16_Optimizer(o)"]
 )
 def test_master_weights_may_be_kept_by_other_code(mention: str) -> None:
-    assert facts_of(mention).trained.masters
+    assert facts_of(mention).training_use.masters
 
 
 def test_master_weights_are_not_kept_by_a_plain_loop() -> None:
-    assert not facts_of("model = torch.nn.Linear(8, 8)" + LOOP).trained.masters
+    assert not facts_of("model = torch.nn.Linear(8, 8)" + LOOP).training_use.masters
 
 
 def test_an_optimizer_that_rounds_stochastically_is_not_plain() -> None:
@@ -79,9 +79,9 @@ def test_an_optimizer_that_rounds_stochastically_is_not_plain() -> None:
         "torch.optim.AdamW(model.parameters())", "AdamW8bit(model.parameters(), bf16_stochastic_round=True)"
     )
     facts = facts_of(code)
-    (weights,) = facts.trained.weights("bfloat16")
+    (weights,) = facts.training_use.weights("bfloat16")
     assert len(weights.training.of("optimizer")) == 1
-    assert facts.trained.plain_optimizers(weights.training) == []
+    assert facts.training_use.plain_optimizers(weights.training) == []
 
 
 def test_the_roles_of_states() -> None:

@@ -21,7 +21,7 @@ def wraps(code: str, probe: str = "use") -> list[tuple[str, int | None]]:
     """The wraps of what the one call of `use` is given: their kind, and the place in what is returned."""
     facts = facts_of(code)
     (call,) = facts.calls[probe]
-    return [(wrap.kind, wrap.index) for wrap in facts.prepared.of(call.positional[0], call)]
+    return [(wrap.kind, wrap.index) for wrap in facts.wrappers.of(call.positional[0], call)]
 
 
 HEAD = "import deepspeed\nimport torch\nfrom accelerate import Accelerator\n"
@@ -71,7 +71,7 @@ def test_policy_of_a_sharded_model() -> None:
         """
     )
     (call,) = facts.calls["use"]
-    (wrap,) = facts.prepared.of(call.positional[0], call)
+    (wrap,) = facts.wrappers.of(call.positional[0], call)
     found = policy_of(wrap)
     assert found is not None and found[1] == "fsdp2_policy"
     assert found[0].path == "MixedPrecisionPolicy"
@@ -104,7 +104,7 @@ def test_settings_of_an_engine(config: str, settings: WrapperSettings, tmp_path:
     code = f"import deepspeed\nengine, *_ = deepspeed.initialize(model=net, config={config})\nuse(engine)\n"
     facts = facts_of(code, str(tmp_path / "train.py"))
     (call,) = facts.calls["use"]
-    (wrap,) = facts.prepared.of(call.positional[0], call)
+    (wrap,) = facts.wrappers.of(call.positional[0], call)
     assert settings_of(wrap) == settings
 
 
@@ -119,5 +119,5 @@ def test_a_config_that_is_changed_later_is_unknown() -> None:
         """
     )
     (call,) = facts.calls["use"]
-    (wrap,) = facts.prepared.of(call.positional[0], call)
+    (wrap,) = facts.wrappers.of(call.positional[0], call)
     assert settings_of(wrap) == WrapperSettings()

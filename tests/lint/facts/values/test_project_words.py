@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from mpguard.lint.facts.values import project_words
-from mpguard.lint.facts.values.project_words import Row
+from mpguard.lint.facts.values.project_words import ProjectWord
 from mpguard.lint.model.rule import rules
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
 TABLES = {
     name: rows
     for name, rows in vars(project_words).items()
-    if isinstance(rows, tuple) and rows and isinstance(rows[0], Row)
+    if isinstance(rows, tuple) and rows and isinstance(rows[0], ProjectWord)
 }
 ROWS = [pytest.param(row, id=f"{name}-{row.word}") for name, rows in TABLES.items() for row in rows]
 
@@ -42,7 +42,7 @@ def examples(code: str) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_each_row_has_a_meaning_and_evidence(row: Row, packages: set[str]) -> None:
+def test_each_row_has_a_meaning_and_evidence(row: ProjectWord, packages: set[str]) -> None:
     assert row.meaning
     assert row.needed_by
     for evidence in row.needed_by:
