@@ -207,6 +207,7 @@ BAD = {
     "key.yaml": (YAML.encode() + b"fp8_config: {mpguard_recpe: fp32}\n", "key.yaml:9: `fp8_config.mpguard_recpe`: "),
     "section.yaml": (YAML.encode() + b"fp8_config: TE\n", "section.yaml:9: `fp8_config`: is TE; a section is needed"),
     "anchor.yaml": (YAML.replace("fp16  #", "&p fp16  #").encode() + b"x: *p\n", "anchor.yaml:9: "),
+    "train.py": (b"import torch\n\nmodel = {'a': 1}: 2\n", "train.py: is not a config; a YAML or JSON file is needed"),
     "deep.yaml": (b"a: " + b"[" * 10_000, "deep.yaml:1: nested more than 100 deep"),
 }  # fmt: skip
 
