@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import limits
@@ -19,7 +20,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     if not deepspeed_operator.is_installed():
         return
-    stamp, cache = deepspeed_operator.version(), getattr(session.config, "cache", None)
+    cache = getattr(session.config, "cache", None)
+    if cache is not None:  # a build that is killed must not block the other programs of this user
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache.mkdir("torch_extensions")))
+    stamp = deepspeed_operator.version()
     if cache is None or cache.get("mpguard/deepspeed_operator", None) != stamp:
         try:
             deepspeed_operator.build(lambda message: print(message, flush=True))
