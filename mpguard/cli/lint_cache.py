@@ -100,7 +100,7 @@ def open_cache(options: argparse.Namespace) -> EarlierReports:
         options.gpu,
         options.isolated,
         options.configs,
-        sorted((*key, seen) for key, seen in trace.looks.items()) if trace else [],
+        sorted((*key, seen) for key, seen in trace.accesses.items()) if trace else [],
     ])  # fmt: skip
     key = tracked_fs.digest(run.encode("utf-8", "surrogateescape"))
     return EarlierReports(Cache(folder, key), rules, fixing, explicit)

@@ -53,14 +53,14 @@ _overlay: dict[str, bytes] = {}
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class Accesses:
     """What findings depend on.
 
-    looks: each access and its result. contents: files that were read, with status and digest, if the status is old
+    accesses: each access and its result. contents: files that were read, with status and digest, if the status is old
     enough (`is_settled`).
     """
 
-    looks: dict[Key, Seen]
+    accesses: dict[Key, Seen]
     contents: dict[str, tuple[Status, str]]
 
 
@@ -117,13 +117,13 @@ def add_dependency(path: str, module: str) -> None:
         _uses.setdefault(path, set()).add(module)
 
 
-def trace(path: str) -> Trace | None:
+def trace(path: str) -> Accesses | None:
     """Return what a file's findings depend on; None outside of `recording`."""
     if not _recording:
         return None
     read = dict(_contents)
     _contents.clear()
-    return Trace(_dependencies(path), read)
+    return Accesses(_dependencies(path), read)
 
 
 def _dependencies(path: str) -> dict[Key, Seen]:
@@ -189,8 +189,8 @@ def record(what: str, where: str, seen: Seen) -> None:
         _merge(_open[-1], {(what, where): seen})
 
 
-def _merge(into: dict[Key, Seen], looks: dict[Key, Seen]) -> None:
-    for key, seen in looks.items():
+def _merge(into: dict[Key, Seen], accesses: dict[Key, Seen]) -> None:
+    for key, seen in accesses.items():
         if into.setdefault(key, seen) != seen:
             into[key] = CHANGED
 

@@ -133,7 +133,7 @@ class Checker:
         engine.selection(target.path)  # raises for invalid settings here, as the check itself would report a defect
         engine.project.configs_for(target.path)
         report, trace = engine.check(target), tracked_fs.trace(target.path)
-        read = {where for what, where in (trace.looks if trace else ()) if what == "file"}
+        read = {where for what, where in (trace.accesses if trace else ()) if what == "file"}
         self._files_read |= read
         return BufferReport(report, frozenset(read - {target.path}))
 

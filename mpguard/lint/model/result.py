@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mpguard.core.text_edits import Edit
-    from mpguard.core.tracked_fs import Trace
+    from mpguard.core.tracked_fs import Accesses
     from mpguard.lint.model.finding import Finding, Lines
     from mpguard.lint.model.rule import Diagnostic
 
@@ -81,5 +81,5 @@ class FileReport:
     defects: tuple[Defect, ...] = ()
     fix_result: FixResult | None = None
     recognized: bool = True
-    trace: Trace | None = None
+    trace: Accesses | None = None
     before_fixes: tuple[Finding, ...] = ()

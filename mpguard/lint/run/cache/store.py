@@ -76,7 +76,7 @@ class Cache:
             if report.trace is None:
                 continue
             depends_on = []
-            for (what, where), seen in report.trace.looks.items():
+            for (what, where), seen in report.trace.accesses.items():
                 index = numbers.setdefault((what, where, json.dumps(seen)), len(self._reads))
                 if index == len(self._reads):
                     self._reads.append([what, where, seen])
