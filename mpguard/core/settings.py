@@ -25,7 +25,7 @@ ENFORCE = ("error", "warn", "off")
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class ToolSettings:
     """The settings of the files below `root`. Patterns have the syntax of .gitignore and are relative to `root`.
 
     source: the file that sets them; None if there is none, and every setting has its default.
@@ -88,14 +88,14 @@ def are_isolated() -> bool:
     return _ISOLATED.get()
 
 
-def nearest(path: Path) -> Settings:
+def nearest(path: Path) -> ToolSettings:
     """Return the settings for a file or a folder: those of the nearest folder, itself or above, that has any.
 
     A `pyproject.toml` without `[tool.mpguard]` is skipped. Raises `SettingsError`.
     """
     path = path.absolute()
     if are_isolated():
-        return Settings(Path(path.anchor))
+        return ToolSettings(Path(path.anchor))
     folder = path if tracked_fs.type_of(str(path)) == "folder" else path.parent
     with tracked_fs.untracked():
         found = _of_folder(folder)
@@ -103,31 +103,31 @@ def nearest(path: Path) -> Settings:
     return found
 
 
-def of_file(path: str) -> Settings:
+def of_file(path: str) -> ToolSettings:
     """Return the settings for an existing file: many files of one folder cost little more than one."""
     return of_folder(os.path.dirname(os.path.abspath(path)))  # noqa: PTH100, PTH120
 
 
-def of_folder(folder: str) -> Settings:
+def of_folder(folder: str) -> ToolSettings:
     """Return the settings for an existing folder, by its absolute path; each folder is read once per run."""
     return _in_folder(folder, are_isolated())
 
 
 @cached_per_run
-def _in_folder(folder: str, isolated: bool) -> Settings:  # noqa: ARG001
+def _in_folder(folder: str, isolated: bool) -> ToolSettings:  # noqa: ARG001
     return nearest(Path(folder))
 
 
 @cached_per_run
-def _of_folder(folder: Path) -> Settings:
+def _of_folder(folder: Path) -> ToolSettings:
     for name in ("mpguard.toml", "pyproject.toml"):
         settings = _read(folder / name)
         if settings is not None:
             return settings
-    return Settings(folder) if folder == folder.parent else _of_folder(folder.parent)
+    return ToolSettings(folder) if folder == folder.parent else _of_folder(folder.parent)
 
 
-def _read(path: Path) -> Settings | None:
+def _read(path: Path) -> ToolSettings | None:
     """Return the settings in one file; None if the file does not exist or has no table for mpguard."""
     try:
         text = tracked_fs.read_regular_file(path).decode("utf-8")
@@ -155,7 +155,7 @@ def _read(path: Path) -> Settings | None:
             return None
     if not isinstance(table, dict):
         raise SettingsError(f"{path}: `tool.mpguard` is {_shown(table)}; a table is needed")
-    return Settings(path.parent, path, **_values(table, path, text))
+    return ToolSettings(path.parent, path, **_values(table, path, text))
 
 
 def _values(table: Mapping[str, Any], path: Path, text: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from mpguard.core import settings
 from mpguard.core.errors import SettingsError
-from mpguard.core.settings import Settings, nearest
+from mpguard.core.settings import ToolSettings, nearest
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ enforce = "warn"
 [tool.mpguard.per-file-ignores]
 "tests/**" = ["MPG1"]
 """)
-    assert nearest(tmp_path / "train.py") == Settings(
+    assert nearest(tmp_path / "train.py") == ToolSettings(
         root=tmp_path,
         source=tmp_path / "pyproject.toml",
         select=("MPG1", "MPG201"),
@@ -50,7 +50,7 @@ enforce = "warn"
         inference_paths=("serve",),
         enforce="warn",
     )
-    fields = {field.name.replace("_", "-") for field in dataclasses.fields(Settings)} - {"root", "source"}
+    fields = {field.name.replace("_", "-") for field in dataclasses.fields(ToolSettings)} - {"root", "source"}
     assert fields == set(settings._KEYS)
 
 

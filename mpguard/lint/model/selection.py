@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from mpguard.core.errors import SettingsError, near
-from mpguard.core.settings import Settings
+from mpguard.core.settings import ToolSettings
 from mpguard.lint.model.rule import BaseRule
 from mpguard.lint.source.files import matches
 
@@ -43,7 +43,7 @@ class Selection:
         return Selection(left, self.requested & left)
 
 
-def selection(rules: Rules, settings: Settings, given: Selectors) -> Selection:
+def selection(rules: Rules, settings: ToolSettings, given: Selectors) -> Selection:
     """Return the rules for the files of some settings. Raises `SettingsError` for a selector that covers no rule."""
     if given.select is None:
         select, extend, ignore = settings.select, settings.extend_select, settings.ignore
@@ -75,7 +75,7 @@ def selection(rules: Rules, settings: Settings, given: Selectors) -> Selection:
     return Selection(frozenset(codes), frozenset(requested))
 
 
-def ignored_in(path: str, rules: Rules, settings: Settings) -> frozenset[str]:
+def ignored_in(path: str, rules: Rules, settings: ToolSettings) -> frozenset[str]:
     """Return the codes that `per-file-ignores` ignores in one file. `!pattern` applies to all other files."""
     codes: set[str] = set()
     for pattern, selectors in settings.per_file_ignores.items():
