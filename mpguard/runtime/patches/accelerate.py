@@ -15,13 +15,13 @@ from mpguard.runtime import checkpoints
 from mpguard.runtime import guard as guards
 from mpguard.runtime.messages import suppress_not_carried
 from mpguard.runtime.patches import fp8_conversion
-from mpguard.runtime.patches.patch import Function, Patch
+from mpguard.runtime.patches.patch import AnyFunction, Patch
 from mpguard.targets.capabilities import fp8_weights
 from mpguard.targets.inject import Change
 from mpguard.targets.settings import ABSENT
 
 
-def _accelerator(original: Function) -> Function:
+def _accelerator(original: AnyFunction) -> AnyFunction:
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -15,13 +15,13 @@ from mpguard.core.errors import ConfigError
 from mpguard.runtime import guard as guards
 from mpguard.runtime.messages import suppress_not_carried
 from mpguard.runtime.patches import fp8_conversion
-from mpguard.runtime.patches.patch import Function, Patch
+from mpguard.runtime.patches.patch import AnyFunction, Patch
 from mpguard.runtime.proof.observe import innermost
 from mpguard.targets.inject import differences
 from mpguard.targets.settings import Setting, merged
 
 
-def _deepspeed_initialize(original: Function) -> Function:
+def _deepspeed_initialize(original: AnyFunction) -> AnyFunction:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -86,7 +86,7 @@ def _deepspeed_file(name: str) -> dict[str, Any]:
     return dict(loaded)
 
 
-def _engine_step(original: Function) -> Function:
+def _engine_step(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         guard = guards.current()

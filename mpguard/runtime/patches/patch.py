@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-Function = Callable[..., Any]
+#: A function of a library, or a wrapper of one.
+AnyFunction = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,8 +16,8 @@ class Patch:
 
     module: the module that defines it. target: `Class.method` or `function` in that module. needs: the
     parameters of the target that the wrapper relies on; without one of them the patch is not applied. reason:
-    why it is wrapped, with the numbers of the findings behind it (S1 to S32, docs/findings.md). tested: the
-    version that the patch was tested with. wrap: takes the original function and returns the wrapper.
+    why it is wrapped, with the S-numbers of docs/findings.md behind it. tested: the version that the patch was
+    tested with. wrap: takes the original function and returns the wrapper.
     """
 
     module: str
@@ -24,4 +25,4 @@ class Patch:
     needs: tuple[str, ...]
     reason: str
     tested: str
-    wrap: Callable[[Function], Function]
+    wrap: Callable[[AnyFunction], AnyFunction]

@@ -12,18 +12,18 @@ from mpguard.runtime import guard as guards
 from mpguard.runtime.messages import suppress_not_carried
 from mpguard.runtime.patches import compile as compilation
 from mpguard.runtime.patches import fp8_conversion
-from mpguard.runtime.patches.patch import Function, Patch
+from mpguard.runtime.patches.patch import AnyFunction, Patch
 from mpguard.runtime.proof.observe import innermost, updated_by
 from mpguard.targets.inject import Change
 
 
-def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Callable[[Function], Function]:
+def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Callable[[AnyFunction], AnyFunction]:
     """Return a wrapper that puts the policy's dtypes into the mixed precision object of FSDP 1 or 2.
 
     target: the plugin (`fsdp1`, `fsdp2`). parameter: the argument that takes the object. fields: its dtypes.
     """
 
-    def wrap(original: Function) -> Function:
+    def wrap(original: AnyFunction) -> AnyFunction:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
@@ -73,7 +73,7 @@ def _reason_for_orig_params(guard: guards.Guard, model: Any) -> str:
     return ""
 
 
-def _scaler_init(original: Function) -> Function:
+def _scaler_init(original: AnyFunction) -> AnyFunction:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -96,7 +96,7 @@ def _scaler_init(original: Function) -> Function:
     return __init__
 
 
-def _scaler_step(original: Function) -> Function:
+def _scaler_step(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         guard = guards.current()
@@ -123,7 +123,7 @@ def _scaler_step(original: Function) -> Function:
     return step
 
 
-def _scaler_scale(original: Function) -> Function:
+def _scaler_scale(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def scale(self: Any, outputs: Any) -> Any:
         result = original(self, outputs)
@@ -135,7 +135,7 @@ def _scaler_scale(original: Function) -> Function:
     return scale
 
 
-def _backward(original: Function) -> Function:
+def _backward(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         guard = guards.current()
@@ -148,7 +148,7 @@ def _backward(original: Function) -> Function:
     return run
 
 
-def _compiled_graph(original: Function) -> Function:
+def _compiled_graph(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def call_user_compiler(self: Any, gm: Any, *args: Any, **kwargs: Any) -> Any:
         guard = guards.current()
@@ -159,7 +159,7 @@ def _compiled_graph(original: Function) -> Function:
     return call_user_compiler
 
 
-def _optimizer_init(original: Function) -> Function:
+def _optimizer_init(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -172,7 +172,7 @@ def _optimizer_init(original: Function) -> Function:
     return __init__
 
 
-def _ddp_init(original: Function) -> Function:
+def _ddp_init(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         guard = guards.current()
@@ -187,7 +187,7 @@ def _ddp_init(original: Function) -> Function:
     return __init__
 
 
-def _load_state_dict(original: Function) -> Function:
+def _load_state_dict(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
@@ -199,7 +199,7 @@ def _load_state_dict(original: Function) -> Function:
     return load_state_dict
 
 
-def _module_load_state_dict(original: Function) -> Function:
+def _module_load_state_dict(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         guard = guards.current()

@@ -7,10 +7,10 @@ from typing import Any
 
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches import fp8_conversion
-from mpguard.runtime.patches.patch import Function, Patch
+from mpguard.runtime.patches.patch import AnyFunction, Patch
 
 
-def _adam_init(original: Function) -> Function:
+def _adam_init(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

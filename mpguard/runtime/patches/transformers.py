@@ -10,17 +10,17 @@ from typing import Any
 from mpguard.nn.grouped_mm import autocast_grouped_mm
 from mpguard.runtime import checkpoints
 from mpguard.runtime import guard as guards
-from mpguard.runtime.patches.patch import Function, Patch
+from mpguard.runtime.patches.patch import AnyFunction, Patch
 from mpguard.targets.inject import Change
 
 
-def _trainer(parameter: str, act: Callable[..., None]) -> Callable[[Function], Function]:
+def _trainer(parameter: str, act: Callable[..., None]) -> Callable[[AnyFunction], AnyFunction]:
     """Return a wrapper of a Trainer's method that saves or loads the optimizer; `act` does so for the FP8 history.
 
     parameter: the argument that holds the checkpoint's folder.
     """
 
-    def wrap(original: Function) -> Function:
+    def wrap(original: AnyFunction) -> AnyFunction:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
@@ -36,7 +36,7 @@ def _trainer(parameter: str, act: Callable[..., None]) -> Callable[[Function], F
     return wrap
 
 
-def _trainer_and_deepspeed(original: Function) -> Function:
+def _trainer_and_deepspeed(original: AnyFunction) -> AnyFunction:
     """Put the policy's `bf16` and `fp16` into `TrainingArguments`, so that they match the DeepSpeed config."""
 
     @functools.wraps(original)
