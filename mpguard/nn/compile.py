@@ -67,7 +67,7 @@ def wants_compile(policy: Policy) -> Choice:
 
 
 #: Models that `compile_in_place` has compiled.
-_ours: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_in_place: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -75,9 +75,9 @@ def is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def is_ours(module: nn.Module) -> bool:
+def is_compiled_in_place(module: nn.Module) -> bool:
     """True if `compile_in_place` has compiled a module."""
-    return module in _ours
+    return module in _in_place
 
 
 def compile_in_place(model: nn.Module) -> bool:
@@ -91,15 +91,15 @@ def compile_in_place(model: nn.Module) -> bool:
     called = list(_called(model))
     for each in called:
         _compile(each)
-        _ours.add(each)
+        _in_place.add(each)
     return bool(called)
 
 
 def undo(model: nn.Module) -> None:
     """Undo `compile_in_place`."""
     for module in model.modules():
-        if module in _ours:
-            _ours.discard(module)
+        if module in _in_place:
+            _in_place.discard(module)
             module._compiled_call_impl = None
 
 

@@ -210,7 +210,7 @@ def _check(model: nn.Module, policy: Policy) -> None:
         what = f"convert: {name or 'the model'} ({type(module).__name__})"
         if isinstance(module, torch.jit.ScriptModule):
             raise PolicyError(f"{what} is scripted: its code is fixed. Convert before torch.jit.script or trace")
-        if compilation.is_compiled(module) and not compilation.is_ours(module):
+        if compilation.is_compiled(module) and not compilation.is_compiled_in_place(module):
             raise PolicyError(f"{what} is compiled. Convert before torch.compile")
 
 
@@ -222,7 +222,7 @@ def _compiled(model: nn.Module, policy: Policy) -> str:
     if missing := compilation.missing_requirement(model):
         return f"off, {missing}, though {chosen.reason}"
     compilation.compile_in_place(model)
-    done = any(map(compilation.is_ours, model.modules()))
+    done = any(map(compilation.is_compiled_in_place, model.modules()))
     return f"on, in place: {chosen.reason}" if done else f"off, nothing here is called, though {chosen.reason}"
 
 

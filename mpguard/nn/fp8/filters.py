@@ -74,13 +74,13 @@ def _keep_shared_exact(modules: Named, found: dict[int, str]) -> None:
         if found.get(id(module)) == "":
             others = holders[id(module.weight)]
             plain = next(
-                (name for name, other in others if found.get(id(other), "other") and not _is_ours(other)), None
+                (name for name, other in others if found.get(id(other), "other") and not _is_converted(other)), None
             )
             if plain is not None:
                 found[id(module)] = f"shares its weight with {plain}, which is not FP8"
 
 
-def _is_ours(module: nn.Module) -> bool:
+def _is_converted(module: nn.Module) -> bool:
     """True if `convert` has converted a module."""
     return hasattr(module, "_mpguard_fp8")
 

@@ -158,13 +158,13 @@ def quantized(layer: nn.Linear, recipe: Any) -> Any:
 def around(model: nn.Module, policy: Policy) -> None:
     """Enter FP8 autocast around the forward pass of the model, if the recipe has a history."""
     recipe = get("te").build(policy)
-    if recipe.delayed() and not any(map(is_ours, model._forward_pre_hooks.values())):
+    if recipe.delayed() and not any(map(is_autocast_hook, model._forward_pre_hooks.values())):
         watch(layer for layer in model.modules() if isinstance(layer, TransformerEngineLinear))
         region = AutocastRegion(recipe)
         model.register_forward_pre_hook(region.enter)
         model.register_forward_hook(region.leave, always_call=True)
 
 
-def is_ours(hook: Any) -> bool:
+def is_autocast_hook(hook: Any) -> bool:
     """True if a hook is one of an `AutocastRegion`."""
     return isinstance(getattr(hook, "__self__", None), AutocastRegion)
