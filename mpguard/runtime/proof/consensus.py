@@ -17,7 +17,7 @@ from mpguard.core.console import print_line
 from mpguard.runtime.proof.observe import world_size
 
 #: Seconds that a rank waits for the failures of another one.
-VERDICT_TIMEOUT = 120.0
+CONSENSUS_TIMEOUT = 120.0
 
 #: Seconds after which a waiting rank prints which rank it waits for.
 NOTICE_AFTER = 10.0
@@ -170,7 +170,7 @@ def _read(store: Any, key: str, writer: str) -> Any:
     began, pause, reported = time.monotonic(), 0.001, False
     while not store.check([key]):
         waited = time.monotonic() - began
-        if waited > VERDICT_TIMEOUT:
+        if waited > CONSENSUS_TIMEOUT:
             raise TimeoutError
         if waited > NOTICE_AFTER and not reported:
             reported = True
@@ -183,7 +183,7 @@ def _read(store: Any, key: str, writer: str) -> Any:
 def _reason(error: Exception) -> str:
     """Return why a rank sent no result."""
     if isinstance(error, TimeoutError):
-        return f"it did not reach this optimizer step within {VERDICT_TIMEOUT:g} s"
+        return f"it did not reach this optimizer step within {CONSENSUS_TIMEOUT:g} s"
     return f"its process has ended ({type(error).__name__})"
 
 
