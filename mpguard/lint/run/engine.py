@@ -141,7 +141,7 @@ class Engine:
         ignored = ignored_in(path, self.rules, found)
         return self._selected(found).without(ignored) if ignored else self._selected(found)
 
-    def _selected(self, found: settings.Settings) -> Selection:
+    def _selected(self, found: settings.ToolSettings) -> Selection:
         if found.source not in self._selections:
             self._selections[found.source] = selection(self.rules, found, self.options.selectors)
         return self._selections[found.source]

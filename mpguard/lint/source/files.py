@@ -329,7 +329,7 @@ def _outer_ignores(top: Path) -> tuple[_Patterns, ...]:
 class _Configured:
     """`include` and `exclude` of the settings that apply in one folder."""
 
-    def __init__(self, found: settings.Settings) -> None:
+    def __init__(self, found: settings.ToolSettings) -> None:
         self.include = _Patterns(str(found.root), found.include) if found.include else None
         self.exclude = _Patterns(str(found.root), found.exclude) if found.exclude else None
 
