@@ -38,7 +38,7 @@ class Precision:
 
     Attributes: `compute`, the dtype of autocast, None if it is off; `parameters`, the dtype of the model when the
     optimizer is created; `tf32`, True, False, or None (not changed); `scaling`, the arguments of the GradScaler;
-    `sharded`, True for FSDP1's GradScaler; `holding`, the arguments of `mpguard.nn.grad_scaler.set_limits`, which
+    `sharded`, True for FSDP1's GradScaler; `limits`, the arguments of `mpguard.nn.grad_scaler.set_limits`, which
     torch's GradScaler does not support.
     """
 
@@ -47,7 +47,14 @@ class Precision:
     tf32: bool | None
     scaling: dict[str, Any]
     sharded: bool = False
-    holding: dict[str, Any] = dataclasses.field(default_factory=dict)
+    limits: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    if not TYPE_CHECKING:  # for a type checker any attribute would exist
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an error that names the present name of a former attribute: training scripts may use it."""
+            hint = "; the attribute is now `limits`" if name == "holding" else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def autocast(self, device_type: str = "cuda") -> dict[str, Any]:
         """Return the keyword arguments of `torch.autocast` for a device type (`cuda`, `cpu`, ...)."""
@@ -67,10 +74,10 @@ class Precision:
 
     def set_limits(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
         """Give a scaler the policy's minimum scale and hysteresis, and return it."""
-        if self.holding:
+        if self.limits:
             from mpguard.nn.grad_scaler import set_limits
 
-            set_limits(scaler, **self.holding)
+            set_limits(scaler, **self.limits)
         return scaler
 
     def set_tf32(self) -> None:
@@ -105,7 +112,7 @@ def loop(policy: Policy, strategy: str | None) -> Settings:
         "tf32": policy.tf32,
         "scaling": scaling(policy),
         "sharded": policy.fp16 and strategy == "fsdp1",
-        "holding": {"minimum": policy.min_loss_scale, "hysteresis": policy.hysteresis}
+        "limits": {"minimum": policy.min_loss_scale, "hysteresis": policy.hysteresis}
         if policy.fp16 and policy.loss_scale is None
         else {},
     }
