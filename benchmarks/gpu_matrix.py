@@ -239,7 +239,7 @@ def judged(cell: Cell, found: dict[str, Any], base: list[float] | None) -> dict[
     if found["status"] in (1, 2) and line and not facts:
         return result | {
             "state": "refused",
-            "reason": line.removeprefix("mpguard: ").removesuffix("  (--enforce warn to go on anyway)"),
+            "reason": line.removeprefix("mpguard: ").removesuffix("  (use --enforce warn to continue)"),
         }
     if found["status"] != 0 or not facts.get("finished"):
         return result | {"reason": f"status {found['status']}: {line or ''}", "output": output[-25:]}

@@ -26,7 +26,7 @@ from mpguard.runtime.plan import POLICY
 NAME = "mpguard_hook.pth"
 
 #: It imports nothing unless a launcher handed over a policy, or the program is `accelerate`. pip does not remove
-#: the file when mpguard is uninstalled, so a missing mpguard is no error.
+#: the file when mpguard is uninstalled, so a missing mpguard is not an error.
 LINE = (
     f"import os, sys; exec('try:\\n import mpguard.runtime.launch.startup_hook\\nexcept ImportError:\\n pass') "
     f"if os.environ.get('{POLICY}') or any('accelerate' in word for word in sys.orig_argv[:8]) else None\n"

@@ -49,16 +49,17 @@ _MISSING_NAME = re.compile(r"cannot import name '(\w+)' from '(mpguard[\w.]*)'")
 
 
 def new_place(module: str) -> str | None:
-    """Where the public names of a former module are imported from now; None for one that is not in the table."""
+    """Return the module that has the public names of a former one now; None if the table does not have it."""
     while module and module not in MODULES:
         module = module.rpartition(".")[0]
     return MODULES.get(module)
 
 
 def import_error(error: ImportError, importer: str) -> str | None:
-    """A message for a failed import of something of mpguard's that moved; None for any other failed import.
+    """Return a message for a failed import of a name of mpguard that moved; None for any other failed import.
 
-    importer: the module that was being imported; the message names the module of its own whose import failed.
+    importer: the module that was being imported. If the import failed in a module that it imports, the message names
+    that one.
     """
     importer = _failing_module(error.__traceback__) or importer
     missing = _MISSING_NAME.match(str(error))
@@ -82,7 +83,7 @@ def _advice(module: str) -> str:
 
 
 def _failing_module(traceback: TracebackType | None) -> str | None:
-    """The module whose import statement failed: the innermost frame that is not of importlib."""
+    """Return the module whose import statement failed: the innermost frame outside of importlib and this package."""
     found = None
     while traceback is not None:
         name = str(traceback.tb_frame.f_globals.get("__name__", ""))

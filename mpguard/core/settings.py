@@ -75,7 +75,7 @@ _ISOLATED: ContextVar[bool] = ContextVar("isolated", default=False)
 
 @contextlib.contextmanager
 def isolated(on: bool = True) -> Iterator[None]:
-    """Within this context no settings are read from files (`--isolated`)."""
+    """Read no settings from files within this context (`--isolated`)."""
     token = _ISOLATED.set(on)
     try:
         yield

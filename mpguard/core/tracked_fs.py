@@ -184,7 +184,7 @@ def clear_run_caches() -> None:
 
 
 def record(what: str, where: str, seen: Seen) -> None:
-    """Record an access, or a question, and its result."""
+    """Record an access, or a query that was computed from accesses, and its result."""
     if _recording and _open:
         _merge(_open[-1], {(what, where): seen})
 

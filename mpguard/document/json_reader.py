@@ -102,7 +102,7 @@ class JsonScanner:
     def _string(self, at: int) -> Node:
         match = _STRING.match(self.text, at)
         if match is None:
-            raise Unreadable("no valid JSON: this string has no end on its line, or a wrong escape", at)
+            raise Unreadable("invalid JSON: this string has no end on its line, or an invalid escape", at)
         return Node("scalar", at, match.end(), json.loads(match[0]), '"')
 
     def _after_comma(self, at: int, closing: str) -> int:
@@ -111,19 +111,19 @@ class JsonScanner:
             raise self._unexpected(at, f"`,` or `{closing}`")
         after = self.skip_space(at + 1)
         if self.text[after : after + 1] == closing:
-            raise Unreadable(f"no valid JSON: a comma before `{closing}`. Remove it", at)
+            raise Unreadable(f"invalid JSON: a comma before `{closing}`. Remove it", at)
         return after
 
     def _unexpected(self, at: int, wanted: str) -> Unreadable:
         rest = self.text[at : at + 2]
         if not rest:
-            return Unreadable(f"no valid JSON: the file ends where {wanted} is needed", at, at)
+            return Unreadable(f"invalid JSON: the file ends where {wanted} is needed", at, at)
         if rest in ("//", "/*") or rest[0] == "#":
-            return Unreadable("no valid JSON: it has no comments. Remove this one", at)
+            return Unreadable("invalid JSON: JSON has no comments. Remove this one", at)
         if rest[0] == "'":
-            return Unreadable('no valid JSON: strings are in double quotes (")', at)
+            return Unreadable('invalid JSON: strings are in double quotes (")', at)
         what = "a NUL byte" if rest[0] == "\0" else f"{rest[0]!r}"
-        return Unreadable(f"no valid JSON: {what} where {wanted} is needed", at)
+        return Unreadable(f"invalid JSON: {what} where {wanted} is needed", at)
 
 
 class _Reader(JsonScanner):
@@ -148,9 +148,9 @@ class _Reader(JsonScanner):
     def _value(self, at: int, depth: int) -> Node:
         self._values += 1
         if self._values > MAX_VALUES:
-            raise Unreadable(f"more than {MAX_VALUES} values; no config has that", at)
+            raise Unreadable(f"more than {MAX_VALUES} values, the most that a config may have", at)
         if depth > MAX_DEPTH:
-            raise Unreadable(f"nested more than {MAX_DEPTH} deep; no config is", at)
+            raise Unreadable(f"nested more than {MAX_DEPTH} levels deep, the most that a config may have", at)
         first = self.text[at : at + 1]
         if first == "{":
             return self._object(at, depth)
@@ -169,7 +169,7 @@ class _Reader(JsonScanner):
             value = float(match[0]) if match[1] or match[2] else int(match[0])
         except ValueError:  # more digits than Python converts
             raise Unreadable(
-                f"a number of {len(match[0])} digits; no config needs that", match.start(), match.end()
+                f"a number of {len(match[0])} digits; a config number has far fewer", match.start(), match.end()
             ) from None
         return Node("scalar", match.start(), match.end(), value)
 
@@ -178,7 +178,7 @@ class _Reader(JsonScanner):
         node = Node("scalar", match.start(), match.end(), _WORDS.get(word))
         if word in ("NaN", "Infinity", "-Infinity"):
             node.value = float(word.replace("Infinity", "inf"))
-            self.problems.append(Problem(f"`{word}` is no JSON, and no config needs it. Remove it", node.span))
+            self.problems.append(Problem(f"`{word}` is not valid JSON. Remove it", node.span))
         elif word not in _WORDS:
             hint = (
                 f"; write `{word.lower()}`"
@@ -187,7 +187,7 @@ class _Reader(JsonScanner):
                 if word == "None"
                 else ""
             )
-            raise Unreadable(f"no valid JSON: `{word[:40]}` is no value{hint}", *node.span)
+            raise Unreadable(f"invalid JSON: `{word[:40]}` is not a value{hint}", *node.span)
         return node
 
     def _array(self, start: int, depth: int) -> Node:
@@ -204,7 +204,7 @@ class _Reader(JsonScanner):
             pair = Pair(key.value, key.value, key.span, value)
             if pair.key in node.members:
                 self.problems.append(
-                    Problem(f"`{pair.name}` is there twice; DeepSpeed refuses that. Remove one", pair.key_span)
+                    Problem(f"`{pair.name}` is a duplicate key; DeepSpeed refuses that. Remove one", pair.key_span)
                 )
             node.pairs.append(pair)
             node.members[pair.key] = pair

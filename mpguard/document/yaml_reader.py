@@ -65,11 +65,11 @@ class _Composer:
         event = self._loader.peek_event()
         start = event.start_mark.index
         if depth > MAX_DEPTH:
-            raise Unreadable(f"nested more than {MAX_DEPTH} deep; no config is", start)
+            raise Unreadable(f"nested more than {MAX_DEPTH} levels deep, the most that a config may have", start)
         anchor = event.anchor
         if anchor is not None:
             if anchor in self._anchors:
-                raise Unreadable(f"the anchor `&{anchor}` is given twice. Rename one", start)
+                raise Unreadable(f"the anchor `&{anchor}` is defined twice. Rename one", start)
             self._anchors[anchor] = None  # is being read: an alias inside it would refer to itself
         if self._loader.check_event(yaml.ScalarEvent):
             node = self._scalar(self._loader.get_event())
@@ -81,7 +81,9 @@ class _Composer:
         if anchor is not None:
             self._anchors[anchor] = node
         if node.size > MAX_VALUES:
-            raise Unreadable(f"more than {MAX_VALUES} values once its aliases are expanded; no config has that", start)
+            raise Unreadable(
+                f"more than {MAX_VALUES} values once its aliases are expanded, the most that a config may have", start
+            )
         return node
 
     def _alias(self, event: Any) -> Node:
@@ -100,14 +102,20 @@ class _Composer:
         if tag is None or tag == "!":
             tag = self._loader.resolve(yaml.ScalarNode, event.value, event.implicit)
         if tag not in _SCALARS:
-            what = f"`{event.value}` has a meaning of its own in YAML" if event.tag is None else _tag(tag)
-            self._problem(f"{what}; no config needs it. Quote the value, or remove the tag", *node.span)
+            message = (
+                f"`{event.value}` is a special value in YAML. Quote it if it is text"
+                if event.tag is None
+                else f"{_tag(tag)}. Quote the value, or remove the tag"
+            )
+            self._problem(message, *node.span)
             return node
         try:
             node.value = yaml.SafeLoader.yaml_constructors[tag](_CONSTRUCTOR, yaml.ScalarNode(tag, event.value))
         except (ValueError, KeyError, IndexError, OverflowError, AttributeError, yaml.YAMLError) as error:
             short = str(error).splitlines()[0] if str(error) else type(error).__name__
-            self._problem(f"`{event.value[:40]}` is no {_tag(tag)} ({short}). Quote it if it is text", *node.span)
+            self._problem(
+                f"`{event.value[:40]}` is not a valid {_tag(tag)} ({short}). Quote it if it is text", *node.span
+            )
         return node
 
     def _sequence(self, event: Any, depth: int) -> Node:
@@ -138,11 +146,11 @@ class _Composer:
             if merges:
                 merged.update(reversed(self._merged(pair.value)))
             elif key.target.kind != "scalar":
-                self._problem("a key that is no scalar. Write the section under a name", *key.span)
+                self._problem("a mapping or list is used as a key. Use a plain name", *key.span)
             else:
                 if pair.key in node.members:
                     self._problem(
-                        f"`{pair.name}` is there twice; accelerate silently takes the last. Remove one",
+                        f"`{pair.name}` is a duplicate key; accelerate silently takes the last. Remove one",
                         *pair.key_span,
                     )
                 node.members[pair.key] = pair
@@ -169,7 +177,7 @@ class _Composer:
     def _check_tag(self, event: Any, name: str) -> None:
         if event.tag not in (None, "!", _PREFIX + name):
             start = event.start_mark.index
-            self._problem(f"{_tag(event.tag)}; no config needs it. Remove the tag", start, start + 1)
+            self._problem(f"{_tag(event.tag)}. Remove the tag", start, start + 1)
 
     @staticmethod
     def _close(node: Node, event: Any) -> None:
@@ -201,4 +209,4 @@ def _syntax(error: yaml.MarkedYAMLError, text: str) -> Problem:
     message = ", ".join(part for part in (error.context, error.problem) if part)
     if "'\\t'" in message:
         message += "; YAML is indented with spaces"
-    return Problem(f"no valid YAML: {message}", (start, min(start + 1, len(text))))
+    return Problem(f"invalid YAML: {message}", (start, min(start + 1, len(text))))

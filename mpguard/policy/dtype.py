@@ -55,7 +55,7 @@ class Dtype(Enum):
         """
         found = cls.spelled(text)
         if found is None:
-            raise PolicyError(f"`{text}` is no dtype{did_you_mean(text, _SPELLINGS)}")
+            raise PolicyError(f"`{text}` is not a dtype{did_you_mean(text, _SPELLINGS)}")
         return found
 
     @classmethod

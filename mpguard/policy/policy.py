@@ -394,9 +394,9 @@ class Policy:
         try:
             settings = json.loads(text)
         except ValueError as error:
-            raise PolicyError(f"no policy in text form: {error}: {text[:80]!r}") from None
+            raise PolicyError(f"not a policy in text form: {error}: {text[:80]!r}") from None
         if not isinstance(settings, dict):
-            raise PolicyError(f"no policy in text form: a JSON object is needed, not {text[:80]!r}")
+            raise PolicyError(f"not a policy in text form: a JSON object is needed, not {text[:80]!r}")
         return cls.of(settings)
 
     def to(self, target: str, strategy: str | None = None) -> Any:

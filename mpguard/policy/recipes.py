@@ -40,7 +40,7 @@ def register(function: Recipe) -> Recipe:
 def recipe(name: str) -> Policy:
     """Return the policy of a recipe, in either spelling. Raises `UnknownRecipe`, which lists the similar names."""
     if not isinstance(name, str):
-        raise PolicyError(f"recipe: {name!r:.60} is no name of a recipe")
+        raise PolicyError(f"recipe: {name!r:.60} is not the name of a recipe")
     known = recipes()
     found = known.get(name.replace("-", "_"))
     if found is None:
@@ -59,7 +59,7 @@ def given(policy: Policy | str, to: str) -> Policy:
     if isinstance(policy, str):
         return recipe(policy)
     if not isinstance(policy, Policy):
-        raise PolicyError(f"{to}: {policy!r:.60} is no mpguard.Policy, and no name of a recipe")
+        raise PolicyError(f"{to}: {policy!r:.60} is neither an mpguard.Policy nor the name of a recipe")
     return policy
 
 

@@ -22,7 +22,7 @@ def finish(guard: Guard, status: int = 0) -> int:
 
     status: the script's own. It becomes 1 instead of 0 if the run is not in force although the script
     caught the exception, or if it trained and ended before it could be proven. A script that never
-    trained is no failure.
+    trained is not a failure.
     """
     if os.getpid() != guard.process:
         return status  # a process that the script forked

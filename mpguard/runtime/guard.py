@@ -1,7 +1,7 @@
 """When a process is proven, and what follows: one `Guard` per process.
 
 After the first applied step of each optimizer, each rank observes and compares; the ranks then agree on the
-failures, so that a mismatch on one rank is raised on all of them and none waits for ever. Skipped and
+failures, so that a mismatch on one rank is raised on all of them and no rank waits indefinitely. Skipped and
 accumulated steps only delay the proof, within a limit. After a checkpoint has been loaded, the proof is repeated.
 What is printed and written is in `reporter`.
 """

@@ -26,7 +26,7 @@ def header(plan: Plan) -> str:
 
 def overridable(message: str) -> str:
     """Append to a failure how to continue in spite of it."""
-    return f"{message}  (--enforce warn to go on anyway)"
+    return f"{message}  (use --enforce warn to continue)"
 
 
 def failure_message(message: str) -> str:

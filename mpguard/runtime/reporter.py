@@ -89,7 +89,7 @@ class Reporter:
         if message.startswith("not proven"):
             warn_not_proven(message)
         else:
-            print_line(f"mpguard: not in force (going on: enforce {enforce}): {message}")
+            print_line(f"mpguard: not in force (continuing: enforce is {enforce}): {message}")
 
     def report_no_training(self) -> None:
         """Print that a run ended without training in this process."""

@@ -81,7 +81,7 @@ class Plugin:
         if unknown:
             field = sorted(unknown)[0]
             raise ExtensionError(
-                f"plugin {name}: carries `{field}`, which is no field of a policy{did_you_mean(field, FIELD_NAMES)}"
+                f"plugin {name}: carries `{field}`, which is not a field of Policy{did_you_mean(field, FIELD_NAMES)}"
             )
 
     if not TYPE_CHECKING:  # for a type checker any other attribute would exist too

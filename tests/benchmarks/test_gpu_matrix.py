@@ -98,7 +98,7 @@ def test_what_is_refused_is_refused_by_the_code() -> None:
             guard = Guard(Plan(policy_of(cell), strategy=matrix.STRATEGIES[cell["strategy"]]))
             with pytest.raises(NotInForce) as error:
                 fp8_conversion.convert(guard, torch.optim.SGD(nn.Linear(16, 16).parameters(), lr=0.1))
-            assert f"not in force: {error.value}".removesuffix("  (--enforce warn to go on anyway)") == cell["reason"]
+            assert f"not in force: {error.value}".removesuffix("  (use --enforce warn to continue)") == cell["reason"]
         else:
             assert H200.refuses(policy_of(cell)) is None
 

@@ -198,17 +198,17 @@ def test_a_policy_that_no_part_of_the_run_carries_is_refused(capsys: pytest.Capt
 
 BAD = {
     "tag.yaml": (b"distributed_type: !!python/object/apply:os.system ['touch executed']\n", "tag.yaml:1: the tag"),
-    "twice.yaml": (YAML.encode() + b"mixed_precision: bf16\n", "twice.yaml:9: `mixed_precision` is there twice"),
+    "twice.yaml": (YAML.encode() + b"mixed_precision: bf16\n", "twice.yaml:9: `mixed_precision` is a duplicate key"),
     "latin.yaml": (YAML.replace("our", "für").encode("latin-1"), "latin.yaml:1: is not UTF-8"),
     "nul.yaml": (YAML.encode() + b"\0", "nul.yaml:9: a NUL byte"),
     "empty.yaml": (b"", "empty.yaml: is empty"),
-    "broken.json": (b'{"fp16": {"enabled": true},}', "broken.json:1: no valid JSON: a comma before `}`"),
+    "broken.json": (b'{"fp16": {"enabled": true},}', "broken.json:1: invalid JSON: a comma before `}`"),
     "package.json": (b'{"name": "x"}', "package.json: is not an accelerate, DeepSpeed or axolotl config"),
     "key.yaml": (YAML.encode() + b"fp8_config: {mpguard_recpe: fp32}\n", "key.yaml:9: `fp8_config.mpguard_recpe`: "),
     "section.yaml": (YAML.encode() + b"fp8_config: TE\n", "section.yaml:9: `fp8_config`: is TE; a section is needed"),
     "anchor.yaml": (YAML.replace("fp16  #", "&p fp16  #").encode() + b"x: *p\n", "anchor.yaml:9: "),
     "train.py": (b"import torch\n\nmodel = {'a': 1}: 2\n", "train.py: is not a config; a YAML or JSON file is needed"),
-    "deep.yaml": (b"a: " + b"[" * 10_000, "deep.yaml:1: nested more than 100 deep"),
+    "deep.yaml": (b"a: " + b"[" * 10_000, "deep.yaml:1: nested more than 100 levels deep"),
 }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def test_json_configs_are_read_too(tmp_path: Path) -> None:
         (BASE.replace("bf16_mixed", "no"), ConfigError, r"mp\.yaml:4: .*is false; the name of a recipe"),
         ("fp8_config: TE\n", ConfigError, r"mp\.yaml:1: `fp8_config`: is TE; a section is needed"),
         ("fp8_config:\n  mpguard_overrides: {tf32: true}\n", ConfigError, r"mp\.yaml:2: .*overrides no recipe"),
-        (BASE + "  mpguard_recipe: fp32\n", ConfigError, r"mp\.yaml:5: `mpguard_recipe` is there twice"),
+        (BASE + "  mpguard_recipe: fp32\n", ConfigError, r"mp\.yaml:5: `mpguard_recipe` is a duplicate key"),
         ("a: !!python/name:os.system\n", ConfigError, r"mp\.yaml:1: the tag .* is never executed"),
         ("mixed_precision: bf16\n", ConfigError, r"mp\.yaml: names no recipe. Run `mpguard apply RECIPE "),
         ("", ConfigError, r"mp\.yaml: is empty"),

@@ -269,7 +269,7 @@ def test_an_anchor_without_users_stays() -> None:
 
 
 def test_a_document_with_problems_is_not_changed() -> None:
-    with pytest.raises(ConfigError, match=r"mp\.yaml:2: `a` is there twice"):
+    with pytest.raises(ConfigError, match=r"mp\.yaml:2: `a` is a duplicate key"):
         changed("a: 1\na: 2\n", ("a", 3))
 
 

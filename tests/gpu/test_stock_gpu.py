@@ -205,7 +205,7 @@ def test_s14_te_conversion_stops_at_the_first_odd_layer() -> None:
     model = Net().cuda()
     done = mpguard.convert(model, CURRENT)
     assert converted(model) == {"first", "layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"}
-    assert dict(done.skipped)["layers.0.odd"] == "100 is no multiple of 16"
+    assert dict(done.skipped)["layers.0.odd"] == "100 is not a multiple of 16"
 
 
 def test_s15_te_conversion_takes_the_output_head() -> None:

@@ -40,7 +40,7 @@ def test_no_spelling_means_two_dtypes() -> None:
 
 @pytest.mark.parametrize(("text", "near"), [("bf61", "bf16"), ("float61", "float16"), ("bfloat", "bfloat16")])
 def test_an_unknown_dtype_names_the_near_ones(text: str, near: str) -> None:
-    with pytest.raises(PolicyError, match=f"`{text}` is no dtype; did you mean .*`{near}`"):
+    with pytest.raises(PolicyError, match=f"`{text}` is not a dtype; did you mean .*`{near}`"):
         Dtype.parse(text)
     assert Dtype.spelled(text) is None
 
@@ -139,7 +139,7 @@ def test_emulation_is_torchaos() -> None:
         ({"bf16": True, "params_dtype": "fp16"}, "params_dtype must be bf16 or fp32"),
         ({"params_dtype": "bf16"}, "FP32 compute has FP32 parameters"),
         ({"bf16": True, "params_dtype": "e4m3"}, "no arithmetic exists for float8 tensors"),
-        ({"bf16": True, "params_dtype": "bf61"}, "`bf61` is no dtype; did you mean `bf16`"),
+        ({"bf16": True, "params_dtype": "bf61"}, "`bf61` is not a dtype; did you mean `bf16`"),
         ({"bf16": True, "params_dtype": 16}, "params_dtype is 16; it must be None, a dtype"),
         ({"bf16": True, "master_dtype": "fp16"}, "the optimizer's parameters are fp32, or bf16"),
         ({"fp16": True, "master_dtype": "fp16"}, "Attempting to unscale FP16 gradients"),

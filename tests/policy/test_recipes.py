@@ -191,7 +191,7 @@ def test_another_package_brings_a_plugin(installed: Callable[..., subprocess.Com
     ("text", "reason"),
     [
         (PLUGIN.replace('"theirs"', '"te"'), "other_pkg.p: target `te` already has a plugin, in mpguard_plugins."),
-        (PLUGIN.replace('"bf16",', '"bf61",'), "carries `bf61`, which is no field of a policy; did you mean `bf16`"),
+        (PLUGIN.replace('"bf16",', '"bf61",'), "carries `bf61`, which is not a field of Policy; did you mean `bf16`"),
     ],
 )  # fmt: skip
 def test_a_plugin_that_cannot_be_is_an_error(

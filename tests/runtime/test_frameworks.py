@@ -99,7 +99,7 @@ def test_accelerate_gets_bf16_and_mpguard_converts_its_model_to_fp8(tmp_path: Pa
     (found,) = results(run)
     assert (found["mode"], found["compute"], found["master"]) == ("bf16", "torch.bfloat16", "torch.float32")
     seen = proof(tmp_path / "proof.json")["observed"]["fp8"]
-    assert (seen["converted"], seen["left"]) == (["0"], {"2": "4 is no multiple of 16"})
+    assert (seen["converted"], seen["left"]) == (["0"], {"2": "4 is not a multiple of 16"})
 
 
 def test_the_gradient_shows_a_reduction_in_bf16(tmp_path: Path) -> None:

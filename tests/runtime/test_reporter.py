@@ -91,7 +91,7 @@ def test_a_failure_that_does_not_end_the_run_is_a_warning_or_a_line(capsys: pyte
     with pytest.warns(mpguard.NotProven, match="not proven: reason"):
         Reporter().warn_failure("not proven: reason", "warn")
     Reporter().warn_failure("compute: fp32; asked: bf16", "warn")
-    expected = "mpguard: not in force (going on: enforce warn): compute: fp32; asked: bf16\n"
+    expected = "mpguard: not in force (continuing: enforce is warn): compute: fp32; asked: bf16\n"
     assert capsys.readouterr().err == expected
 
 

@@ -121,7 +121,7 @@ def test_s14_only_the_odd_layer_is_skipped() -> None:
     model = Model()
     done = package.convert(model, EMULATED)
     assert {"odd", "up", "last"} & float8(model) == {"up", "last"}
-    assert dict(done.skipped)["odd"] == "24 is no multiple of 16"
+    assert dict(done.skipped)["odd"] == "24 is not a multiple of 16"
 
 
 def test_s15_torchao_converts_routers_and_a_head_that_is_not_last() -> None:

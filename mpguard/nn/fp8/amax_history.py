@@ -56,7 +56,7 @@ class AmaxHistoryMixin(nn.Module):
         self.on_restored()
 
     def on_restored(self) -> None:
-        """Called after the scales were replaced."""
+        """Update what depends on the scales, after they were replaced; nothing here, for a subclass to override."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

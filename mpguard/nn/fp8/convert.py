@@ -59,7 +59,7 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
     that is not installed. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
-        raise PolicyError(f"convert: {model!r:.60} is no torch.nn.Module; a model is needed")
+        raise PolicyError(f"convert: {model!r:.60} is not a torch.nn.Module; a model is needed")
     policy = given(policy, "convert")
     if policy.low_bit_recipe is None:
         raise PolicyError(f"convert: the policy `{policy.name}` has neither FP8 nor FP4. Set fp8 and fp8_recipe")
@@ -141,7 +141,7 @@ def _convert_all(kind: type[Padded], changes: list[tuple[nn.Linear, nn.Module, P
 def revert(model: nn.Module) -> nn.Module:
     """Undo `convert`: plain `nn.Linear` layers with the same parameters. Returns the model."""
     if not isinstance(model, nn.Module):
-        raise PolicyError(f"revert: {model!r:.60} is no torch.nn.Module; a model is needed")
+        raise PolicyError(f"revert: {model!r:.60} is not a torch.nn.Module; a model is needed")
     layers = [module for module in model.modules() if MARK in module.__dict__]
     for layer in layers:
         if not type(layer).__module__.startswith(__package__):

@@ -225,5 +225,6 @@ def _unfit(module: nn.Linear, multiple: int) -> str:
         return f"is quantized, its weight is a {type(weight).__name__}"
     sizes = [size for size in (module.out_features, module.in_features) if size % multiple]
     if sizes:
-        return f"{' and '.join(map(str, sizes))} {'is' if len(sizes) == 1 else 'are'} no multiple of {multiple}"
+        predicate = "is not a multiple" if len(sizes) == 1 else "are not multiples"
+        return f"{' and '.join(map(str, sizes))} {predicate} of {multiple}"
     return ""

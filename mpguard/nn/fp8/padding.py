@@ -57,7 +57,8 @@ class Padding:
             self.warned = True
             _warn(
                 f"{100 * self.padded / self.work:.0f} % of the work of the FP8 layers is on padding: rows (batch x "
-                f"sequence length) are no multiple of {self.multiple}. Make them one"
+                f"sequence length) are not a multiple of {self.multiple}. Choose a batch size or sequence length so "
+                "that they are"
             )
 
     def __post_init__(self) -> None:
@@ -87,15 +88,16 @@ def _compiled(number: int, layer: str, much: bool) -> None:
     if not padding.noted:
         padding.noted = True
         texts.append(
-            f"{layer or 'the model'}: its input has a number of rows that is no multiple of {padding.multiple}, as FP8 "
-            "products need it; padded inside the layer and cut off again (reported once)"
+            f"{layer or 'the model'}: its input has a number of rows that is not a multiple of {padding.multiple}, as "
+            "FP8 products need it; padded inside the layer and cut off again (reported once)"
         )
     if much and not padding.warned:
         padding.warned = True
         texts.append(
             f"{layer or 'the model'}: for a batch of this size more than {100 * SHARE:.0f} % of the work is on "
-            f"padding: rows (batch x sequence length) are few, and no multiple of {padding.multiple}. Make them one, "
-            "unless it is an epoch's last batch alone: compiled code does not count how often each size comes"
+            f"padding: rows (batch x sequence length) are few, and not a multiple of {padding.multiple}. Choose a "
+            "batch size or sequence length so that they are, unless this is only an epoch's last batch: compiled code "
+            "does not count how often a size occurs"
         )
     with warnings.catch_warnings():
         warnings.simplefilter(

@@ -176,7 +176,7 @@ def _refuse(plan: Plan, reasons: list[str]) -> None:
         return
     if plan.enforce == "warn":
         for reason in reasons:
-            print_line(f"mpguard: not in force (going on: enforce warn): {reason}")
+            print_line(f"mpguard: not in force (continuing: enforce is warn): {reason}")
         return
     message = "\n  ".join(reasons)
     if plan.proof_json:
@@ -256,7 +256,7 @@ class _Signalled(BaseException):
 
 
 def _print_start(prepared: PreparedLaunch) -> None:
-    """Print the header, and the build locks for which the workers might wait without end."""
+    """Print the header, and the build locks for which the workers might wait indefinitely."""
     print_line(prepared.header)
     for lock in stale_locks():
         print_line(

@@ -97,7 +97,10 @@ def refusals(launch: PlannedLaunch) -> Iterator[str]:
 
 
 def _engine(launch: PlannedLaunch) -> Iterator[str]:
-    """Engines that accelerate would not apply here, and processes that it would not start (S21, S22, S23)."""
+    """Yield refusals for engines that accelerate would not apply here, and processes that it would not start.
+
+    The findings are S21, S22 and S23.
+    """
     kind, processes = launch.kind, launch.plan.processes or 1
     request = launch.request("distributed_type", kind, kind)
     ignored = (
@@ -134,7 +137,7 @@ def _engine(launch: PlannedLaunch) -> Iterator[str]:
 
 
 def _conflicting_keys(launch: PlannedLaunch) -> Iterator[str]:
-    """Keys that silently override, or contradict, the precision of the policy (S7, S12)."""
+    """Yield refusals for keys that silently override, or contradict, the precision of the policy (S7, S12)."""
     policy = launch.plan.policy
     for change in launch.changes:
         where = f"{launch.document.path}: `{change.key}: {show(change.old)}`{launch.at(change.key)}"
@@ -153,7 +156,10 @@ def _conflicting_keys(launch: PlannedLaunch) -> Iterator[str]:
 
 
 def _deepspeed_file(launch: PlannedLaunch) -> Iterator[str]:
-    """`enabled` keys of a DeepSpeed file that differ from the policy: in accelerate the file wins (S8, S9)."""
+    """Yield refusals for `enabled` keys of a DeepSpeed file that differ from the policy.
+
+    accelerate uses the values of the file (S8, S9).
+    """
     document = deepspeed_file(launch.config, Path(launch.document.path)) if launch.kind == "DEEPSPEED" else None
     if document is None:
         return
@@ -170,7 +176,7 @@ def _deepspeed_file(launch: PlannedLaunch) -> Iterator[str]:
 
 
 def _hardware(launch: PlannedLaunch) -> Iterator[str]:
-    """A policy that this machine cannot run, or that cannot be compiled as it requires (S10, S19)."""
+    """Yield refusals for a policy that this machine cannot run, or cannot compile as it requires (S10, S19)."""
     if missing := hardware.detect().refuses(launch.plan.policy):
         yield f"the policy `{launch.plan.policy.name}` does not run here: {missing}"
     if conflict := compilation.conflict(launch.plan.policy):

@@ -248,7 +248,10 @@ def _processes(seen: Observed, plan: Plan) -> Row:
 
 
 def _parameters(seen: Observed, plan: Plan) -> Row:
-    """DeepSpeed's engine holds the compute copy; in other engines the model holds the parameters of the optimizer."""
+    """Compare the dtypes of the parameters.
+
+    DeepSpeed's engine holds the compute copy; in other engines the model holds the parameters of the optimizer.
+    """
     policy = plan.policy
     if not seen.parameters:
         return Row("parameters", "not observed", "", None)
@@ -356,7 +359,7 @@ def _gradients(seen: Observed, plan: Plan) -> Row:
 
 
 def _reduction(seen: Observed, plan: Plan) -> Row:
-    """A reduction in a wider dtype than requested is in force: it loses nothing."""
+    """Compare the dtype of the reduction; a wider one than requested is accepted, because it loses nothing."""
     policy = plan.policy
     if seen.world_size == 1:
         return Row("reduction", "none: one process", "", None)

@@ -107,7 +107,7 @@ def products_behind(outputs: Iterable[Any]) -> BackwardPass:
 
 
 def _work(node: Any, shape: tuple[int, ...], function: bool) -> tuple[int, int]:
-    """Return the weight of a node (its id, `UNNAMED` or `ATTENTION`) and its multiply-adds; 0 if it is no product.
+    """Return the weight of a node (its id, `UNNAMED` or `ATTENTION`) and its multiply-adds; 0 if it is not a product.
 
     shape: of the output. function: True for a `torch.autograd.Function`.
     """
@@ -158,7 +158,7 @@ def _shape(node: Any, position: int) -> tuple[int, ...]:
 
 
 def _leaf_node(operand: tuple[Any, int]) -> Any:
-    """Return the node of the leaf that an operand is, apart from casts, views and transposes; None if it is no leaf."""
+    """Return the node of the leaf that an operand is, apart from casts, views and transposes; None if it is none."""
     node = operand[0]
     for _ in range(8):
         if node is None or type(node).__name__ == "AccumulateGrad":
@@ -171,7 +171,7 @@ def _leaf_node(operand: tuple[Any, int]) -> Any:
 
 
 def _leaf(operand: tuple[Any, int]) -> int:
-    """Return the id of the leaf tensor that an operand is; 0 if it is no leaf."""
+    """Return the id of the leaf tensor that an operand is; 0 if it is not a leaf."""
     node = _leaf_node(operand)
     return 0 if node is None else id(node.variable)
 
@@ -211,7 +211,7 @@ def products_in_graph(module: Any) -> Counter[tuple[str, int]]:
 
 
 def _contracted(name: str, node: Any, shape: tuple[int, ...]) -> int:
-    """Return the multiply-adds per element of the result of a call; 0 if it is no matrix product."""
+    """Return the multiply-adds per element of the result of a call; 0 if it is not a matrix product."""
     shapes = [_sizes(_value(other)) for other in node.all_input_nodes if hasattr(_value(other), "shape")]
     if name in CALLS and len(shapes) > 1:
         if name == "scaled_dot_product_attention":
@@ -224,7 +224,7 @@ def _contracted(name: str, node: Any, shape: tuple[int, ...]) -> int:
 
 
 def _parameter_shape(node: Any) -> tuple[int, ...]:
-    """Return the shape of the parameter that a node is, apart from views and casts; empty if it is no parameter."""
+    """Return the shape of the parameter that a node is, apart from views and casts; empty if it is not a parameter."""
     while node.op != "placeholder" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     value = _value(node)

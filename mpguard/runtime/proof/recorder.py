@@ -42,7 +42,10 @@ class Recorder:
     """
 
     def __init__(self, previous: Recorder | None = None) -> None:
-        """previous: the recorder before, whose compiled graphs are kept because dynamo does not compile them again."""
+        """Create a recorder.
+
+        previous: the recorder before, whose compiled graphs are kept because dynamo does not compile them again.
+        """
         self.active = False
         self.engines: list[Any] = []
         self.passes: dict[frozenset[int], BackwardPass] = {}
@@ -157,7 +160,7 @@ class Recorder:
     # -- collectives -------------------------------------------------------------------------
 
     def record_reduction(self, tensors: Any) -> None:
-        """Record tensors that are reduced across processes. Scalars (losses, norms, flags) are no gradients."""
+        """Record tensors that are reduced across processes. Scalars (losses, norms, flags) are not gradients."""
         import torch
         from torch.utils._pytree import tree_leaves
 
@@ -200,7 +203,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def ignoring_collectives(self) -> Iterator[None]:
-        """Do not record collectives inside the block: mpguard's own reduce no gradients."""
+        """Record no collectives inside the block: those of mpguard reduce no gradients."""
         self._inside.own = True
         try:
             yield

@@ -409,8 +409,8 @@ def quantized() -> nn.Linear:
     [
         (Own(32, 32), "odd", "is a Own, whose own behaviour would be lost"),
         (nn.LazyLinear(32), "odd", "has no sizes yet"),
-        (nn.Linear(30, 32), "odd", "30 is no multiple of 16"),
-        (nn.Linear(30, 10), "odd", "10 and 30 are no multiple of 16"),
+        (nn.Linear(30, 32), "odd", "30 is not a multiple of 16"),
+        (nn.Linear(30, 10), "odd", "10 and 30 are not multiples of 16"),
         (quantized(), "odd", "is quantized, its weight is int8"),
         (TopKRouter(), "odd.logits", "MoE router"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "odd", "is a ParametrizedLinear"),
@@ -569,7 +569,7 @@ def test_a_converted_model_is_compiled() -> None:
 
 
 def test_nothing_to_convert_is_an_error_not_a_bf16_run() -> None:
-    with pytest.raises(mpguard.NotInForce, match="nothing in the model can be FP8: 0: 10 is no multiple of 16"):
+    with pytest.raises(mpguard.NotInForce, match="nothing in the model can be FP8: 0: 10 is not a multiple of 16"):
         mpguard.convert(nn.Sequential(nn.Linear(32, 10)), FP8)
     with pytest.raises(mpguard.NotInForce, match="has no Linear layer"):
         mpguard.convert(nn.ReLU(), FP8)
@@ -664,9 +664,9 @@ def test_padding_in_compiled_code_is_reported_once_too_and_adds_no_graph(sizes: 
             assert compiled(torch.zeros(rows, 32)).shape == (rows, 32)
     messages = [str(each.message) for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
     assert len(messages) == 1 + much
-    assert messages[0].startswith("0: its input has a number of rows that is no multiple of 16")
+    assert messages[0].startswith("0: its input has a number of rows that is not a multiple of 16")
     assert not much or (
-        "more than 5 % of the work is on padding" in messages[1] and "no multiple of 16. Make" in messages[1]
+        "more than 5 % of the work is on padding" in messages[1] and "not a multiple of 16. Choose" in messages[1]
     )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3, "of multiples, with padding, and with much"
 

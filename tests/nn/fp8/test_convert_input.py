@@ -332,9 +332,9 @@ def test_an_own_forward_of_an_instance_is_kept() -> None:
 
 @pytest.mark.parametrize("value", [None, "model", [nn.Linear(32, 32)], nn.Linear])
 def test_what_is_no_model(value: Any) -> None:
-    with pytest.raises(mpguard.PolicyError, match=r"convert: .* is no torch\.nn\.Module"):
+    with pytest.raises(mpguard.PolicyError, match=r"convert: .* is not a torch\.nn\.Module"):
         mpguard.convert(value, FP8)
-    with pytest.raises(mpguard.PolicyError, match=r"revert: .* is no torch\.nn\.Module"):
+    with pytest.raises(mpguard.PolicyError, match=r"revert: .* is not a torch\.nn\.Module"):
         mpguard.revert(value)
 
 
@@ -342,7 +342,7 @@ def test_what_is_no_policy() -> None:
     net = model()
     with pytest.raises(mpguard.UnknownRecipe):
         mpguard.convert(net, "fp8")
-    with pytest.raises(mpguard.PolicyError, match=r"convert: .* is no mpguard\.Policy"):
+    with pytest.raises(mpguard.PolicyError, match=r"convert: .* is neither an mpguard\.Policy"):
         mpguard.convert(net, {"fp8": "hybrid"})  # type: ignore[arg-type]
     assert type(net[0]) is nn.Linear
 

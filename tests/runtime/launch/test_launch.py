@@ -341,7 +341,7 @@ def test_flags_override_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_enforce_warn_starts_what_would_be_refused(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, deepspeed_config="{mixed_precision: fp16}")
     run = command("mpguard", "launch", "--enforce", "warn", "--config", config, SCRIPT, cwd=tmp_path)
-    assert run.returncode == 0 and "going on: enforce warn" in run.stderr, transcript(run)
+    assert run.returncode == 0 and "continuing: enforce is warn" in run.stderr, transcript(run)
     assert results(run)[0]["mode"] == "bf16", "and the policy is put in all the same"
 
 

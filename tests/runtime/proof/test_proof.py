@@ -93,7 +93,7 @@ TE = Fp8Layers("te", ["layers.0"], entered=True, recipe={**get("te").build_argum
         ({"recipe": {"recipe": "rowwise"}}, "fp8"),
         ({"emulated": True}, "fp8"),
         ({"left": {"layers.2": ""}}, "not in fp8"),
-        ({"left": {"layers.2": "13 is no multiple of 16"}}, None),
+        ({"left": {"layers.2": "13 is not a multiple of 16"}}, None),
         ({"against": ["lm_head"]}, "fp8_exclude"),
         ({"unmatched": ["*typo*"]}, "fp8_exclude"),
         ({"backend": "te"}, "fp8"),
@@ -193,7 +193,7 @@ def test_another_precision_than_that_of_the_policy_ends_the_run(
 def test_enforce_warn_reports_the_failure_and_continues(tmp_path: Path) -> None:
     run = trained(tmp_path, "--autocast", "none", options=("--enforce", "warn"))
     assert run.returncode == 0 and "finished" in run.stdout, transcript(run)
-    assert "mpguard: not in force (going on: enforce warn): compute: fp32; asked: bf16" in run.stderr
+    assert "mpguard: not in force (continuing: enforce is warn): compute: fp32; asked: bf16" in run.stderr
 
 
 def test_enforce_off_proves_nothing(tmp_path: Path) -> None:
