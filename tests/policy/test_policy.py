@@ -240,8 +240,8 @@ def test_replacing_nothing_changes_nothing(policy: Policy) -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("bf16_mixed", "no policy in text form"), ("[1]", "a JSON object is needed"),
-     ('{"bf61": true}', "no field `bf61`"), ("", "no policy in text form"),
+    [("bf16_mixed", "not a policy in text form"), ("[1]", "a JSON object is needed"),
+     ('{"bf61": true}', "no field `bf61`"), ("", "not a policy in text form"),
      ('{"bf16": "on"}', "it must be True or False")],
 )  # fmt: skip
 def test_what_is_no_text_form_is_refused(text: str, reason: str) -> None:
