@@ -92,7 +92,7 @@ class Notebook:
         except json.JSONDecodeError as error:
             raise BrokenNotebook(f"not JSON, as a notebook must be: {error.msg}", error.pos) from None
         except Unreadable as error:
-            reason = error.problem.message.removeprefix("no valid JSON: ")
+            reason = error.problem.message.removeprefix("invalid JSON: ")
             raise BrokenNotebook(f"not JSON, as a notebook must be: {reason}", error.problem.span[0]) from None
         except RecursionError:
             raise BrokenNotebook("not JSON, as a notebook must be: nested too deeply") from None
