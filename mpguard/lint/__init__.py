@@ -11,11 +11,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mpguard import document, targets
+    from mpguard.core import settings, tracked_fs
+    from mpguard.core.errors import ConfigError, MpguardError, PolicyError, UnknownRecipe, did_you_mean
     from mpguard.core.text_edits import Edit, Span
     from mpguard.document import Document, Entry, mp_yaml
+    from mpguard.document.schemas import accelerate as accelerate_keys
+    from mpguard.document.schemas import axolotl as axolotl_keys
+    from mpguard.document.schemas import deepspeed as deepspeed_keys
     from mpguard.lint.configs import accelerate_config, config_edits, launch_expectations
     from mpguard.lint.facts.dataflow import trace as trace_facts
-    from mpguard.lint.facts.dataflow.trace import Kind, Trace, TraceStep
+    from mpguard.lint.facts.dataflow.trace import StepKind, Trace, TraceStep
     from mpguard.lint.facts.domain import autocast_ops, backends, unscaled_steps, wrappers
     from mpguard.lint.facts.domain import fp8 as fp8_facts
     from mpguard.lint.facts.domain.backends import Switch
@@ -66,12 +72,20 @@ if TYPE_CHECKING:
     from mpguard.lint.project import siblings
     from mpguard.lint.project.launch_configs import LaunchConfig
     from mpguard.lint.project.launch_lines import Launch, Word
+    from mpguard.policy import recipes
+    from mpguard.policy.dtype import HALF_DTYPES, Dtype
+    from mpguard.policy.hardware import NEEDS, Hardware, named
+    from mpguard.policy.policy import FIELD_NAMES, Policy
+    from mpguard.targets import capabilities
+    from mpguard.targets.inject import Change
+    from mpguard.targets.settings import ABSENT, show
 
 #: Where each name is defined: module -> names.
 _NAMES = {
+    "mpguard.core.errors": ("ConfigError", "MpguardError", "PolicyError", "UnknownRecipe", "did_you_mean"),
     "mpguard.core.text_edits": ("Edit", "Span"),
     "mpguard.document": ("Document", "Entry"),
-    "mpguard.lint.facts.dataflow.trace": ("Kind", "Trace", "TraceStep"),
+    "mpguard.lint.facts.dataflow.trace": ("StepKind", "Trace", "TraceStep"),
     "mpguard.lint.facts.domain.backends": ("Switch",),
     "mpguard.lint.facts.domain.compiled_functions": ("compiled_scopes",),
     "mpguard.lint.facts.domain.fp8": ("Layer",),
@@ -116,22 +130,36 @@ _NAMES = {
     ),
     "mpguard.lint.project.launch_configs": ("LaunchConfig",),
     "mpguard.lint.project.launch_lines": ("Launch", "Word"),
+    "mpguard.policy.dtype": ("Dtype", "HALF_DTYPES"),
+    "mpguard.policy.hardware": ("Hardware", "NEEDS", "named"),
+    "mpguard.policy.policy": ("FIELD_NAMES", "Policy"),
+    "mpguard.targets.inject": ("Change",),
+    "mpguard.targets.settings": ("ABSENT", "show"),
 }
 
 #: Modules of functions, by the names that they have here.
 _MODULES = {
     "accelerate_config": "mpguard.lint.configs.accelerate_config",
+    "accelerate_keys": "mpguard.document.schemas.accelerate",
     "autocast_ops": "mpguard.lint.facts.domain.autocast_ops",
+    "axolotl_keys": "mpguard.document.schemas.axolotl",
     "backends": "mpguard.lint.facts.domain.backends",
+    "capabilities": "mpguard.targets.capabilities",
     "config_edits": "mpguard.lint.configs.config_edits",
+    "deepspeed_keys": "mpguard.document.schemas.deepspeed",
+    "document": "mpguard.document",
     "fp8_facts": "mpguard.lint.facts.domain.fp8",
     "imports": "mpguard.lint.facts.syntax.imports",
     "launch_expectations": "mpguard.lint.configs.launch_expectations",
     "library_names": "mpguard.lint.facts.values.library_names",
     "mp_yaml": "mpguard.document.mp_yaml",
     "python_edits": "mpguard.lint.model.python_edits",
+    "recipes": "mpguard.policy.recipes",
+    "settings": "mpguard.core.settings",
     "siblings": "mpguard.lint.project.siblings",
+    "targets": "mpguard.targets",
     "trace_facts": "mpguard.lint.facts.dataflow.trace",
+    "tracked_fs": "mpguard.core.tracked_fs",
     "unscaled_steps": "mpguard.lint.facts.domain.unscaled_steps",
     "wrappers": "mpguard.lint.facts.domain.wrappers",
 }
@@ -139,9 +167,13 @@ _MODULES = {
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "ABSENT",
     "CASTS_LOW_PRECISION",
+    "FIELD_NAMES",
+    "HALF_DTYPES",
     "MENTIONS_FP16",
     "MENTIONS_LOW_PRECISION",
+    "NEEDS",
     "NUMBER",
     "All",
     "Any",
@@ -149,11 +181,14 @@ __all__ = [
     "BaseRule",
     "Binding",
     "Call",
+    "Change",
     "Condition",
+    "ConfigError",
     "ConfigRule",
     "Constant",
     "Diagnostic",
     "Document",
+    "Dtype",
     "DtypeValue",
     "Edit",
     "EngineRule",
@@ -165,17 +200,20 @@ __all__ = [
     "Flag",
     "Function",
     "Good",
+    "Hardware",
     "HasSpan",
-    "Kind",
     "Launch",
     "LaunchConfig",
     "LaunchRule",
     "Layer",
     "Method",
+    "MpguardError",
     "Note",
     "Object",
     "Option",
     "PathCondition",
+    "Policy",
+    "PolicyError",
     "Record",
     "Ref",
     "Region",
@@ -183,10 +221,12 @@ __all__ = [
     "ScalarUse",
     "Scope",
     "Span",
+    "StepKind",
     "Switch",
     "TensorDtype",
     "Trace",
     "TraceStep",
+    "UnknownRecipe",
     "Use",
     "Weights",
     "With",
@@ -194,16 +234,22 @@ __all__ = [
     "Wrap",
     "WrapperSettings",
     "accelerate_config",
+    "accelerate_keys",
     "aliases",
     "any_of",
     "autocast_ops",
+    "axolotl_keys",
     "backends",
     "bfloat16_region",
     "called",
+    "capabilities",
     "compatible",
     "compiled_scopes",
     "config_edits",
     "constant",
+    "deepspeed_keys",
+    "did_you_mean",
+    "document",
     "dotted",
     "dtype_options",
     "enabled_argument",
@@ -215,11 +261,17 @@ __all__ = [
     "launched_compiled",
     "library_names",
     "mp_yaml",
+    "named",
     "negated",
     "python_edits",
+    "recipes",
+    "settings",
+    "show",
     "siblings",
+    "targets",
     "text_of",
     "trace_facts",
+    "tracked_fs",
     "unscaled_steps",
     "wrappers",
 ]

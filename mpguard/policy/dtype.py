@@ -18,21 +18,42 @@ class Dtype(Enum):
     short: the name in tables and configs, such as `bf16`.
     bits: width of one element.
     aliases: other spellings. `Dtype.parse` accepts all of them, with or without `torch.`.
+    mantissa: the number of bits that store the mantissa.
+    largest: the largest finite number.
     """
 
-    FP64 = ("float64", "fp64", 64, ("double",))
-    FP32 = ("float32", "fp32", 32, ("float", "no", "32"))
-    FP16 = ("float16", "fp16", 16, ("half", "16"))
-    BF16 = ("bfloat16", "bf16", 16, ("bfloat_16",))
-    FP8_E4M3 = ("float8_e4m3fn", "e4m3", 8, ("float8_e4m3", "float8_e4m3fnuz"))
-    FP8_E5M2 = ("float8_e5m2", "e5m2", 8, ("float8_e5m2fnuz",))
-    FP4_E2M1 = ("float4_e2m1fn_x2", "e2m1", 4, ("float4_e2m1",))
+    FP64 = ("float64", "fp64", 64, ("double",), (52, 1.7976931348623157e308))
+    FP32 = ("float32", "fp32", 32, ("float", "no", "32"), (23, 3.4028234663852886e38))
+    FP16 = ("float16", "fp16", 16, ("half", "16"), (10, 65504.0))
+    BF16 = ("bfloat16", "bf16", 16, ("bfloat_16",), (7, 3.3895313892515355e38))
+    FP8_E4M3 = ("float8_e4m3fn", "e4m3", 8, ("float8_e4m3", "float8_e4m3fnuz"), (3, 448.0))
+    FP8_E5M2 = ("float8_e5m2", "e5m2", 8, ("float8_e5m2fnuz",), (2, 57344.0))
+    FP4_E2M1 = ("float4_e2m1fn_x2", "e2m1", 4, ("float4_e2m1",), (1, 6.0))
 
-    def __init__(self, torch_name: str, short: str, bits: int, aliases: tuple[str, ...]) -> None:
+    def __init__(
+        self, torch_name: str, short: str, bits: int, aliases: tuple[str, ...], limits: tuple[int, float]
+    ) -> None:
         self.torch_name = torch_name
         self.short = short
         self.bits = bits
         self.aliases = aliases
+        self.mantissa, self.largest = limits
+
+    @property
+    def eps(self) -> float:
+        """The distance from 1 to the next larger number, as `torch.finfo(dtype).eps`."""
+        return 2.0**-self.mantissa
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive normal number, as `torch.finfo(dtype).smallest_normal`."""
+        exponent = self.bits - 1 - self.mantissa
+        return 2.0 ** (2 - 2 ** (exponent - 1))
+
+    @property
+    def largest_exact_integer(self) -> int:
+        """The integer up to which all integers are represented exactly: 2048 for FP16, 256 for BF16."""
+        return 2 ** (self.mantissa + 1)
 
     @property
     def label(self) -> str:

@@ -17,12 +17,12 @@ from mpguard.lint.model.selection import Rules
 from mpguard.lint.run import fixer, timeout
 from mpguard.lint.run.adoption import noqa
 from mpguard.lint.run.engine import Engine
-from mpguard.lint.source.files import Kind, Target, excluded, kind_of
+from mpguard.lint.source.files import FileKind, Target, excluded, kind_of
 from mpguard.lint.source.incremental import Trees
 from mpguard.server.client_settings import ClientSettings
 
 #: Language identifier of the editor -> kind of file, and the suffix of a buffer that has no file name yet.
-_LANGUAGES: dict[str, tuple[Kind, str]] = {
+_LANGUAGES: dict[str, tuple[FileKind, str]] = {
     "python": ("python", ".py"),
     "yaml": ("config", ".yaml"),
     "json": ("config", ".json"),
@@ -67,7 +67,7 @@ class Buffer:
         data = self._data(kind)
         return Target(path, kind, size=len(data), data=data)
 
-    def _kind(self) -> tuple[Kind | None, str]:
+    def _kind(self) -> tuple[FileKind | None, str]:
         if self.cells is not None:
             return "notebook", self.path
         by_name = kind_of(self.path, self.settings.include_markdown)
@@ -78,7 +78,7 @@ class Buffer:
             return "python" if kind == "python" else None, self.path
         return (by_name or kind) if kind is not None or not self.language else None, self.path
 
-    def _data(self, kind: Kind) -> bytes:
+    def _data(self, kind: FileKind) -> bytes:
         if self.cells is not None:
             cells = [{"cell_type": "code" if python else "raw", "source": text} for text, python in self.cells]
             return json.dumps({"cells": cells, "metadata": {"language_info": {"name": "python"}}}).encode()

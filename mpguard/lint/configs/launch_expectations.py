@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mpguard.lint.facts.syntax.path_condition import PathCondition
 from mpguard.lint.facts.values.lattice import Constant
 from mpguard.lint.model.rule import Note
-from mpguard.policy.dtype import HALF_DTYPES
+from mpguard.policy.dtype import HALF_DTYPES, Dtype
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Configs = tuple[LaunchConfig, ...]
 
 #: Mode of a config -> dtype that autocast computes in. Around its matrix products, an FP8 run computes in BF16.
-_COMPUTES = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
+_COMPUTES = {"fp16": Dtype.FP16.torch_name, "bf16": Dtype.BF16.torch_name, "fp8": Dtype.BF16.torch_name}
 #: Names of options that select the precision, or the library that applies it.
 _OPTION = re.compile(
     r"(?i:16|half|autocast|prec|scaler|dtype|mixed|quant|cuda|device|gpu|accelerat|deepspeed)"
@@ -44,10 +44,15 @@ def configs(facts: Facts) -> Configs:
 
 def contradicts(dtype: str, configs: Configs) -> bool:
     """True if every config computes in another dtype. False if one sets `no`: then the code's choice is intended."""
-    return all(config.mixed_precision in _COMPUTES and _COMPUTES[config.mixed_precision] != dtype for config in configs)
+    return all(compute_dtype(config.mixed_precision) not in (None, dtype) for config in configs)
 
 
-def decided(guard: PathCondition, at: Record | None) -> bool:
+def compute_dtype(mode: str | None) -> str | None:
+    """Return the dtype in which a run of a mode (`fp16`, `bf16`, `fp8`) computes; None for any other mode."""
+    return _COMPUTES.get(mode or "")
+
+
+def is_unconditional(guard: PathCondition, at: Record | None) -> bool:
     """True if code runs whatever the options are: no option for the precision guards it or selects its function."""
     if any(_OPTION.search(word) for word in guard.words()):
         return False
@@ -75,8 +80,8 @@ def places(configs: Configs) -> tuple[Note, ...]:
     """Return a note for each config, at the key or the launch flag that sets the precision."""
     notes = []
     for config in configs:
-        if config.said_at is not None:
-            path, word = config.said_at
+        if config.place is not None:
+            path, word = config.place
             notes.append(Note(f"the launch line sets `{config.mixed_precision}`", word.span, path))
             continue
         entry = next((e for key in _KEYS if (e := config.entry(key)) is not None), None)

@@ -20,16 +20,13 @@ from mpguard.core.text_edits import Edit, EditRefused, apply_edits
 from mpguard.document.json_reader import JsonScanner, JsonValue
 from mpguard.document.nodes import Unreadable
 from mpguard.lint.model.finding import Finding, Lines, PlacedEdit, PlacedNote, Position
+from mpguard.lint.source.text import STRING
 
 #: Cell magics whose cell is Python of this notebook; cells with any other are in another language, or another
 #: process.
 _PYTHON_MAGICS = frozenset({"capture", "prun", "time", "timeit"})
 _CELL_MAGIC = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]*%%(\w+)")
-_STRING = (
-    r'"""(?:[^\\"]|\\.|"(?!""))*"""|\'\'\'(?:[^\\\']|\\.|\'(?!\'\'))*\'\'\''
-    r'|"(?:[^\\"\n]|\\.)*"|\'(?:[^\\\'\n]|\\.)*\''
-)
-_TOKEN = re.compile(rf"({_STRING}|#[^\n]*|\\\r?\n)|([(\[{{])|([)\]}}])|\n", re.DOTALL)
+_TOKEN = re.compile(rf"({STRING}|#[^\n]*|\\\r?\n)|([(\[{{])|([)\]}}])|\n", re.DOTALL)
 _LINE = r"(?:[^\\\n]|\\(?!\r?\n)|\\\r?\n)*"
 #: The statements that IPython interprets itself: `%pip`, `!ls`, `?x`, `x?`, and `pip install` without a `%`.
 _MAGIC = re.compile(

@@ -24,7 +24,7 @@ from mpguard.lint.facts.dataflow.trace import Traces
 from mpguard.lint.facts.domain.autocast_state import AutocastStates
 from mpguard.lint.facts.domain.checkpoints import Checkpoints
 from mpguard.lint.facts.domain.frozen_params import FrozenModels
-from mpguard.lint.facts.domain.master_weights import masters
+from mpguard.lint.facts.domain.master_weights import may_keep_masters
 from mpguard.lint.facts.domain.project_api import NoProject, ProjectApi
 from mpguard.lint.facts.domain.regions import Region, Regions
 from mpguard.lint.facts.domain.training_use import TrainingUse
@@ -58,7 +58,9 @@ _FORMER = {
     "autocasting": "autocast_states",
     "contexts": "regions_index",
     "frozen": "frozen_params",
+    "masters": "may_keep_masters",
     "prepared": "wrappers",
+    "steps": "has_step",
     "trained": "training_use",
     "walker": "index",
 }
@@ -452,7 +454,7 @@ class Facts:
             self.events(kind) for kind in _TRAINS
         )
 
-    def steps(self, scope: Scope) -> bool:
+    def has_step(self, scope: Scope) -> bool:
         """True if gradients are applied in the functions connected with a scope: a `step` of anything but a
         scheduler.
         """
@@ -468,9 +470,9 @@ class Facts:
         return self._steps[scope]
 
     @cached_property
-    def masters(self) -> bool:
+    def may_keep_masters(self) -> bool:
         """True if FP32 master weights may be kept, and the loss scaled, by other means than torch.amp."""
-        return masters(self)
+        return may_keep_masters(self)
 
     # -- text -------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from mpguard.lint.model.rule import Fix
 if TYPE_CHECKING:
     from mpguard.lint.facts.events import Event
     from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.values.scalars import ScalarUse
 
 
 def replaced(node: cst.CSTNode, at: Record, text: str) -> Edit:
@@ -212,3 +213,13 @@ def name_of_torch(facts: Facts) -> str | None:
         if any(binding.kind == "import" and binding.target == "torch" for binding in bindings):
             return key
     return None
+
+
+def limit_of_own_dtype(use: ScalarUse, facts: Facts) -> Fix | None:
+    """Return a fix that replaces the number by the limit of the tensor's own dtype."""
+    torch, key = name_of_torch(facts), dotted(use.tensor)
+    if torch is None or not key or use.kind in ("add", "scale"):
+        return None
+    limit = "min" if use.number.value < 0 else "max"
+    text = f"{torch}.finfo({key}.dtype).{limit}"
+    return Fix(f"Take the limit from `{key}`'s own dtype", "safe", (replaced(use.node, use.record, text),))

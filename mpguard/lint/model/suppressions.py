@@ -34,7 +34,7 @@ _OWN = re.compile(rf"#\s*mpguard\s*:\s*(?P<verb>i[\w-]*|(?:{_FOREIGN})\b)\s*(?P<
 _VERBS = ("ignore", "ignore-file")
 
 
-def may_be_judged(data: bytes) -> bool:
+def may_be_reported(data: bytes) -> bool:
     """True if a file may hold a suppression that can be unknown or unused; others only cover findings."""
     return (b"mpguard" in data or b"MPG" in data) and _JUDGED.search(data) is not None
 
@@ -232,7 +232,7 @@ def split(
     return kept, used
 
 
-def judge(
+def report_unused(
     comments: Comments, used: dict[Suppression, set[str]], rules: Rules, ran: Collection[str], lines: Lines
 ) -> Iterator[Diagnostic]:
     """Yield MPG001 for codes that no rule has, MPG002 for suppressions that cover nothing.

@@ -40,7 +40,7 @@ class LaunchConfig:
     mixed_precision: str | None
     distributed_type: str | None
     #: The file and the word of the launch line that sets `mixed_precision` instead.
-    said_at: tuple[str, Word] | None = None
+    place: tuple[str, Word] | None = None
 
     def entry(self, key: str) -> Entry | None:
         """Return the entry at a dotted path, with its place in the document."""
@@ -134,7 +134,7 @@ def launched(path: str) -> tuple[LaunchConfig, ...] | None:
             return ()
         if precision is not None and precision.text is not None:
             where = (os.path.relpath(launch.path), precision)
-            config = dataclasses.replace(config, mixed_precision=precision.text.lower(), said_at=where)
+            config = dataclasses.replace(config, mixed_precision=precision.text.lower(), place=where)
         if config not in found:
             found.append(config)
     return tuple(found) or None

@@ -164,10 +164,10 @@ class Project:
         return self._modules[key]
 
     def imported_elsewhere(self, path: str, name: str) -> bool:
-        """True if another file of the tree may import a name from a module; see `reverse_imports.may_take`."""
+        """True if another file of the tree may import a name from a module; see `reverse_imports.may_import`."""
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
-            return reverse_imports.may_take(tree.top_of(file.parent), file, name)
+            return reverse_imports.may_import(tree.top_of(file.parent), file, name)
 
     def _read(self, path: str) -> Facts | None:
         from mpguard.lint.facts.file import Facts

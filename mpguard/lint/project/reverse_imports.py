@@ -22,21 +22,21 @@ _IMPORTS = re.compile(
 )
 
 
-def may_take(top: Path, file: Path, name: str) -> bool:
+def may_import(top: Path, file: Path, name: str) -> bool:
     """True if another file of a tree may import a name from a file, or the tree is too large to search.
 
     Only the last name of the module is compared (`from x.compat import autocast`), so that False is
     certain. A package re-exports what its `__init__` imports.
     """
     before = state(str(top)) if tracked_fs.is_recording() else None
-    answer = may_take_untracked(str(top), str(file), name)
+    answer = may_import_untracked(str(top), str(file), name)
     tracked_fs.record("imported", "\0".join((str(top), str(file), name)), [answer, before])
     return answer
 
 
-def may_take_untracked(top: str, file: str, name: str) -> bool:
-    """Return the same as `may_take`, without recording what was read."""
-    taken = _taken(top)
+def may_import_untracked(top: str, file: str, name: str) -> bool:
+    """Return the same as `may_import`, without recording what was read."""
+    taken = _imported_names(top)
     stem = Path(file).stem
     if taken is None or stem == "__init__":
         return True
@@ -73,7 +73,7 @@ def _files(top: str) -> Iterator[str]:
 
 
 @cached_per_run
-def _taken(top: str) -> dict[str, set[str]] | None:
+def _imported_names(top: str) -> dict[str, set[str]] | None:
     """Return last name of a module -> the names that the tree imports from it; under "", what is imported as a module,
     or may be one. None if the tree has more than `MOST_IMPORTERS` files."""
     found: dict[str, set[str]] = {"": set()}

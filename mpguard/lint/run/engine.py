@@ -20,12 +20,12 @@ from mpguard.lint.project.project import Project
 from mpguard.lint.run import runner, timeout, workers
 from mpguard.lint.run.readers import config, launch, markdown, notebook, python
 from mpguard.lint.run.readers.context import Context, RulesByKind
-from mpguard.lint.source.files import Kind, Target
+from mpguard.lint.source.files import FileKind, Target
 
 if TYPE_CHECKING:
     from mpguard.lint.source.incremental import Trees
 
-_READERS: dict[Kind, Callable[[bytes, Context], FileCheck]] = {
+_READERS: dict[FileKind, Callable[[bytes, Context], FileCheck]] = {
     "python": python.check,
     "config": config.check,
     "notebook": notebook.check,

@@ -6,20 +6,20 @@ The result of a round must parse. A fix that would break the file is not applied
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 from mpguard.core.text_edits import Edit, EditRefused, apply_edits, compatible
 from mpguard.lint.model.result import CONFIG, FileCheck, FixResult
-from mpguard.lint.model.rule import Diagnostic, Fix
+from mpguard.lint.model.rule import Applicability, Diagnostic, Fix
 
 #: Rules that undo each other's fixes would never end; in practice, three rounds suffice.
 MOST_ROUNDS = 20
 
 Check = Callable[[bytes], FileCheck]
-Allowed = Literal["safe", "unsafe"]
 
 
-def apply_fixes(data: bytes, checked: FileCheck, check: Check, allowed: Allowed) -> tuple[FixResult | None, FileCheck]:
+def apply_fixes(
+    data: bytes, checked: FileCheck, check: Check, allowed: Applicability
+) -> tuple[FixResult | None, FileCheck]:
     """Apply all fixes that are allowed, and those that become possible then.
 
     check: checks a content; `checked` is its result for `data`. Return the result (None: nothing was fixed), and the
@@ -46,7 +46,7 @@ def fix_one(data: bytes, checked: FileCheck, check: Check, diagnostic: Diagnosti
 
 
 class _Fixer:
-    def __init__(self, data: bytes, checked: FileCheck, check: Check, allowed: Allowed) -> None:
+    def __init__(self, data: bytes, checked: FileCheck, check: Check, allowed: Applicability) -> None:
         self.data, self.checked, self.fixes = data, checked, 0
         self.problems: list[str] = []
         self._check, self._allowed = check, allowed

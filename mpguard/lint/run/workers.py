@@ -147,7 +147,7 @@ class _Pool:
         if pid == 0:
             # Otherwise the pipes of the other workers would stay open after the parent has ended.
             others = [end for other in self._workers for end in (other.tasks, other.results) if end >= 0]
-            self._be_worker(task_out, result_in, (task_in, result_out, *others))
+            self._worker_main(task_out, result_in, (task_in, result_out, *others))
         os.close(task_out)
         os.close(result_in)
         worker = _Worker(pid, task_in, result_out, [], bytearray())
@@ -208,7 +208,7 @@ class _Pool:
         while self._workers:
             self._remove(self._workers[-1])
 
-    def _be_worker(self, tasks: int, results: int, unused: Iterable[int]) -> None:
+    def _worker_main(self, tasks: int, results: int, unused: Iterable[int]) -> None:
         """Run the pipe's tasks in the child, and exit. Never returns or raises: the child would act as a parent."""
         status = 1
         try:

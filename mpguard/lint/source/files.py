@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: launch: shell scripts, Makefiles, workflows and READMEs, of which only the launch lines are read; markdown: launch
 #: lines and blocks of Python.
-Kind = Literal["python", "config", "notebook", "markdown", "launch"]
+FileKind = Literal["python", "config", "notebook", "markdown", "launch"]
 
 PYTHON = (".py", ".pyi", ".pyw")
 CONFIG = (".yaml", ".yml", ".json")
@@ -56,7 +56,7 @@ class Target:
     """
 
     path: str
-    kind: Kind
+    kind: FileKind
     named: bool = False
     size: int = 0
     data: bytes | None = None
@@ -134,7 +134,7 @@ def _real(path: str, folders: dict[str, str]) -> str:
     return os.path.realpath(real) if os.path.islink(real) else real
 
 
-def kind_of(path: str, include_markdown: bool = False) -> Kind | None:
+def kind_of(path: str, include_markdown: bool = False) -> FileKind | None:
     """Return the kind of a named file, by its name; one without a suffix is a Python script.
 
     include_markdown: read blocks of Python in Markdown too.
@@ -152,7 +152,7 @@ def kind_of(path: str, include_markdown: bool = False) -> Kind | None:
     return "python" if suffix in PYTHON or not suffix else None
 
 
-def _named_kind(path: str, include_markdown: bool) -> Kind | None:
+def _named_kind(path: str, include_markdown: bool) -> FileKind | None:
     """Return the kind of a named file; that of a script without a suffix is in its first line."""
     kind = kind_of(os.path.abspath(path), include_markdown)
     if kind == "python" and not os.path.splitext(path)[1]:
@@ -166,7 +166,7 @@ def _named_kind(path: str, include_markdown: bool) -> Kind | None:
     return kind
 
 
-def _found_kind(folder: str, name: str, include_markdown: bool) -> Kind | None:
+def _found_kind(folder: str, name: str, include_markdown: bool) -> FileKind | None:
     """Return the kind of a file that is found: without a suffix only a Makefile, of Markdown only a README."""
     if name.endswith(".py") and name[0] != ".":  # as most do
         return "python"
@@ -233,7 +233,7 @@ def _below(folder: str, outer: tuple[_Patterns, ...], include_markdown: bool) ->
             yield from _entry(entry, path, kind)
 
 
-def _entry(entry: os.DirEntry[str], path: str, kind: Kind) -> Iterator[Target]:
+def _entry(entry: os.DirEntry[str], path: str, kind: FileKind) -> Iterator[Target]:
     try:
         status = entry.stat()
     except OSError as error:

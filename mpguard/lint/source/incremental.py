@@ -123,7 +123,7 @@ def parse(code: str) -> Tree:
     return Tree([PlacedPiece(Piece(cut), cut, [])])
 
 
-class Version:
+class FileVersion:
     """The trees of one version of a file. before: those of the last version without a syntax error."""
 
     def __init__(self, before: dict[str, list[Tree]]) -> None:
@@ -192,12 +192,12 @@ class Trees:
     """The trees of the last versions of files, for a process that checks one version after another."""
 
     def __init__(self) -> None:
-        self._last: collections.OrderedDict[str, Version] = collections.OrderedDict()
+        self._last: collections.OrderedDict[str, FileVersion] = collections.OrderedDict()
 
-    def begin(self, path: str) -> Version:
+    def begin(self, path: str) -> FileVersion:
         """Begin another version of a file; the version before must not be used any more."""
         before = self._last.pop(path, None)
-        self._last[path] = version = Version(before.known if before is not None else {})
+        self._last[path] = version = FileVersion(before.known if before is not None else {})
         while len(self._last) > MOST:
             self._last.popitem(last=False)
         return version

@@ -20,7 +20,7 @@ from mpguard.lint.run.engine import Engine, Options
 from mpguard.lint.source import incremental as module
 from mpguard.lint.source import libcst_internals, suites
 from mpguard.lint.source.files import Target
-from mpguard.lint.source.incremental import Tree, Trees, Version
+from mpguard.lint.source.incremental import FileVersion, Tree, Trees
 from mpguard.lint.source.source import Chunk, Source
 
 EXAMPLES = [
@@ -172,7 +172,7 @@ SAMPLE = [path for path in package_files("accelerate", "rich") if path.parent.na
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("path", SAMPLE, ids=lambda path: path.name)
 def test_what_is_put_together_is_what_the_parser_makes_of_the_whole(path: Path) -> None:
-    version = Version({})
+    version = FileVersion({})
     for chunk in Source.parse(path.read_bytes(), str(path)).chunks:
         if len(chunk.text) < 20_000:
             same(version.parse(chunk.code), module.parse(chunk.code))
@@ -227,13 +227,13 @@ class Model(Base):  # one
 @pytest.mark.parametrize("step", range(0, len(TRICKY), 11))
 def test_comments_and_blank_lines_go_where_the_parser_puts_them(step: int) -> None:
     """With the code as it is, and with a line or a comment put in anywhere."""
-    version = Version({})
+    version = FileVersion({})
     same(version.parse(TRICKY), module.parse(TRICKY))
     at = TRICKY.index("\n", step - 1) + 1 if "\n" in TRICKY[step:] else 0
     for put in ("\n", "# new\n", "        # new\n", "    # new\n", "            # new\n", " \n", "         \n"):
         code = TRICKY[:at] + put + TRICKY[at:]
         code = code[: len(code) - step % 7]  # the last newline, and a part of the last comment, may be gone
-        version = Version(version.known)
+        version = FileVersion(version.known)
         try:
             fresh = module.parse(code)
         except cst.ParserSyntaxError:
@@ -278,7 +278,7 @@ def test_of_a_changed_class_one_suite_is_parsed_also_after_a_syntax_error(monkey
     monkeypatch.setattr(libcst_internals, "parse_module", lambda code: (parsed.append(code), parse(code))[1])
     methods = [f"    def f{n}(self):\n        x = {n}\n        return x + {n} + {n}\n\n" for n in range(9)]
     code = "class A:\n" + "".join(methods)
-    version = Version({})
+    version = FileVersion({})
     version.parse(code)
     assert len(parsed) == 2 + len(methods), "the statement, its suite, and theirs"
     for typed in (
@@ -287,7 +287,7 @@ def test_of_a_changed_class_one_suite_is_parsed_also_after_a_syntax_error(monkey
         code.replace("x = 5", "x = 5 + 1"),
     ):
         parsed.clear()
-        version = Version(version.known)
+        version = FileVersion(version.known)
         try:
             same(version.parse(typed), module.parse(typed))
         except cst.ParserSyntaxError:
@@ -295,7 +295,7 @@ def test_of_a_changed_class_one_suite_is_parsed_also_after_a_syntax_error(monkey
         else:
             assert len(parsed) == 2 and "x = 5" in parsed[0] and "x = 4" not in parsed[0]
     twice = f"{code}\n    def f5(self):\n        x = 5\n        return x + 5 + 5\n"
-    version = Version(version.known)
+    version = FileVersion(version.known)
     one, other = version.parse(twice), version.parse(twice)
     assert not {*map(id, nodes(one))} & {*map(id, nodes(other))}, "no two statements, and no two suites share nodes"
     assert len({*map(id, nodes(one))}) == len(nodes(one))

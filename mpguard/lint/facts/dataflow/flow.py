@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ import libcst as cst
 from mpguard.lint.facts.dataflow.backward_flow import BackwardFlow
 from mpguard.lint.facts.dataflow.forward_flow import ForwardFlow, Reach
 from mpguard.lint.facts.syntax.path_condition import PathCondition
-from mpguard.lint.facts.syntax.records import Binding, Record
+from mpguard.lint.facts.syntax.records import BY_ORDER, Binding, Record
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 #: Uses of names, and bindings, that are visited for one file. Beyond these limits the flow of a value is unknown.
 _MAX_USES = 100_000
 _MAX_BINDINGS = 2_000_000
-_ORDER = operator.attrgetter("order")
 
 
 class Flow:
@@ -38,8 +36,8 @@ class Flow:
 
     def between(self, bindings: Sequence[Binding], first: int, last: int) -> Sequence[Binding]:
         """Return the bindings of a scope's name between two places; they are in order."""
-        place = bisect.bisect_right(bindings, first, key=_ORDER)
-        between = bindings[place : bisect.bisect_left(bindings, last, place, key=_ORDER)]
+        place = bisect.bisect_right(bindings, first, key=BY_ORDER)
+        between = bindings[place : bisect.bisect_left(bindings, last, place, key=BY_ORDER)]
         self.bindings_left -= len(between)
         return between
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import operator
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
-from mpguard.lint.facts.syntax.records import Call, Record, Scope, Use
+from mpguard.lint.facts.syntax.records import BY_ORDER, Call, Record, Scope, Use
 from mpguard.lint.facts.values import library_names, project_words
 from mpguard.lint.facts.values.lattice import Ref
 
@@ -53,7 +52,6 @@ _ADDS_TO_CONTAINER = frozenset({"append", "extend", "add", "insert", "setdefault
 FRAMEWORK_STEPS = frozenset({"training_step", "compute_loss"})
 #: Prefixes of the full names of functions that only read a value.
 _READERS = ("numpy.", "logging.", "os.", "json.", *project_words.LOGGERS)
-_ORDER = operator.attrgetter("order")
 _TRAIN_SINKS = frozenset({"backward", "optimizer", "prepare", "initialize", "trainer", "parallel"})
 
 
@@ -109,7 +107,9 @@ class ForwardFlow:
 
     def sink(self, kind: str, call: Call) -> None:
         """Record a sink; a backward pass in a file that applies no gradients is recorded as `gradient`."""
-        if self.facts.training_use.probes or (kind == "backward" and not self.facts.steps(call.scope)):
+        if self.facts.training_use.only_probes_gradients or (
+            kind == "backward" and not self.facts.has_step(call.scope)
+        ):
             kind = "gradient" if kind in _TRAIN_SINKS else kind
         self.reach.sinks.append(Sink(kind, call))
 
@@ -236,7 +236,7 @@ class ForwardFlow:
         key = dotted(target)
         if key:
             bindings = at.scope.bindings.get(key, ())
-            place = bisect.bisect_right(bindings, at.order, key=_ORDER)
+            place = bisect.bisect_right(bindings, at.order, key=BY_ORDER)
             self.taint(key, at.scope, bindings[place].order if place < len(bindings) else at.order)
 
     def taint(self, key: str, scope: Scope, order: int) -> None:
@@ -386,7 +386,7 @@ class ForwardFlow:
             if "accelerator" in kinds or "accelerator" in dotted(call.receiver).lower():
                 self.sink("prepare", call)
                 return True
-        if facts.frozen_params.named(dotted(call.receiver)) or facts.frozen_params.named(call.path):
+        if facts.frozen_params.is_frozen_name(dotted(call.receiver)) or facts.frozen_params.is_frozen_name(call.path):
             self.sink("frozen", call)
             return False
         if project_words.ADAPTERS.search(name) or project_words.ADAPTER_LOADERS.search(call.path):

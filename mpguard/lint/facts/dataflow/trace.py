@@ -26,9 +26,9 @@ from mpguard.lint.facts.values.library_names import SCALER_NAMES
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
-Kind = Literal[
+StepKind = Literal[
     "scale", "backward", "framework", "unscale", "clip", "scaler_step", "step", "update", "get_scale",
-    "zero_grad", "scheduler", "other_step", "read", "handed", "exit",
+    "zero_grad", "scheduler", "other_step", "read", "passed", "exit",
 ]  # fmt: skip
 _Operation = Literal[
     "scale", "backward", "framework", "unscale", "clip", "scaler_step", "step", "update", "get_scale",
@@ -63,7 +63,7 @@ class TraceStep:
     via: the calls of helpers that lead to it. scale: for a backward pass, the event that scales its loss for certain.
     """
 
-    kind: Kind
+    kind: StepKind
     record: Record
     event: Event | None = None
     guard: PathCondition = ALWAYS
@@ -206,7 +206,7 @@ class Traces:
                         found.setdefault(scope, []).append(TraceStep("read", use))
             for call in scope.calls:
                 if self._may_use_scaler(call):
-                    found.setdefault(scope, []).append(TraceStep("handed", call))
+                    found.setdefault(scope, []).append(TraceStep("passed", call))
         return found
 
     @cached_property
@@ -320,7 +320,7 @@ class Traces:
         return {atom.call for atom in made if isinstance(atom, Object) and atom.call is not None}
 
 
-def between(trace: Trace, first: int, last: int, *kinds: Kind, guard: PathCondition) -> Iterator[TraceStep]:
+def between(trace: Trace, first: int, last: int, *kinds: StepKind, guard: PathCondition) -> Iterator[TraceStep]:
     """Yield the steps of some kinds between two places of a trace that may be executed under a path condition."""
     for place in range(first + 1, last):
         step = trace[place]
@@ -386,7 +386,7 @@ def exceptional(guard: PathCondition) -> bool:
 
 __all__ = [
     "CHECKS",
-    "Kind",
+    "StepKind",
     "Trace",
     "TraceStep",
     "Traces",

@@ -2,8 +2,8 @@
 
 The lists are torch 2.13's `ATen/autocast_mode.h` (`AT_FORALL_LOWER_PRECISION_FP`, `AT_FORALL_FP32`,
 `AT_FORALL_FP32_SET_OPT_DTYPE`), by the public names of the operations; a test compares them with the header of the
-installed torch. They hold for CUDA. The CPU's autocast lowers the matrix products too, but leaves `softmax`, `exp`,
-`sum` and `layer_norm` in the dtype of their input.
+installed torch. They hold for CUDA. The CPU's autocast computes the matrix products in low precision too, but leaves
+`softmax`, `exp`, `sum` and `layer_norm` in the dtype of their input.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Checkpoints:
                 return True
         return bool(self.writes(event))
 
-    def handed_on(self, uses: str) -> bool:
+    def is_passed_on(self, uses: str) -> bool:
         """True if an object of this (last) name is passed to code that may save or restore it.
 
         That is an argument of such a function, an element of a list or dict, a return value, or an attribute of another

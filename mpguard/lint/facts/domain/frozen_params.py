@@ -27,18 +27,18 @@ class FrozenModels:
         self._frozen_params: dict[Scope, set[str]] = {}
         self._index: tuple[int, dict[str, list[tuple[Use, str, cst.Call]]], dict[str, list[Binding]]] = (-1, {}, {})
 
-    def named(self, key: str) -> bool:
+    def is_frozen_name(self, key: str) -> bool:
         """True if a model of this name is never trained: `requires_grad_(False)`, or `eval()` without `train()`."""
         name = key.rsplit(".", 1)[-1]
         if name not in self._named:
-            self._named[name] = bool(name) and name != "self" and self._is_frozen(name)
+            self._named[name] = bool(name) and name != "self" and self._decides_frozen(name)
         return self._named[name]
 
-    def value(self, node: cst.CSTNode) -> bool:
+    def is_frozen(self, node: cst.CSTNode) -> bool:
         """True if the value of an expression is frozen, by the name that it is bound to or by a method on the way
         there.
         """
-        if (key := dotted(node)) and self.named(key):
+        if (key := dotted(node)) and self.is_frozen_name(key):
             return True
         parents = self.facts.index.parents
         while (parent := parents.get(node)) is not None:
@@ -53,14 +53,14 @@ class FrozenModels:
             elif isinstance(parent, cst.Arg) and isinstance(above, cst.Call):
                 return self._freezes_argument(above, parent.value)
             elif isinstance(parent, cst.Assign):
-                return any(self.named(dotted(target.target)) for target in parent.targets)
+                return any(self.is_frozen_name(dotted(target.target)) for target in parent.targets)
             elif isinstance(parent, cst.AnnAssign):
-                return self.named(dotted(parent.target))
+                return self.is_frozen_name(dotted(parent.target))
             else:
                 return False
         return False
 
-    def _is_frozen(self, name: str) -> bool:
+    def _decides_frozen(self, name: str) -> bool:
         methods, made = self._by_name()
         frozen = evaluated = trained = False
         for use, method, call in methods.get(name, ()):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _GRAD = re.compile(r"\.grad\b")
 
 
-def masters(facts: Facts) -> bool:
+def may_keep_masters(facts: Facts) -> bool:
     """True if FP32 master weights may be kept, and the loss scaled, by other means than torch.amp.
 
     These are apex, a framework's own FP16 optimizer or module, and gradients copied from one set of parameters to

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
-from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible, guards_of
 from mpguard.lint.facts.syntax.records import Call, Record, Scope, With
 from mpguard.lint.facts.values import library_names
 from mpguard.lint.facts.values.lattice import UNKNOWN, Alternative, Constant, Method, Object, Ref
@@ -43,7 +43,7 @@ class Region:
 
     def may_be(self, dtype: str) -> list[PathCondition]:
         """Return the path conditions under which the region has that dtype for certain."""
-        return [both for guard, name in self.dtypes if name == dtype and (both := self.guard.joined(guard)).possible]
+        return guards_of(dtype, self.dtypes, self.guard)
 
 
 def enabled_argument(call: Call, path: str) -> cst.BaseExpression | None:

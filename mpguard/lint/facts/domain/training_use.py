@@ -95,16 +95,21 @@ class TrainingUse:
         nothing does.
         """
         guards = cast.may_be(dtype) if guards is None else guards
-        if not guards or cast.subject is None or self.passing(cast, dtype) or self.facts.is_inference(cast.call):
+        if (
+            not guards
+            or cast.subject is None
+            or self.is_rounding_or_copy(cast, dtype)
+            or self.facts.is_inference(cast.call)
+        ):
             return None
         if isinstance(cast.subject, (cst.Comparison, cst.BooleanOperation)):  # a mask of zeros and ones
             return None
-        if self.facts.frozen_params.value(cast.subject) or self.facts.frozen_params.value(cast.call.node):
+        if self.facts.frozen_params.is_frozen(cast.subject) or self.facts.frozen_params.is_frozen(cast.call.node):
             return None
         if self.facts.kinds(cast.subject, cast.call) & {"engine", "pipeline", "criterion"}:
             return None
         whole = self._cast_model(cast)
-        if whole is not None and (self.facts.frozen_params.named(whole[0]) or self.adapted(whole[0])):
+        if whole is not None and (self.facts.frozen_params.is_frozen_name(whole[0]) or self.has_adapters(whole[0])):
             return None
         return self._training(self._reach(cast, guards[0], whole))
 
@@ -170,7 +175,7 @@ class TrainingUse:
                 return self._applied(call)
         return None
 
-    def lowered_inputs(self, cast: Event) -> list[Call]:
+    def autocast_inputs(self, cast: Event) -> list[Call]:
         """Return the calls that take the value of a cast itself and whose matrix products autocast would run in low
         precision anyway: of a model, or of one of torch's operations.
         """
@@ -198,23 +203,23 @@ class TrainingUse:
                 )
             ):
                 found.append(call)
-        return [call for call in found if self._lowers(call)]
+        return [call for call in found if self._is_autocast(call)]
 
-    def _lowers(self, call: Call) -> bool:
+    def _is_autocast(self, call: Call) -> bool:
         for each in self.facts.evaluate(call.func, call):
             if isinstance(each.atom, Ref) and each.atom.path.startswith("torch.") and call.name in LOWERED:
                 return True
             if (
                 isinstance(each.atom, Object)
                 and each.atom.kind == "model"
-                and not self.facts.frozen_params.named(call.path)
+                and not self.facts.frozen_params.is_frozen_name(call.path)
             ):
                 return True
         last = call.path.rsplit(".", 1)[-1]
         known = self.facts.kinds(call.func, call) - {""}
-        return not known and last in self.modules and not self.facts.frozen_params.named(call.path)
+        return not known and last in self.modules and not self.facts.frozen_params.is_frozen_name(call.path)
 
-    def passing(self, cast: Event, dtype: str) -> bool:
+    def is_rounding_or_copy(self, cast: Event, dtype: str) -> bool:
         """True if the cast only rounds (`.half().float()`), or makes a copy for a checkpoint."""
         parents = self.facts.index.parents
         above = parents.get(cast.call.node)
@@ -235,7 +240,7 @@ class TrainingUse:
         """True if an engine of DeepSpeed or the like runs the backward pass: its parameters may be FP16."""
         call = sink.call
         if sink.kind == "trainer" and call.scope.name in FRAMEWORK_STEPS:  # Lightning's, maybe with DeepSpeed
-            return self.masters
+            return self.may_keep_masters
         if sink.kind != "backward" or not call.positional or call.receiver is None:
             return False
         kinds = self.facts.kinds(call.receiver, call)
@@ -252,7 +257,7 @@ class TrainingUse:
             events = (event for kind in _SETS_DTYPE for event in self.facts.events(kind))
             for event in events:
                 guards = event.may_be(dtype)
-                if not guards or not self.is_module(event) or self.adapted(event.key):
+                if not guards or not self.is_module(event) or self.has_adapters(event.key):
                     continue
                 loaded = event.kind == "load"
                 training = self._loaded(event, dtype, guards[0]) if loaded else self.cast(event, dtype)
@@ -270,9 +275,9 @@ class TrainingUse:
             return None
         if (
             call.starred
-            or self.passing(load, dtype)
+            or self.is_rounding_or_copy(load, dtype)
             or self.facts.is_inference(call)
-            or self.facts.frozen_params.value(call.node)
+            or self.facts.frozen_params.is_frozen(call.node)
         ):
             return None
         if "pipeline" in self.facts.kinds(call.node, call):
@@ -316,7 +321,7 @@ class TrainingUse:
         keys = {event.key, bound.key if bound is not None else ""} - {""}
         return bool({key.rsplit(".", 1)[-1] for key in keys} & self.modules)
 
-    def adapted(self, key: str) -> bool:
+    def has_adapters(self, key: str) -> bool:
         """True if an object of this (last) name gets adapters: as an argument, a receiver or a result."""
         if self._adapted is None:
             self._adapted = set()
@@ -344,14 +349,14 @@ class TrainingUse:
         return self._modules
 
     @cached_property
-    def masters(self) -> bool:
+    def may_keep_masters(self) -> bool:
         """True if FP32 copies of low-precision weights may be kept.
 
         By an FP16 optimizer of a project, a sharding framework that the file mentions, or one in its launch config
         (accelerate's FSDP upcasts weights).
         """
         launched = {config.distributed_type for config in self.facts.project.configs_for(self.facts.path)}
-        if self.facts.masters or launched & {"DEEPSPEED", "FSDP", "MEGATRON_LM"}:
+        if self.facts.may_keep_masters or launched & {"DEEPSPEED", "FSDP", "MEGATRON_LM"}:
             return True
         return any(
             project_words.SHARDING.search(f"{binding.target}.{binding.name}.{key}")
@@ -368,7 +373,7 @@ class TrainingUse:
     # -- what trains --------------------------------------------------------------------------------
 
     @cached_property
-    def probes(self) -> bool:
+    def only_probes_gradients(self) -> bool:
         """True if the file computes gradients only to inspect them.
 
         Either all backward passes start from artificial gradients, as in the test of a layer
@@ -408,7 +413,7 @@ class TrainingUse:
         for kind in _TRAINS:
             for event in self.facts.events(kind):
                 together = event.scope in near and compatible(event.guard, self.facts.guard_of(call))
-                if together and (kind == "trainer" or self.facts.steps(event.scope)):
+                if together and (kind == "trainer" or self.facts.has_step(event.scope)):
                     return event.call
         return None
 

@@ -49,7 +49,7 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
     return None
 
 
-def scaled(guard: PathCondition, program: set[Scope], facts: Facts) -> bool:
+def may_be_scaled(guard: PathCondition, program: set[Scope], facts: Facts) -> bool:
     """True if a scaler, or an object with one of its own, may be used in the program under a path condition."""
     for scope in program:
         if scope.kind == "class" and facts.base_unknown(scope):

@@ -136,7 +136,7 @@ class WrapperFacts:
         first, second = (set(self.facts.values.reaching(key, r.scope, r.order, r.guard)) for r in (one, other))
         return bool(first & second) or not (first or second)
 
-    def handed(self, node: cst.CSTNode | None, at: Record, kind: str) -> list[Wrap]:
+    def of_argument(self, node: cst.CSTNode | None, at: Record, kind: str) -> list[Wrap]:
         """Return the wrappers whose call takes an object under the name that an expression uses for it.
 
         `params = model.parameters()` before `model = accelerator.prepare(model)` are the same parameters.

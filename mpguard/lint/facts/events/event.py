@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import libcst as cst
 
 from mpguard.lint.facts.syntax.nodes import dotted
-from mpguard.lint.facts.syntax.path_condition import PathCondition
+from mpguard.lint.facts.syntax.path_condition import PathCondition, guards_of
 from mpguard.lint.facts.syntax.records import Call, Record, Scope
 from mpguard.lint.facts.values import library_names
 from mpguard.lint.facts.values.lattice import Class
@@ -104,7 +104,7 @@ class Event:
 
     def may_be(self, dtype: str) -> list[PathCondition]:
         """Return the path conditions under which the dtype is this one."""
-        return [both for guard, name in self.dtypes if name == dtype and (both := self.guard.joined(guard)).possible]
+        return guards_of(dtype, self.dtypes, self.guard)
 
 
 Finder = Callable[["Facts"], Iterator[Event]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterator
 from typing import Literal
 
@@ -17,6 +18,9 @@ import libcst as cst
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, PathCondition
 from mpguard.lint.source.source import Chunk
+
+#: The key by which records are sorted: their order of evaluation.
+BY_ORDER = operator.attrgetter("order")
 
 BindingKind = Literal[
     "assign",

@@ -14,14 +14,21 @@ from mpguard.policy.dtype import Dtype
 
 #: Dotted name -> dtype. Tensor types count as their dtype.
 DTYPES = {
-    "torch.float16": "float16", "torch.half": "float16", "torch.HalfTensor": "float16", "torch.cuda.HalfTensor":
-    "float16",
-    "torch.bfloat16": "bfloat16", "torch.BFloat16Tensor": "bfloat16", "torch.cuda.BFloat16Tensor": "bfloat16",
-    "torch.float32": "float32", "torch.float": "float32", "torch.FloatTensor": "float32", "torch.cuda.FloatTensor":
-    "float32",
-    "torch.float64": "float64", "torch.double": "float64",
-    "torch.float8_e4m3fn": "float8_e4m3fn", "torch.float8_e5m2": "float8_e5m2",
-    "torch.float8_e4m3": "float8_e4m3fn",  # torch has no such name, but code uses it
+    f"torch.{name}": Dtype.parse(name).torch_name
+    for name in (
+        *(dtype.torch_name for dtype in Dtype if dtype.bits >= 8),
+        "half",
+        "float",
+        "double",
+        "float8_e4m3",  # torch has no such name, but code uses it
+    )
+}
+DTYPES |= {
+    f"torch.{module}{name}Tensor": dtype.torch_name
+    for module in ("", "cuda.")
+    for name, dtype in (("Half", Dtype.FP16), ("BFloat16", Dtype.BF16), ("Float", Dtype.FP32))
+}
+DTYPES |= {
     "torch.float8_e4m3fnuz": "float8_e4m3fnuz", "torch.float8_e5m2fnuz": "float8_e5m2fnuz",
     "torch.int64": "int64", "torch.long": "int64", "torch.int32": "int32", "torch.int": "int32", "torch.bool": "bool",
     "torch.uint8": "uint8", "torch.int8": "int8",

@@ -1,4 +1,4 @@
-"""The dtype of tensors: set by a cast or a constructor, or lowered by autocast.
+"""The dtype of tensors: set by a cast or a constructor, or cast by autocast.
 
 `facts.precision.of(expression, record)` returns the dtypes that a tensor may have, each with its path condition and the
 operation that produced it. A cast, a constructor's dtype and a matrix product in a known autocast region set the
@@ -18,22 +18,25 @@ from mpguard.lint.facts.domain import autocast_ops as ops
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record
+from mpguard.lint.facts.values import library_names
 from mpguard.lint.facts.values.lattice import Class, Function, Object, Ref
 from mpguard.lint.source.libcst_internals import Frames
+from mpguard.policy.dtype import HALF_DTYPES
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 #: A Python number, or a tensor without dimensions: arithmetic with it keeps the dtype of the other operand.
 NUMBER = "number"
-LOW = frozenset({"float16", "bfloat16"})
+LOW = frozenset(HALF_DTYPES)
 
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
+#: Methods of a tensor that cast it, and the dtypes to which they cast: each is named as the attribute of `torch`.
 _CASTS = {
-    "half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float64", "long": "int64",
-    "int": "int32", "bool": "bool",
-}  # fmt: skip
+    name: library_names.DTYPES[f"torch.{name}"]
+    for name in ("half", "bfloat16", "float", "double", "long", "int", "bool")
+}
 #: Expressions followed for one request, those of all requests of a file, the depth of nesting, and the alternatives of
 #: one expression.
 _MAX_PER_REQUEST = 600
@@ -50,14 +53,14 @@ _BUILTIN_NUMBERS = frozenset({"len", "int", "float", "round", "range", "bool", "
 class TensorDtype:
     """One dtype that a tensor may have.
 
-    dtype: None if it is unknown. origin: the call or product that produced it. lowered: by autocast, not by an explicit
-    cast.
+    dtype: None if it is unknown. origin: the call or product that produced it. by_autocast: set by autocast, not by an
+    explicit cast.
     """
 
     guard: PathCondition
     dtype: str | None
     origin: Record | None = None
-    lowered: bool = False
+    by_autocast: bool = False
 
 
 _UNKNOWN = (TensorDtype(ALWAYS, None),)
@@ -89,7 +92,11 @@ class TensorDtypes:
         active.
         """
         found = self.low(node, at)
-        if found is None or found.lowered or any(state.dtype != "off" for state in self.facts.autocast_states.at(at)):
+        if (
+            found is None
+            or found.by_autocast
+            or any(state.dtype != "off" for state in self.facts.autocast_states.at(at))
+        ):
             return None
         return found
 
@@ -131,7 +138,7 @@ class TensorDtypes:
             return self._call(call) if call is not None else _UNKNOWN
         if isinstance(node, cst.BinaryOperation):
             if isinstance(node.operator, cst.MatrixMultiply):
-                return self._lowered((node.left, node.right), self._record(node, at))
+                return self._by_autocast((node.left, node.right), self._record(node, at))
             both = self._promoted((node.left, node.right), at)
             if isinstance(node.operator, cst.Power) and any(each.dtype != NUMBER for each in both):
                 return self._float32_under_autocast(node.left, self._record(node, at))
@@ -310,7 +317,7 @@ class TensorDtypes:
             several = isinstance(first, (cst.List, cst.Tuple))
             return self._promoted(tuple(e.value for e in first.elements), call) if several else _UNKNOWN  # type: ignore[union-attr]
         if last == "einsum":
-            return self._lowered(tuple(call.positional[1:]), call)
+            return self._by_autocast(tuple(call.positional[1:]), call)
         return self._operation(last, first, tuple(call.positional[1:]), call)
 
     def _of_method(self, call: Call) -> tuple[TensorDtype, ...]:
@@ -356,7 +363,7 @@ class TensorDtypes:
         self, name: str, first: cst.BaseExpression | None, others: tuple[cst.BaseExpression, ...], call: Call
     ) -> tuple[TensorDtype, ...]:
         if name in ops.LOWERED:
-            return self._lowered((*((first,) if first is not None else ()), *others[:1]), call)
+            return self._by_autocast((*((first,) if first is not None else ()), *others[:1]), call)
         if name in ops.FLOAT32_ON_CUDA:
             return self._float32_under_autocast(first, call)
         if name == "where":
@@ -372,7 +379,7 @@ class TensorDtypes:
         first = call.argument(0, "input")
         if atom.cls is None and atom.path.startswith("torch.nn."):
             if last in ops.LOWERED_LAYERS:
-                return self._lowered((first,) if first is not None else (), call)
+                return self._by_autocast((first,) if first is not None else (), call)
             if last in ops.FLOAT32_LAYERS:
                 return self._float32_under_autocast(first, call)
             return self._of(first, call) if last in ops.KEEPING_LAYERS else _UNKNOWN
@@ -391,7 +398,7 @@ class TensorDtypes:
             found = tuple(each for each in both if each.guard.possible)[: _MAX_ALTERNATIVES + 1]
         return found
 
-    def _lowered(self, parts: tuple[cst.BaseExpression, ...], at: Record) -> tuple[TensorDtype, ...]:
+    def _by_autocast(self, parts: tuple[cst.BaseExpression, ...], at: Record) -> tuple[TensorDtype, ...]:
         """Return the dtypes of a matrix product: that of the autocast region, otherwise that of the operands."""
         found: list[TensorDtype] = []
         for state in self.facts.autocast_states.at(at):
@@ -399,7 +406,7 @@ class TensorDtypes:
                 given = [each for part in parts for each in self._of(part, at) if each.dtype in _FLOATS]
                 found += self._under(tuple(given), state.guard) or (TensorDtype(state.guard, None),)
             else:
-                found.append(TensorDtype(state.guard, state.dtype, at, lowered=True))
+                found.append(TensorDtype(state.guard, state.dtype, at, by_autocast=True))
         return tuple(found)
 
     def _float32_under_autocast(self, first: cst.BaseExpression | None, at: Record) -> tuple[TensorDtype, ...]:

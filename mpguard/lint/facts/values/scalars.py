@@ -16,6 +16,7 @@ import libcst as cst
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.records import Call, Record
 from mpguard.lint.facts.values.lattice import Function, Ref
+from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -32,12 +33,8 @@ _CLAMPS = {
     "clamp": ("min", "max"), "clamp_": ("min", "max"), "clip": ("min", "max"), "clamp_min": ("min",),
     "clamp_min_": ("min",), "clamp_max": ("max",), "clamp_max_": ("max",),
 }  # fmt: skip
-_FINFO = {
-    "float16": (65504.0, 2.0**-10, 2.0**-14),
-    "bfloat16": (3.3895313892515355e38, 2.0**-7, 2.0**-126),
-    "float32": (3.4028234663852886e38, 2.0**-23, 2.0**-126),
-    "float64": (1.7976931348623157e308, 2.0**-52, 2.0**-1022),
-}
+#: Formats whose `finfo` is evaluated, by name.
+_FLOATS = {dtype.torch_name: dtype for dtype in Dtype if dtype.bits >= 16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,10 +166,11 @@ class Scalars:
             if isinstance(each.atom, Ref) and each.atom.path.startswith("numpy."):
                 found = {each.atom.path.rsplit(".", 1)[-1]}
         dtype = found.pop() if len(found) == 1 else None
-        if dtype not in _FINFO:
+        if dtype not in _FLOATS:
             return None
-        most, eps, tiny = _FINFO[dtype]
-        return Number({"min": -most, "max": most, "eps": eps}.get(name, tiny), dtype)
+        limits = _FLOATS[dtype]
+        numbers = {"min": -limits.largest, "max": limits.largest, "eps": limits.eps}
+        return Number(numbers.get(name, limits.smallest_normal), dtype)
 
     # -- uses ---------------------------------------------------------------------------------------
 

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, any_of, autocast_ops, constant
-from mpguard.policy.dtype import Dtype
+from mpguard.lint import Bad, Call, Diagnostic, Dtype, Facts, Good, Note, Rule, any_of, autocast_ops, constant
 
 #: Operations that a region disables autocast for: matrix products, and those that autocast runs in FP32.
 _OPERATIONS = autocast_ops.LOWERED | autocast_ops.FLOAT32_ON_CUDA
@@ -96,7 +95,7 @@ def plain(self, x, y):
                 continue
             for value in self._inputs(call, facts):
                 low = facts.precision.low(value, call)
-                if low is not None and low.lowered and low.origin is not None:
+                if low is not None and low.by_autocast and low.origin is not None:
                     reported.add(inner)
                     notes = (Note("computed here", low.origin.span), Note("disabled here", inner.span))
                     yield self.at(

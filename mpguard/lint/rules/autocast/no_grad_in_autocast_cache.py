@@ -129,7 +129,7 @@ with torch.autocast("cuda"):
     def _is_trained_model(self, call: Call, facts: Facts) -> bool:
         kinds = facts.kinds(call.func, call)
         named = call.name.endswith(("model", "net", "network", "encoder", "decoder", "unet", "generator", "policy"))
-        return ("model" in kinds or (kinds <= {""} and named)) and not facts.frozen_params.named(call.path)
+        return ("model" in kinds or (kinds <= {""} and named)) and not facts.frozen_params.is_frozen_name(call.path)
 
     def _trains(self, later: Call, call: Call, item: With, facts: Facts) -> bool:
         if later.path != call.path or later.order <= call.order or item not in later.withs or facts.is_inference(later):

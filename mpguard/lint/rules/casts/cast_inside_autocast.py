@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import (
+    HALF_DTYPES,
     Bad,
     Call,
     Diagnostic,
@@ -208,13 +209,13 @@ def train(self, loader):
 
     def _region(self, cast: Event, facts: Facts) -> Call | None:
         """Return the autocast region that holds both the cast and what takes its value."""
-        low = [(dtype, guard) for dtype in ("float16", "bfloat16") for guard in cast.may_be(dtype)]
+        low = [(dtype, guard) for dtype in HALF_DTYPES for guard in cast.may_be(dtype)]
         if not low or not self._around(cast.call, low[0][1], facts) or facts.is_inference(cast.call):
             return None
         dtype, guard = low[0]
-        if facts.training_use.passing(cast, dtype) or "model" in facts.kinds(cast.subject, cast.call):
+        if facts.training_use.is_rounding_or_copy(cast, dtype) or "model" in facts.kinds(cast.subject, cast.call):
             return None
-        for call in facts.training_use.lowered_inputs(cast):
+        for call in facts.training_use.autocast_inputs(cast):
             if (region := self._around(call, guard, facts)) is not None:
                 return region
         return None

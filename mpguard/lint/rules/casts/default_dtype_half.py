@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, any_of, compatible
-from mpguard.policy.dtype import Dtype
+from mpguard.lint import HALF_DTYPES, Bad, Diagnostic, Dtype, Facts, Good, Note, Rule, any_of, compatible
 
 
 class DefaultDtypeHalf(Rule):
@@ -143,10 +142,10 @@ for x in loader:
             return
         settings = facts.events("default_dtype")
         for event in settings:
-            low = next((dtype for dtype in ("float16", "bfloat16") if event.may_be(dtype)), None)
+            low = next((dtype for dtype in HALF_DTYPES if event.may_be(dtype)), None)
             if low is None or facts.is_inference(event.call):
                 continue
-            back = [other for other in settings if not (other.may_be("float16") or other.may_be("bfloat16"))]
+            back = [other for other in settings if not any(map(other.may_be, HALF_DTYPES))]
             if any(compatible(event.guard, other.guard) for other in back):
                 continue
             trainer = facts.training_use.trainer_of(event.call)

@@ -7,9 +7,11 @@ import libcst as cst
 
 from mpguard.lint import (
     CASTS_LOW_PRECISION,
+    HALF_DTYPES,
     Bad,
     Call,
     Diagnostic,
+    Dtype,
     Event,
     Facts,
     Good,
@@ -20,7 +22,6 @@ from mpguard.lint import (
     dotted,
     library_names,
 )
-from mpguard.policy.dtype import Dtype
 
 _EMA = re.compile(r"(?i)(?:^|_)(?:m?ema|averaged?|shadow)(?:_|$)|(?:model|params?|weights?|net|unet)ema$")
 #: Classes that keep an average of the model that is passed to them.
@@ -146,7 +147,8 @@ def step(other_ema, model):
         if facts.declared == "inference":
             return
         for cast in facts.events("cast"):
-            low = next((name for name in ("bfloat16", "float16") if cast.may_be(name)), None)
+            # BF16 first: it loses larger updates of the average.
+            low = next((name for name in reversed(HALF_DTYPES) if cast.may_be(name)), None)
             if low is None or facts.is_inference(cast.call):
                 continue
             ema, averaging = self._average(cast), self._averaging_call(cast, facts)

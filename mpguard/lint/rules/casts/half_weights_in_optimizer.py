@@ -245,7 +245,7 @@ for x in loader:
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference" or not facts.events("load") or facts.training_use.masters:
+        if facts.declared == "inference" or not facts.events("load") or facts.training_use.may_keep_masters:
             return
         for weights in facts.training_use.weights("float16"):
             optimizers = facts.training_use.plain_optimizers(weights.training) or facts.training_use.trainers(

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, any_of
-from mpguard.policy.dtype import Dtype
+from mpguard.lint import HALF_DTYPES, Bad, Diagnostic, Dtype, Facts, Good, Note, Rule, any_of
 
 
 class HalfWeightsInResumeCheckpoint(Rule):
@@ -74,9 +73,7 @@ def convert(path):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        casts = [
-            (cast, dtype) for cast in facts.events("cast") for dtype in ("float16", "bfloat16") if cast.may_be(dtype)
-        ]
+        casts = [(cast, dtype) for cast in facts.events("cast") for dtype in HALF_DTYPES if cast.may_be(dtype)]
         if not casts or not facts.events("state"):
             return
         resumed = {

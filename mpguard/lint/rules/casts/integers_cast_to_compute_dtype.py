@@ -7,8 +7,10 @@ import libcst as cst
 
 from mpguard.lint import (
     CASTS_LOW_PRECISION,
+    HALF_DTYPES,
     Bad,
     Diagnostic,
+    Dtype,
     Event,
     Facts,
     Fix,
@@ -20,7 +22,6 @@ from mpguard.lint import (
     python_edits,
     text_of,
 )
-from mpguard.policy.dtype import Dtype
 
 #: Names that hold only ids by the conventions of Hugging Face.
 _IDS = frozenset({"input_ids", "decoder_input_ids", "token_ids", "label_ids", "token_type_ids", "output_ids"})
@@ -162,7 +163,8 @@ def convert(state_dict):
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for cast in facts.events("cast"):
-            low = next((name for name in ("bfloat16", "float16") if cast.may_be(name)), None)
+            # BF16 first: it represents fewer integers exactly.
+            low = next((name for name in reversed(HALF_DTYPES) if cast.may_be(name)), None)
             if low is None:
                 continue
             name = self._ids(cast.subject) or self._assigned_ids(cast, facts)
@@ -173,7 +175,7 @@ def convert(state_dict):
                 cast,
                 what=f"`{name}`" if name else f"all of `{whole}`",
                 dtype=Dtype.label_of(low),
-                exact="2,048" if low == "float16" else "256",
+                exact=f"{Dtype.parse(low).largest_exact_integer:,}",
                 help=None if name else "Cast floating point values only: `v.half() if v.is_floating_point() else v`",
                 fix=self._fix(cast) if name else None,
             )

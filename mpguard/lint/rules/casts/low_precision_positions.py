@@ -7,9 +7,11 @@ import libcst as cst
 
 from mpguard.lint import (
     CASTS_LOW_PRECISION,
+    HALF_DTYPES,
     Bad,
     Call,
     Diagnostic,
+    Dtype,
     Edit,
     Event,
     Facts,
@@ -22,10 +24,7 @@ from mpguard.lint import (
     dotted,
     python_edits,
 )
-from mpguard.policy.dtype import Dtype
 
-#: The largest integer up to which a dtype holds all integers.
-_EXACT = {"float16": 2048, "bfloat16": 256}
 #: Names for the number of examples in a batch, which is seldom above 256.
 _BATCH = re.compile(r"(?i)(?:^|[._])(?:batch_?size|bsz|bs|num_?examples)$")
 _TESTS = re.compile(r"(?:^|[/\\])(?:tests?|testing)[/\\]|(?:^|[/\\])(?:test_[^/\\]*|conftest)\.py$|_test\.py$")
@@ -210,16 +209,17 @@ def ids(height, width, device):
     def _at(self, call: Call, dtype: str, edit: Edit | None) -> Diagnostic:
         stored = isinstance(call.statement, cst.Assign) and isinstance(call.statement.targets[0].target, cst.Subscript)
         fix = Fix("Compute in float32", "unsafe", (edit,)) if edit is not None and not stored else None
-        return self.at(call, dtype=Dtype.label_of(dtype), exact=f"{_EXACT[dtype]:,}", fix=fix)
+        return self.at(
+            call, dtype=Dtype.label_of(dtype), exact=f"{Dtype.parse(dtype).largest_exact_integer:,}", fix=fix
+        )
 
     def _low_dtype(self, dtypes: tuple[tuple[object, str | None], ...], arange: Call, at: Record, facts: Facts) -> str:
         """Return the low dtype of positions if it cannot hold them; else empty."""
         if any(scope.kind == "function" and scope.name.startswith("test") for scope in at.scope.within()):
             return ""
         largest = self._largest(arange, facts)
-        return (
-            next((name for _, name in dtypes if name in _EXACT and not (largest and largest <= _EXACT[name])), "") or ""
-        )
+        low = (name for _, name in dtypes if name in HALF_DTYPES)
+        return next((name for name in low if not (largest and largest <= Dtype.parse(name).largest_exact_integer)), "")
 
     def _largest(self, call: Call, facts: Facts) -> float | None:
         """Return the largest position; None if it is unknown."""

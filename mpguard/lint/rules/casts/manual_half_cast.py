@@ -551,7 +551,7 @@ def train(args, loader, dtype):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference" or facts.masters:
+        if facts.declared == "inference" or facts.may_keep_masters:
             return
         found = []
         for cast in (*facts.events("cast"), *facts.events("construct")):

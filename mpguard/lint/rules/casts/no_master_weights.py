@@ -215,7 +215,7 @@ def rounded(loader, tower):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference" or facts.training_use.masters:
+        if facts.declared == "inference" or facts.training_use.may_keep_masters:
             return
         for weights in facts.training_use.weights("bfloat16"):
             optimizers = facts.training_use.plain_optimizers(weights.training) or facts.training_use.trainers(

@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.document.schemas.axolotl import fsdp_version, is_fsdp2, is_on
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, any_of
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, any_of, axolotl_keys
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
@@ -76,8 +75,9 @@ torch_compile: true
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        gather, version = is_on(document, "fp8_enable_fsdp_float8_all_gather"), fsdp_version(document)
-        if gather is None or is_fsdp2(document):
+        gather = axolotl_keys.is_on(document, "fp8_enable_fsdp_float8_all_gather")
+        version = axolotl_keys.fsdp_version(document)
+        if gather is None or axolotl_keys.is_fsdp2(document):
             return
         if version is None:
             yield self.at(gather, state="sets no version of FSDP")

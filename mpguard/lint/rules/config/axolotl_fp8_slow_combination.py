@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.document.schemas.axolotl import CHECKPOINTING, is_fsdp2, is_on
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, any_of
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, any_of, axolotl_keys
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
@@ -67,9 +66,12 @@ fsdp_config:
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        fp8, compiles = is_on(document, "fp8"), document.entry("torch_compile")
-        checkpoints = next((entry for key in CHECKPOINTING if (entry := is_on(document, key)) is not None), None)
+        fp8, compiles = axolotl_keys.is_on(document, "fp8"), document.entry("torch_compile")
+        checkpoints = next(
+            (entry for key in axolotl_keys.CHECKPOINTING if (entry := axolotl_keys.is_on(document, key)) is not None),
+            None,
+        )
         if fp8 is None or checkpoints is None or compiles is None or compiles.value not in (True, "auto"):
             return
-        if is_fsdp2(document):
+        if axolotl_keys.is_fsdp2(document):
             yield self.at(checkpoints, notes=(Note("FP8 is enabled here", fp8.key_span),))

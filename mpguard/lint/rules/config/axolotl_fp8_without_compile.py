@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.document.schemas.axolotl import is_on
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, any_of, config_edits
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, any_of, axolotl_keys, config_edits
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
@@ -80,6 +79,6 @@ fp8: false
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        fp8, compiles = is_on(document, "fp8"), document.entry("torch_compile")
+        fp8, compiles = axolotl_keys.is_on(document, "fp8"), document.entry("torch_compile")
         if fp8 is not None and (compiles is None or compiles.value in (None, False)):
             yield self.at(fp8, fix=config_edits.set_values("Compile", document, {"torch_compile": True}))

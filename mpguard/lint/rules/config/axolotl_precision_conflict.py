@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.document.schemas.axolotl import BF16_WORDS, is_on
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, any_of
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, any_of, axolotl_keys
 
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
@@ -114,13 +113,13 @@ fp16: ${FP16}
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         bf16 = document.entry("bf16")
-        if bf16 is not None and isinstance(bf16.value, str) and bf16.value.lower() not in BF16_WORDS:
+        if bf16 is not None and isinstance(bf16.value, str) and bf16.value.lower() not in axolotl_keys.BF16_WORDS:
             if "$" not in bf16.value and "{" not in bf16.value:
                 hint = "write `bf16: true`"
                 yield self._at(bf16, "is refused by axolotl's schema: `auto`, `true` or `false`", None, hint)
             return
-        fp8, low, weights = is_on(document, "fp8"), is_on(document, "bf16"), is_on(document, "bfloat16")
-        halves = [entry for key in ("fp16", "float16") if (entry := is_on(document, key)) is not None]
+        fp8, low, weights = (axolotl_keys.is_on(document, key) for key in ("fp8", "bf16", "bfloat16"))
+        halves = [entry for key in ("fp16", "float16") if (entry := axolotl_keys.is_on(document, key)) is not None]
         for half in halves:
             if weights is not None:
                 yield self._at(half, "and `bfloat16: true` exclude each other: axolotl stops", weights)

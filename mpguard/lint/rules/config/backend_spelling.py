@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.document.schemas.accelerate import FP8_BACKENDS
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, any_of, config_edits
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, accelerate_keys, any_of, config_edits
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
@@ -99,8 +98,8 @@ dynamo_config:
         entry = accelerate_config.setting(document, "fp8_config", "backend")
         if entry is None or accelerate_config.is_sagemaker(document) or not isinstance(entry.value, str):
             return
-        if entry.value in FP8_BACKENDS.values():
+        if entry.value in accelerate_keys.FP8_BACKENDS.values():
             return
-        meant = FP8_BACKENDS.get(entry.value.lower())
+        meant = accelerate_keys.FP8_BACKENDS.get(entry.value.lower())
         fix = config_edits.set_values(f"Write `{meant}`", document, {".".join(entry.path): meant}) if meant else None
         yield self.at(entry.value_span, fix=fix, written=entry.value)

@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, any_of
-from mpguard.policy.dtype import Dtype
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Dtype, Good, Note, any_of
 
 if TYPE_CHECKING:
     from mpguard.lint import Document

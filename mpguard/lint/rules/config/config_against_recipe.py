@@ -4,15 +4,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpguard.core import settings
-from mpguard.core.errors import ConfigError, MpguardError, PolicyError, UnknownRecipe
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Fix, Good, Note, Span
-from mpguard.targets.inject import Change
-from mpguard.targets.settings import ABSENT, show
+from mpguard.lint import (
+    ABSENT,
+    Bad,
+    Change,
+    ConfigError,
+    ConfigRule,
+    Diagnostic,
+    Fix,
+    Good,
+    MpguardError,
+    Note,
+    PolicyError,
+    Span,
+    UnknownRecipe,
+    settings,
+    show,
+)
 
 if TYPE_CHECKING:
-    from mpguard.lint import Document
-    from mpguard.policy.policy import Policy
+    from mpguard.lint import Document, Policy
 
 
 class ConfigAgainstRecipe(ConfigRule):
@@ -120,9 +131,7 @@ mixed_precision: fp16
     def check(self, document: Document) -> Iterator[Diagnostic]:
         if document.format == "python":
             return
-        from mpguard import targets
-        from mpguard.lint import mp_yaml
-        from mpguard.targets import capabilities
+        from mpguard.lint import capabilities, mp_yaml, targets
 
         named = document.entry(mp_yaml.RECIPE)
         place: Span | None = named.span if named is not None else None
@@ -160,11 +169,10 @@ mixed_precision: fp16
             yield self._difference(document, missing, str(name), notes)
 
     def _policy(self, document: Document, recipe: str | None) -> Policy | None:
-        from mpguard.lint import mp_yaml
-        from mpguard.policy.recipes import recipe as of_name
+        from mpguard.lint import mp_yaml, recipes
 
         own = mp_yaml.policy_of(document) if document.kind == "accelerate" else None
-        return own if own is not None or recipe is None else of_name(recipe)
+        return own if own is not None or recipe is None else recipes.recipe(recipe)
 
     def _difference(
         self, document: Document, changes: list[Change], recipe: str, notes: tuple[Note, ...]

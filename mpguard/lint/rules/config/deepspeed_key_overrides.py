@@ -3,9 +3,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.document.schemas.accelerate import ARGUMENTS
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, accelerate_config, any_of, config_edits
-from mpguard.targets.settings import ABSENT, show
+from mpguard.lint import (
+    ABSENT,
+    Bad,
+    ConfigRule,
+    Diagnostic,
+    Good,
+    Note,
+    accelerate_config,
+    accelerate_keys,
+    any_of,
+    config_edits,
+    show,
+)
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
@@ -83,7 +93,7 @@ deepspeed_config:
             return
         for key in section:
             inner, top = document.entry(f"deepspeed_config.{key}"), document.entry(str(key))
-            if key not in ARGUMENTS or inner is None or top is None:
+            if key not in accelerate_keys.ARGUMENTS or inner is None or top is None:
                 continue
             same = inner.value == top.value
             fix = config_edits.set_values("Remove it", document, {f"deepspeed_config.{key}": ABSENT}) if same else None

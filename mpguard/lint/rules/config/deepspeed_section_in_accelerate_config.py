@@ -3,9 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.document.schemas.accelerate import ARGUMENTS, DEEPSPEED
-from mpguard.document.schemas.deepspeed import KEYS, RENAMED
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, any_of
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, accelerate_keys, any_of, deepspeed_keys
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
@@ -65,9 +63,11 @@ deepspeed_config:
     def check(self, document: Document) -> Iterator[Diagnostic]:
         if accelerate_config.is_sagemaker(document):
             return
+        misplaced = deepspeed_keys.KEYS | set(deepspeed_keys.RENAMED)
+        misplaced -= accelerate_keys.DEEPSPEED.keys | accelerate_keys.ARGUMENTS
         for entry in document.entries():
             if len(entry.path) != 2 or entry.path[0] != "deepspeed_config":
                 continue
-            if entry.key in (KEYS | set(RENAMED)) - DEEPSPEED.keys - ARGUMENTS:
-                instead = _INSTEAD.get(RENAMED.get(entry.key, entry.key))
+            if entry.key in misplaced:
+                instead = _INSTEAD.get(deepspeed_keys.RENAMED.get(entry.key, entry.key))
                 yield self.at(entry, key=entry.key, help=f"write {instead}" if instead else None)

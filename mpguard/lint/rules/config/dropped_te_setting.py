@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.document.schemas.accelerate import FP8
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, any_of
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, accelerate_keys, any_of
 
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
@@ -141,4 +140,4 @@ fp8_config:
 
     def _at(self, entry: Entry, why: str, message: str | None = None) -> Diagnostic:
         shown = str(entry.value).lower() if isinstance(entry.value, (bool, list)) else entry.value
-        return self.at(entry, message=message, key=FP8.bare(entry.key), value=shown, reason=why)
+        return self.at(entry, message=message, key=accelerate_keys.FP8.bare(entry.key), value=shown, reason=why)

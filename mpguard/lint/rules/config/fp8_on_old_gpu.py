@@ -4,20 +4,17 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.core.errors import PolicyError
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, accelerate_config, any_of
-from mpguard.policy.hardware import NEEDS, named
+from mpguard.lint import NEEDS, Bad, ConfigRule, Diagnostic, Good, Note, PolicyError, accelerate_config, any_of, named
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
-    from mpguard.policy.hardware import Version
 
 #: GPUs of SageMaker's instance types, by family (aws.amazon.com/sagemaker/pricing).
 _INSTANCES = {
     "p2": "K80", "p3": "V100", "p3dn": "V100", "p4d": "A100", "p4de": "A100", "p5": "H100", "p5e": "H200",
     "p5en": "H200", "p6-b200": "B200", "g4dn": "T4", "g5": "A10", "g6": "L4", "g6e": "L40S",
 }  # fmt: skip
-_K80: Version = (3, 7)
+_K80 = (3, 7)
 
 
 class Fp8OnOldGpu(ConfigRule):
@@ -104,7 +101,7 @@ fp8_config: {backend: TE}
             yield self.at(entry, notes=notes, gpu=gpu, has=".".join(map(str, has)))
 
 
-def _capability(gpu: str) -> Version | None:
+def _capability(gpu: str) -> tuple[int, int] | None:
     try:
         return _K80 if gpu == "K80" else named(gpu).capability
     except PolicyError:

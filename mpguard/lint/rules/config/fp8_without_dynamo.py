@@ -3,8 +3,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, accelerate_config, any_of, config_edits, siblings
-from mpguard.targets.settings import ABSENT
+from mpguard.lint import (
+    ABSENT,
+    Bad,
+    ConfigRule,
+    Diagnostic,
+    Good,
+    Note,
+    accelerate_config,
+    any_of,
+    config_edits,
+    siblings,
+)
 
 if TYPE_CHECKING:
     from mpguard.lint import Document

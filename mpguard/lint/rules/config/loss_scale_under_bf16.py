@@ -3,9 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.document.schemas.deepspeed import BF16, FP16
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, any_of, config_edits
-from mpguard.targets.settings import ABSENT
+from mpguard.lint import ABSENT, Bad, ConfigRule, Diagnostic, Good, any_of, config_edits, deepspeed_keys
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
@@ -30,7 +28,10 @@ class LossScaleUnderBf16(ConfigRule):
     message = "`{section}.{key}`: the section has no such key, and DeepSpeed stops"
     help = "BF16 needs no loss scaling; these keys are those of `fp16`"
     kinds = ("deepspeed",)
-    triggers = (any_of(b"bf16", b"bfloat16"), any_of(*(key.encode() for key in sorted(FP16 - BF16))))
+    triggers = (
+        any_of(b"bf16", b"bfloat16"),
+        any_of(*(key.encode() for key in sorted(deepspeed_keys.FP16 - deepspeed_keys.BF16))),
+    )
     examples = (
         Bad(
             """\
@@ -91,6 +92,6 @@ ds_config = {
         for entry in document.entries():
             if len(entry.path) != 2 or entry.path[0] not in ("bf16", "bfloat16"):
                 continue
-            if entry.key in FP16 - BF16 and entry.value != "auto":
+            if entry.key in deepspeed_keys.FP16 - deepspeed_keys.BF16 and entry.value != "auto":
                 fix = config_edits.set_values("Remove it", document, {".".join(entry.path): ABSENT})
                 yield self.at(entry, fix=fix, section=entry.path[0], key=entry.key)

@@ -4,10 +4,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpguard.core import settings
-from mpguard.core.errors import MpguardError
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, any_of, config_edits, siblings
-from mpguard.policy.dtype import Dtype
+from mpguard.lint import (
+    Bad,
+    ConfigRule,
+    Diagnostic,
+    Dtype,
+    Good,
+    MpguardError,
+    Note,
+    any_of,
+    config_edits,
+    settings,
+    siblings,
+)
 
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
@@ -160,10 +169,10 @@ config = {
 
 def _recipe(document: Document) -> str | None:
     """Return the recipe of an accelerate config that names this file, otherwise that of the settings."""
-    from mpguard.document.mp_yaml import RECIPE
+    from mpguard.lint import mp_yaml
 
     for config in siblings.naming(document.path) if document.format == "json" else ():
-        named = config.entry(RECIPE)
+        named = config.entry(mp_yaml.RECIPE)
         if named is not None and isinstance(named.value, str):
             return named.value
     return settings.nearest(Path(document.path)).recipe
@@ -174,9 +183,9 @@ def _dtype(entry: Entry) -> Dtype | None:
 
 
 def _reduces_in_fp32(name: str) -> bool:
-    from mpguard.policy.recipes import recipe
+    from mpguard.lint import recipes
 
     try:
-        return recipe(name).reduce_dtype is Dtype.FP32
+        return recipes.recipe(name).reduce_dtype is Dtype.FP32
     except MpguardError:
         return False

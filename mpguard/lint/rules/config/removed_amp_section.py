@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, any_of, config_edits
-from mpguard.targets.settings import ABSENT
+from mpguard.lint import ABSENT, Bad, ConfigRule, Diagnostic, Good, any_of, config_edits
 
 if TYPE_CHECKING:
     from mpguard.lint import Document

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.core.errors import did_you_mean
-from mpguard.document.schemas.deepspeed import FP16, KEYS, RENAMED, SECTIONS, STRICT, VERSION
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Fix, Good, config_edits
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Fix, Good, config_edits, deepspeed_keys, did_you_mean
 
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
@@ -38,7 +35,7 @@ class UnknownDeepspeedSection(ConfigRule):
     code, name = "MPG823", "unknown-deepspeed-section"
     severity = "error"
     message = "`{key}`: DeepSpeed {what}{hint}"
-    help = f"the keys are those of DeepSpeed {VERSION}"
+    help = f"the keys are those of DeepSpeed {deepspeed_keys.VERSION}"
     kinds = ("deepspeed",)
     examples = (
         Bad(
@@ -104,16 +101,18 @@ config = {
         for entry in document.entries():
             if len(entry.path) == 1:
                 yield from self._top(document, entry)
-            elif len(entry.path) == 2 and entry.path[0] in SECTIONS:
+            elif len(entry.path) == 2 and entry.path[0] in deepspeed_keys.SECTIONS:
                 yield from self._inner(document, entry, entry.path[0])
 
     def _top(self, document: Document, entry: Entry) -> Iterator[Diagnostic]:
         key = entry.key
         if key == "bfloat16" and "bf16" in document.data:
             yield self.at(entry, key=key, what="ignores this old name if `bf16` is present too", hint="")
-        if key in KEYS or not key[:1].isalpha() or "comment" in key.lower():
+        if key in deepspeed_keys.KEYS or not key[:1].isalpha() or "comment" in key.lower():
             return
-        meant = RENAMED.get(key.lower()) or _typo(key, KEYS)
+        meant = deepspeed_keys.RENAMED.get(key.lower()) or config_edits.likely_key(
+            key.lower(), deepspeed_keys.KEYS, cutoff=0.88
+        )
         if meant is None and not isinstance(entry.value, dict) and not _PRECISION.search(key.lower()):
             return
         hint = " It has no FP8 of its own" if key.lower().startswith("fp8") else ""
@@ -122,21 +121,15 @@ config = {
         yield self.at(entry, fix=_fix(document, entry, meant), key=key, what="ignores it", hint=hint)
 
     def _inner(self, document: Document, entry: Entry, section: str) -> Iterator[Diagnostic]:
-        known, key = SECTIONS[section], entry.key
-        if key in known or not key[:1].isalpha() or (key in FP16 and section in ("bf16", "bfloat16")):
+        known, key = deepspeed_keys.SECTIONS[section], entry.key
+        if key in known or not key[:1].isalpha() or (key in deepspeed_keys.FP16 and section in ("bf16", "bfloat16")):
             return
-        if section in STRICT and entry.value == "auto":
+        if section in deepspeed_keys.STRICT and entry.value == "auto":
             return
-        meant = _typo(key, known)
+        meant = config_edits.likely_key(key.lower(), known, cutoff=0.88)
         hint = f"; it reads `{meant}`" if meant else did_you_mean(key, known)
-        what = "stops: the section has no such key" if section in STRICT else "ignores it"
+        what = "stops: the section has no such key" if section in deepspeed_keys.STRICT else "ignores it"
         yield self.at(entry, fix=_fix(document, entry, meant), key=f"{section}.{key}", what=what, hint=hint)
-
-
-def _typo(key: str, known: frozenset[str]) -> str | None:
-    """Return the known key that a typo stands for; None if there is none, or more than one."""
-    close = difflib.get_close_matches(key.lower(), known, n=2, cutoff=0.88)
-    return close[0] if len(close) == 1 else None
 
 
 def _fix(document: Document, entry: Entry, meant: str | None) -> Fix | None:

@@ -1,12 +1,21 @@
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.core.errors import did_you_mean
-from mpguard.document.schemas.accelerate import ARGUMENTS, SECTIONS, VERSION, Section
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Edit, Fix, Good, accelerate_config, any_of
+from mpguard.lint import (
+    Bad,
+    ConfigRule,
+    Diagnostic,
+    Edit,
+    Fix,
+    Good,
+    accelerate_config,
+    accelerate_keys,
+    any_of,
+    config_edits,
+    did_you_mean,
+)
 
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
@@ -38,9 +47,9 @@ class UnknownFp8Key(ConfigRule):
     code, name = "MPG801", "unknown-fp8-key"
     severity = "error"
     message = "`{section}.{key}`: nothing reads this key{hint}"
-    help = f"accelerate ({VERSION}) accepts any key in this section and ignores unknown ones"
+    help = f"accelerate ({accelerate_keys.VERSION}) accepts any key in this section and ignores unknown ones"
     kinds = ("accelerate",)
-    triggers = (any_of(*(section.encode() for section in SECTIONS)),)
+    triggers = (any_of(*(section.encode() for section in accelerate_keys.SECTIONS)),)
     yields_to = ("MPG815",)
     examples = (
         Bad(
@@ -191,8 +200,7 @@ model:
     def check(self, document: Document) -> Iterator[Diagnostic]:
         if accelerate_config.is_sagemaker(document):
             return
-        from mpguard.document.mp_yaml import OVERRIDES
-        from mpguard.policy.policy import FIELD_NAMES
+        from mpguard.lint import FIELD_NAMES, mp_yaml
 
         unread = _unread_dynamo(document)
         if unread is not None:
@@ -204,28 +212,32 @@ model:
         entries = list(document.entries())
         present: dict[str, set[str]] = {}
         for entry in entries:
-            if len(entry.path) == 2 and entry.path[0] in SECTIONS:
-                present.setdefault(entry.path[0], set()).add(SECTIONS[entry.path[0]].bare(entry.key))
+            if len(entry.path) == 2 and entry.path[0] in accelerate_keys.SECTIONS:
+                present.setdefault(entry.path[0], set()).add(accelerate_keys.SECTIONS[entry.path[0]].bare(entry.key))
         for entry in entries:
-            if len(entry.path) == 2 and entry.path[0] in SECTIONS:
-                yield from self._key(document, entry, SECTIONS[entry.path[0]], present[entry.path[0]])
-            elif len(entry.path) == 3 and ".".join(entry.path[:2]) == OVERRIDES and entry.key not in FIELD_NAMES:
+            if len(entry.path) == 2 and entry.path[0] in accelerate_keys.SECTIONS:
+                yield from self._key(document, entry, accelerate_keys.SECTIONS[entry.path[0]], present[entry.path[0]])
+            elif (
+                len(entry.path) == 3 and ".".join(entry.path[:2]) == mp_yaml.OVERRIDES and entry.key not in FIELD_NAMES
+            ):
                 hint = did_you_mean(entry.key, FIELD_NAMES)
                 yield self.at(
-                    entry, section=OVERRIDES, key=entry.key, hint=f", a policy has no such field{hint}", help=""
+                    entry, section=mp_yaml.OVERRIDES, key=entry.key, hint=f", a policy has no such field{hint}", help=""
                 )
 
-    def _key(self, document: Document, entry: Entry, section: Section, present: set[str]) -> Iterator[Diagnostic]:
+    def _key(
+        self, document: Document, entry: Entry, section: accelerate_keys.Section, present: set[str]
+    ) -> Iterator[Diagnostic]:
         """Report a key that is not read. `present` has the keys of its section, without prefix."""
         name, bare = entry.path[0], section.bare(entry.key)
-        if bare in section.keys or (not section.prefix and entry.key in ARGUMENTS):
+        if bare in section.keys or (not section.prefix and entry.key in accelerate_keys.ARGUMENTS):
             return
         if name == "fp8_config" and entry.key.startswith("mpguard_"):
             own = _own_keys()
             if entry.key not in own:
                 yield self.at(entry, section=name, key=entry.key, hint=did_you_mean(entry.key, own), help="")
             return
-        meant = section.renamed.get(bare) or _typo(bare, section.keys)
+        meant = section.renamed.get(bare) or config_edits.likely_key(bare, section.keys, cutoff=0.9)
         if meant is None:
             hint = did_you_mean(bare, section.keys) if len(bare) > 3 else ""
         elif meant in present:
@@ -246,15 +258,9 @@ def _unread_dynamo(document: Document) -> Entry | None:
 
 def _own_keys() -> set[str]:
     """Return the keys of `fp8_config` that mpguard itself reads."""
-    from mpguard.document.mp_yaml import OVERRIDES, RECIPE
+    from mpguard.lint import mp_yaml
 
-    return {key.split(".")[1] for key in (RECIPE, OVERRIDES)}
-
-
-def _typo(key: str, known: frozenset[str]) -> str | None:
-    """Return the known key that a typo stands for; None if there is none, or more than one."""
-    close = difflib.get_close_matches(key, known, n=2, cutoff=0.9)
-    return close[0] if len(close) == 1 else None
+    return {key.split(".")[1] for key in (mp_yaml.RECIPE, mp_yaml.OVERRIDES)}
 
 
 def _rename(document: Document, entry: Entry, meant: str | None, present: set[str]) -> Fix | None:
@@ -263,5 +269,5 @@ def _rename(document: Document, entry: Entry, meant: str | None, present: set[st
     start, end = entry.key_span
     source = document.text[start:end]
     quote = source[0] if source[:1] in ("'", '"') else ""
-    prefix = entry.key[: len(entry.key) - len(SECTIONS[entry.path[0]].bare(entry.key))]
+    prefix = entry.key[: len(entry.key) - len(accelerate_keys.SECTIONS[entry.path[0]].bare(entry.key))]
     return Fix(f"Rename it to `{prefix}{meant}`", "safe", (Edit(start, end, f"{quote}{prefix}{meant}{quote}"),))

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.document.schemas.accelerate import SAGEMAKER, TOP, VERSION, unknown_key
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Fix, Good, accelerate_config, any_of, config_edits
+from mpguard.lint import (
+    Bad,
+    ConfigRule,
+    Diagnostic,
+    Fix,
+    Good,
+    accelerate_config,
+    accelerate_keys,
+    any_of,
+    config_edits,
+)
 
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
@@ -32,7 +40,7 @@ class UnknownKey(ConfigRule):
     code, name = "MPG813", "unknown-key"
     severity = "error"
     message = "`{key}`: accelerate has no such key and refuses the file{hint}"
-    help = f"the keys are those of accelerate {VERSION}; other settings belong in another file"
+    help = f"the keys are those of accelerate {accelerate_keys.VERSION}; other settings belong in another file"
     kinds = ("accelerate",)
     triggers = (any_of(b"distributed_type"),)
     examples = (
@@ -99,19 +107,17 @@ mixed_precision: bf16
             return
         sagemaker = accelerate_config.is_sagemaker(document)
         for entry in document.entries():
-            hint = unknown_key(entry.key, sagemaker) if len(entry.path) == 1 else None
+            hint = accelerate_keys.unknown_key(entry.key, sagemaker) if len(entry.path) == 1 else None
             if hint is None:
                 continue
-            meant = _typo(entry.key, SAGEMAKER if sagemaker else TOP)
+            meant = config_edits.likely_key(
+                entry.key.lower().replace("-", "_"),
+                accelerate_keys.SAGEMAKER if sagemaker else accelerate_keys.TOP,
+                cutoff=0.85,
+            )
             if meant is None and entry.key.endswith("_config") and isinstance(entry.value, dict):
                 continue
             yield self.at(entry, fix=_rename(document, entry, meant), key=entry.key, hint=hint)
-
-
-def _typo(key: str, known: frozenset[str]) -> str | None:
-    """Return the known key that a typo stands for; None if there is none, or more than one."""
-    close = difflib.get_close_matches(key.lower().replace("-", "_"), known, n=2, cutoff=0.85)
-    return close[0] if len(close) == 1 else None
 
 
 def _rename(document: Document, entry: Entry, meant: str | None) -> Fix | None:

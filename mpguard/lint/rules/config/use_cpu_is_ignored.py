@@ -132,7 +132,7 @@ num_processes: 1
             yield from self._one_process(document, note)
 
     def _one_process(self, document: Document, note: Note) -> Iterator[Diagnostic]:
-        from mpguard.document.mp_yaml import RECIPE
+        from mpguard.lint import mp_yaml
 
         processes, machines, host_file = map(
             document.entry, ("num_processes", "num_machines", "mpirun_config.mpirun_hostfile")
@@ -144,7 +144,7 @@ num_processes: 1
             or not several
             or not here
             or (host_file is not None and host_file.value)
-            or document.entry(RECIPE)
+            or document.entry(mp_yaml.RECIPE)
         ):
             return
         yield self.at(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from mpguard.lint import (
     Bad,
     Diagnostic,
+    Dtype,
     Event,
     Facts,
     Good,
@@ -16,7 +17,6 @@ from mpguard.lint import (
     launch_expectations,
     library_names,
 )
-from mpguard.policy.dtype import Dtype
 
 
 class CodeAgainstConfig(Rule):
@@ -223,7 +223,7 @@ accelerator = Accelerator(mixed_precision="fp16")
             given = event.call.argument(2, "mixed_precision")
             found = launch_expectations.literal(facts.evaluate(given, event.call)) if given is not None else None
             other = found is not None and all(config.mixed_precision != found for config in configs)
-            if given is not None and other and launch_expectations.decided(event.guard, event.call):
+            if given is not None and other and launch_expectations.is_unconditional(event.guard, event.call):
                 yield self._against(facts.span(given, event.call), "`mixed_precision`", f"`{found}`", configs)
         regions = self._trained_regions(facts)
         for call, dtype in regions:
@@ -233,7 +233,7 @@ accelerator = Accelerator(mixed_precision="fp16")
             yield from self._scalers(facts, configs)
         for event in facts.events("load"):
             loaded = launch_expectations.low([name for _, name in event.dtypes])
-            decided = launch_expectations.decided(event.guard, event.call)
+            decided = launch_expectations.is_unconditional(event.guard, event.call)
             if (
                 loaded is not None
                 and decided
@@ -263,7 +263,7 @@ accelerator = Accelerator(mixed_precision="fp16")
         if (
             region.kind != "autocast"
             or region.call is None
-            or not launch_expectations.decided(region.guard, region.call)
+            or not launch_expectations.is_unconditional(region.guard, region.call)
         ):
             return None
         if region.facts.enabled(region.call, region.facts.called_path(region.call)):
@@ -276,7 +276,7 @@ accelerator = Accelerator(mixed_precision="fp16")
             return
         for event in facts.events("scaler"):
             path = facts.called_path(event.call)
-            sure = not event.call.guard and launch_expectations.decided(event.guard, event.call)
+            sure = not event.call.guard and launch_expectations.is_unconditional(event.guard, event.call)
             if path.rsplit(".", 1)[-1] == "GradScaler" and sure and not facts.enabled(event.call, path):
                 yield self._against(event, "this GradScaler's precision", "FP16", configs)
 

@@ -96,7 +96,7 @@ accelerator = Accelerator(mixed_precision="bf16")
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         configs = launch_expectations.configs(facts)
-        if not configs or any(not _sets(config.said_at, config.entry("mixed_precision")) for config in configs):
+        if not configs or any(not _sets(config.place, config.entry("mixed_precision")) for config in configs):
             return
         for event in facts.events("accelerator"):
             given = event.call.argument(2, "mixed_precision")
@@ -104,7 +104,7 @@ accelerator = Accelerator(mixed_precision="bf16")
                 given is None
                 or constant(given) is None
                 or event.call.starred
-                or not launch_expectations.decided(event.guard, event.call)
+                or not launch_expectations.is_unconditional(event.guard, event.call)
             ):
                 continue
             found = launch_expectations.literal(facts.evaluate(given, event.call))

@@ -4,9 +4,21 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpguard.core import tracked_fs
-from mpguard.core.errors import ConfigError
-from mpguard.lint import Bad, Diagnostic, Edit, Fix, Good, Launch, LaunchRule, Note, Word, any_of, siblings
+from mpguard.lint import (
+    Bad,
+    ConfigError,
+    Diagnostic,
+    Edit,
+    Fix,
+    Good,
+    Launch,
+    LaunchRule,
+    Note,
+    Word,
+    any_of,
+    siblings,
+    tracked_fs,
+)
 
 _OPTIONS = ("--config", "--config_file", "--config-file")
 #: Names of launch configs that do not exist yet: mpguard's own (`mpguard init` writes it) and accelerate's.
@@ -151,7 +163,7 @@ echo "accelerate launch config.yaml"
 
 
 def _is_accelerates(path: Path) -> bool:
-    from mpguard import document
+    from mpguard.lint import document
 
     try:
         return (tracked_fs.size(path) or 0) <= siblings.LARGEST_CONFIG and document.read(path).kind == "accelerate"

@@ -2,12 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Diagnostic, Facts, Good, HasSpan, Rule, any_of, launch_expectations
-from mpguard.policy.dtype import Dtype
+from mpguard.lint import Bad, Diagnostic, Dtype, Facts, Good, HasSpan, Rule, any_of, launch_expectations
 
 _PLUGIN = "FullyShardedDataParallelPlugin"
-#: accelerate's short forms of a policy, and the dtypes in which they compute.
-_SPELLED = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
 
 
 class FsdpPolicyAgainstConfig(Rule):
@@ -94,14 +91,14 @@ model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(param_dty
             contradicts = (
                 dtype is not None
                 and launch_expectations.contradicts(dtype, configs)
-                and launch_expectations.decided(policy.guard, policy.call)
+                and launch_expectations.is_unconditional(policy.guard, policy.call)
             )
             if dtype is not None and contradicts and not facts.is_inference(policy.call):
                 yield self._against(policy, dtype, configs)
         for call in plugins:
             given = call.argument(None, "mixed_precision_policy")
             short_form = launch_expectations.literal(facts.evaluate(given, call)) if given is not None else None
-            dtype = _SPELLED.get(short_form or "")
+            dtype = launch_expectations.compute_dtype(short_form)
             if given is not None and dtype is not None and launch_expectations.contradicts(dtype, configs):
                 yield self._against(facts.span(given, call), dtype, configs)
 

@@ -89,7 +89,7 @@ args = TrainingArguments("out", bf16=True)
             options = [option for option in ("fp16", "bf16") if self._is_true(arguments, option, facts)]
             if (
                 len(options) != 1
-                or not launch_expectations.decided(arguments.guard, arguments.call)
+                or not launch_expectations.is_unconditional(arguments.guard, arguments.call)
                 or any(config.mixed_precision == options[0] for config in configs)
             ):
                 continue

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
+    NEEDS,
     Bad,
     Diagnostic,
     Event,
@@ -19,7 +20,6 @@ from mpguard.lint import (
     fp8_facts,
     library_names,
 )
-from mpguard.policy.hardware import NEEDS
 
 _MAKERS = frozenset({"randn", "rand", "zeros", "ones", "empty"})
 #: The multiple for rows in Transformer Engine's forward pass. The backward pass needs that of the sizes.

@@ -3,9 +3,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.core.errors import PolicyError
-from mpguard.lint import Bad, Call, Constant, Diagnostic, Facts, Good, Note, Rule, any_of, fp8_facts, library_names
-from mpguard.policy.hardware import Hardware, named
+from mpguard.lint import (
+    Bad,
+    Call,
+    Constant,
+    Diagnostic,
+    Facts,
+    Good,
+    Hardware,
+    Note,
+    PolicyError,
+    Rule,
+    any_of,
+    fp8_facts,
+    library_names,
+    named,
+)
 
 #: Keywords by which a script requests a GPU of a cloud.
 _GPU_KEYWORDS = frozenset({"gpu", "gpus", "gpu_type", "accelerator_type", "instance_gpu"})
@@ -24,7 +37,7 @@ class RecipeNotOnHardware(Rule):
     ## Why is this bad
     MXFP8 and NVFP4 are arithmetic of Blackwell: on an H200 Transformer Engine 2.20 stops with "Device compute
     capability 10.0 or higher required". Block scaling of FP8 needs compute capability 9.0 and CUDA 12.9. The
-    requirements of each recipe come from the table that `mpguard doctor` uses.
+    requirements of each recipe come from the table that `mpguard recipes` uses (`mpguard/policy/hardware.py`).
 
     ## Known limits
     A recipe under a condition is not checked, since the condition may test the hardware. Nothing is reported if several

@@ -3,9 +3,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import (
+    HALF_DTYPES,
     Bad,
     Call,
     Diagnostic,
+    Dtype,
     Event,
     Facts,
     Good,
@@ -17,7 +19,6 @@ from mpguard.lint import (
     compatible,
     wrappers,
 )
-from mpguard.policy.dtype import HALF_DTYPES, Dtype
 
 
 class AutocastAgainstFsdpPolicy(Rule):

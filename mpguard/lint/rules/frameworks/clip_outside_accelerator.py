@@ -284,7 +284,7 @@ def by_hand(model, optimizer, loader, scaler):
             if call.receiver is None:
                 continue
             wraps = facts.wrappers.of(call.receiver, call, "accelerate")
-            wraps += facts.wrappers.handed(call.receiver, call, "accelerate")
+            wraps += facts.wrappers.of_argument(call.receiver, call, "accelerate")
             for wrap in wraps:
                 if compatible(wrap.guard, clip.guard):
                     return dotted(call.receiver) or facts.short(call.receiver), wrap

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, Weights, any_of, compatible
-from mpguard.policy.dtype import HALF_DTYPES, Dtype
+from mpguard.lint import HALF_DTYPES, Bad, Call, Diagnostic, Dtype, Facts, Good, Note, Rule, Weights, any_of, compatible
 
 
 class FsdpOnHalfModel(Rule):

@@ -3,8 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Call, Constant, Diagnostic, Facts, Good, Note, Object, Rule, aliases, any_of
-from mpguard.policy.dtype import Dtype
+from mpguard.lint import Bad, Call, Constant, Diagnostic, Dtype, Facts, Good, Note, Object, Rule, aliases, any_of
 
 _ROOTS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "lightning_pytorch"})
 _RUNNERS = ("Trainer", "Fabric")

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
+    HALF_DTYPES,
     Bad,
     Diagnostic,
+    Dtype,
     Edit,
     Event,
     Facts,
@@ -20,7 +22,6 @@ from mpguard.lint import (
     python_edits,
     wrappers,
 )
-from mpguard.policy.dtype import HALF_DTYPES, Dtype
 
 
 class LowPrecisionReduction(Rule):
@@ -199,7 +200,8 @@ def from_config(config):
             if (found := wrappers.policy_of(wrap)) is not None and found[0] is policy.call
         ]
         return bool(shards) and all(
-            facts.frozen_params.value(shard.call.node) or facts.frozen_params.named(shard.key) for shard in shards
+            facts.frozen_params.is_frozen(shard.call.node) or facts.frozen_params.is_frozen_name(shard.key)
+            for shard in shards
         )
 
     def _default(self, policy: Event, given: cst.BaseExpression | None, facts: Facts) -> Iterator[Diagnostic]:

@@ -266,7 +266,7 @@ def from_outside(args, net, loader, config, critic):
         """Return the engine that an optimizer was passed to, if its name still refers to that optimizer."""
         if node is None or depth == 0 or facts.wrappers.of(node, at, "deepspeed"):
             return None
-        for wrap in facts.wrappers.handed(node, at, "deepspeed"):
+        for wrap in facts.wrappers.of_argument(node, at, "deepspeed"):
             given = wrap.call.argument(2, "optimizer")
             later = wrap.call.scope is not at.scope or wrap.call.order < at.order
             if dotted(given) == dotted(node) and later and compatible(wrap.guard, step.guard, at.guard):

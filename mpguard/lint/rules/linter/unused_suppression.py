@@ -10,7 +10,7 @@ class UnusedSuppression(EngineRule):
     The mistake that it was written for has been fixed, or the comment is on the wrong line. If it stays, it will hide
     the next mistake.
 
-    ## What is judged
+    ## What is reported
     Codes of mpguard in `# noqa: ...`, and `# mpguard: ignore` and `ignore-file` with and without codes. A plain
     `# noqa` and the codes of other tools are never reported; nor are codes whose rules did not run: not selected, off
     for the file, or the file could not be read.

@@ -13,6 +13,7 @@ from mpguard.lint import (
     Binding,
     Call,
     Diagnostic,
+    Dtype,
     Facts,
     Good,
     Note,
@@ -22,7 +23,6 @@ from mpguard.lint import (
     constant,
     dotted,
 )
-from mpguard.policy.dtype import Dtype
 
 #: Iterables of a loop over steps. A loop over layers or experts adds only a few terms.
 _STEPS = re.compile(r"loader|Loader|batches|dataset|steps|epoch|_iter")

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import CASTS_LOW_PRECISION, Bad, Call, Diagnostic, Facts, Good, Note, Object, Ref, Rule, any_of
-from mpguard.policy.dtype import Dtype
+from mpguard.lint import CASTS_LOW_PRECISION, Bad, Call, Diagnostic, Dtype, Facts, Good, Note, Object, Ref, Rule, any_of
 
 _LOSSES = frozenset({
     "cross_entropy", "binary_cross_entropy_with_logits", "binary_cross_entropy",

@@ -183,7 +183,7 @@ def main(loader, eps):
             found = facts.precision.low(use.tensor, use.record, "float16")
             if found is None:
                 continue
-            cause = "autocast computes it in FP16 here" if found.lowered else "it is FP16 from here"
+            cause = "autocast computes it in FP16 here" if found.by_autocast else "it is FP16 from here"
             notes = (Note(cause, found.origin.span),) if found.origin is not None else ()
             effect = "0 passes the limit" if use.kind == "clamp" else "nothing is added"
             yield self.at(
@@ -193,7 +193,7 @@ def main(loader, eps):
                 notes=notes,
                 fix=self._fix(use, facts),
             )
-        if facts.masters or facts.declared == "inference":
+        if facts.may_keep_masters or facts.declared == "inference":
             return
         for weights in facts.training_use.weights("float16"):
             for call in weights.training.of("optimizer"):

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import MENTIONS_LOW_PRECISION, Bad, Diagnostic, Facts, Good, Note, Rule, any_of
-from mpguard.lint.rules.numerics.mask_overflows_half import limit_of_own_dtype
-from mpguard.policy.dtype import Dtype
+from mpguard.lint import MENTIONS_LOW_PRECISION, Bad, Diagnostic, Dtype, Facts, Good, Note, Rule, any_of, python_edits
 
 
 class Float32LimitsOnHalf(Rule):
@@ -13,7 +11,7 @@ class Float32LimitsOnHalf(Rule):
     ## What it does
     Follows the limits of float32 (and float64) through names to where they are filled into a tensor, added to it or
     selected by `where`, and reports them if the tensor is FP16 or BF16 there: cast by hand, created in that dtype, or
-    lowered by an autocast region.
+    cast by an autocast region.
 
     ## Why is this bad
     The limit is larger than the largest FP16 (65504) and the largest BF16 (3.39e38, against float32's 3.40e38).
@@ -131,12 +129,12 @@ def fine(q, k, mask, x, dtype):
             if found is None:
                 continue
             dtype = Dtype.label_of(found.dtype)
-            cause = f"autocast computes it in {dtype} here" if found.lowered else f"it is {dtype} from here"
+            cause = f"autocast computes it in {dtype} here" if found.by_autocast else f"it is {dtype} from here"
             yield self.at(
                 use,
                 number=f"`{facts.short(use.node)}`",
                 dtype=dtype,
                 effect=f"`{use.name}` raises" if use.how == "raises" else "it becomes infinite",
                 notes=(Note(cause, found.origin.span),) if found.origin is not None else (),
-                fix=limit_of_own_dtype(use, facts),
+                fix=python_edits.limit_of_own_dtype(use, facts),
             )

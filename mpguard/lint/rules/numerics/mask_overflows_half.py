@@ -8,13 +8,11 @@ from mpguard.lint import (
     Bad,
     Diagnostic,
     Facts,
-    Fix,
     Good,
     Note,
     Rule,
     ScalarUse,
     any_of,
-    dotted,
     python_edits,
 )
 
@@ -275,23 +273,15 @@ def own(scores, mask):
             if found is None:
                 continue
             effect = f"`{use.name}` raises" if use.how == "raises" else "it becomes infinite"
-            cause = "autocast computes it in FP16 here" if found.lowered else "it is FP16 from here"
+            cause = "autocast computes it in FP16 here" if found.by_autocast else "it is FP16 from here"
             notes = (Note(cause, found.origin.span),) if found.origin is not None else ()
             number = f"`{facts.short(use.node)}`"
-            yield self.at(use, number=number, effect=effect, notes=notes, fix=limit_of_own_dtype(use, facts))
+            yield self.at(
+                use, number=number, effect=effect, notes=notes, fix=python_edits.limit_of_own_dtype(use, facts)
+            )
 
     def _overflows(self, use: ScalarUse) -> bool:
         value = use.number.value
         if not math.isfinite(value) or abs(value) <= (_LARGEST if use.how == "raises" else _ROUNDED):
             return False
         return use.kind != "scale" or value < 0  # `x * 1e5` is arithmetic, `(1 - mask) * -1e9` a mask
-
-
-def limit_of_own_dtype(use: ScalarUse, facts: Facts) -> Fix | None:
-    """Return a fix that replaces the number by the limit of the tensor's own dtype."""
-    torch, key = python_edits.name_of_torch(facts), dotted(use.tensor)
-    if torch is None or not key or use.kind in ("add", "scale"):
-        return None
-    limit = "min" if use.number.value < 0 else "max"
-    text = f"{torch}.finfo({key}.dtype).{limit}"
-    return Fix(f"Take the limit from `{key}`'s own dtype", "safe", (python_edits.replaced(use.node, use.record, text),))

@@ -9,6 +9,7 @@ from mpguard.lint import (
     Bad,
     Call,
     Diagnostic,
+    Dtype,
     Edit,
     Facts,
     Fix,
@@ -20,7 +21,6 @@ from mpguard.lint import (
     dotted,
     text_of,
 )
-from mpguard.policy.dtype import Dtype
 
 _SQUARES = frozenset({"pow", "square", "pow_", "square_"})
 _MEANS = frozenset({"mean", "sum"})

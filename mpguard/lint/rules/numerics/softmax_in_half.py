@@ -7,6 +7,7 @@ from mpguard.lint import (
     Bad,
     Call,
     Diagnostic,
+    Dtype,
     Edit,
     Facts,
     Fix,
@@ -17,7 +18,6 @@ from mpguard.lint import (
     any_of,
     python_edits,
 )
-from mpguard.policy.dtype import Dtype
 
 _WITH_DTYPE = frozenset({"softmax", "log_softmax"})
 _OPERATIONS = (*sorted(_WITH_DTYPE), "exp", "logsumexp")

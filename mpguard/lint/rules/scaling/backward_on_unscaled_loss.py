@@ -10,9 +10,9 @@ from mpguard.lint import (
     Facts,
     Fix,
     Good,
-    Kind,
     Note,
     Rule,
+    StepKind,
     Trace,
     TraceStep,
     any_of,
@@ -22,7 +22,7 @@ from mpguard.lint import (
 )
 
 #: Steps of a trace after which the gradients of a loss are gone: something applies or discards them.
-_APPLIED: tuple[Kind, ...] = ("zero_grad", "step", "other_step", "scaler_step", "framework")
+_APPLIED: tuple[StepKind, ...] = ("zero_grad", "step", "other_step", "scaler_step", "framework")
 
 _UNUSED_SCALER = "`{expr}` runs on a loss of FP16 autocast that the GradScaler has not scaled"
 
@@ -320,7 +320,7 @@ def thrown_away(model, loader, optimizer):
             or self._scaled_in_another_branch(trace, place)
         ):
             return None
-        if any(each.kind == "handed" and compatible(each.guard, backward.guard) for each in trace):
+        if any(each.kind == "passed" and compatible(each.guard, backward.guard) for each in trace):
             return None  # other code may scale it
         if self._reads_scale(backward, facts) or self._discarded(trace, place, facts):
             return None
@@ -346,7 +346,7 @@ def thrown_away(model, loader, optimizer):
     def _unused_scaler(self, trace: Trace, place: int, facts: Facts) -> Event | None:
         """Return a scaler that scales nothing although FP16 autocast computes this loss and a plain step follows."""
         backward = trace[place]
-        if facts.events("scale") or any(each.kind == "handed" for each in trace):
+        if facts.events("scale") or any(each.kind == "passed" for each in trace):
             return None
         if not any(each.kind == "step" and compatible(each.guard, backward.guard) for each in trace[place:]):
             return None

@@ -358,7 +358,7 @@ def of_ones_own(model, loader, optimizer, scaler):
                 continue
             if any(
                 trace_facts.between(
-                    trace, index, place, "unscale", "scaler_step", "step", "handed", "get_scale", guard=guard
+                    trace, index, place, "unscale", "scaler_step", "step", "passed", "get_scale", guard=guard
                 )
             ):
                 continue

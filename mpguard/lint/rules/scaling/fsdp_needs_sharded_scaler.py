@@ -353,11 +353,11 @@ def outside(net, loader, scaler):
     # -- no scaler ----------------------------------------------------------------------------------
 
     def _missing(self, backward: Event, wrap: Wrap, guard: PathCondition, facts: Facts) -> Diagnostic | None:
-        if facts.masters or facts.base_unknown(backward.scope.owner):
+        if facts.may_keep_masters or facts.base_unknown(backward.scope.owner):
             return None
         program = facts.reachable(backward.scope)
         step = unscaled_steps.plain_step(backward, guard, program, facts)
-        if step is None or unscaled_steps.scaled(guard.joined(step.guard), program, facts):
+        if step is None or unscaled_steps.may_be_scaled(guard.joined(step.guard), program, facts):
             return None
         notes = (Note("sharded here", wrap.call.span), Note("this step applies the gradients", step.span))
         what = "FP16 under FSDP, but the gradients are never scaled"

@@ -124,4 +124,4 @@ def helper(out, x, scaler):
             for scope in around
             for uses in scope.uses.values()
             for use in uses
-        ) or any(step.kind == "handed" and step.record.scope in around for trace in facts.traces.all for step in trace)
+        ) or any(step.kind == "passed" and step.record.scope in around for trace in facts.traces.all for step in trace)

@@ -143,7 +143,7 @@ def scaler(model, loader, optimizer, scaler):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.masters:
+        if facts.may_keep_masters:
             return
         divisions = list(self._divisions(facts))
         if not divisions:

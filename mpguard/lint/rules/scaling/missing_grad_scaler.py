@@ -564,7 +564,7 @@ def peak_memory(model):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference" or facts.masters or _TEST_FOLDERS & {*Path(facts.path).parts[-4:-1]}:
+        if facts.declared == "inference" or facts.may_keep_masters or _TEST_FOLDERS & {*Path(facts.path).parts[-4:-1]}:
             return
         reported: set[Scope] = set()
         for backward in facts.events("backward"):
@@ -577,7 +577,7 @@ def peak_memory(model):
             program = facts.reachable(backward.scope)
             for region, where, guard in self._low_precision(backward, facts):
                 step = unscaled_steps.plain_step(backward, guard, program, facts)
-                if step is None or unscaled_steps.scaled(guard.joined(step.guard), program, facts):
+                if step is None or unscaled_steps.may_be_scaled(guard.joined(step.guard), program, facts):
                     continue
                 reported |= {scope for scope in program if scope.kind != "module"}
                 notes = (
@@ -626,7 +626,7 @@ def peak_memory(model):
         """True if the load creates FP16 weights whose gradients this backward computes."""
         if facts.is_inference(load.call) or facts.kinds(load.subject, load.call) != {"model"}:
             return False
-        if _of_accelerate(guard, facts) or facts.frozen_params.value(load.call.node):
+        if _of_accelerate(guard, facts) or facts.frozen_params.is_frozen(load.call.node):
             return False
         reach = facts.flow.forward(load.call.node, load.call, guard)
         if reach.meets("peft") or not reach.meets("optimizer"):

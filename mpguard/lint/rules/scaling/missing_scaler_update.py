@@ -260,7 +260,7 @@ class Gan:
         for index, each in enumerate(trace):
             if not compatible(each.guard, guard) or (loop is not None and loop not in each.loops):
                 continue
-            if each.kind == "handed" or (each.kind == "update" and not other(each)):
+            if each.kind == "passed" or (each.kind == "update" and not other(each)):
                 return False
             if each.kind == "scaler_step" and index > place and not other(each):
                 return False  # only the last step is reported

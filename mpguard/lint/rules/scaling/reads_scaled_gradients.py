@@ -10,9 +10,9 @@ from mpguard.lint import (
     Diagnostic,
     Facts,
     Good,
-    Kind,
     Note,
     Rule,
+    StepKind,
     Trace,
     TraceStep,
     Use,
@@ -32,13 +32,13 @@ _SCALE_INDEPENDENT = frozenset({"isfinite", "isnan", "isinf", "any", "all", "is_
 
 
 #: Steps of a trace after which gradients are not scaled any more, or may not be.
-_ENDS: tuple[Kind, ...] = (
+_ENDS: tuple[StepKind, ...] = (
     "unscale",
     "clip",
     "scaler_step",
     "step",
     "other_step",
-    "handed",
+    "passed",
     "get_scale",
     "zero_grad",
 )

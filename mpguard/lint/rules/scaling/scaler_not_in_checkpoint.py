@@ -375,7 +375,7 @@ class Tests:
         if not scalers or not facts.events("state"):
             return
         names = {key.rsplit(".", 1)[-1] for event in scalers for key in self._keys(event, facts)}
-        if not names or any(checkpoints.handed_on(name) for name in names):
+        if not names or any(checkpoints.is_passed_on(name) for name in names):
             return
         states = checkpoints.of("state", "scaler")
         if not states and not checkpoints.unclear("state") and checkpoints.resumed():

@@ -124,7 +124,7 @@ def critic_now_and_then(generator, critic, loader, one, two, scaler):
         """Return the call that should run as often as the step, but runs once per accumulated batch."""
         own = [each for _, each in trace_facts.iteration(trace, step) if compatible(each.guard, step.guard)]
         scaled = [each for each in own if each.kind == "backward" and each.scale is not None]
-        if not scaled or any(each.kind == "handed" for each in own) or not self._at_each_microbatch(step, scaled):
+        if not scaled or any(each.kind == "passed" for each in own) or not self._at_each_microbatch(step, scaled):
             return None
         partner = "scaler_step" if step.kind == "update" else "zero_grad"
         others = [each for each in own if each.kind == partner]

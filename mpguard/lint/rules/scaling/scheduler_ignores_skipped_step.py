@@ -98,7 +98,7 @@ def other_arm(args, model, loader, optimizer, scheduler, scaler):
         """Return the scaler's step that is taken, or skipped, before each step of the schedule."""
         scheduler = trace[place]
         loop = scheduler.loops[-1]
-        if any(each.kind in ("get_scale", "handed") and loop in each.loops for each in trace):
+        if any(each.kind in ("get_scale", "passed") and loop in each.loops for each in trace):
             return None
         for each in reversed(trace[:place]):
             if each.kind != "scaler_step" or not compatible(each.guard, scheduler.guard):

@@ -186,7 +186,7 @@ def both_halves(model, loader, optimizer, scaler):
             each = trace[index]
             if not compatible(each.guard, unscale.guard):
                 continue
-            if each.kind in ("update", "handed"):
+            if each.kind in ("update", "passed"):
                 return None
             if each.kind not in ("unscale", "scaler_step") or each.record is unscale.record:
                 continue
@@ -208,7 +208,7 @@ def both_halves(model, loader, optimizer, scaler):
         scaled = [each for _, each in own if each.kind == "backward" and each.scale is not None]
         if not any(self._each_time(unscale, each) for each in scaled):
             return None  # a loop over optimizers, or the last micro-batch
-        if any(each.kind == "handed" and compatible(each.guard, unscale.guard) for each in trace):
+        if any(each.kind == "passed" and compatible(each.guard, unscale.guard) for each in trace):
             return None
         updates = [e for e in trace if e.kind == "update" and compatible(e.guard, unscale.guard)]
         here = [each for each in updates if unscale.loops[-1] in each.loops]

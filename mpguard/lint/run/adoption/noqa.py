@@ -33,17 +33,17 @@ def add_noqa(
     edits = _edits(checked, target)
     if not edits or checked.encode is None:
         return None, checked
-    best = _tried(edits, data, checked, check)
+    best = _checked_edits(edits, data, checked, check)
     if best is None:  # one of them changes other findings: try each alone, the last first, so that offsets stay valid
         best = data, checked
         for edit in reversed(edits):
-            best = _tried([edit], data, checked, check, best) or best
+            best = _checked_edits([edit], data, checked, check, best) or best
     after, left = best
     suppressed = len(checked.findings) - len(left.findings)
     return (FixResult(data, after, suppressed), left) if suppressed else (None, checked)
 
 
-def _tried(
+def _checked_edits(
     edits: Sequence[Edit],
     data: bytes,
     checked: FileCheck,
@@ -77,13 +77,15 @@ def _edits(checked: FileCheck, target: Target) -> list[Edit]:
     if not codes:
         return []
     if target.kind in ("python", "notebook"):
-        return list(_behind(codes, lines, suppressions.in_python(lines), _python_ends(lines)))
+        return list(_at_line_ends(codes, lines, suppressions.in_python(lines), _python_ends(lines)))
     return list(
-        _behind(codes, lines, suppressions.in_yaml(lines), {}) if target.kind == "config" else _above(codes, lines)
+        _at_line_ends(codes, lines, suppressions.in_yaml(lines), {})
+        if target.kind == "config"
+        else _on_own_lines(codes, lines)
     )
 
 
-def _behind(
+def _at_line_ends(
     codes: dict[int, set[str]], lines: Lines, comments: suppressions.Comments, ends: dict[int, int]
 ) -> Iterator[Edit]:
     """Yield comments at line ends, or at the statement's end if the line cannot hold one; add to a `noqa` there."""
@@ -104,7 +106,7 @@ def _behind(
             yield Edit(lines.starts[line - 1] + len(text), end, f"  # noqa: {', '.join(sorted(reported))}")
 
 
-def _above(codes: dict[int, set[str]], lines: Lines) -> Iterator[Edit]:
+def _on_own_lines(codes: dict[int, set[str]], lines: Lines) -> Iterator[Edit]:
     """Yield comments on lines of their own above commands: after a command, one could be inside quotes."""
     by_place: dict[int, set[str]] = {}
     for number, reported in codes.items():

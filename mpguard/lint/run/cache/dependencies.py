@@ -85,7 +85,7 @@ class Dependencies:
         now = reverse_imports.state(top)
         if now is not None and now == before:
             return True
-        if reverse_imports.may_take_untracked(top, file, name) is not answer:
+        if reverse_imports.may_import_untracked(top, file, name) is not answer:
             return False
         seen[1] = now  # the next run need not search
         self.changed = self.changed or now is not None

@@ -86,8 +86,8 @@ class Context:
         self._drop_misplaced(output)
         kept, used = suppressions.split(output.diagnostics, output.comments, lines)
         if output.ran:
-            judged = suppressions.judge(output.comments, used, self.rules, output.ran, lines)
-            about_suppressions = [each for each in judged if self.is_on(each.code)]
+            unused = suppressions.report_unused(output.comments, used, self.rules, output.ran, lines)
+            about_suppressions = [each for each in unused if self.is_on(each.code)]
             kept += suppressions.split(about_suppressions, _whole_file(output.comments), lines)[0]
         return FileCheck(lines, kept, self.placed(kept, lines), output.defects, output.encode)
 

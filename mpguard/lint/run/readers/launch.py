@@ -19,7 +19,7 @@ def check(data: bytes, context: Context) -> FileCheck:
         return not_checked(recognized=context.target.named)
     text, encode = decode(data)
     lines = Lines(text)
-    has_suppressions = not context.path.lower().endswith(MARKDOWN) and suppressions.may_be_judged(data)
+    has_suppressions = not context.path.lower().endswith(MARKDOWN) and suppressions.may_be_reported(data)
     comments = suppressions.in_shell(lines) if has_suppressions else suppressions.NONE
     rules = [rule for rule in context.selected(LaunchRule) if prefilter.matches(rule.triggers, data)]
     diagnostics, defects = context.run_rules(rules, launches)

@@ -25,7 +25,7 @@ def check(data: bytes, context: Context) -> FileCheck:
         if not rule.needs_config or context.project.configs_for(context.path)
     ]
     dict_rules = _rules_about_dicts(data, context)
-    has_suppressions = suppressions.may_be_judged(data)
+    has_suppressions = suppressions.may_be_reported(data)
     strict = context.target.named or SYNTAX in context.selection.requested
     if not rules and not dict_rules and not has_suppressions and not strict:
         return not_checked()

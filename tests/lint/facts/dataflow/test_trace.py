@@ -157,17 +157,17 @@ def test_an_iteration_is_one_pass_of_the_innermost_loop() -> None:
 
 
 @pytest.mark.parametrize(
-    ("condition", "handed"),
+    ("condition", "passed"),
     [("finish(scaler)", True), ("save_checkpoint(model, scaler)", False), ("loss_scaler(loss, optimizer)", True)],
 )
-def test_a_scaler_passed_out_of_the_file_may_be_used_there(condition: str, handed: bool) -> None:
+def test_a_scaler_passed_out_of_the_file_may_be_used_there(condition: str, passed: bool) -> None:
     (trace,) = traces_of(f"""
         from elsewhere import finish, save_checkpoint
         def train(model, loss, optimizer, scaler, loss_scaler):
             scaler.scale(loss).backward()
             {condition}
     """)
-    assert ("handed" in kinds(trace)) == handed
+    assert ("passed" in kinds(trace)) == passed
 
 
 @pytest.mark.parametrize(

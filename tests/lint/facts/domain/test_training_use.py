@@ -67,11 +67,11 @@ def test_weights_that_are_not_trained_in_low_precision(code: str) -> None:
     "mention", ["import deepspeed", "from torch.distributed.fsdp import FSDP", "o = FP16_Optimizer(o)"]
 )
 def test_master_weights_may_be_kept_by_other_code(mention: str) -> None:
-    assert facts_of(mention).training_use.masters
+    assert facts_of(mention).training_use.may_keep_masters
 
 
 def test_master_weights_are_not_kept_by_a_plain_loop() -> None:
-    assert not facts_of("model = torch.nn.Linear(8, 8)" + LOOP).training_use.masters
+    assert not facts_of("model = torch.nn.Linear(8, 8)" + LOOP).training_use.may_keep_masters
 
 
 def test_an_optimizer_that_rounds_stochastically_is_not_plain() -> None:
