@@ -1,4 +1,4 @@
-"""Fenced blocks of Python in Markdown: each one is a program of its own, with its places in the file."""
+"""Fenced blocks of Python in Markdown: each is checked as a separate program; positions refer to the file."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _fenced(text: str) -> Iterator[Block]:
         opening, after = token.map
         *content, rest = token.content.split("\n")
         inside = lines[opening + 1 : after - 1]
-        # CommonMark ends an unclosed block with the file. It is passed over: its end is probably a mistake.
+        # CommonMark ends an unclosed block with the file. It is skipped: its end is probably a mistake.
         if rest or not content or len(content) != len(inside):
             continue
         spans = tuple(_content_span(text, span, line) for span, line in zip(inside, content, strict=True))

@@ -50,7 +50,7 @@ from mpguard.lint.source.source import Chunk, Source
 LARGEST_IMPORTED = 100_000
 #: Events of training that a framework runs.
 _TRAINS: tuple[EventKind, ...] = ("prepare", "initialize", "trainer")
-#: Receivers that have a `step` method and are no optimizers: schedulers, profilers, environments, progress bars.
+#: Receivers that have a `step` method and are not optimizers: schedulers, profilers, environments, progress bars.
 _NO_OPTIMIZER = re.compile(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\b|\bema\b")
 
 #: Former attributes of `Facts` -> their names now.
@@ -188,8 +188,10 @@ class Facts:
         return [chunk for chunk in chunks if chunk in wanted]
 
     def aliases(self, name: str) -> list[str]:
-        """Return the local names that the file gives to an object of this name: `c` for `compile` after
-        `from torch import compile as c`, `ac` for `autocast` after `ac = amp.autocast`.
+        """Return the local names that the file gives to an object of this name.
+
+        Examples: `c` for `compile` after `from torch import compile as c`, `ac` for `autocast` after
+        `ac = amp.autocast`.
         """
         if self._aliases[0] != self.parsed_bytes:
             found: dict[str, list[str]] = {}
@@ -223,10 +225,9 @@ class Facts:
     def dtypes(
         self, node: cst.CSTNode | None, at: Record, strings: bool = False
     ) -> tuple[tuple[PathCondition, str | None], ...]:
-        """Return the dtypes that an expression may have: (path condition, name), where None stands for unknown or no
-        dtype.
+        """Return the dtypes that an expression may have: (path condition, name).
 
-        strings: strings such as `"float16"` count as dtypes too.
+        The name None stands for an unknown dtype or none. strings: strings such as `"float16"` count as dtypes too.
         """
         found: list[tuple[PathCondition, str | None]] = []
         for each in self.evaluate(node, at):
@@ -241,10 +242,10 @@ class Facts:
         return {each.atom.kind if isinstance(each.atom, Object) else "" for each in self.evaluate(node, at)}
 
     def from_outside(self, node: cst.CSTNode | None, at: Record, depth: int = 8) -> bool:
-        """True if an object comes from a caller that is not in the file: it is a parameter, or an attribute set from
-        one.
+        """True if an object comes from a caller that is not in the file.
 
-        The return value of an imported function does not count: from there on the object belongs to the script.
+        It is a parameter, or an attribute set from one. The return value of an imported function does not count: from
+        there on the object belongs to the script.
         """
         path = dotted(node)
         if isinstance(node, cst.Call):
@@ -304,8 +305,9 @@ class Facts:
         return self._imported[module]
 
     def exported(self, name: str) -> bool:
-        """True if another module may import a top-level name of this one: it is in `__all__`, or some file of the tree
-        imports it.
+        """True if another module may import a top-level name of this one.
+
+        It is in `__all__`, or some file of the tree imports it.
         """
         self.need("__all__")
         listed = (binding.value for binding in self.module.bindings.get("__all__", ()) if binding.value is not None)
@@ -314,8 +316,9 @@ class Facts:
         )
 
     def class_kind(self, cls: Scope) -> str:
-        """Return the kind of a class's instances: `model`, `own_optimizer`, `trainer` ..., `own` for a plain user
-        class, "" if unknown.
+        """Return the kind of a class's instances: `model`, `own_optimizer`, `trainer` ...
+
+        It is `own` for a plain user class, and "" if unknown.
         """
         return self.graph.class_kind(cls)
 
@@ -328,8 +331,9 @@ class Facts:
         return self.graph.callers(scope)
 
     def functions(self, call: Call) -> list[Function]:
-        """Return the functions of the tree that a call may run: a function, the `forward` of a module, the `__init__`
-        of a class.
+        """Return the functions of the tree that a call may run.
+
+        That is a function, the `forward` of a module, or the `__init__` of a class.
         """
         return self.graph.functions(call)
 
@@ -343,8 +347,9 @@ class Facts:
         return self.graph.escapes(scope)
 
     def reachable(self, scope: Scope) -> set[Scope]:
-        """Return the functions of the file connected with this one by calls, in either direction, with its class and
-        module.
+        """Return the functions of the file connected with this one by calls, in either direction.
+
+        Its class and module are included.
         """
         return self.graph.reachable(scope)
 
@@ -359,8 +364,9 @@ class Facts:
         return self.regions_index.around(record)
 
     def autocasts(self, record: Record, depth: int = 3) -> list[tuple[Region, PathCondition]]:
-        """Return the autocast regions that are active at a record: those of its function, otherwise those of its
-        callers.
+        """Return the autocast regions that are active at a record.
+
+        These are those of its function, otherwise those of its callers.
         """
         with Frames():
             return self.regions_index.autocasts(record, depth)
@@ -370,8 +376,9 @@ class Facts:
         return self.regions_index.autocast(call, path)
 
     def enabled(self, call: Call, path: str) -> PathCondition:
-        """Return the path condition that `enabled=` of an autocast or a scaler stands for; an impossible one for
-        `False`.
+        """Return the path condition that `enabled=` of an autocast or a scaler stands for.
+
+        It is an impossible one for `False`.
         """
         return self.regions_index.enabled(call, path)
 
@@ -397,16 +404,18 @@ class Facts:
 
     @cached_property
     def forgotten_dtypes(self) -> dict[Call, Option]:
-        """The autocasts without a dtype in a script whose own option or constant selects BF16, each with that
-        option.
+        """The autocasts without a dtype in a script whose own option or constant selects BF16.
+
+        Each is returned with that option.
         """
         return forgotten_dtypes(self)
 
     # -- training and inference -------------------------------------------------------------------
 
     def is_inference(self, record: Record) -> bool:
-        """True if a record belongs to inference: by the regions around it, the names of its functions, or its
-        callers.
+        """True if a record belongs to inference.
+
+        The regions around it, the names of its functions, or its callers show it.
         """
         if any(
             region.kind == "no_grad" and compatible(region.guard, record.guard) and not (region.guard - record.guard)
@@ -416,8 +425,9 @@ class Facts:
         return self.is_inference_scope(record.scope)
 
     def is_inference_scope(self, scope: Scope) -> bool:
-        """True if a scope is used for inference only: by the names of the functions around it, or by all of its
-        callers.
+        """True if a scope is used for inference only.
+
+        The names of the functions around it, or all of its callers, show it.
         """
         if scope in self._inference_scopes:
             return self._inference_scopes[scope]
@@ -455,8 +465,9 @@ class Facts:
         )
 
     def has_step(self, scope: Scope) -> bool:
-        """True if gradients are applied in the functions connected with a scope: a `step` of anything but a
-        scheduler.
+        """True if gradients are applied in the functions connected with a scope.
+
+        They are applied by a `step` of anything but a scheduler.
         """
         if scope not in self._steps:
             self._steps[scope] = any(
@@ -493,8 +504,9 @@ class Facts:
 
 @contextlib.contextmanager
 def _without_gc() -> Iterator[None]:
-    """Disable garbage collection while trees are built: they consist of many objects, none of them garbage, and
-    collecting meanwhile takes a tenth of the time.
+    """Disable garbage collection while trees are built.
+
+    They consist of many objects, none of them garbage, and collecting meanwhile takes a tenth of the time.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -71,7 +71,7 @@ class FixResult:
 class FileReport:
     """The result for one file. In a run that fixes, the findings are those that are left.
 
-    recognized: it is Python, or a config that mpguard supports; other files are passed over.
+    recognized: it is Python, or a config that mpguard supports; other files are skipped.
     trace: what the findings depend on; None where they must not be cached (there was a defect), or there is no cache.
     before_fixes: the findings before the fixes, for the case that the fixed content cannot be written.
     """

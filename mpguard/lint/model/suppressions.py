@@ -35,7 +35,7 @@ _VERBS = ("ignore", "ignore-file")
 
 
 def may_be_reported(data: bytes) -> bool:
-    """True if a file may hold a suppression that can be unknown or unused; others only cover findings."""
+    """True if a file may contain a suppression that can be unknown or unused; others only cover findings."""
     return (b"mpguard" in data or b"MPG" in data) and _JUDGED.search(data) is not None
 
 

@@ -85,7 +85,7 @@ class Launch:
     path: the file of the line. start: the end of the launcher's own words. options: the options before the
     script, by name without dashes, `-` as `_`; a switch has no word. script: None if a variable hides it.
     module: the script is a module's name. arguments: the script's arguments. hidden: a variable before the
-    script may hold options.
+    script may contain options.
     """
 
     path: str
@@ -114,7 +114,7 @@ class Launch:
 
 
 def may_hold(data: bytes) -> bool:
-    """True if a file may hold a launch line, by its bytes."""
+    """True if a file may contain a launch line, by its bytes."""
     return any(token in data for token in GATE)
 
 
@@ -246,12 +246,12 @@ def in_tree(top: Path) -> Mapping[str, tuple[Launch, ...]]:
 
 
 def files_seen(top: str) -> str:
-    """Return the digest of the names of a tree's files that may hold launch lines."""
+    """Return the digest of the names of a tree's files that may contain launch lines."""
     return tracked_fs.names_digest(_launch_files(top))
 
 
 def _launch_files(top: str) -> list[str]:
-    """Return the files of a tree that may hold launch lines, by their names; none of a tree that is too large."""
+    """Return the files of a tree that may contain launch lines, by their names; none of a tree that is too large."""
     found: list[str] = []
     left = MOST_FILES
     for folder, folders, files in os.walk(top):

@@ -74,8 +74,11 @@ def _files(top: str) -> Iterator[str]:
 
 @cached_per_run
 def _imported_names(top: str) -> dict[str, set[str]] | None:
-    """Return last name of a module -> the names that the tree imports from it; under "", what is imported as a module,
-    or may be one. None if the tree has more than `MOST_IMPORTERS` files."""
+    """Return last name of a module -> the names that the tree imports from it.
+
+    Under "" are the names that are imported as a module, or may be one. None if the tree has more than `MOST_IMPORTERS`
+    files.
+    """
     found: dict[str, set[str]] = {"": set()}
     files = list(_files(top))
     if len(files) > MOST_IMPORTERS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -71,8 +70,6 @@ class Engine:
             self._selected(nearest)
             if nearest.configs:
                 self.project.configs_for(str(folder / "any.py"))
-        if jobs > 1 and len(targets) >= workers.FEW and any(target.kind == "python" for target in targets):
-            importlib.import_module("mpguard.lint.facts.file")  # before the fork: 0.01 s for all, not 0.5 s for each
         return workers.run(targets, self.check, _on_crash, lambda target: target.size, jobs, on_progress=on_progress)
 
     def check(self, target: Target) -> FileReport:
@@ -81,7 +78,7 @@ class Engine:
             with timeout.computing(), tracked_fs.recording_for(target.path):
                 return self._check(target)
         except timeout.TimeoutExceeded:
-            self.project = Project(self.options.configs, self.options.gpu)  # it may hold partial results
+            self.project = Project(self.options.configs, self.options.gpu)  # it may contain partial results
             message = (
                 f"parse limit: still not checked after {timeout.SECONDS} s of computing; exclude it if it is generated"
             )

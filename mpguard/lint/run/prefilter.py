@@ -26,7 +26,7 @@ _DEEPSPEED_DICT = (any_of(*(quote + key + quote for key in _DEEPSPEED_KEYS for q
 
 
 def may_hold_deepspeed_config(data: bytes) -> bool:
-    """True if a Python file may hold a DeepSpeed config as a dict."""
+    """True if a Python file may contain a DeepSpeed config as a dict."""
     return matches((_DEEPSPEED_KEYS,), data) and matches(_DEEPSPEED_DICT, stripped(data))
 
 

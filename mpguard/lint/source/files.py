@@ -2,7 +2,7 @@
 
 .gitignore (at all levels, up to the repository's top), `include` and `exclude` apply to files that
 are found; named ones are always checked. Only regular files are opened: a FIFO or a device that is
-found is passed over, one that is named is refused.
+found is skipped, one that is named is refused.
 """
 
 # Thousands of paths are handled here, and strings are several times faster than Path.
@@ -76,7 +76,7 @@ def collect(paths: Iterable[str], force_exclude: bool = False, include_markdown:
     """Return the files that `paths` name, each once, in the order of `paths` and then by name.
 
     force_exclude: treat named files like found ones: `exclude` applies to them too, and a YAML or JSON
-    that is not a config is passed over, as is any file that mpguard does not read (for pre-commit,
+    that is not a config is skipped, as is any file that mpguard does not read (for pre-commit,
     which names every file).
     include_markdown: read the blocks of Python in Markdown too.
     """

@@ -1,6 +1,4 @@
-"""The call graph of one file: classes and their base classes, callers, callees, and the conditions that
-callers share.
-"""
+"""The call graph of one file: classes, base classes, callers, callees, and the conditions that callers share."""
 
 from __future__ import annotations
 
@@ -62,8 +60,9 @@ class CallGraph:
         self._named_at = 0
 
     def attributes(self, cls: Scope) -> dict[str, list[Binding]]:
-        """Return the attributes set by the body and the methods of a class, with their bindings; those of base classes
-        in the file too.
+        """Return the attributes that a class and its base classes in the file set, with their bindings.
+
+        They are set by the body and the methods of a class.
         """
         if cls not in self._attributes:
             found: dict[str, list[Binding]] = {}
@@ -110,8 +109,9 @@ class CallGraph:
                     yield base
 
     def class_kind(self, cls: Scope) -> str:
-        """Return the kind of a class's instances: `model`, `own_optimizer`, `trainer` ..., `own` for a plain user
-        class, "" if unknown.
+        """Return the kind of a class's instances: `model`, `own_optimizer`, `trainer` ...
+
+        It is `own` for a plain user class, and "" if unknown.
         """
         if cls in self._active:
             return ""
@@ -166,8 +166,9 @@ class CallGraph:
         return found
 
     def _may_be_class_or_instance(self, call: Call) -> bool:
-        """True if the callee may be a class of this file or an instance of one: no import and no `def` binds
-        its name.
+        """True if the callee may be a class of this file or an instance of one.
+
+        No import and no `def` binds its name.
         """
         if self.facts.imported_module:  # an imported module is parsed only in part
             return True
@@ -223,8 +224,9 @@ class CallGraph:
         return False
 
     def functions(self, call: Call) -> list[Function]:
-        """Return the functions of the tree that a call may run: a function, the `forward` of a module, the `__init__`
-        of a class.
+        """Return the functions of the tree that a call may run.
+
+        That is a function, the `forward` of a module, or the `__init__` of a class.
         """
         found = []
         for each in self.facts.evaluate(call.func, call):
@@ -294,8 +296,9 @@ class CallGraph:
         return self._contexts[scope]
 
     def reachable(self, scope: Scope) -> set[Scope]:
-        """Return the functions of the file connected with this one by calls, in either direction, with its class and
-        module.
+        """Return the functions of the file connected with this one by calls, in either direction.
+
+        Its class and module are included.
         """
         seen: set[Scope] = set()
         pending = [scope]
@@ -325,7 +328,7 @@ class CallGraph:
         return found
 
     def _is_imported(self, call: Call) -> bool:
-        """True if the callee is imported, so that it is no function of this file."""
+        """True if the callee is imported, so that it is not a function of this file."""
         root = call.path.split(".", 1)[0]
         bindings = self.facts.module.bindings.get(root, ()) if root not in call.scope.bindings else ()
         return bool(bindings) and all(binding.kind in ("import", "from") for binding in bindings)

@@ -46,8 +46,9 @@ class Flow:
         return ForwardFlow(self.facts, at.guard if guard is None else guard).start(node, at)
 
     def forward_key(self, key: str, at: Record, guard: PathCondition | None = None) -> Reach:
-        """Return the sinks of an object that is cast under a name (`model.half()`, `x = x.half()`): follows the uses of
-        the name from there on.
+        """Return the sinks of an object that is cast under a name (`model.half()`, `x = x.half()`).
+
+        The uses of the name are followed from there on.
         """
         walk = ForwardFlow(self.facts, at.guard if guard is None else guard)
         walk.cast = (key, at.scope)

@@ -200,10 +200,10 @@ class ForwardFlow:
                 self.follow(above, at)
 
     def cast_back(self, call: Call) -> bool:
-        """True if a kernel's result is cast immediately: `kernel(x.half()).float()`, `out = kernel(q.half())`,
-        `out.to(t)`.
+        """True if a kernel's result is cast immediately: `kernel(x.half()).float()`.
 
-        A kernel is a function of a library other than torch, or an undefined one; not a model or a parameter.
+        Also in the next statement: `out = kernel(q.half())`, `out.to(t)`. A kernel is a function of a library other
+        than torch, or an undefined one; not a model or a parameter.
         """
         atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
         library = bool(atoms) and all(
@@ -282,9 +282,7 @@ class ForwardFlow:
                 self.used(use.path[len(key) + 1 :], use)
 
     def ends(self, key: str, scope: Scope, order: int) -> int:
-        """Return the place where an object that was cast in place (`model.half()`) is upcast again by
-        `model.float()`.
-        """
+        """Return the place where `model.float()` upcasts an object that was cast in place (`model.half()`)."""
         if self.cast is None or (key, scope) != self.cast:
             return 1 << 60
         ups = (

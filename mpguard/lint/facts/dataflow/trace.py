@@ -60,7 +60,7 @@ class TraceStep:
     """One operation in a trace.
 
     guard: its path condition, including those of the calls that lead to it; loops: those around it, outermost first.
-    via: the calls of helpers that lead to it. scale: for a backward pass, the event that scales its loss for certain.
+    via: the calls of helpers that lead to it. scale: for a backward pass, the event that scales its loss on every path.
     """
 
     kind: StepKind
@@ -211,7 +211,7 @@ class Traces:
 
     @cached_property
     def scaled(self) -> dict[Call, Event]:
-        """The backward passes that run on a scaled loss for certain, with the call that scales it."""
+        """The backward passes that run on a scaled loss on every path, with the call that scales it."""
         return {
             backward: scale
             for backward, scale in self.may_scale.items()
@@ -267,8 +267,9 @@ class Traces:
     # -- identity of objects ----------------------------------------------------------------------------
 
     def own(self, node: cst.CSTNode | None, at: Record) -> bool:
-        """True if a scaler is created in the file from one of torch's classes for certain (or is None on
-        another path).
+        """True if a scaler is definitely created in the file from one of torch's classes.
+
+        It may be None on another path.
         """
         atoms = [each.atom for each in self.facts.evaluate(node, at)]
         made = [atom for atom in atoms if not (isinstance(atom, Constant) and atom.value in (None, False))]
@@ -296,7 +297,7 @@ class Traces:
         return guard
 
     def same(self, one: cst.CSTNode | None, at: Record, other: cst.CSTNode | None, there: Record) -> bool:
-        """True if two expressions are the same object for certain: created by one call, or one name in one function."""
+        """True if two expressions are definitely the same object: created by one call, or one name in one function."""
         if one is None or other is None:
             return False
         made, made_there = self._creating_calls(one, at), self._creating_calls(other, there)
@@ -307,7 +308,7 @@ class Traces:
         return text and (at.scope is there.scope or (place.startswith("self.") and elsewhere == place))
 
     def differ(self, one: cst.CSTNode | None, at: Record, other: cst.CSTNode | None, there: Record) -> bool:
-        """True if two expressions are different objects for certain."""
+        """True if two expressions are definitely different objects."""
         made, made_there = self._creating_calls(one, at), self._creating_calls(other, there)
         return made is not None and made_there is not None and not made & made_there
 
@@ -341,8 +342,9 @@ def _leaves_between(trace: Trace, place: int, last: int) -> bool:
 
 
 def before(trace: Trace, place: int) -> Iterator[tuple[int, TraceStep]]:
-    """Yield the backward passes whose gradients a step uses: the last one before it, and those on mutually exclusive
-    paths.
+    """Yield the backward passes whose gradients a step uses.
+
+    These are the last one before it, and those on mutually exclusive paths.
     """
     step = trace[place]
     arms: list[PathCondition] = []
@@ -359,8 +361,9 @@ def before(trace: Trace, place: int) -> Iterator[tuple[int, TraceStep]]:
 
 
 def iteration(trace: Trace, step: TraceStep) -> list[tuple[int, TraceStep]]:
-    """Return the steps in one iteration of the innermost loop around a step; those of the whole trace if there is no
-    loop.
+    """Return the steps in one iteration of the innermost loop around a step.
+
+    Without a loop these are all steps of the trace.
     """
     loop = step.loops[-1] if step.loops else None
     return [(place, each) for place, each in enumerate(trace) if loop is None or loop in each.loops]

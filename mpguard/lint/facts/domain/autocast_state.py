@@ -46,8 +46,9 @@ class AutocastStates:
         self._around: dict[Scope, tuple[AutocastState, ...]] = {}
 
     def at(self, record: Record) -> tuple[AutocastState, ...]:
-        """Return the autocasts that may be active at a record: those of its function, otherwise those of its
-        callers.
+        """Return the autocasts that may be active at a record.
+
+        These are those of its function, otherwise those of its callers.
         """
         with Frames():
             return self._at(record, _MAX_DEPTH)
@@ -99,8 +100,10 @@ class AutocastStates:
         return tuple(found)
 
     def _hosts(self, scope: Scope) -> list[Scope]:
-        """Return the `forward` methods that run that of a layer if all of its instances are created by modules of the
-        file: `self.layers = ModuleList([Block() for _ in range(12)])`. Empty if one of them may enter an autocast.
+        """Return the `forward` methods that run that of a layer.
+
+        All instances of the layer must be created by modules of the file:
+        `self.layers = ModuleList([Block() for _ in range(12)])`. Empty if one of them may enter an autocast.
         """
         owner, found = scope.owner, []
         if owner is None or scope.name != "forward" or scope.decorators:

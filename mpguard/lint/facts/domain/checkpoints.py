@@ -67,8 +67,9 @@ class Checkpoints:
         return [event for event in self.facts.events(kind) if self.role(event) == role]
 
     def resumed(self) -> bool:
-        """True if an optimizer's state is restored: in the file, or by a function that loads
-        (`load_checkpoint(path, optimizer)`).
+        """True if an optimizer's state is restored, in the file or by a function that loads.
+
+        Such a function is `load_checkpoint(path, optimizer)`.
         """
         if self.of("restore", "optimizer"):
             return True

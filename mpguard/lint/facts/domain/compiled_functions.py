@@ -18,8 +18,9 @@ _DISABLES = ("torch.compiler.disable", "torch._dynamo.disable", "torch.compiler.
 
 
 def compiled_scopes(facts: Facts) -> dict[Scope, tuple[int, int]]:
-    """Return the functions that are compiled, each with the span of the call or decorator that compiles it or
-    a caller.
+    """Return the functions that are compiled, each with a span.
+
+    It is that of the call or decorator that compiles the function or a caller of it.
     """
     found: dict[Scope, tuple[int, int]] = {}
     pending: list[tuple[Scope, tuple[int, int]]] = []
@@ -62,8 +63,9 @@ def _aliases(facts: Facts) -> list[str]:
 
 
 def _path(facts: Facts, node: cst.BaseExpression, scope: Scope) -> str:
-    """Return the full name of a decorator, called or not: `torch.compile(fullgraph=True)`,
-    `partial(torch.compile, ...)`.
+    """Return the full name of a decorator, called or not.
+
+    Examples: `torch.compile(fullgraph=True)`, `partial(torch.compile, ...)`.
     """
     if isinstance(node, cst.Call):
         if dotted(node.func).endswith("partial") and node.args:

@@ -135,7 +135,7 @@ class _DictConfig:
         self.callees: set[str] = set()
 
     def document(self) -> Document | None:
-        """Return the config as a document; None if the dict is no DeepSpeed config."""
+        """Return the config as a document; None if the dict is not a DeepSpeed config."""
         members = {
             key[0]: each.value
             for each in self.node.elements
@@ -224,8 +224,9 @@ class _DictConfig:
 
 
 def _set_item_unknown(root: Node, changed: cst.CSTNode | None) -> None:
-    """Set a section to unknown for `config["bf16"]["enabled"] = ...`; all of them for `config[key]` or
-    `config.update()`.
+    """Set a section to unknown for `config["bf16"]["enabled"] = ...`.
+
+    For `config[key]` and `config.update()`, set all of them to unknown.
     """
     first: cst.Subscript | None = None
     while isinstance(changed, cst.Subscript):

@@ -51,14 +51,14 @@ class Layer:
 
 
 def number(facts: Facts, node: cst.CSTNode, at: Record) -> int | None:
-    """Return the integer that an expression is for certain, or None."""
+    """Return the integer that an expression definitely is, or None."""
     atoms = [each.atom for each in facts.evaluate(node, at)]
     value = atoms[0].value if len(atoms) == 1 and isinstance(atoms[0], Constant) else None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def is_true(facts: Facts, node: cst.CSTNode | None, at: Record) -> bool:
-    """True if an expression is True for certain."""
+    """True if an expression is definitely True."""
     return node is not None and all(each.atom == Constant(True) for each in facts.evaluate(node, at))
 
 
@@ -176,7 +176,7 @@ class Float8Config:
         return next((call.keywords[name] for call in self.calls if name in call.keywords), None)
 
     def on(self, name: str) -> bool:
-        """True if a field is True for certain."""
+        """True if a field is definitely True."""
         for call in self.calls:
             if name in call.keywords:
                 return is_true(self.facts, call.keywords[name], call)

@@ -35,8 +35,9 @@ class FrozenModels:
         return self._named[name]
 
     def is_frozen(self, node: cst.CSTNode) -> bool:
-        """True if the value of an expression is frozen, by the name that it is bound to or by a method on the way
-        there.
+        """True if the value of an expression is frozen.
+
+        The name that it is bound to, or a method on the way there, shows it.
         """
         if (key := dotted(node)) and self.is_frozen_name(key):
             return True

@@ -22,21 +22,18 @@ class ProjectApi(Protocol):
         """Return the role that `training-paths` and `inference-paths` declare for a file, or None."""
 
     def gpu(self, path: str) -> str | None:
-        """Return the GPU that the settings declare for a file: a name (`h100`) or a capability (`sm_90`); None without
-        one.
-        """
+        """Return the GPU that the settings declare for a file: a name (`h100`) or a capability (`sm_90`), or None."""
 
     def required(self, path: str, package: str) -> Required:
         """Return the versions of a package that the project of a file requires."""
 
     def config_named(self, path: str, name: str) -> Document | None:
-        """Return the config that a file names, in the file's folder or in the working directory; None if
-        there is none.
-        """
+        """Return the config that a file names, in its folder or in the working directory; None if there is none."""
 
     def source_of(self, module: str, from_path: str) -> Facts | None:
-        """Return the facts of an imported module of the linted tree, or None; leading dots stand for relative
-        imports.
+        """Return the facts of an imported module of the linted tree, or None.
+
+        Leading dots stand for relative imports.
         """
 
     def imported_elsewhere(self, path: str, name: str) -> bool:

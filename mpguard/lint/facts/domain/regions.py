@@ -42,7 +42,7 @@ class Region:
     device: str | None = None
 
     def may_be(self, dtype: str) -> list[PathCondition]:
-        """Return the path conditions under which the region has that dtype for certain."""
+        """Return the path conditions under which the region definitely has that dtype."""
         return guards_of(dtype, self.dtypes, self.guard)
 
 
@@ -168,8 +168,10 @@ class Regions:
         return dataclasses.replace(facts.autocast(call, atom.path), guard=guard.joined(facts.enabled(call, atom.path)))
 
     def _pass_arguments(self, region: Region, item: With, path: str) -> Region:
-        """Return the region of a wrapper, `def autocast(**kwargs): return torch.autocast("cuda", **kwargs)`, with the
-        arguments that an item passes through it; the region unchanged if they cannot be derived.
+        """Return the region of a wrapper with the arguments that an item passes through it.
+
+        Such a wrapper is `def autocast(**kwargs): return torch.autocast("cuda", **kwargs)`. The region is returned
+        unchanged if the arguments cannot be derived.
         """
         inner = region.call
         outer = self.facts.index.call_of.get(item.expr) if isinstance(item.expr, cst.Call) else None
@@ -188,8 +190,9 @@ class Regions:
         return dataclasses.replace(found, dtypes=dtypes, guard=region.guard.joined(enabled))
 
     def enabled(self, call: Call, path: str) -> PathCondition:
-        """Return the path condition that `enabled=` of an autocast or a scaler stands for; an impossible one for
-        `False`.
+        """Return the path condition that `enabled=` of an autocast or a scaler stands for.
+
+        It is an impossible one for `False`.
         """
         given = enabled_argument(call, path)
         if given is None:

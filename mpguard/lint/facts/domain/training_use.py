@@ -46,7 +46,7 @@ _OTHER_OPTIMIZER = ("peft_config", "optimizers", "optimizer_cls_and_kwargs")
 _SHARDING_ARGUMENTS = frozenset({"deepspeed", "fsdp", "fsdp_config"})
 #: Optimizers of a Trainer that update the weights directly.
 _PLAIN = re.compile(r"(?:paged_)?(?:adamw|lion|sgd|rmsprop|adagrad)(?:_torch|_hf|_fused|_bnb|_8bit|_32bit)*$")
-#: Marks for a profiler, in a script that does nothing else.
+#: Profiler markers: a script that contains one only measures.
 _PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
 
 
@@ -63,8 +63,9 @@ class Training:
         return self.sinks[0]
 
     def of(self, kind: str) -> list[Call]:
-        """Return the calls of the sinks of a kind: `optimizer` (that takes the parameters), `trainer`, `prepare`,
-        `parallel`.
+        """Return the calls of the sinks of a kind.
+
+        Kinds are `optimizer` (that takes the parameters), `trainer`, `prepare`, `parallel`.
         """
         return [sink.call for sink in self.sinks if sink.kind == kind]
 
@@ -91,9 +92,7 @@ class TrainingUse:
     # -- casts --------------------------------------------------------------------------------------
 
     def cast(self, cast: Event, dtype: str, guards: list[PathCondition] | None = None) -> Training | None:
-        """Return what trains with the value that a cast to `dtype` gives, under one of the path conditions; None if
-        nothing does.
-        """
+        """Return what trains with the value that a cast to `dtype` gives, under one of the path conditions, or None."""
         guards = cast.may_be(dtype) if guards is None else guards
         if (
             not guards
@@ -130,8 +129,9 @@ class TrainingUse:
         return self.facts.flow.forward(cast.call.node, cast.call, guard)
 
     def _cast_model(self, cast: Event) -> tuple[str, Record] | None:
-        """Return the name and record of the model whose parts are cast in a loop over them, or by the function that
-        `apply` takes.
+        """Return the name and record of the model whose parts are cast.
+
+        They are cast in a loop over them, or by the function that `apply` takes.
         """
         parents = self.facts.index.parents
         above = parents.get(cast.call.node)
@@ -176,8 +176,9 @@ class TrainingUse:
         return None
 
     def autocast_inputs(self, cast: Event) -> list[Call]:
-        """Return the calls that take the value of a cast itself and whose matrix products autocast would run in low
-        precision anyway: of a model, or of one of torch's operations.
+        """Return the calls that take the value of a cast itself and that autocast runs in low precision anyway.
+
+        Autocast runs their matrix products so: they are calls of a model, or of one of torch's operations.
         """
         bound = self._bound(cast.call)
         found = []
@@ -249,8 +250,9 @@ class TrainingUse:
     # -- weights ------------------------------------------------------------------------------------
 
     def weights(self, dtype: str) -> list[Weights]:
-        """Return the models whose weights are in a low-precision dtype when they are trained: cast, created or loaded
-        so.
+        """Return the models whose weights are in a low-precision dtype when they are trained.
+
+        They are cast to it, created in it or loaded in it.
         """
         if dtype not in self._weights:
             self._weights[dtype] = []
@@ -288,8 +290,9 @@ class TrainingUse:
         return self._training(self.facts.flow.forward(call.node, call, guard))
 
     def _bound(self, call: Call) -> Binding | None:
-        """Return the binding of a name to the result of a call, directly or through methods that return the same
-        object.
+        """Return the binding of a name to the result of a call.
+
+        Methods that return the same object may be between them.
         """
         parents = self.facts.index.parents
         node: cst.CSTNode = call.node
@@ -406,8 +409,9 @@ class TrainingUse:
         )
 
     def trainer_of(self, call: Call) -> Call | None:
-        """Return what trains in the functions connected with a call: a backward pass with a step, `prepare`,
-        a Trainer.
+        """Return what trains in the functions connected with a call.
+
+        That is a backward pass with a step, `prepare`, or a Trainer.
         """
         near = self.facts.reachable(call.scope)
         for kind in _TRAINS:
@@ -418,8 +422,9 @@ class TrainingUse:
         return None
 
     def plain_optimizers(self, training: Training) -> list[Call]:
-        """Return the optimizers that take the weights and update them directly: without FP32 masters, stochastic or
-        Kahan rounding; empty if one of them is unknown.
+        """Return the optimizers that take the weights and update them directly; empty if one of them is unknown.
+
+        They update without FP32 masters, stochastic rounding or Kahan rounding.
         """
         found = training.of("optimizer")
         return found if found and all(self._is_plain(call) for call in found) else []
@@ -431,10 +436,10 @@ class TrainingUse:
         return path.startswith(("torch.optim.", "transformers.AdamW", "transformers.optimization.AdamW"))
 
     def trainers(self, training: Training) -> list[Call]:
-        """Return the Trainers of transformers and related packages that train all of the weights with an optimizer of
-        their own.
+        """Return the Trainers of transformers and related packages that train all weights.
 
-        As far as the file shows: no adapters, no DeepSpeed, no optimizer passed in, arguments visible.
+        They use an optimizer of their own. As far as the file shows: no adapters, no DeepSpeed, no optimizer passed in,
+        arguments visible.
         """
         found = []
         for call in training.of("trainer"):
@@ -450,16 +455,10 @@ class TrainingUse:
                 found.append(call)
         return found
 
-    def arguments(self, node: cst.BaseExpression, at: Call) -> Call | None:
-        """Return the only call of `TrainingArguments`, or of a class like it, that an expression comes from,
-        or None.
-        """
-        records = [
-            record
-            for record in self.facts.flow.backward(node, at, depth=2)
-            if isinstance(record, Call) and record.name.endswith(("Arguments", "Config", "Args"))
-        ]
-        return records[0] if len(records) == 1 else None
+    def arguments(self, node: cst.BaseExpression, at: Call) -> Call | None: """Return the only call of
+    `TrainingArguments`, or of a class like it, that an expression comes from, or None.""" records = [ record for record
+    in self.facts.flow.backward(node, at, depth=2) if isinstance(record, Call) and record.name.endswith(("Arguments",
+    "Config", "Args")) ] return records[0] if len(records) == 1 else None
 
 
 def _only_counts(loop: cst.For) -> bool:
@@ -468,7 +467,8 @@ def _only_counts(loop: cst.For) -> bool:
 
 
 def _is_plain_name(literal: tuple[object] | None) -> bool:
-    """True if the optimizer that a setting names updates the weights directly; a value that is no literal may
-    be any.
+    """True if the optimizer that a setting names updates the weights directly.
+
+    A value that is not a literal may be any optimizer.
     """
     return literal is not None and isinstance(literal[0], str) and bool(_PLAIN.match(literal[0]))

@@ -1,5 +1,4 @@
-"""The wrappers of training frameworks: objects prepared by Accelerate, DeepSpeed or FSDP, followed from a use to the
-wrapping call.
+"""The wrappers of training frameworks: objects prepared by Accelerate, DeepSpeed or FSDP.
 
 `WrapperFacts.of` returns, for an expression (`model`, `self.model`, `model.parameters()`, the argument of a helper),
 the calls of `accelerator.prepare`, `deepspeed.initialize`, `FullyShardedDataParallel` or `fully_shard` that it passed
@@ -103,8 +102,9 @@ class WrapperFacts:
         return any(binding.kind in ("assign", "element", "param", "with") for binding in bindings)
 
     def differentiated(self, loss: cst.CSTNode | None, at: Call, kind: str) -> Iterator[tuple[Call, Wrap]]:
-        """Yield the calls of wrapped models that a loss is differentiated through: neither detached nor under
-        `no_grad`.
+        """Yield the calls of wrapped models that a loss is differentiated through.
+
+        They are neither detached nor under `no_grad`.
         """
         if loss is None or not self.calls:
             return

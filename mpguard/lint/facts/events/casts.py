@@ -56,8 +56,9 @@ def _casts(facts: Facts) -> Iterator[Event]:
 
 
 def _is_torch(facts: Facts, call: Call) -> bool:
-    """True if a method's receiver may be a tensor or a module: neither a library nor an object of another
-    known kind.
+    """True if a method's receiver may be a tensor or a module.
+
+    It is neither a library nor an object of another known kind.
     """
     for each in facts.evaluate(call.receiver, call):
         if isinstance(each.atom, (Ref, Class, Constant)):
@@ -90,7 +91,7 @@ def _constructs(facts: Facts) -> Iterator[Event]:
 
 @finds("load")
 def _loads(facts: Facts) -> Iterator[Event]:
-    """Yield calls of `from_pretrained` and its kin, with the dtype of the weights."""
+    """Yield calls of `from_pretrained` and similar loaders, with the dtype of the weights."""
     for call in called(facts, *library_names.LOADERS):
         given = call.argument(None, "dtype", "torch_dtype")
         yield Event(

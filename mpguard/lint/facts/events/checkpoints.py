@@ -1,5 +1,6 @@
-"""Events of checkpoints: `x.state_dict()`, `x.load_state_dict(...)`, and torch's functions for both
-(`get_state_dict(model, optimizers)` of `torch.distributed.checkpoint.state_dict`).
+"""Events of checkpoints: `x.state_dict()`, `x.load_state_dict(...)`, and torch's functions for both.
+
+Such a function is `get_state_dict(model, optimizers)` of `torch.distributed.checkpoint.state_dict`.
 """
 
 from __future__ import annotations

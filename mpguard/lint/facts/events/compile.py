@@ -1,6 +1,4 @@
-"""Events of compilation: `torch.compile`, `model.compile`, a dynamo option; and compilation by a decorator or launch
-config.
-"""
+"""Events of compilation: `torch.compile`, `model.compile`, a dynamo option, a decorator or a launch config."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ EventKind = Literal[
     "framework",  # a backward pass that a framework runs: `accelerator.backward(loss)`
     "get_scale",  # the scale of a GradScaler is read
     "initialize",  # `deepspeed.initialize`
-    "load",  # `from_pretrained` and its kin; `dtypes`
+    "load",  # `from_pretrained` and similar loaders; `dtypes`
     "policy",  # FSDP's `MixedPrecision` or `MixedPrecisionPolicy` is created; `dtypes` of the parameters
     "prepare",  # `accelerator.prepare`
     "restore",  # `x.load_state_dict(...)`, or torch.distributed.checkpoint's functions for it
@@ -128,8 +128,9 @@ def called(facts: Facts, *wanted: str) -> Iterator[Call]:
 
 
 def created(facts: Facts, kind: EventKind) -> Iterator[Event]:
-    """Yield the calls that create an object of a kind; not methods and functions, whose names begin with a small
-    letter.
+    """Yield the calls that create an object of a kind.
+
+    Methods and functions, whose names begin with a small letter, are excluded.
     """
     for name, calls in facts.calls.items():
         small = name[:1].islower()

@@ -1,5 +1,6 @@
-"""Translates test expressions into conditions over flags: `args.fp16 and not cpu`, `dtype == "bf16"`,
-`p in ("16", "bf16")`.
+"""Translates test expressions into conditions over flags.
+
+Examples: `args.fp16 and not cpu`, `dtype == "bf16"`, `p in ("16", "bf16")`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ class Conditions:
         self._formulas: dict[cst.CSTNode, Condition] = {}
 
     def name(self, key: str, node: cst.CSTNode, holder: Scope, scope: Scope) -> None:
-        """Record a name that is bound to a condition (`use_amp = args.fp16 and cuda`): from here on it stands
-        for that.
+        """Record a name that is bound to a condition (`use_amp = args.fp16 and cuda`).
+
+        From here on the name stands for that condition.
         """
         if not _is_formula(node):
             return

@@ -1,5 +1,6 @@
-"""Constant flags: names that a file binds once, to a literal such as `HALF = False`. Paths that contradict them are
-unreachable.
+"""Constant flags: names that a file binds once, to a literal such as `HALF = False`.
+
+Paths that contradict them are unreachable.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def apply_constant_flags(walker: Indexer) -> None:
 
 
 def _constant_flags(scopes: list[Scope]) -> dict[str, bool]:
-    """Return the names that are bound only to Boolean literals of one truth value, and are no attribute or parameter
-    anywhere.
+    """Return the names that are bound only to Boolean literals of one truth value.
+
+    They are not an attribute or a parameter anywhere.
     """
     truths: dict[str, set[bool | None]] = {}
     for scope in scopes:

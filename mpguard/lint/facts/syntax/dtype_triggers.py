@@ -2,8 +2,9 @@
 
 
 def _creation_patterns(*dtypes: bytes) -> tuple[bytes, ...]:
-    """Return the ways in which code uses a dtype to create or cast a tensor; not those that test one
-    (`x.dtype in (torch.float16, ...)`).
+    """Return the ways in which code uses a dtype to create or cast a tensor.
+
+    Those that test one (`x.dtype in (torch.float16, ...)`) are excluded.
     """
     ways = (b"dtype=", b" = ", b"else ", b"return ", b"(", b".to(", b".type(", b", ")
     ends = {b"(": b")", b", ": b")"}

@@ -31,8 +31,9 @@ _NAME = re.compile(r"[^\W\d]\w*")
 
 
 def chunks_by_name(chunks: tuple[Chunk, ...]) -> dict[str, list[Chunk]]:
-    """Return the statements that may bind each name: a definition binds its own, any other statement those that it
-    contains.
+    """Return the statements that may bind each name.
+
+    A definition binds its own name, any other statement those that it contains.
     """
     found: dict[str, list[Chunk]] = {}
     for chunk in chunks:
@@ -82,8 +83,9 @@ def is_table(chunk: Chunk) -> bool:
 
 
 def skip_irrelevant_methods(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-    """Skip the irrelevant methods of large classes: those without a relevant word that neither call nor are called by
-    relevant ones.
+    """Skip the irrelevant methods of large classes.
+
+    These contain no relevant word, and neither call relevant methods nor are called by them.
     """
     left = {
         method: chunk

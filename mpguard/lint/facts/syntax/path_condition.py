@@ -187,8 +187,9 @@ def _joined(one: PathCondition, other: PathCondition) -> PathCondition:
 
 @functools.lru_cache(1 << 14)
 def _consistent(conditions: PathCondition) -> bool:
-    """True unless unit propagation finds a contradiction: literals that the conditions force are assigned until none is
-    new or a condition is false.
+    """True unless unit propagation finds a contradiction.
+
+    Literals that the conditions force are assigned until none is new or a condition is false.
     """
     known: dict[str, dict[object, object]] = {}
     pending = list(conditions)
@@ -219,9 +220,7 @@ def _consistent(conditions: PathCondition) -> bool:
 
 
 def _literal(condition: Condition, known: Known) -> tuple[Flag, bool] | All | None:
-    """Return what an undecided condition forces: a flag with its truth value, a conjunction, or None for
-    nothing yet.
-    """
+    """Return what an undecided condition forces: a flag with its truth value, a conjunction, or None."""
     if isinstance(condition, Flag):
         return condition, True
     if isinstance(condition, Not) and isinstance(condition.inner, Flag):

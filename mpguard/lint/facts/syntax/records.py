@@ -1,8 +1,8 @@
-"""Records: what the index of a file contains - scopes, and in them bindings, calls, uses of names, `with` items and
-returns.
+"""Records: what the index of a file contains.
 
-A record is syntactic and in order of evaluation; no name is resolved. Each has its path condition (`guard`: the
-conditions over flags under which it is executed), the enclosing `with` items and loops, and its scope.
+These are scopes, and in them bindings, calls, uses of names, `with` items and returns. A record is syntactic and in
+order of evaluation; no name is resolved. Each has its path condition (`guard`: the conditions over flags under which it
+is executed), the enclosing `with` items and loops, and its scope.
 """
 
 from __future__ import annotations

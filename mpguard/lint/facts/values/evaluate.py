@@ -47,12 +47,12 @@ _LIMIT_REACHED = object()
 
 
 class _Search:
-    """The state of one evaluation across the modules of a linted file: the expressions being evaluated, outermost
-    first.
+    """The state of one evaluation across the modules of a linted file.
 
-    cuts: the expressions (or `_LIMIT_REACHED`) because of which a result since the last reset is incomplete: a cycle,
-    or a limit. Such a result may be more precise when it is requested by itself, so it is cached only as long as these
-    expressions are being evaluated, and not for a request at a lower depth (`partial`).
+    It holds the expressions being evaluated, outermost first. cuts: the expressions (or `_LIMIT_REACHED`) because of
+    which a result since the last reset is incomplete: a cycle, or a limit. Such a result may be more precise when it is
+    requested by itself, so it is cached only as long as these expressions are being evaluated, and not for a request at
+    a lower depth (`partial`).
     """
 
     def __init__(self) -> None:
@@ -63,8 +63,9 @@ class _Search:
 
 
 class Values:
-    """Evaluates the expressions of one file. Results are cached unless they are incomplete because of the calling
-    context.
+    """Evaluates the expressions of one file.
+
+    Results are cached unless they are incomplete because of the calling context.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -222,8 +223,9 @@ class Values:
         return None
 
     def _starred(self, path: str) -> Alternatives:
-        """Return the alternatives of a name that a module imported with `*` binds, directly or by a `*` import of its
-        own.
+        """Return the alternatives of a name that a module imported with `*` binds.
+
+        It binds the name directly, or by a `*` import of its own.
         """
         seen = {self.facts}
         pending = _starred(self.facts)
@@ -473,8 +475,9 @@ class Values:
         return (Alternative(ALWAYS, Object(kind, call, path)),) if kind else NOTHING_KNOWN
 
     def _getattr(self, call: Call) -> Alternatives:
-        """Evaluate `getattr`: of `torch.optim` with an unknown name it is some optimizer; with a literal name, that
-        attribute.
+        """Evaluate `getattr`.
+
+        Of `torch.optim` with an unknown name it is some optimizer; with a literal name, that attribute.
         """
         owners, name = self.evaluate(call.argument(0), call.scope, call.order), constant(call.argument(1))
         if name is not None and isinstance(name[0], str):

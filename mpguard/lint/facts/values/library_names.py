@@ -169,8 +169,9 @@ _MOVED = (
 
 
 def kind_of(path: str) -> str:
-    """Return the kind of object that a call of this name creates: `optimizer`, `scaler`, `autocast`, `model` ...; "" if
-    unknown.
+    """Return the kind of object that a call of this name creates; "" if unknown.
+
+    Kinds are `optimizer`, `scaler`, `autocast`, `model` ...
     """
     last = path.rsplit(".", 1)[-1]
     root = path.split(".", 1)[0]

@@ -54,8 +54,9 @@ def dtype_options(facts: Facts) -> list[Option]:
 
 
 def forgotten_dtypes(facts: Facts) -> dict[Call, Option]:
-    """Return the CUDA autocasts without a dtype (so FP16) in a file whose option or constant selects BF16, each with
-    that option.
+    """Return the CUDA autocasts without a dtype (so FP16) in a file whose option or constant selects BF16.
+
+    Each is returned with that option.
     """
     found = [event.call for event in facts.events("autocast") if _default_fp16(event, facts)]
     options = dtype_options(facts) if found else []

@@ -88,8 +88,9 @@ class TensorDtypes:
         return next((each for each in self.of(node, at) if each.dtype in wanted), None)
 
     def by_hand(self, node: cst.CSTNode | None, at: Record) -> TensorDtype | None:
-        """Return the low-precision dtype of an expression that was cast or created explicitly, where no autocast is
-        active.
+        """Return the low-precision dtype of an expression that was cast or created explicitly.
+
+        None where an autocast is active.
         """
         found = self.low(node, at)
         if (
@@ -202,8 +203,9 @@ class TensorDtypes:
         return tuple(found)
 
     def _buffer(self, name: str, at: Record) -> tuple[TensorDtype, ...]:
-        """Return the dtypes of an attribute set by `register_buffer("name", tensor)`; an FP32 one may be cast with the
-        module, so only low precision is known.
+        """Return the dtypes of an attribute set by `register_buffer("name", tensor)`.
+
+        An FP32 one may be cast with the module, so only low precision is known.
         """
         found: list[TensorDtype] = []
         for call in self.facts.calls.get("register_buffer", ()):
@@ -267,8 +269,9 @@ class TensorDtypes:
     # -- operations ---------------------------------------------------------------------------------
 
     def is_method(self, call: Call) -> bool:
-        """True if a call is a method of an object that is no library module and no known function: presumably
-        a tensor.
+        """True if a call is a method of an object that is presumably a tensor.
+
+        The object is neither a library module nor a known function.
         """
         return call.receiver is not None and not any(
             isinstance(each.atom, (Ref, Function)) for each in self.facts.evaluate(call.func, call)
@@ -425,8 +428,9 @@ class TensorDtypes:
         return self.record(node) or at
 
     def record(self, node: cst.CSTNode) -> Record | None:
-        """Return a record for an expression that has none of its own: a copy of that of the first name or
-        call in it.
+        """Return a record for an expression that has none of its own.
+
+        It is a copy of that of the first name or call in it.
         """
         if self._records is None:
             self._records = {call.node: call for scope in self.facts.index.scopes for call in scope.calls}

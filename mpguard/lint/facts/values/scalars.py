@@ -47,8 +47,9 @@ class Number:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScalarUse:
-    """A number that is combined with a tensor. kind: `fill`, `clamp`, `where`, `item`, `add` or `scale`; `name`: the
-    function or operator.
+    """A number that is combined with a tensor.
+
+    kind: `fill`, `clamp`, `where`, `item`, `add` or `scale`. name: the function or operator.
     """
 
     kind: Literal["fill", "clamp", "where", "item", "add", "scale"]

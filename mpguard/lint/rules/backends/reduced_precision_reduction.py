@@ -17,7 +17,7 @@ class ReducedPrecisionReduction(Rule):
     ## Why is this bad
     With the first, cuBLAS accumulates products in FP16: sums beyond 65504 become inf, and long sums lose their last
     terms. The second, torch's default, allows the partial sums of split products to be added in FP16. Setting it
-    explicitly is no error, but a training run that overflows in FP16 should try `False` first.
+    explicitly is not an error, but a training run that overflows in FP16 should try `False` first.
 
     ## Known limits
     Preview: both are legitimate for speed if the values are known to be small.

@@ -18,13 +18,13 @@ class BackendSpelling(ConfigRule):
     on the command line accepts only the lower-case words, and although accelerate's own template writes `MS-AMP`.
 
     ## Fix safety
-    Safe: the intended backend in accelerate's spelling. There is no fix for a word that is no backend.
+    Safe: the intended backend in accelerate's spelling. There is no fix for a word that is not a backend.
     """
 
     code, name = "MPG803", "backend-spelling"
     severity = "error"
     message = (
-        "`{written}` is no FP8 backend, and the workers stop; accelerate accepts `TE`, `AO` and `MSAMP` in capitals"
+        "`{written}` is not an FP8 backend, and the workers stop; accelerate accepts `TE`, `AO` and `MSAMP` in capitals"
     )
     kinds = ("accelerate",)
     triggers = (any_of(b"fp8_config"), any_of(b"backend"))

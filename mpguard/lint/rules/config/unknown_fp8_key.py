@@ -33,7 +33,7 @@ class UnknownFp8Key(ConfigRule):
     Under `DEEPSPEED` nothing reads `dynamo_config`: the launcher sets no variable for it, and nothing is compiled.
 
     `mpguard_recipe` and `mpguard_overrides` in `fp8_config` are read by mpguard. Other names with that prefix, and
-    overrides that are no field of a policy, are not read either.
+    overrides that are not fields of a policy, are not read either.
 
     ## Fix safety
     Safe: the key is renamed to the one that is read, if it is clear which one is intended and it is not already

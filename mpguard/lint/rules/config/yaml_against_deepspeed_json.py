@@ -40,7 +40,7 @@ class YamlAgainstDeepspeedJson(ConfigRule):
     If `distributed_type` is not DEEPSPEED, nothing reads the DeepSpeed file: of two precisions the one of the YAML
     applies, whatever the file sets.
 
-    `--mixed_precision bf16` on the launch line is no key, and is accepted. Against `"bf16": {"enabled": false}` the
+    `--mixed_precision bf16` on the launch line is not a key, and is accepted. Against `"bf16": {"enabled": false}` the
     file wins without a warning: accelerate compares only the other dtype, and the run is FP32.
 
     ## Known limits

@@ -207,7 +207,7 @@ def main(model, loader):
         }
 
     def _trains(self, made: Call, facts: Facts) -> bool:
-        """True if `fit` or `backward` of the object is called, in code that is no test and has no adapters."""
+        """True if `fit` or `backward` of the object is called, in code that is not a test and has no adapters."""
         if facts.is_inference(made):
             return False
         for scope in facts.index.scopes:

@@ -6,5 +6,5 @@
     launch    launch lines of shell scripts, Makefiles, workflows and READMEs
     config    YAML and JSON
 
-They import what is expensive (libcst, the facts, PyYAML) when a file needs it: most files do not.
+PyYAML and config readers are imported when a file needs them.
 """

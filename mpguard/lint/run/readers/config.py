@@ -1,4 +1,4 @@
-"""YAML and JSON: configs of accelerate, DeepSpeed and axolotl. Most YAML and JSON is neither, and is passed over."""
+"""YAML and JSON: configs of accelerate, DeepSpeed and axolotl. Most YAML and JSON is neither, and is skipped."""
 
 from __future__ import annotations
 

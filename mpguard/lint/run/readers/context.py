@@ -1,5 +1,4 @@
-"""What the check of one file needs, whatever its kind: the file, its rules, its surroundings; and what becomes of the
-rules' diagnostics."""
+"""`Context`: the file, rules and project for the check of one file, and the processing of the rules' diagnostics."""
 
 from __future__ import annotations
 

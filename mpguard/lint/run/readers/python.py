@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.model import suppressions
 from mpguard.lint.model.finding import Lines
 from mpguard.lint.model.result import SYNTAX, Defect, FileCheck
 from mpguard.lint.model.rule import ConfigRule, Diagnostic, Rule
 from mpguard.lint.run import prefilter, runner
 from mpguard.lint.run.readers.context import Context, RuleOutput, not_checked, replaced_text
+from mpguard.lint.source.source import Source
+from mpguard.lint.source.text import Unparsable
 
 if TYPE_CHECKING:
     from mpguard.document import Document
-    from mpguard.lint.facts.file import Facts
 
 
 def check(data: bytes, context: Context) -> FileCheck:
@@ -30,17 +32,12 @@ def check(data: bytes, context: Context) -> FileCheck:
     if not rules and not dict_rules and not has_suppressions and not strict:
         return not_checked()
 
-    from mpguard.lint.source.source import Source
-    from mpguard.lint.source.text import Unparsable
-
     diagnostics: list[Diagnostic] = []
     defects: list[Defect] = []
     try:
         parse = bool(rules or dict_rules) or strict
         source = Source.parse(data, context.path, check_syntax=strict) if parse else Source(data, context.path)
         if rules or dict_rules:
-            from mpguard.lint.facts.file import Facts
-
             if context.trees is not None:
                 source.tree_of = context.trees.begin(source.path).parse
             facts = Facts(source, context.project)
@@ -75,8 +72,6 @@ def _check_dicts(
     rules: list[type[ConfigRule]], facts: Facts, context: Context
 ) -> tuple[list[Diagnostic], list[Defect]]:
     """Run config rules on the DeepSpeed configs that are dicts in Python code."""
-    from mpguard.lint.source.text import Unparsable
-
     diagnostics: list[Diagnostic] = []
     defects: list[Defect] = []
     try:
@@ -101,8 +96,6 @@ def _config_dicts(facts: Facts) -> list[Document]:
 
 def _unparsable(data: bytes, context: Context, error: Exception) -> FileCheck:
     """Report that a file cannot be parsed."""
-    from mpguard.lint.source.text import Unparsable
-
     message = error.message if isinstance(error, Unparsable) else "parse limit: the code is nested too deeply"
     line, column = (error.line, error.column) if isinstance(error, Unparsable) else (1, 1)
     lines = Lines(replaced_text(data))
@@ -116,9 +109,6 @@ def _unparsable(data: bytes, context: Context, error: Exception) -> FileCheck:
 
 def _python_error(error: Exception, data: bytes, path: str) -> Exception:
     """Return Python's own syntax error, if it has one, in place of that of a statement which did not parse."""
-    from mpguard.lint.source.source import Source
-    from mpguard.lint.source.text import Unparsable
-
     try:
         if isinstance(error, Unparsable) and error.path:
             Source(data, path).check_syntax()
