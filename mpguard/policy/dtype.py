@@ -48,12 +48,12 @@ class Dtype(Enum):
     def smallest_normal(self) -> float:
         """The smallest positive normal number, as `torch.finfo(dtype).smallest_normal`."""
         exponent = self.bits - 1 - self.mantissa
-        return 2.0 ** (2 - 2 ** (exponent - 1))
+        return float(2.0 ** (2 - 2 ** (exponent - 1)))
 
     @property
     def largest_exact_integer(self) -> int:
         """The integer up to which all integers are represented exactly: 2048 for FP16, 256 for BF16."""
-        return 2 ** (self.mantissa + 1)
+        return 1 << (self.mantissa + 1)
 
     @property
     def label(self) -> str:

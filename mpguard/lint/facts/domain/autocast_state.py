@@ -120,8 +120,9 @@ class AutocastStates:
 
     @functools.cached_property
     def _mentions_no_autocast(self) -> bool:
-        """True if nothing in the file mentions autocast. A script is analysed on its own; a module's `forward` depends
-        on its callers only.
+        """True if nothing in the file mentions autocast.
+
+        A script is analysed on its own; a module's `forward` depends on its callers only.
         """
         return not _MENTIONS_AUTOCAST.search(self.facts.source.text)
 

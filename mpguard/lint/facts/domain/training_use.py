@@ -44,8 +44,6 @@ _QUANTIZES = ("quantization_config", "load_in_8bit", "load_in_4bit")
 #: Arguments of a Trainer that add adapters to its model or replace its optimizer; arguments of its settings that shard.
 _OTHER_OPTIMIZER = ("peft_config", "optimizers", "optimizer_cls_and_kwargs")
 _SHARDING_ARGUMENTS = frozenset({"deepspeed", "fsdp", "fsdp_config"})
-#: Optimizers of a Trainer that update the weights directly.
-_PLAIN = re.compile(r"(?:paged_)?(?:adamw|lion|sgd|rmsprop|adagrad)(?:_torch|_hf|_fused|_bnb|_8bit|_32bit)*$")
 #: Profiler markers: a script that contains one only measures.
 _PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
 
@@ -455,10 +453,14 @@ class TrainingUse:
                 found.append(call)
         return found
 
-    def arguments(self, node: cst.BaseExpression, at: Call) -> Call | None: """Return the only call of
-    `TrainingArguments`, or of a class like it, that an expression comes from, or None.""" records = [ record for record
-    in self.facts.flow.backward(node, at, depth=2) if isinstance(record, Call) and record.name.endswith(("Arguments",
-    "Config", "Args")) ] return records[0] if len(records) == 1 else None
+    def arguments(self, node: cst.BaseExpression, at: Call) -> Call | None:
+        """Return the only call of `TrainingArguments`, or of a similar class, that an expression comes from, or None."""
+        records = [
+            record
+            for record in self.facts.flow.backward(node, at, depth=2)
+            if isinstance(record, Call) and record.name.endswith(("Arguments", "Config", "Args"))
+        ]
+        return records[0] if len(records) == 1 else None
 
 
 def _only_counts(loop: cst.For) -> bool:
@@ -471,4 +473,8 @@ def _is_plain_name(literal: tuple[object] | None) -> bool:
 
     A value that is not a literal may be any optimizer.
     """
-    return literal is not None and isinstance(literal[0], str) and bool(_PLAIN.match(literal[0]))
+    return (
+        literal is not None
+        and isinstance(literal[0], str)
+        and bool(library_names.TRAINER_PLAIN_OPTIMIZERS.match(literal[0]))
+    )

@@ -34,7 +34,7 @@ _NO_RESULT = frozenset({"__init__", "forward", "__call__"})
 _SAME = library_names.SAME | {"parameters", "named_parameters", "module", "values"}
 #: Functions that return their argument, or an object made of it.
 _RETURNS_ARGUMENT = frozenset({
-    "unwrap_model", "compile", "list", "tuple", "filter", "chain", "get_peft_model", "DistributedDataParallel", "DDP",
+    "unwrap_model", "compile", "list", "tuple", "filter", "chain", library_names.ADDS_ADAPTERS, "DistributedDataParallel", "DDP",
     "extract_model_from_parallel", "iter", "sorted",
 })  # fmt: skip
 #: Names of flags under which one of several frameworks may run the training loop.

@@ -28,30 +28,12 @@ def _plain_backward(facts: Facts, call: Call) -> bool:
     """True for `loss.backward()`, as opposed to `engine.backward(loss)` and that of an autograd function."""
     if call.positional and constant(call.positional[0]) is None and not isinstance(call.positional[0], cst.Call):
         return False
-    if dotted(call.receiver).split(".")[-1] in (
-        "self",
-        "super",
-        "ctx",
-        "optimizer",
-        "engine",
-        "accelerator",
-        "fabric",
-    ):
+    if dotted(call.receiver).split(".")[-1] in {"self", "super", "ctx", *library_names.FRAMEWORK_RECEIVERS}:
         return False
     if isinstance(call.receiver, cst.Call) and dotted(call.receiver.func) == "super":
         return False
     kinds = facts.kinds(call.receiver, call)
-    return not kinds & {
-        "engine",
-        "accelerator",
-        "trainer",
-        "fabric",
-        "model",
-        "framework",
-        "optimizer",
-        "own",
-        "scaler",
-    }
+    return not kinds & (library_names.RUNS_BACKWARD | {"trainer", "model", "framework", "optimizer", "own", "scaler"})
 
 
 @finds("framework")

@@ -1,8 +1,8 @@
 """What the names of the libraries stand for: dtypes, and the kind of object that a call creates.
 
 Names are the full dotted names that imports give (`torch.cuda.amp.autocast`), whatever local name a file uses. Only the
-general APIs of torch, Accelerate, DeepSpeed, Transformers, Transformer Engine, torchao and apex are here; words of
-single projects are in `project_words.py`.
+general APIs of torch, Accelerate, DeepSpeed, Transformers, Transformer Engine, torchao, apex, peft and Lightning are
+here; words of single projects are in `project_words.py`.
 """
 
 from __future__ import annotations
@@ -83,6 +83,18 @@ MAKES_MODEL = re.compile(
 PARALLEL = project_words.PARALLEL_WRAPPERS | {
     "DistributedDataParallel", "FullyShardedDataParallel", "FSDP", "DDP", "fully_shard",
 }  # fmt: skip
+#: Names of objects of frameworks whose `backward` takes the loss.
+FRAMEWORK_RECEIVERS = frozenset({"optimizer", "engine", "accelerator", "fabric"})
+#: Kinds of objects whose methods run a backward pass.
+RUNS_BACKWARD = frozenset({"accelerator", "engine", "fabric"})
+#: Names of adapters (of peft and similar libraries), which train their own weights.
+ADAPTER_NAMES = re.compile(r"(?i)lora|peft|adapter")
+#: peft's function that adds adapters to a model and returns the model.
+ADDS_ADAPTERS = "get_peft_model"
+#: Optimizers of a Trainer of transformers (`optim=`) that update the weights directly.
+TRAINER_PLAIN_OPTIMIZERS = re.compile(
+    r"(?:paged_)?(?:adamw|lion|sgd|rmsprop|adagrad)(?:_torch|_hf|_fused|_bnb|_8bit|_32bit)*$"
+)
 WRAPPERS = PARALLEL | project_words.MODEL_WRAPPERS | {"DataParallel", "convert_sync_batchnorm", "weight_norm"}
 #: Modules of libraries whose classes are models or layers.
 MODEL_ROOTS = ("torch.nn.", "torchvision.models.", "transformer_engine.pytorch.", *project_words.MODEL_PACKAGES)

@@ -11,8 +11,6 @@ _AFTER = frozenset({
     "item", "detach", "cpu", "mean", "append", "add_scalar", "log", "info", "debug", "print", "write", "format", "len",
     "int", "float", "str", "range", "set_postfix", "set_description", "get_last_lr", "get_scale", "synchronize", "time",
 })  # fmt: skip
-#: Kinds of objects whose methods run a backward pass.
-_RUNS = frozenset({"accelerator", "engine", "fabric"})
 #: Names of helpers in other modules that are searched for a backward pass. Limited by name: each costs a file to read.
 _HELPER = re.compile(r"(?i)backward|scaler$")
 #: A function with more callers than these is not checked: the work grows with each caller.
@@ -246,7 +244,7 @@ for x in loader:
         return None
 
     def _runs_backward(self, event: Event, facts: Facts) -> bool:
-        return bool(facts.kinds(event.subject, event.call) & _RUNS)
+        return bool(facts.kinds(event.subject, event.call) & library_names.RUNS_BACKWARD)
 
     def _region(self, call: Call, facts: Facts, depth: int = 3) -> Region | None:
         """Return the region around a call, or else one that surrounds all calls of its function."""

@@ -101,7 +101,7 @@ fp8_config: {backend: TE}
             yield self.at(entry, notes=notes, gpu=gpu, has=".".join(map(str, has)))
 
 
-def _capability(gpu: str) -> tuple[int, int] | None:
+def _capability(gpu: str) -> tuple[int, ...] | None:
     try:
         return _K80 if gpu == "K80" else named(gpu).capability
     except PolicyError:

@@ -1,9 +1,22 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Call, Constant, Diagnostic, Dtype, Facts, Good, Note, Object, Rule, aliases, any_of
+from mpguard.lint import (
+    Bad,
+    Call,
+    Constant,
+    Diagnostic,
+    Dtype,
+    Facts,
+    Good,
+    Note,
+    Object,
+    Rule,
+    aliases,
+    any_of,
+    library_names,
+)
 
 _ROOTS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "lightning_pytorch"})
 _RUNNERS = ("Trainer", "Fabric")
@@ -22,8 +35,6 @@ _BEFORE_2 = frozenset({
     "checkpoint_callback", "progress_bar_refresh_rate", "resume_from_checkpoint", "auto_lr_find", "terminate_on_nan",
     "auto_select_gpus", "auto_scale_batch_size", "replace_sampler_ddp", "flush_logs_every_n_steps",
 })  # fmt: skip
-#: Adapters train their own weights, which may have another dtype.
-_ADAPTERS = re.compile(r"(?i)lora|peft|adapter")
 
 
 class LightningPrecision(Rule):
@@ -211,7 +222,7 @@ def main(model, loader):
         if facts.is_inference(made):
             return False
         for scope in facts.index.scopes:
-            if any(_ADAPTERS.search(key) for key in (*scope.bindings, *scope.uses, scope.name)):
+            if any(library_names.ADAPTER_NAMES.search(key) for key in (*scope.bindings, *scope.uses, scope.name)):
                 return False
         return any(
             isinstance(each.atom, Object) and each.atom.call is made
