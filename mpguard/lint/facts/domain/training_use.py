@@ -454,7 +454,7 @@ class TrainingUse:
         return found
 
     def arguments(self, node: cst.BaseExpression, at: Call) -> Call | None:
-        """Return the only call of `TrainingArguments`, or of a similar class, that an expression comes from, or None."""
+        """Return the only call of `TrainingArguments`, or of a similar class, that an expression is from, or None."""
         records = [
             record
             for record in self.facts.flow.backward(node, at, depth=2)

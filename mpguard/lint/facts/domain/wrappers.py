@@ -34,8 +34,8 @@ _NO_RESULT = frozenset({"__init__", "forward", "__call__"})
 _SAME = library_names.SAME | {"parameters", "named_parameters", "module", "values"}
 #: Functions that return their argument, or an object made of it.
 _RETURNS_ARGUMENT = frozenset({
-    "unwrap_model", "compile", "list", "tuple", "filter", "chain", library_names.ADDS_ADAPTERS, "DistributedDataParallel", "DDP",
-    "extract_model_from_parallel", "iter", "sorted",
+    "unwrap_model", "compile", "list", "tuple", "filter", "chain", library_names.ADDS_ADAPTERS,
+    "DistributedDataParallel", "DDP", "extract_model_from_parallel", "iter", "sorted",
 })  # fmt: skip
 #: Names of flags under which one of several frameworks may run the training loop.
 _FRAMEWORK_FLAG = re.compile(r"(?i)accelerat|distributed_type|deepspeed|use_ds|backend|strategy")

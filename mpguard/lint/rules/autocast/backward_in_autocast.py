@@ -3,7 +3,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Call, Diagnostic, Event, Facts, Fix, Good, Note, Region, Rule, any_of, python_edits
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Fix,
+    Good,
+    Note,
+    Region,
+    Rule,
+    any_of,
+    library_names,
+    python_edits,
+)
 
 #: Calls that may follow a backward pass and need no autocast. The fix moves them out of the region too.
 _AFTER = frozenset({
