@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 
 #: What is known of a flag, by its name: None -> its truth value; a constant -> whether the flag equals it; `_IS` -> the
 #: constant that it equals.
-Known = Mapping[str, Mapping[object, object]]
+FlagValues = Mapping[str, Mapping[object, object]]
 _IS = object()
 #: A path condition of more conditions than this is not followed further; its value is unknown.
 MOST_CONDITIONS = 40
@@ -31,7 +31,7 @@ class Flag:
     equals: object = None
     leaves = 1
 
-    def value(self, known: Known) -> bool | None:
+    def value(self, known: FlagValues) -> bool | None:
         """Return the truth value under an assignment of flags; None if it is undecided."""
         values = known.get(self.name)
         if values is None:
@@ -54,7 +54,7 @@ class Not:
         """The number of occurrences of flags in the formula."""
         return self.inner.leaves
 
-    def value(self, known: Known) -> bool | None:
+    def value(self, known: FlagValues) -> bool | None:
         """Return the truth value under an assignment of flags; None if it is undecided."""
         found = self.inner.value(known)
         return None if found is None else not found
@@ -73,7 +73,7 @@ class _Parts:
 class All(_Parts):
     """Conjunction."""
 
-    def value(self, known: Known) -> bool | None:
+    def value(self, known: FlagValues) -> bool | None:
         """Return the truth value under an assignment of flags; None if it is undecided."""
         values = [part.value(known) for part in self.parts]
         return False if False in values else None if None in values else True
@@ -82,7 +82,7 @@ class All(_Parts):
 class Any(_Parts):
     """Disjunction."""
 
-    def value(self, known: Known) -> bool | None:
+    def value(self, known: FlagValues) -> bool | None:
         """Return the truth value under an assignment of flags; None if it is undecided."""
         values = [part.value(known) for part in self.parts]
         return True if True in values else None if None in values else False
@@ -95,7 +95,7 @@ class Fixed:
     truth: bool
     leaves = 1
 
-    def value(self, known: Known) -> bool | None:  # noqa: ARG002
+    def value(self, known: FlagValues) -> bool | None:  # noqa: ARG002
         """Return the known truth value."""
         return self.truth
 
@@ -219,7 +219,7 @@ def _consistent(conditions: PathCondition) -> bool:
             return True
 
 
-def _literal(condition: Condition, known: Known) -> tuple[Flag, bool] | All | None:
+def _literal(condition: Condition, known: FlagValues) -> tuple[Flag, bool] | All | None:
     """Return what an undecided condition forces: a flag with its truth value, a conjunction, or None."""
     if isinstance(condition, Flag):
         return condition, True
