@@ -71,7 +71,7 @@ def test_inject_takes_a_recipes_name_and_a_mapping_alone() -> None:
         mpguard.inject([], policy, "deepspeed")  # type: ignore[arg-type]
 
 
-def test_activate_knows_three_ways_to_enforce() -> None:
+def test_activate_accepts_three_enforce_values() -> None:
     with pytest.raises(mpguard.ConfigError, match="enforce is 'maybe'; it must be one of error, warn, off"):
         mpguard.activate("bf16_mixed", enforce="maybe")
 

@@ -91,9 +91,9 @@ def test_what_is_refused_is_refused_by_the_code() -> None:
             assert str(H200.refuses(policy_of(cell))) in cell["reason"]
         elif cell["state"] == "refused" and "FP8 parameters" in cell["recipe"]:
             assert cell["strategy"] not in ("plain", "DDP")
-            with pytest.raises(PolicyError) as said:
+            with pytest.raises(PolicyError) as raised:
                 require_supported("accelerate", policy_of(cell), matrix.STRATEGIES[cell["strategy"]])
-            assert str(said.value) == cell["reason"]
+            assert str(raised.value) == cell["reason"]
         elif cell["state"] == "refused":
             guard = Guard(Plan(policy_of(cell), strategy=matrix.STRATEGIES[cell["strategy"]]))
             with pytest.raises(NotInForce) as error:

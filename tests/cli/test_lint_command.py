@@ -132,7 +132,7 @@ def test_exit_zero_hides_findings_and_nothing_else(mpguard: Any) -> None:
         ([""], "one of the paths is empty; use `.` for the current folder"),
     ],
 )
-def test_what_cannot_run_is_2_and_says_why(mpguard: Any, arguments: list[str], message: str) -> None:
+def test_errors_exit_with_2_and_a_reason(mpguard: Any, arguments: list[str], message: str) -> None:
     Path("own.yaml").write_text("lr: 1\n")
     Path("notes.txt").write_text("notes")
     Path("broken.py").symlink_to("gone.py")
@@ -283,7 +283,7 @@ def test_an_empty_file_and_an_empty_folder(mpguard: Any) -> None:
     assert ran.err == f"mpguard: docs: {why}; nothing was checked there\n"
 
 
-def test_yaml_and_json_of_others_stay_silent_in_folders(mpguard: Any) -> None:
+def test_unrelated_yaml_and_json_in_folders_has_no_findings(mpguard: Any) -> None:
     Path("template.yaml").write_text("{{ if .Values.x }}\nkey: {{ .Values.y }}\n")
     Path("ci.yml").write_text("job: !reference [a, b]\njob: 2\n")
     Path("data.json").write_text('{"a": 1, "a": 2,}')
@@ -294,7 +294,7 @@ def test_yaml_and_json_of_others_stay_silent_in_folders(mpguard: Any) -> None:
     assert mpguard("lint").status == 1, "a config that was broken is reported wherever it is"
 
 
-def test_a_syntax_error_is_found_in_a_folder_where_it_is_asked_for(mpguard: Any) -> None:
+def test_a_syntax_error_in_a_folder_is_found_when_selected(mpguard: Any) -> None:
     Path("broken.py").write_text("def f(:\n")
     assert mpguard("lint").status == 0
     assert mpguard("lint", "--select", "MPG000").status == 1
@@ -306,7 +306,7 @@ def test_a_syntax_error_is_found_in_a_folder_where_it_is_asked_for(mpguard: Any)
 # -- formats ------------------------------------------------------------------------------------------
 
 
-def test_json_is_as_promised(mpguard: Any) -> None:
+def test_json_has_the_documented_form(mpguard: Any) -> None:
     Path("mp.yaml").write_text(WIZARD)
     ran = mpguard("lint", "--format", "json", "mp.yaml")
     report = json.loads(ran.out)
@@ -338,14 +338,14 @@ def test_json_is_as_promised(mpguard: Any) -> None:
     assert report["summary"]["codes"] == {"MPG801": 1}
 
 
-def test_json_without_findings_and_with_trouble_is_still_json(mpguard: Any) -> None:
+def test_json_without_findings_and_with_errors_is_still_json(mpguard: Any) -> None:
     Path("a.py").write_text("")
     ran = mpguard("lint", "--format", "json", "a.py", "gone.py")
     assert ran.status == 2
     assert json.loads(ran.out)["findings"] == []
 
 
-def test_full_marks_the_place_and_says_what_to_do(mpguard: Any) -> None:
+def test_full_marks_the_place_and_has_a_help_line(mpguard: Any) -> None:
     Path("mp.yaml").write_text("# é\n" + WIZARD + "use_cpu: true\n")
     ran = mpguard("lint", "mp.yaml")
     lines = ran.out.splitlines()
@@ -420,7 +420,7 @@ def test_a_terminal_gets_colours_unless_no_color() -> None:
         ({"FORCE_COLOR": ""}, False),
     ],
 )
-def test_colours_that_are_asked_for_come_in_a_pipe_too(
+def test_requested_colours_are_written_to_a_pipe_too(
     mpguard: Any, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], coloured: bool
 ) -> None:
     Path("mp.yaml").write_text(WIZARD)
@@ -451,7 +451,7 @@ def test_names_and_text_that_the_output_cannot_encode() -> None:
 # -- fixes on disk ------------------------------------------------------------------------------------
 
 
-def test_fix_writes_and_says_so(mpguard: Any) -> None:
+def test_fix_writes_and_reports_it(mpguard: Any) -> None:
     Path("mp.yaml").write_text(WIZARD)
     ran = mpguard("lint", "--fix", "mp.yaml")
     assert (ran.status, ran.out) == (0, "Fixed 1 problem in 1 file. No problems in 1 file.\n")
@@ -493,7 +493,7 @@ def test_stdin(mpguard: Any) -> None:
     assert ran.status == 2
 
 
-def test_a_read_only_file_is_said(mpguard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_file_is_reported(mpguard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, data: bytes) -> None:
         raise PermissionError(13, "the file is read-only", str(path))
 

@@ -72,12 +72,12 @@ def test_a_new_owner_takes_no_bits_away(tmp_path: Path) -> None:
     assert (stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid) == (0o6755, 1234, 2345)
 
 
-def test_bits_of_another_owner_are_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a file cannot be given back to its owner, it runs as nobody else; its group stays if it may."""
-    asked = []
+def test_setuid_bits_of_another_owner_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file whose owner cannot be restored loses its setuid bit; its group is restored where that is permitted."""
+    calls = []
 
     def refuse(path: Path, owner: int, group: int) -> None:
-        asked.append((owner, group))
+        calls.append((owner, group))
         raise PermissionError
 
     file = tmp_path / "train.py"
@@ -86,7 +86,7 @@ def test_bits_of_another_owner_are_not_taken_over(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "chown", refuse)
     write_atomically(file, b"new")
     assert stat.S_IMODE(file.stat().st_mode) == 0o751
-    assert asked == [(file.stat().st_uid, file.stat().st_gid), (-1, file.stat().st_gid)]
+    assert calls == [(file.stat().st_uid, file.stat().st_gid), (-1, file.stat().st_gid)]
 
 
 @pytest.mark.skipif(not hasattr(os, "setxattr"), reason="there are no extended attributes here")

@@ -1,4 +1,4 @@
-"""Every program in examples/ runs as its docstring says, with its mp.yaml, and is proven in force."""
+"""Every program in examples/ runs with the command in its docstring, with its mp.yaml, and is proven in force."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROGRAMS = {"torch": 1, "accelerate": 2, "trainer": 2, "deepspeed": 2, "fsdp2": 
 def command_of(program: Path) -> list[str]:
     """The command in a program's docstring."""
     found = re.search(r"^ *((?:mpguard launch|torchrun) .*)$", program.read_text(encoding="utf-8"), re.M)
-    assert found is not None, f"{program} says no command"
+    assert found is not None, f"{program} has no command in its docstring"
     return found[1].split()
 
 
@@ -40,11 +40,11 @@ def test_program_trains_and_is_proven(name: str) -> None:
         text=True,
         timeout=seconds(300),
     )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
     ranks = "1 process" if PROGRAMS[name] == 1 else f"all {PROGRAMS[name]} ranks"
-    assert f"step 1 proven in force on {ranks} · recipe bf16_mixed" in said
-    losses = [float(loss) for loss in re.findall(r"loss'?:? *'?(\d+\.\d+)", said)]
+    assert f"step 1 proven in force on {ranks} · recipe bf16_mixed" in output
+    losses = [float(loss) for loss in re.findall(r"loss'?:? *'?(\d+\.\d+)", output)]
     assert losses[-1] < min(5.0, losses[0]), f"a uniform guess is 5.55, the loss went {losses}"
 
 
@@ -55,7 +55,7 @@ def test_deepspeed_at_another_stage(tmp_path: Path) -> None:
     words = [BIN / "torchrun", "--nproc_per_node", "2", "-m", "mpguard.run", "--config", config]
     program = [EXAMPLES / "train_deepspeed.py", "--steps", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    told = []
+    outputs = []
     for more in ([], ["--deepspeed_config", tmp_path / "ds_config.json"]):
         done = subprocess.run(
             [*words, *program, *more],
@@ -65,9 +65,9 @@ def test_deepspeed_at_another_stage(tmp_path: Path) -> None:
             text=True,
             timeout=seconds(300),
         )
-        told.append((done.returncode, done.stdout + done.stderr))
-    assert told[0][0] == 1 and "engine: deepspeed-zero2; asked: deepspeed-zero3" in told[0][1], told[0][1]
-    assert told[1][0] == 0 and "proven in force on all 2 ranks" in told[1][1], told[1][1]
+        outputs.append((done.returncode, done.stdout + done.stderr))
+    assert outputs[0][0] == 1 and "engine: deepspeed-zero2; asked: deepspeed-zero3" in outputs[0][1], outputs[0][1]
+    assert outputs[1][0] == 0 and "proven in force on all 2 ranks" in outputs[1][1], outputs[1][1]
 
 
 def test_the_mistakes_are_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`compile: auto` through a whole launch: what is chosen is said, and is what runs."""
+"""`compile: auto` through a whole launch: the choice is reported, and is what runs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ CURRENT = "fp8: hybrid, fp8_recipe: tensorwise"
 
 @pytest.mark.parametrize("loop", ["accelerated.py", "loop.py"])
 @pytest.mark.parametrize(
-    ("fields", "compiled", "says"),
+    ("fields", "compiled", "expected"),
     [
         (f"{CURRENT}, backend: torchao", "compiled", "compile: auto is on here"),
         (f"{CURRENT}, backend: te", "not compiled", ""),
         ("fp8: hybrid, fp8_recipe: delayed", "not compiled", ""),
     ],
 )
-def test_auto(tmp_path: Path, fields: str, compiled: str, says: str, loop: str) -> None:
+def test_auto(tmp_path: Path, fields: str, compiled: str, expected: str, loop: str) -> None:
     """With an Accelerator, and in a loop of one's own."""
     run, made = launched(tmp_path, fields, loop)
     rows = {row["name"]: row["found"] for row in made["rows"]}
     assert made["verdict"] == "in force" and rows["compile"] == compiled
-    assert says in run.stderr if says else "compile: auto" not in run.stderr
+    assert expected in run.stderr if expected else "compile: auto" not in run.stderr
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from paths import PROGRAMS
-from processes import command, results, told, torchrun
+from processes import command, results, transcript, torchrun
 from test_convert_te import POLICIES, TE, Model, fp8_share, model, train
 from torch import nn
 
@@ -194,8 +194,8 @@ def test_ddp_begins_with_exact_weights(name: str, one_rank: None) -> None:
 @pytest.mark.parametrize("order", ["convert", "guard"])
 @pytest.mark.parametrize("name", TE)
 def test_ranks_that_begin_with_weights_of_their_own_train_one_model(name: str, order: str, tmp_path: Path) -> None:
-    run = torchrun(PROGRAMS / "kept_ddp.py", name, order, cwd=tmp_path)
-    assert run.returncode == 0, told(run)
+    run = torchrun(PROGRAMS / "fp8_weights_ddp.py", name, order, cwd=tmp_path)
+    assert run.returncode == 0, transcript(run)
     first, second = results(run)
     assert first["own"] != second["own"] and first["begun"] == second["begun"] in (first["own"], second["own"])
     assert first["ended"] == second["ended"] and first["rounded"] == second["rounded"]
@@ -223,16 +223,17 @@ def test_fsdp2_is_refused_at_the_first_forward_pass(name: str, one_rank: None) -
 
 
 def test_what_cannot_keep_them_is_refused_by_the_guard_before_training(tmp_path: Path) -> None:
-    run = command(Path(sys.executable).name, PROGRAMS / "kept_refused.py", cwd=tmp_path, DS_ACCELERATOR="cuda")
+    run = command(Path(sys.executable).name, PROGRAMS / "fp8_weights_refused.py", cwd=tmp_path, DS_ACCELERATOR="cuda")
     found = {each["attempt"]: each for each in results(run)}
     reasons = {
         "adamw": "AdamW has no FP32 master weights", "no masters": "FusedAdam was created without FP32 master weights",
         **{name: f"not supported under {name} with fp8_recipe tensorwise (te)" for name in ("fsdp1", "fsdp2")},
         "deepspeed": "not supported under DeepSpeed", "accelerate": "nothing does so under fsdp2",
     }  # fmt: skip
-    assert found.keys() == reasons.keys(), told(run)
+    assert found.keys() == reasons.keys(), transcript(run)
     for name, reason in reasons.items():
-        assert reason in found[name]["said"] and "mpguard_overrides: {fp8_param: null}" in found[name]["said"], found
+        message = found[name]["message"]
+        assert reason in message and "mpguard_overrides: {fp8_param: null}" in message, found
         assert found[name]["plain"] or name == "no masters", found
 
 

@@ -20,7 +20,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from paths import PROGRAMS
-from processes import command, free_port, results, told
+from processes import command, free_port, results, transcript
 
 import mpguard
 from mpguard.nn.fp8.amax_history import KEY
@@ -49,7 +49,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     engines = KEPT_IN_FP8 if request.param.endswith("kept") else ENGINES
     words = (*launcher, PROGRAMS / "resume.py", request.param, *engines)
     run = command(Path(sys.executable).name, *words, cwd=folder, timeout=seconds(550), **fixed)
-    assert run.returncode == 0, told(run)
+    assert run.returncode == 0, transcript(run)
     return {"policy": request.param, **{each["engine"]: each for each in results(run)}}
 
 
@@ -61,17 +61,17 @@ def test_a_resumed_run_continues_bit_for_bit(runs: dict[str, Any], engine: str) 
     assert found["error"] is None, found["error"]
     assert found["fp8"] == 2 and found["keys"], "FP8 layers, and the keys of the plain model"
     assert found["resumed"] == found["straight"] and found["equal"]
-    assert found["said"] == []
+    assert found["messages"] == []
 
 
-def test_a_lost_history_shows_and_is_said(runs: dict[str, Any]) -> None:
+def test_a_lost_history_changes_the_run_and_is_warned_about(runs: dict[str, Any]) -> None:
     """The control: with delayed scaling, bare tensors are not enough."""
     if "forgetful" not in runs:
         pytest.skip("refused with parameters in FP8")
     found = runs["forgetful"]
     assert found["error"] is None, found["error"]
     lost = runs["policy"] == "te-delayed"
-    assert found["equal"] is not lost and bool(found["said"]) is lost
+    assert found["equal"] is not lost and bool(found["messages"]) is lost
 
 
 def converted() -> nn.Sequential:
@@ -113,8 +113,8 @@ def test_the_history_is_transformer_engines(tmp_path: Path) -> None:
     assert torch.equal(net[0].weight, again[0].weight)
 
 
-def test_a_history_put_back_into_a_running_model_is_the_one_in_use() -> None:
-    """TE's own buffers hold the same tensors: a copy would be overwritten by nothing, and read by nobody."""
+def test_a_history_loaded_into_a_running_model_is_the_one_in_use() -> None:
+    """TE's own buffers hold the same tensors: TE would neither read nor overwrite a copy."""
     net = converted()
     train(net, 3)
     state = mpguard.fp8_state_dict(net)

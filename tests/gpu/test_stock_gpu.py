@@ -234,13 +234,13 @@ def test_s31_fused_adam_leaves_the_transposed_weights_of_delayed_scaling_behind(
         stock = te.Linear(64, 64, bias=False, params_dtype=torch.float32)
     ours = nn.Sequential(nn.Linear(64, 64, bias=False)).cuda()
     mpguard.convert(ours, DELAYED.replace(fp8_param=True))
-    for model, mended_here in ((stock, False), (ours, True)):
+    for model, fixed in ((stock, False), (ours, True)):
         optimizer = FusedAdam(model.parameters(), lr=0.1, master_weights=True)
         inputs = torch.randn(16, 64, device="cuda", requires_grad=True)
         for _ in range(2):
-            with te.autocast(recipe=recipe) if not mended_here else contextlib.nullcontext():
+            with te.autocast(recipe=recipe) if not fixed else contextlib.nullcontext():
                 model(inputs).square().sum().backward()
             optimizer.step()
         (weight,) = model.parameters()
         left = not weight._transpose_invalid and not torch.equal(weight._transpose, weight._data.t())
-        assert left is not mended_here, fixed_upstream(31)
+        assert left is not fixed, fixed_upstream(31)

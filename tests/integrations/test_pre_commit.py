@@ -1,4 +1,4 @@
-"""The hook, run by the real pre-commit in a git repository of somebody else's. Needs a package index."""
+"""The hook, run by the real pre-commit in another project's repository. Needs a package index."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ SCALER = "scaler = torch.cuda.amp.GradScaler()\n"
 
 
 def interpreter(minor: int) -> Path | None:
-    """A Python of that version, one with what mpguard needs if there is such a one."""
+    """Return a Python of that version, preferably one that has what mpguard needs."""
     name = f"python3.{minor}"
     given = [Path(path) for path in os.environ.get("MPGUARD_PYTHONS", "").split(os.pathsep) if path]
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
@@ -44,23 +44,24 @@ def interpreter(minor: int) -> Path | None:
     if sys.version_info[1] == minor:
         found.insert(0, Path(sys.executable))
     right = [
-        path for path in found if path.exists() and said(path, "import sys; print(sys.version_info[1])") == f"{minor}"
+        path for path in found if path.exists() and output(path, "import sys; print(sys.version_info[1])") == f"{minor}"
     ]
     return next((path for path in right if usable(path)), right[0] if right else None)
 
 
-def said(python: Path, code: str) -> str:
+def output(python: Path, code: str) -> str:
+    """Return what a Python prints for a program."""
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=False, cwd="/").stdout.strip()
 
 
 def usable(python: Path) -> bool:
-    """Without mpguard's own entry points there are no rules."""
+    """True if a Python has what mpguard needs, and its entry points: without them there are no rules."""
     needs = "from importlib.metadata import version; import libcst, yaml, rich, pathspec; version('mpguard'); print(1)"
-    return said(python, needs) == "1"
+    return output(python, needs) == "1"
 
 
 def installed(python: Path, folder: Path) -> Path:
-    """An environment with what mpguard needs, or the test is skipped."""
+    """Return the Python of a new environment with what mpguard needs, or skip the test."""
     if os.environ.get("MPGUARD_INSTALL") != "1":
         pytest.skip(f"{python} has no mpguard, or not what it needs; MPGUARD_INSTALL=1 installs it")
     subprocess.run([python, "-m", "venv", folder], check=True)

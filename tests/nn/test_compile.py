@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch", reason="the real library runs here")
 
 import torch
-from processes import in_fork, mp_yaml, proof, ranks_in_fork, told
+from processes import in_fork, mp_yaml, proof, ranks_in_fork, transcript
 from torch import nn
 
 import mpguard
@@ -111,11 +111,11 @@ def test_engines_train_what_mpguard_compiles(tmp_path: Path, script: str, kind: 
     (tmp_path / "t.py").write_text(HEAD + SPREAD + script + END)
     path = config(tmp_path, f"{FP8}, compile: true", distributed_type=kind, num_processes=2, **keys)
     ended = ranks_in_fork(["--config", path, "--proof-json", tmp_path / "proof.json", "t.py"], cwd=tmp_path)
-    assert [each.returncode for each in ended] == [0, 0], "\n".join(map(told, ended))
+    assert [each.returncode for each in ended] == [0, 0], "\n".join(map(transcript, ended))
     made = proof(tmp_path / "proof.json")
-    assert made["verdict"] == "in force" and made["rows"]["compile"]["found"] == "compiled", told(ended[0])
-    assert "5 of 5 Linear" in made["rows"]["fp8"]["found"], told(ended[0])
-    assert "mpguard: the model is compiled in place" in ended[0].stderr, told(ended[0])
+    assert made["verdict"] == "in force" and made["rows"]["compile"]["found"] == "compiled", transcript(ended[0])
+    assert "5 of 5 Linear" in made["rows"]["fp8"]["found"], transcript(ended[0])
+    assert "mpguard: the model is compiled in place" in ended[0].stderr, transcript(ended[0])
 
 
 ONCE = "\nassert graphs() == %d, graphs()\nassert list(m.state_dict()) == names"
@@ -144,21 +144,21 @@ def test_a_loop_of_ones_own_is_compiled_once(tmp_path: Path, script: str, graphs
     names = "names = list(m.state_dict())\n"
     same = "" if "Sequential" in script else ONCE % graphs
     ended = run(tmp_path, names + script + same, f"{FP8}, compile: true")
-    assert ended.returncode == 0, told(ended)
-    assert proof(tmp_path / "proof.json")["rows"]["compile"]["found"] == "compiled", told(ended)
-    assert ("mpguard: the model is compiled in place" in ended.stderr) == ours, told(ended)
+    assert ended.returncode == 0, transcript(ended)
+    assert proof(tmp_path / "proof.json")["rows"]["compile"]["found"] == "compiled", transcript(ended)
+    assert ("mpguard: the model is compiled in place" in ended.stderr) == ours, transcript(ended)
 
 
 def test_bf16_is_compiled_only_if_the_policy_sets_it(tmp_path: Path) -> None:
     for fields, graphs in (("compile: true", 1), ("compile: false", 0), ("", 0), (FP8, 0)):
         ended = run(tmp_path, f"train(m, adam(m)); assert graphs() == {graphs}, graphs()", fields)
-        assert ended.returncode == 0 and proof(tmp_path / "proof.json")["verdict"] == "in force", told(ended)
+        assert ended.returncode == 0 and proof(tmp_path / "proof.json")["verdict"] == "in force", transcript(ended)
 
 
 def test_a_model_that_is_not_called_itself_is_not_compiled_and_that_is_an_error(tmp_path: Path) -> None:
     """A model that would be compiled when called does not count as compiled."""
     ended = run(tmp_path, "train(m.forward, adam(m))", f"{FP8}, compile: true")
-    assert ended.returncode == 1, told(ended)
+    assert ended.returncode == 1, transcript(ended)
     assert "compile: not compiled; asked: compiled. Call the model itself, or add `step = torch.compile" in ended.stderr
 
 
@@ -177,9 +177,9 @@ AUTO = "compilation.choice = lambda policy: compilation.Choice(True, compilation
 def test_the_choice_of_auto_and_what_is_lost_are_printed(tmp_path: Path, script: str, output: str) -> None:
     """As on a GPU, where torchao's layers are there."""
     ended = run(tmp_path, AUTO + script, FP8)
-    assert ended.returncode == 0 and output in ended.stderr, told(ended)
+    assert ended.returncode == 0 and output in ended.stderr, transcript(ended)
     found = proof(tmp_path / "proof.json")["rows"]["compile"]["found"]
-    assert (found == "compiled") == ("is on here" in output), told(ended)
+    assert (found == "compiled") == ("is on here" in output), transcript(ended)
 
 
 def test_what_cannot_be_compiled_and_must_be_is_refused(tmp_path: Path) -> None:
@@ -194,13 +194,13 @@ def test_accelerate_compiles_itself(tmp_path: Path) -> None:
         "assert not any(compilation.is_compiled(each) for each in m.modules())"
     )
     ended = run(tmp_path, script, f"{FP8}, compile: true")
-    assert ended.returncode == 0 and "in place" not in ended.stderr, told(ended)
+    assert ended.returncode == 0 and "in place" not in ended.stderr, transcript(ended)
 
 
 def test_compiled_code_is_known_after_a_checkpoint_was_loaded(tmp_path: Path) -> None:
     script = "o = adam(m); train(m, o); o.load_state_dict(o.state_dict()); train(m, o)"
     ended = run(tmp_path, script, f"{FP8}, compile: true")
-    assert ended.returncode == 0 and "proven in force again" in ended.stderr, told(ended)
+    assert ended.returncode == 0 and "proven in force again" in ended.stderr, transcript(ended)
 
 
 def test_a_dynamic_shape_stays_dynamic(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ for rows in (32, 48, 64, 96):
 o.step(); assert graphs() == 1, graphs()
 """
     ended = run(tmp_path, script, "")
-    assert ended.returncode == 0 and "compute        bf16" in ended.stderr, told(ended)
+    assert ended.returncode == 0 and "compute        bf16" in ended.stderr, transcript(ended)
 
 
 # -- mpguard.convert -----------------------------------------------------------------------------

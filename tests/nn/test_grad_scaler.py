@@ -19,7 +19,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 
 import torch
 from paths import PROGRAMS
-from processes import results, told, torchrun
+from processes import results, transcript, torchrun
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import mpguard
@@ -125,13 +125,13 @@ def test_a_resumed_run_has_borne_the_same_overflows(end: int) -> None:
     assert [rest(factor) for factor, _ in STORY[end:]] == EXPECTED[end:]
 
 
-def test_torchs_own_scaler_loads_what_was_saved_and_the_other_way_round() -> None:
+def test_the_state_of_torchs_scaler_and_ours_load_into_each_other() -> None:
     ours, stock = POLICY.to("torch").scaler("cpu"), torch.amp.GradScaler("cpu")
     stepping(ours)(BAD)
     stock.load_state_dict(ours.state_dict())
     assert stock.state_dict()["scale"] == 2.0**8 and grad_scaler.KEY not in stock.state_dict()
     ours.load_state_dict(stock.state_dict())
-    assert stepping(ours)(BAD) == (2.0**8, False), "the count begins anew"
+    assert stepping(ours)(BAD) == (2.0**8, False), "the count starts again at zero"
 
 
 def test_a_scaler_is_copied_and_pickled() -> None:
@@ -174,7 +174,7 @@ def test_fsdp1s_scaler() -> None:
 def test_engines_on_two_ranks(tmp_path: Any, engine: str) -> None:
     """One rank alone overflows: no rank steps, and all have the same scale."""
     run = torchrun(PROGRAMS / "overflow.py", *engine.split(maxsplit=1), cwd=tmp_path)
-    assert run.returncode == 0, told(run)
+    assert run.returncode == 0, transcript(run)
     found = results(run)
     assert len(found) == 2
     for each in found:
@@ -190,6 +190,6 @@ def test_engines_on_two_ranks(tmp_path: Any, engine: str) -> None:
 def test_accelerate_with_deepspeed(tmp_path: Any, stage: int) -> None:
     """Its step goes through accelerate's wrapper of DeepSpeed's engine, which knows of what was skipped."""
     run = torchrun(PROGRAMS / "overflow_accelerated.py", stage, cwd=tmp_path, processes=1)
-    assert run.returncode == 0, told(run)
+    assert run.returncode == 0, transcript(run)
     (found,) = results(run)
     assert [tuple(step) for step in found["steps"]] == [(2.0**power, factor == GOOD) for factor, power in OF_DEEPSPEED]

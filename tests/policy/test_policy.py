@@ -267,7 +267,7 @@ def test_a_change_without_effect_is_still_refused() -> None:
         mpguard.recipe("bf16_with_fp8_current_scaling_mixed").replace(fp8=None, fp8_margin=3)
 
 
-def test_a_run_without_masters_asks_something_of_the_script() -> None:
-    asked = mpguard.recipe("bf16_full").script_requirements
-    assert asked is not None and "model.to(torch.bfloat16)" in asked
+def test_a_policy_without_masters_has_script_requirements() -> None:
+    requirements = mpguard.recipe("bf16_full").script_requirements
+    assert requirements is not None and "model.to(torch.bfloat16)" in requirements
     assert mpguard.recipe("bf16_mixed").script_requirements is None

@@ -35,7 +35,7 @@ POLICIES = {
     "delayed": fake_delayed_scaling.POLICY,
     "te-delayed": mpguard.Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=4, backend="te"),
     "te-tensorwise": mpguard.Policy(bf16=True, fp8="hybrid", backend="te"),
-    "kept": fake_te_weights.CURRENT,
+    "fake_te": fake_te_weights.CURRENT,
 }
 POLICIES |= {f"{name}-kept": POLICIES[name].replace(fp8_param=True) for name in ("te-delayed", "te-tensorwise")}
 STEPS = 3
@@ -67,7 +67,7 @@ def net(seed: int) -> Net:
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer, with master weights if parameters are kept in FP8."""
-    if sys.argv[1] == "kept":
+    if sys.argv[1] == "fake_te":
         return fake_te_weights.Adam(model.parameters(), lr=1e-2, master_weights=True)
     if sys.argv[1].endswith("-kept"):
         from transformer_engine.pytorch.optimizers import FusedAdam
@@ -276,7 +276,7 @@ class Trained:
             learning_rate=1e-2,
         )  # fmt: skip
         data = [{"tokens": row.cpu()} for number in range(8) for row in batch(number)]
-        optimizers = (adam(self.model) if sys.argv[1].endswith("kept") else None, None)
+        optimizers = (adam(self.model) if POLICIES[sys.argv[1]].fp8_param else None, None)
         trainer = Trainer(
             model=Model(self.model), args=arguments, train_dataset=data, callbacks=[Note()], optimizers=optimizers
         )
@@ -449,13 +449,13 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
         "engine": name, "start": start, "straight": straight, "resumed": resumed, "digest": digest,
         "equal": ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours),
         "keys": sorted(again.others(folder)) == KEYS, "fp8": fp8,
-        "error": None, "said": [text for text in messages if "history" in text],
+        "error": None, "messages": [text for text in messages if "history" in text],
     }  # fmt: skip
 
 
 def main() -> None:
     policy, engines = sys.argv[1], sys.argv[2:]
-    {"delayed": fake_delayed_scaling.install, "kept": fake_te_weights.install}.get(policy, lambda: None)()
+    {"delayed": fake_delayed_scaling.install, "fake_te": fake_te_weights.install}.get(policy, lambda: None)()
     if DEVICE == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
     mpguard.activate(POLICIES[policy], enforce="off")

@@ -109,7 +109,7 @@ def test_the_gradient_shows_a_reduction_in_bf16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "dtype", "says"),
+    ("engine", "dtype", "expected"),
     [
         ("fsdp2", "float16", "compute: fp16; asked: bf16"),
         ("fsdp2", "bfloat16", "reduction: bf16 (the collective); asked: fp32"),
@@ -120,11 +120,13 @@ def test_the_gradient_shows_a_reduction_in_bf16(tmp_path: Path) -> None:
         ),  # the script reads a gradient
     ],
 )
-def test_an_engine_built_before_activation_is_not_in_force(tmp_path: Path, engine: str, dtype: str, says: str) -> None:
+def test_an_engine_built_before_activation_is_not_in_force(
+    tmp_path: Path, engine: str, dtype: str, expected: str
+) -> None:
     """FSDP's own policy against the run's (S12): all ranks raise, none continues or hangs."""
     run = torchrun(LOOP, engine, "--dtype", dtype, "--activate", "bf16_mixed", cwd=tmp_path)
     assert run.returncode == 1 and results(run) == [], transcript(run)
-    assert "mpguard: not in force: " in run.stderr and says in run.stderr
+    assert "mpguard: not in force: " in run.stderr and expected in run.stderr
     assert ["NotInForce" in (tmp_path / f"raised.{rank}").read_text() for rank in (0, 1)] == [True, True]
 
 
@@ -260,7 +262,7 @@ def test_compile_auto_is_passed_to_accelerate_and_reported(  # type: ignore[no-u
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    fields, asked, backend, says = case
+    fields, asked, backend, expected = case
     here = hardware.Hardware("NVIDIA H200", (9, 0), 1, (13, 0), {"te": "2.20.2", "torchao": "0.18.0"})
     monkeypatch.setattr(hardware, "detect", lambda: here)
     monkeypatch.setattr(mpguard, "recipe", lambda _name: Policy(bf16=True, **fields))
@@ -272,7 +274,7 @@ def test_compile_auto_is_passed_to_accelerate_and_reported(  # type: ignore[no-u
     finally:
         AcceleratorState._reset_state(True)
     output = caplog.text + capsys.readouterr().err
-    assert says in output if says else "compile" not in output
+    assert expected in output if expected else "compile" not in output
 
 
 def test_a_changed_target_is_not_patched_and_a_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -103,7 +103,7 @@ def around(model: nn.Module, _policy: Policy) -> None:
 
 
 def te_or_torchao(_policy: Policy) -> tuple[str, Any]:
-    """In the place of `swap._library`."""
+    """Replaces `mpguard.nn.fp8.convert._library`."""
     return "te", SimpleNamespace(LINEAR=Float8Linear, templates=templates, around=around)
 
 

@@ -1,8 +1,8 @@
-"""Weights kept in FP8 in software, in Transformer Engine's place: a tensor that rounds, an Adam that holds masters.
+"""FP8 weights in software, in place of Transformer Engine's: a tensor that rounds, and an Adam with master weights.
 
-As Transformer Engine has them (its own need a GPU: tests/gpu/test_fp8_params_te.py): the FP8 weight is a wrapper that
-says the dtype it stands for, operations see its rounded values, an in-place copy rounds again. The optimizer, left to
-itself, makes its masters from the rounded values.
+They behave as Transformer Engine's, which need a GPU (tests/gpu/test_fp8_params_te.py): the FP8 weight is a wrapper
+that reports the dtype that it represents, operations read its rounded values, and an in-place copy rounds again. By
+default the optimizer creates its masters from the rounded values.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def templates(policy: Policy) -> Callable[[nn.Linear], nn.Module]:
 
 
 def te(_policy: Policy) -> tuple[str, Any]:
-    """In the place of `swap._library`."""
+    """Replaces `mpguard.nn.fp8.convert._library`."""
     return "te", SimpleNamespace(LINEAR=Float8Linear, templates=templates, around=lambda *_: None)
 
 

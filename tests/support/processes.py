@@ -190,6 +190,3 @@ def proof(path: Path) -> Mapping[str, Any]:
 def transcript(run: subprocess.CompletedProcess[str]) -> str:
     """Return status, stdout and stderr of a run, for the message of a failed assertion."""
     return f"status {run.returncode}\n{run.stdout[-3000:]}\n{run.stderr[-5000:]}"
-
-
-told = transcript  # the name that tests outside of runtime/ and stock/ still import

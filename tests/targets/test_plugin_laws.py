@@ -269,6 +269,6 @@ def test_a_former_field_is_an_error_that_names_the_new_one(kind: Any, values: An
     assert copy.deepcopy(kind(*values)) == kind(*values) == pickle.loads(pickle.dumps(kind(*values)))
 
 
-def test_lookup_tells_absent_from_null() -> None:
+def test_lookup_distinguishes_absent_from_null() -> None:
     assert lookup({"a": {"b": None}}, "a.b") is None
     assert lookup({"a": None}, "a.b") is ABSENT

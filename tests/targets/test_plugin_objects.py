@@ -38,7 +38,7 @@ BRIDGE = (
 
 
 def to(policy: Policy | str, target: str, strategy: str | None = None) -> Any:
-    """`policy.to`, where what is not carried does not matter; test_plugins_laws.py holds that."""
+    """`policy.to` without the warning about fields that are not carried; test_plugin_laws.py tests that warning."""
     policy = mpguard.recipe(policy) if isinstance(policy, str) else policy
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mpguard.NotCarried)
@@ -333,7 +333,7 @@ def test_what_accelerate_would_run_as_something_else_is_refused(
     "policy",
     [Policy(bf16=True, fp8="e4m3", fp8_recipe="blockwise"), Policy(bf16=True, fp8="hybrid", backend="te")],
 )
-def test_a_config_for_what_accelerate_has_not_asks_it_for_bf16(policy: Policy) -> None:
+def test_unsupported_fp8_configures_accelerate_for_bf16(policy: Policy) -> None:
     """mpguard converts there: accelerate must not do it too, with another recipe."""
     settings = get("accelerate").settings(policy)
     assert settings["mixed_precision"].value == "bf16" and "mpguard converts" in settings["mixed_precision"].reason
@@ -380,12 +380,12 @@ def test_the_real_launcher_reads_the_mode(name: str, mode: str, tmp_path: Path) 
 def test_a_key_that_beats_the_mode_is_taken_out(tmp_path: Path) -> None:
     config = {**BASE, "mixed_precision": "bf16", "deepspeed_config": {"mixed_precision": "fp16", "zero_stage": 2}}
     assert launched(config, tmp_path).mixed_precision == "fp16", "accelerate no longer does that: the key may stay"
-    mended, changes = inject(config, mpguard.recipe("bf16_mixed"), "accelerate")
+    fixed, changes = inject(config, mpguard.recipe("bf16_mixed"), "accelerate")
     assert [(change.key, change.old, change.new) for change in changes] == [
         ("deepspeed_config.mixed_precision", "fp16", ABSENT)
     ]
-    assert launched(mended, tmp_path).mixed_precision == "bf16"
-    assert mended["deepspeed_config"] == {"zero_stage": 2}
+    assert launched(fixed, tmp_path).mixed_precision == "bf16"
+    assert fixed["deepspeed_config"] == {"zero_stage": 2}
 
 
 @pytest.mark.usefixtures("fresh")
@@ -518,8 +518,8 @@ def test_deepspeed_auto_and_dead_sections_are_resolved() -> None:
         "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0}, "fp8": {"enabled": True},
         "bfloat16": {"enabled": False}, "torch_autocast": {"enabled": "auto"}, "zero_optimization": {"stage": 2},
     }  # fmt: skip
-    mended, changes = inject(config, mpguard.recipe("bf16_mixed"), "deepspeed")
-    assert mended == {
+    fixed, changes = inject(config, mpguard.recipe("bf16_mixed"), "deepspeed")
+    assert fixed == {
         "bf16": {"enabled": True},
         "fp16": {"enabled": False, "loss_scale": 0},
         "zero_optimization": {"stage": 2},
@@ -784,8 +784,8 @@ def test_axolotl_options_are_read(config: dict[str, Any], policy: Policy) -> Non
 
 def test_axolotls_refused_full_becomes_bfloat16() -> None:
     config = {"base_model": "x", "bf16": "full", "micro_batch_size": 1}
-    mended, _ = inject(config, mpguard.recipe("bf16_full"), "axolotl")
-    assert (mended["bf16"], mended["bfloat16"]) == (False, True)
+    fixed, _ = inject(config, mpguard.recipe("bf16_full"), "axolotl")
+    assert (fixed["bf16"], fixed["bfloat16"]) == (False, True)
 
 
 @pytest.mark.parametrize("name", ["bf16_with_fp8_delayed_scaling_mixed", "fp16_with_fp8_current_scaling_mixed"])

@@ -1,4 +1,4 @@
-"""The table of keys that DeepSpeed reads, against the DeepSpeed that is installed, and what the rules say of it."""
+"""The table of keys that DeepSpeed reads, against the DeepSpeed that is installed, and what the rules report."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ for line in sys.stdin:
 print("RESULT" + json.dumps(result))
 """
 
-#: name -> what is in the config beside the batch size, and what DeepSpeed makes of it.
+#: name -> what is in the config next to the batch size, and what DeepSpeed makes of it.
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any] | str]] = {
     "fp16 and bf16": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "cannot be simultaneously enabled"),
     "auto is off": ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, {"fp16": False, "bf16": False}),
@@ -79,7 +79,7 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any] | str]] = {
     "fp8": ({"fp8": {"enabled": True}}, {"bf16": False, "fp16": False}),
     "bfloat_16": ({"bfloat_16": {"enabled": True}}, {"bf16": False}),
     "bfloat16": ({"bfloat16": {"enabled": True}}, {"bf16": True}),
-    "bfloat16 beside bf16": ({"bfloat16": {"enabled": True}, "bf16": {"enabled": False}}, {"bf16": False}),
+    "bfloat16 next to bf16": ({"bfloat16": {"enabled": True}, "bf16": {"enabled": False}}, {"bf16": False}),
     "typo of ZeRO": ({"zero_optimisation": {"stage": 3}}, {"stage": 0}),
     "amp": ({"amp": {"enabled": True}}, "Apex AMP integration has been removed"),
     "amp that is off": ({"amp": {"enabled": False}}, "Apex AMP integration has been removed"),
@@ -144,7 +144,7 @@ def test_the_tables_agree() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_behaviour(real: dict[str, Any], name: str) -> None:
-    """What the pages of MPG821 to MPG828 say, seen."""
+    """The statements of the pages of MPG821 to MPG828."""
     seen = real["ran"][1 + list(CASES).index(name)]
     expected = CASES[name][1]
     if isinstance(expected, str):

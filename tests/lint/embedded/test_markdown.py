@@ -144,7 +144,7 @@ def test_suppressions_in_a_block(capsys: pytest.CaptureFixture[str]) -> None:
     assert lint(capsys, "--select", "MPG302", "--include-markdown", "a.md") == []
 
 
-def test_a_fragment_says_nothing_even_if_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fragment_has_no_findings_even_if_named(capsys: pytest.CaptureFixture[str]) -> None:
     Path("a.md").write_text(fenced("from torch.cuda.amp import (\n") + fenced("x = 1\n"))
     assert lint(capsys, "--include-markdown", "a.md") == []
     assert main(["lint", "--include-markdown", "a.md"]) == 0

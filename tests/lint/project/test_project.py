@@ -312,7 +312,7 @@ def test_trees_of_modules_are_not_kept_for_ever(tmp_path: Path, monkeypatch: pyt
     assert again is not None and again is not found
 
 
-def test_a_note_says_in_which_file_a_region_stands_that_a_module_hands_on() -> None:
+def test_a_note_names_the_file_of_a_reexported_region() -> None:
     make({
         "pyproject.toml": "",
         "shim.py": "import torch\n\ndef autocast(**kwargs):\n    return torch.autocast('cuda', **kwargs)\n",

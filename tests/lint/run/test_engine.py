@@ -91,7 +91,7 @@ def test_places_count_code_points_and_all_line_endings(tmp_path: Path, make_rule
     assert (finding.line, finding.column, finding.end_line, finding.end_column) == (2, 5, 2, 10)
 
 
-def test_a_rule_is_silent_where_a_more_specific_one_speaks(tmp_path: Path, make_rule: MakeRule) -> None:
+def test_a_rule_reports_nothing_where_a_more_specific_rule_reports(tmp_path: Path, make_rule: MakeRule) -> None:
     general, specific = make_rule("MPG901", "alpha", yields_to=("MPG902",)), make_rule("MPG902", "alpha.beta")
     code = "alpha.beta\nalpha.gamma\n"
     assert found(report(tmp_path, code, general, specific)) == [("MPG902", 1), ("MPG901", 2)]

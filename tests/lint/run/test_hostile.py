@@ -253,7 +253,7 @@ def open_folder() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="there are no users here")
-def test_a_read_only_file_is_said_and_kept(open_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_read_only_file_is_reported_and_kept(open_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("first.py", "train.py"):
         (open_folder / name).write_text(TRAIN)
         (open_folder / name).chmod(0o444)
@@ -373,7 +373,7 @@ ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e"
 @pytest.mark.parametrize(
     "arguments", [*(["--format", name] for name in FORMATS), ["--diff"], ["--fix"], ["--statistics"]]
 )
-def test_no_escape_sequence_comes_through(arguments: list[str]) -> None:
+def test_no_escape_sequence_is_printed(arguments: list[str]) -> None:
     """Of names of files, of code around a finding, of keys, of messages about what cannot be read."""
     name = f"a\n::error::b\r{ESCAPES}"
     Path(f"{name}.py").write_text(f"import torch\n# {ESCAPES}\nscaler = torch.cuda.amp.GradScaler('{ESCAPES}')\n")
@@ -446,7 +446,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_bombs_end_with_a_finding_or_in_silence(name: str) -> None:
+def test_bombs_end_with_a_finding_or_without_output(name: str) -> None:
     Path(name).write_text(BOMBS[name])
     done = lint("--include-markdown", name)
     assert done.returncode in (0, 1), done.stderr

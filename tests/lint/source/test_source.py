@@ -44,7 +44,7 @@ def unparsable(data: bytes | str) -> Unparsable:
         (b"", "utf-8", ""),
     ],
 )
-def test_decodes_as_pep_263_says(data: bytes, encoding: str, text: str | None) -> None:
+def test_decodes_according_to_pep_263(data: bytes, encoding: str, text: str | None) -> None:
     source = Source.parse(data, "example.py")
     assert source.encoding == encoding
     if text is not None:

@@ -136,7 +136,7 @@ def test_the_products_really_are_in_fp8() -> None:
     assert torch.allclose(fp8, rounded[0] @ rounded[1].T, rtol=1e-2, atol=1e-3)
 
 
-def test_autocast_on_the_cpu_is_heeded() -> None:
+def test_autocast_on_the_cpu_is_respected() -> None:
     layer = nn.Linear(32, 32)
     mpguard.convert(layer, FP8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -312,7 +312,7 @@ def test_empty_weights_of_accelerate() -> None:
 
     with init_empty_weights():
         net = Model()
-    net.output.weight = net.embedding.weight  # accelerate makes new parameters; models tie theirs anew
+    net.output.weight = net.embedding.weight  # accelerate makes new parameters; models tie theirs again
     assert len(mpguard.convert(net, FP8).converted) == 7
     net.load_state_dict(model().state_dict(), assign=True)
     net.output.weight = net.embedding.weight

@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 import torch
 import torch.distributed as dist
 from paths import PROGRAMS, TESTS
-from processes import command, in_fork, mp_yaml, results, told
+from processes import command, in_fork, mp_yaml, results, transcript
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -130,10 +130,10 @@ def test_a_batch_on_the_cpu() -> None:
         net(torch.randn(16, 32))
 
 
-# -- converted by somebody else --------------------------------------------------------------------------
+# -- converted by another library -----------------------------------------------------------------------
 
 
-def test_what_accelerates_own_fp8_has_converted_is_left_alone() -> None:
+def test_layers_that_accelerate_converted_are_not_changed() -> None:
     from accelerate.utils.ao import convert_model_to_fp8_ao
     from torchao.float8 import Float8LinearConfig
 
@@ -298,7 +298,7 @@ def test_a_frozen_model_is_converted_and_stays_frozen() -> None:
 
 
 def test_weights_outside_of_linear_layers_are_reported() -> None:
-    """Experts in one parameter, GPT-2's Conv1D: of all Linear layers in FP8 nobody would guess how little that is."""
+    """Experts in one parameter, GPT-2's Conv1D: "all Linear layers" is then a small share of the weights."""
     import transformers
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -365,7 +365,7 @@ def test_parameters_in_fp8_are_refused_at_start_where_the_strategy_is_known(tmp_
     fp8 = "{mpguard_recipe: bf16_with_fp8_current_scaling_mixed, mpguard_overrides: {fp8_emulate: true}}"
     config = mp_yaml(tmp_path, mixed_precision="fp8", fp8_config=fp8)
     run = in_fork(["--config", config, PROGRAMS / "accelerated.py"], cwd=tmp_path)
-    assert run.returncode in (1, 2) and results(run) == [], told(run)
+    assert run.returncode in (1, 2) and results(run) == [], transcript(run)
     assert "has fp8_param=True, which a run of accelerate" in run.stderr
     assert "To go without: mpguard_overrides: {fp8_param: null}" in run.stderr
 
@@ -390,7 +390,7 @@ def test_and_when_the_optimizer_is_made_where_it_was_not(tmp_path: Path, engine:
         "print('went on')\n"
     )
     run = command(Path(sys.executable).name, program, cwd=tmp_path)
-    assert run.returncode == 1 and "went on" not in run.stdout, told(run)
+    assert run.returncode == 1 and "went on" not in run.stdout, transcript(run)
     why = {"plain": "fp8_param: not supported under single", "fsdp2": "only accelerate enables float8 all-gather"}
     assert why[engine] in run.stderr, run.stderr
     assert "mpguard_overrides: {fp8_param: null}" in run.stderr

@@ -21,7 +21,7 @@ import fake_delayed_scaling
 import torch
 from limits import seconds
 from paths import PROGRAMS
-from processes import command, results, told, torchrun
+from processes import command, results, transcript, torchrun
 from torch import nn
 
 import mpguard
@@ -44,9 +44,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("resume")
     words = (PROGRAMS / "resume.py", request.param)
     alone = command(Path(sys.executable).name, *words, *ALONE, cwd=folder, timeout=seconds(300))
-    assert alone.returncode == 0, told(alone)
+    assert alone.returncode == 0, transcript(alone)
     spread = torchrun(*words, *SPREAD, cwd=folder, timeout=seconds(300), ACCELERATE_USE_CPU="true")
-    assert spread.returncode == 0, told(spread)
+    assert spread.returncode == 0, transcript(spread)
     found = {(each["engine"], -1): each for each in results(alone)}
     found |= {(each["engine"], each["rank"]): each for each in results(spread)}
     return {"policy": request.param, **found}
@@ -66,9 +66,9 @@ def test_two_processes_continue_bit_for_bit(runs: dict[Any, Any], engine: str, r
 
 @pytest.fixture(scope="module")
 def kept_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
-    """The same with parameters kept in FP8 (kept.py)."""
-    folder = tmp_path_factory.mktemp("kept")
-    words = (PROGRAMS / "resume.py", "kept")
+    """The same with parameters kept in FP8 (fake_te_weights.py)."""
+    folder = tmp_path_factory.mktemp("fp8_weights")
+    words = (PROGRAMS / "resume.py", "fake_te")
     alone = command(
         Path(sys.executable).name,
         *words,
@@ -76,7 +76,7 @@ def kept_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int],
         cwd=folder,
         timeout=seconds(300),
     )
-    assert alone.returncode == 0, told(alone)
+    assert alone.returncode == 0, transcript(alone)
     spread = torchrun(
         *words,
         *[each for each in SPREAD if each in KEPT_IN_FP8],
@@ -84,7 +84,7 @@ def kept_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int],
         timeout=seconds(300),
         ACCELERATE_USE_CPU="true",
     )
-    assert spread.returncode == 0, told(spread)
+    assert spread.returncode == 0, transcript(spread)
     found = {(each["engine"], -1): each for each in results(alone)}
     return found | {(each["engine"], each["rank"]): each for each in results(spread)}
 
@@ -105,7 +105,7 @@ def check(found: dict[str, Any]) -> None:
     assert found["resumed"] == found["straight"] and len(found["straight"]) == 3
     assert found["equal"], "all weights, bit for bit"
     assert len({*found["start"], *found["straight"]}) == 6, "and it trained"
-    assert found["said"] == []
+    assert found["messages"] == []
 
 
 def test_a_lost_history_changes_the_run_and_is_warned_about(runs: dict[Any, Any]) -> None:
@@ -115,7 +115,7 @@ def test_a_lost_history_changes_the_run_and_is_warned_about(runs: dict[Any, Any]
         check(found)
         return
     assert found["resumed"] != found["straight"] and not found["equal"] and found["keys"]
-    (warning,) = found["said"]
+    (warning,) = found["messages"]
     assert warning.startswith("layers.0.1 and 1 more: the optimizer comes from a checkpoint, the FP8 history")
     assert "mpguard.load_fp8_state_dict" in warning
 

@@ -235,7 +235,7 @@ DEEPSPEED = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu"
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
+    ("keys", "expected"),
     [
         ({"distributed_type": "FSDP", "num_processes": 2}, "FSDP (line 2), but accelerate never applies it here"),
         ({"distributed_type": "FSDP", "fsdp_config": "{fsdp_version: 2}"}, "`use_cpu: true` (line 6) is ignored"),
@@ -248,11 +248,11 @@ DEEPSPEED = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu"
     ],
 )  # fmt: skip
 def test_a_run_that_would_silently_degrade_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, object], says: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, object], expected: str
 ) -> None:
     config = mp_yaml(tmp_path, **keys)  # type: ignore[arg-type]
     status, message = refused(tmp_path, "--config", config, "--proof-json", tmp_path / "proof.json", capsys=capsys)
-    assert status == 1 and message.startswith("mpguard: not in force: ") and says in message, message
+    assert status == 1 and message.startswith("mpguard: not in force: ") and expected in message, message
     assert proof(tmp_path / "proof.json")["verdict"] == "not in force"
 
 
@@ -272,7 +272,7 @@ def overriding(fields: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("keys", "text", "says"),
+    ("keys", "text", "expected"),
     [
         ({"recipe": "bf16_mxied"}, "", "did you mean `bf16_mixed`"),
         (overriding("grad_reduce_fp32: true"), "", "grad_reduce_in_fp32"),
@@ -290,10 +290,10 @@ def overriding(fields: str) -> dict[str, object]:
     ],
 )  # fmt: skip
 def test_a_run_that_cannot_start_prints_the_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, object], text: str, says: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, object], text: str, expected: str
 ) -> None:
     status, message = refused(tmp_path, "--config", mp_yaml(tmp_path, text=text, **keys), capsys=capsys)  # type: ignore[arg-type]
-    assert status == 2 and "mpguard: " in message and says in message, message
+    assert status == 2 and "mpguard: " in message and expected in message, message
     assert not Path("hacked").exists()
 
 
@@ -349,7 +349,7 @@ def test_enforce_warn_starts_what_would_be_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "variables", "says"),
+    ("keys", "variables", "expected"),
     [
         (
             {"distributed_type": "FSDP"},
@@ -360,11 +360,11 @@ def test_enforce_warn_starts_what_would_be_refused(tmp_path: Path) -> None:
     ],
 )
 def test_torchrun_that_becomes_something_else_is_not_in_force(
-    tmp_path: Path, keys: dict[str, str], variables: dict[str, str], says: str
+    tmp_path: Path, keys: dict[str, str], variables: dict[str, str], expected: str
 ) -> None:
     config = mp_yaml(tmp_path, num_processes=2, main_process_port=free_port(), **keys)
     run = torchrun("-m", "mpguard.run", "--config", config, SCRIPT, cwd=tmp_path, **variables)
-    assert run.returncode == 1 and says in run.stderr and results(run) == [], transcript(run)
+    assert run.returncode == 1 and expected in run.stderr and results(run) == [], transcript(run)
     assert "mpguard: not in force: " in run.stderr
 
 

@@ -204,7 +204,7 @@ for _ in range(40):
 
 
 @pytest.mark.parametrize(
-    ("scale", "backward", "second", "says"),
+    ("scale", "backward", "second", "expected"),
     [
         ("scaled = scaler.scale(loss)", "scaled.backward()", "scaler.step(o2)", None),
         ("scaled = scaler.scale(loss)", "scaled.backward()", "o2.step()", "scaler: none"),
@@ -217,10 +217,12 @@ for _ in range(40):
     ],
 )
 def test_fp16_scales_every_loss_and_steps_every_optimizer(
-    tmp_path: Path, scale: str, backward: str, second: str, says: str | None
+    tmp_path: Path, scale: str, backward: str, second: str, expected: str | None
 ) -> None:
     ended = run(tmp_path, FP16.format(scale, backward, second), recipe="fp16_mixed")
-    assert ended.returncode == (1 if says else 0) and (says or "proven in force") in ended.stderr, transcript(ended)
+    assert ended.returncode == (1 if expected else 0) and (expected or "proven in force") in ended.stderr, transcript(
+        ended
+    )
 
 
 def test_a_scaler_that_the_policy_does_not_need_is_shown(tmp_path: Path) -> None:
@@ -271,18 +273,18 @@ def test_a_forked_child_is_not_proven(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "says", "status"),
+    ("script", "expected", "status"),
     [
         ("print('evaluated')", "no training was seen in this process", 0),
         ("m = net(); m(x).sum().backward(); raise ValueError", "ended with status 1", 1),
     ],
 )
-def test_a_proof_file_is_of_this_run(tmp_path: Path, script: str, says: str, status: int) -> None:
+def test_a_proof_file_is_of_this_run(tmp_path: Path, script: str, expected: str, status: int) -> None:
     (tmp_path / "proof.json").write_text('{"verdict": "in force"}')
     ended = run(tmp_path, script)
     made = proof(tmp_path / "proof.json")
-    assert (ended.returncode, made["verdict"]) == (status, "not proven") and says in made["failures"][0], transcript(
-        ended
+    assert (ended.returncode, made["verdict"]) == (status, "not proven") and expected in made["failures"][0], (
+        transcript(ended)
     )
 
 
@@ -336,7 +338,7 @@ def test_not_proven_is_a_warning_even_if_the_script_turns_warnings_into_errors(t
 
 
 @pytest.mark.parametrize(
-    ("words", "variables", "says"),
+    ("words", "variables", "expected"),
     [
         (("--proof-json", "nowhere/proof.json", "t.py"), {}, "nowhere/proof.json: the proof cannot be written"),
         (("-m", "nowhere.at_all"), {}, "-m nowhere.at_all: there is no such module"),
@@ -345,12 +347,12 @@ def test_not_proven_is_a_warning_even_if_the_script_turns_warnings_into_errors(t
     ],
 )
 def test_a_mistake_of_the_user_has_no_traceback(
-    tmp_path: Path, words: tuple[str, ...], variables: dict[str, str], says: str
+    tmp_path: Path, words: tuple[str, ...], variables: dict[str, str], expected: str
 ) -> None:
     (tmp_path / "t.py").write_text("print('ran')")
     given = () if variables.get("MPGUARD_PLAN") else ("--config", mp_yaml(tmp_path))
     ended = in_fork([*given, *words], cwd=tmp_path, **variables)
-    assert (ended.returncode, ended.stdout) == (2, "") and says in ended.stderr, transcript(ended)
+    assert (ended.returncode, ended.stdout) == (2, "") and expected in ended.stderr, transcript(ended)
     assert "Traceback" not in ended.stderr
 
 
@@ -430,7 +432,7 @@ train(m, adam(m), enabled=False)
 
 
 @pytest.mark.parametrize(
-    ("script", "kind", "says"),
+    ("script", "kind", "expected"),
     [
         ("m = DDP(net()); train(m, adam(m))", "MULTI_CPU", None),
         (PROBE, "MULTI_CPU", None),
@@ -443,13 +445,13 @@ train(m, adam(m), enabled=False)
          "rank 1: not proven"),
     ],
 )  # fmt: skip
-def test_ranks_agree_and_none_waits_for_ever(tmp_path: Path, script: str, kind: str, says: str | None) -> None:
+def test_ranks_agree_and_none_waits_for_ever(tmp_path: Path, script: str, kind: str, expected: str | None) -> None:
     """Rank 0, which hosts the store, ends last, so that the others can read the result."""
     (tmp_path / "t.py").write_text(HEAD + DISTRIBUTED + script + END)
     config = mp_yaml(tmp_path, distributed_type=kind, num_processes=2, fsdp_config="{fsdp_version: 2}")
     ended = ranks_in_fork(["--config", config, "t.py"], cwd=tmp_path, timeout=seconds(60))
-    assert [each.returncode for each in ended] == [1 if says else 0] * 2, "\n".join(map(transcript, ended))
-    assert (says or "proven in force on all 2 ranks") in ended[0].stderr, transcript(ended[0])
+    assert [each.returncode for each in ended] == [1 if expected else 0] * 2, "\n".join(map(transcript, ended))
+    assert (expected or "proven in force on all 2 ranks") in ended[0].stderr, transcript(ended[0])
 
 
 def test_gradients_are_compared_between_ranks() -> None:

@@ -1,4 +1,4 @@
-"""FP8 through Accelerate and Transformer Engine, with the recipe said in the code."""
+"""FP8 through Accelerate and Transformer Engine, with the recipe set in the code."""
 
 import torch
 from accelerate import Accelerator

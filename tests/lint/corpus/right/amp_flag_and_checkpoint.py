@@ -1,4 +1,4 @@
-"""AMP behind a switch: autocast and the scaler are told whether they are on, and both are saved."""
+"""AMP behind a switch: it enables or disables autocast and the scaler, and both are saved."""
 
 import argparse
 

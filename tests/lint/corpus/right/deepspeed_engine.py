@@ -1,4 +1,4 @@
-"""The engine runs forward, backward and step; precision is said in its config."""
+"""The engine runs forward, backward and step; precision is set in its config."""
 
 import argparse
 

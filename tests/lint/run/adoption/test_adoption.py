@@ -460,7 +460,7 @@ def test_preview_is_a_setting_too(lint: Lint) -> None:
     assert "MPG002" in lint("train.py")[1]
 
 
-def test_isolated_knows_no_settings(lint: Lint) -> None:
+def test_isolated_ignores_settings(lint: Lint) -> None:
     Path("train.py").write_text(TRAIN)
     Path("excluded.py").write_text(TRAIN)
     Path("pyproject.toml").write_text("[tool.mpguard]\nignore = ['MPG101']\nexclude = ['excluded.py']\n")

@@ -382,7 +382,7 @@ def _examples() -> list[Any]:
 
 
 @pytest.mark.parametrize("example", _examples())
-def test_whatever_a_rule_looks_at_counts(example: Any, lint: Linted) -> None:
+def test_every_file_a_rule_reads_is_a_dependency(example: Any, lint: Linted) -> None:
     """Run each example that has other files, without each of them, and with them again."""
     name = example.name or "train.py"
     write(name, example.code)

@@ -55,6 +55,6 @@ for name, attempt in ATTEMPTS.items():
     except mpguard.NotInForce as error:
         outcome = str(error)
     plain = {type(each) for each in net.parameters()} == {nn.Parameter}
-    sys.stdout.write(json.dumps({"rank": 0, "attempt": name, "said": outcome, "plain": plain}) + "\n")
+    sys.stdout.write(json.dumps({"rank": 0, "attempt": name, "message": outcome, "plain": plain}) + "\n")
 sys.stdout.flush()
 dist.destroy_process_group()

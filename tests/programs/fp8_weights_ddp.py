@@ -1,8 +1,8 @@
 """Ranks that start with different weights train one model with parameters kept in FP8, under DDP.
 
-    torchrun --nproc_per_node 2 kept_ddp.py RECIPE ORDER
+    torchrun --nproc_per_node 2 fp8_weights_ddp.py RECIPE ORDER
 
-RECIPE: of Transformer Engine, on GPUs; or "kept", a fake of it without a GPU. ORDER: "convert" before DDP, explicitly,
+RECIPE: of Transformer Engine, on GPUs; or "fake_te", a stand-in for it without a GPU. ORDER: "convert" before DDP, explicitly,
 or "guard": mpguard.activate, and DDP before the optimizer. Each rank prints its final state.
 """
 
@@ -29,7 +29,7 @@ import fake_te_weights
 recipe, order = sys.argv[1:]
 rank, device = int(os.environ["RANK"]), "cpu"
 policy = fake_te_weights.CURRENT
-if recipe == "kept":
+if recipe == "fake_te":
     fake_te_weights.install()
 else:
     device = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -43,7 +43,7 @@ def digest(model: nn.Module) -> str:
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    if recipe == "kept":
+    if recipe == "fake_te":
         return fake_te_weights.Adam(model.parameters(), lr=1e-2, master_weights=True)
     from transformer_engine.pytorch.optimizers import FusedAdam
 
@@ -62,7 +62,7 @@ if order == "convert":
 wrapped = nn.parallel.DistributedDataParallel(model)
 begun = digest(model)
 optimizer = adam(wrapped)
-if guards.current() is not None and recipe == "kept":
+if guards.current() is not None and recipe == "fake_te":
     guards.current().recorder.listen_to_modules()  # as with Transformer Engine
 losses = []
 for step in range(6):
