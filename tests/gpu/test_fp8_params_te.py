@@ -1,6 +1,6 @@
 """Parameters kept in FP8 by Transformer Engine: exact masters, checkpoints, what is refused. For `pytest tests/gpu`.
 
-tests/nn/fp8/test_fp8_weights.py has what goes without a GPU; benchmarks/gpu_matrix.py has each framework.
+tests/nn/fp8/test_weights.py has what goes without a GPU; benchmarks/gpu_matrix.py has each framework.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from paths import PROGRAMS
-from processes import command, results, transcript, torchrun
+from processes import command, results, torchrun, transcript
 from test_convert_te import POLICIES, TE, Model, fp8_share, model, train
 from torch import nn
 

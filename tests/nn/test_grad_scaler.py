@@ -19,7 +19,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 
 import torch
 from paths import PROGRAMS
-from processes import results, transcript, torchrun
+from processes import results, torchrun, transcript
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import mpguard

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 fp8_weights_ddp.py RECIPE ORDER
 
-RECIPE: of Transformer Engine, on GPUs; or "fake_te", a stand-in for it without a GPU. ORDER: "convert" before DDP, explicitly,
-or "guard": mpguard.activate, and DDP before the optimizer. Each rank prints its final state.
+RECIPE: of Transformer Engine, on GPUs; or "fake_te", a stand-in that needs no GPU. ORDER: "convert" before DDP,
+explicitly, or "guard": mpguard.activate, and DDP before the optimizer. Each rank prints its final state.
 """
 
 from __future__ import annotations

@@ -275,33 +275,3 @@ def test_compile_auto_is_passed_to_accelerate_and_reported(  # type: ignore[no-u
         AcceleratorState._reset_state(True)
     output = caplog.text + capsys.readouterr().err
     assert expected in output if expected else "compile" not in output
-
-
-def test_a_changed_target_is_not_patched_and_a_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    from types import ModuleType
-
-    from mpguard.runtime.patches import table
-
-    def initialize(model: object, settings: object) -> None: ...
-
-    module = ModuleType("deepspeed")
-    module.initialize = initialize  # type: ignore[attr-defined]
-    table._apply(next(patch for patch in table.PATCHES if patch.target == "initialize"), module)
-    assert module.initialize is initialize
-    assert "deepspeed.initialize has no parameter args, config" in caplog.text and "the proof shows" in caplog.text
-
-
-def test_every_patch_fits_the_installed_libraries() -> None:
-    """Transformer Engine is installed with a GPU only: there tests/gpu trains with its patch."""
-    import importlib.util
-    import inspect
-
-    from mpguard.runtime.patches import table
-
-    for patch in table.PATCHES:
-        if patch.module.startswith("transformer_engine.") and importlib.util.find_spec("transformer_engine") is None:
-            continue
-        owner = importlib.import_module(patch.module)
-        for part in patch.target.split("."):
-            owner = getattr(owner, part)
-        assert set(patch.needs) <= set(inspect.signature(owner).parameters), patch.target

@@ -3,7 +3,7 @@
 `accelerate launch` refuses an unknown top-level key, and checks no other key. It copies each key of a section to a
 launch argument, with the section's prefix added where it is missing, and passes some arguments to the workers; a key
 that it never reads again is silently lost (S5, S6).
-tests/document/schemas/test_accelerate_keys.py compares the table with the source of the installed accelerate.
+tests/document/schemas/test_accelerate_schema.py compares the table with the source of the installed accelerate.
 """
 
 from __future__ import annotations

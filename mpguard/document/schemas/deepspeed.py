@@ -1,7 +1,7 @@
 """The keys of its config that DeepSpeed reads: a committed table, from DeepSpeed 0.19.8.
 
 An unknown key at the top level, in `torch_autocast` and in `data_types` is silently ignored (S18); in `bf16` and
-`fp16` it is an error. tests/document/schemas/test_deepspeed_keys.py compares the table with the keys that the
+`fp16` it is an error. tests/document/schemas/test_deepspeed_schema.py compares the table with the keys that the
 installed DeepSpeed looks up.
 """
 

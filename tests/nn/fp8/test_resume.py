@@ -21,7 +21,7 @@ import fake_delayed_scaling
 import torch
 from limits import seconds
 from paths import PROGRAMS
-from processes import command, results, transcript, torchrun
+from processes import command, results, torchrun, transcript
 from torch import nn
 
 import mpguard

@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 import fake_te_weights
 import torch
 from paths import PROGRAMS
-from processes import results, transcript, torchrun
+from processes import results, torchrun, transcript
 from torch import nn
 
 import mpguard
