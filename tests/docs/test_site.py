@@ -19,6 +19,7 @@ from limits import seconds
 from paths import REPOSITORY
 
 from mpguard.cli import main
+from mpguard.targets import STRATEGIES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -137,7 +138,7 @@ def test_the_readme_is_short_and_has_the_words_that_users_search_for() -> None:
     first_screen = "\n".join(readme.splitlines()[:32])
     for words in ("Accelerate", "DeepSpeed", "FSDP", "Trainer", "Is bf16/fp8 really on?", "## What hurts"):
         assert words in first_screen, words
-    for strategy in ("single", "ddp", "fsdp1", "fsdp2", "deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3"):
+    for strategy in STRATEGIES:
         assert f"`{strategy}`" in readme
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -140,8 +141,12 @@ def check_edits(before: str, edits: Sequence[Edit], name: str) -> str:
     return after
 
 
+#: The result of one round of fixes is the program before the next.
+_program = functools.lru_cache(maxsize=16)(_Program)
+
+
 def _check_python(before: str, after: str, edits: Sequence[Edit]) -> None:
-    old, new, shift = _Program(before), _Program(after), Shift(edits)
+    old, new, shift = _program(before), _program(after), Shift(edits)
     places = {call.start: index for index, call in enumerate(new.calls)}
     sequence: list[int] = []
     for call in old.calls:

@@ -25,7 +25,7 @@ import mpguard
 from mpguard.core.errors import MissingExtra, PolicyError
 from mpguard.policy.policy import Policy
 from mpguard.targets.inject import differences, inject
-from mpguard.targets.plugin import get
+from mpguard.targets.plugin import STRATEGIES, get
 from mpguard.targets.settings import ABSENT
 
 BRIDGE = (
@@ -223,7 +223,7 @@ ON_ACCELERATE = [
     (name, strategy)
     for name in ("bf16_mixed", "bf16_full", "fp32", "fp16_mixed", "bf16_with_fp8_current_scaling_mixed",
                  "bf16_with_fp8_rowwise_mixed", "bf16_with_nvfp4_mixed")
-    for strategy in (None, "single", "fsdp1", "fsdp2", "deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")
+    for strategy in (None, *STRATEGIES)
 ]  # fmt: skip
 
 

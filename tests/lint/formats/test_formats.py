@@ -20,12 +20,13 @@ from limits import seconds
 
 from mpguard.cli import main
 from mpguard.lint.formats import document, terminal
-from mpguard.lint.formats.terminal import Outcome
+from mpguard.lint.formats.terminal import FORMATS, TEXTS, Outcome
 from mpguard.lint.model.finding import Finding, PlacedNote
 from mpguard.lint.model.rule import rules
 
 SCHEMA = json.loads((Path(__file__).parent / "schemas" / "sarif-2.1.0-rtm.4.json").read_text())
-MACHINES = ("sarif", "github", "gitlab", "junit")
+#: The formats for other programs that are not mpguard's own JSON.
+MACHINES = tuple(name for name in FORMATS if name not in TEXTS and name != "json")
 CONFIG = "distributed_type: FSDP\nmixed_precision: fp8\nfp8_config:\n  backend: TE\n  amax_history_length: 16\n"
 #: A name that ends an annotation, colours a terminal, and opens a tag; one that no encoding holds.
 NAMES = ('a\n::warning::b\x1b[31m%0A,c:<d>&".yaml', os.fsdecode(b"caf\xe9 \xff.yaml"), "说明 é.yaml")
@@ -279,7 +280,7 @@ def test_junit_counts_what_it_lists(lint: Lint) -> None:
 # -- where they go ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["full", "concise", "json", *MACHINES])
+@pytest.mark.parametrize("name", FORMATS)
 def test_output_file_has_the_report(lint: Lint, name: str) -> None:
     Path("mp.yaml").write_text(CONFIG)
     printed = lint("--format", name, "mp.yaml")[1]

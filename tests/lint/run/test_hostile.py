@@ -21,13 +21,13 @@ from limits import seconds
 
 from mpguard.cli import main
 from mpguard.core import entry_points
+from mpguard.lint.formats.terminal import FORMATS
 from mpguard.lint.model.rule import rules
 
 #: A finding of MPG302, which has a safe fix.
 TRAIN = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
 FIXED = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
 CONFIG = "distributed_type: FSDP\nmixed_precision: fp8\nfp8_config:\n  backend: TE\n  amax_history_length: 16\n"
-FORMATS = ("full", "concise", "json", "sarif", "github", "gitlab", "junit")
 
 
 @pytest.fixture(autouse=True)

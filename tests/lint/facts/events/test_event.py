@@ -55,6 +55,7 @@ def test_the_kinds_are_those_that_have_a_finder() -> None:
 
 @pytest.mark.parametrize("kind", get_args(EventKind))
 def test_each_kind_is_found(kind: EventKind) -> None:
+    assert kind in CODE, f"a new kind of event: add a statement to CODE in which `{kind}` is found"
     facts = Facts(Source.parse((IMPORTS + CODE[kind] + "\n").encode(), "example.py"))
     events = facts.events(kind)
     assert [type(event) for event in events] == [Event], kind

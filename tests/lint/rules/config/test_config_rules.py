@@ -44,7 +44,7 @@ def as_python(text: str) -> str:
 JSONS = [
     pytest.param(rule, example, id=f"{code}-{number}")
     for code, rule in CONFIG_RULES.items()
-    if "deepspeed" in rule.kinds and code != "MPG824"
+    if "deepspeed" in rule.kinds
     for number, example in enumerate(rule.examples)
     if isinstance(example, Bad) and example.name.endswith(".json") and not example.files
 ]
