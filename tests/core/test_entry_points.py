@@ -213,6 +213,7 @@ def test_an_import_of_a_name_that_moved_names_the_new_place(
 
 
 def test_every_former_module_is_gone_and_its_new_place_exists() -> None:
+    pytest.importorskip("torch", reason="modules of mpguard.nn are among them")
     for former, place in moved.MODULES.items():
         importlib.import_module(place)
         assert former in ("mpguard.policy", "mpguard.lint") or importlib.util.find_spec(former) is None

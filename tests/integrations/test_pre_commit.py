@@ -14,6 +14,8 @@ import yaml
 from limits import seconds
 from paths import REPOSITORY
 
+pytest.importorskip("pre_commit", reason="the real pre-commit runs here")
+
 ROOT = REPOSITORY
 PACKAGED = ("pyproject.toml", "README.md", "LICENSE", ".pre-commit-hooks.yaml", "mpguard", "plugins")
 

@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 from paths import REPOSITORY, TESTS
 from processes import Program, in_fork, mp_yaml
+
+pytest.importorskip("accelerate", reason="the real library runs here")
 
 ROOT = REPOSITORY
 PROGRAMS = TESTS / "stock" / "programs"

@@ -49,6 +49,7 @@ def test_no_folder_has_no_locks(tmp_path: Path) -> None:
 
 
 def test_launch_names_a_stale_lock_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the real library runs here")
     build = tmp_path / "py311_cpu" / "deepspeed_shm_comm"
     build.mkdir(parents=True)
     (build / "lock").touch()
