@@ -64,7 +64,8 @@ def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
         "| --- | --- | --- | --- |",
     ]
     lines += [f"| {cell['framework']} | {cell['strategy']} | {_recipe(cell)} | {_entry(cell)} |" for cell in several]
-    lines += ["", "## Refused", "", "| recipe | where | reason |", "| --- | --- | --- |"]
+    quoted = "Reasons are quoted as they were printed in this run; the wording of messages may have changed since."
+    lines += ["", "## Refused", "", quoted, "", "| recipe | where | reason |", "| --- | --- | --- |"]
     refused: dict[str, list[dict[str, Any]]] = {}
     for cell in found:
         if cell["state"] == "refused":
