@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from limits import seconds
 
 from mpguard.cli import main
 from mpguard.cli.lint_watch import is_folder, matters
 
 OLD = "import torch\n\nscaler = torch.cuda.amp.GradScaler()\n"
 NEW = OLD.replace("torch.cuda.amp.GradScaler()", 'torch.amp.GradScaler("cuda")')
-TIMEOUT = 60
+TIMEOUT = seconds(60)
 
 
 class Watching:

@@ -81,7 +81,7 @@ class Delayed(AmaxHistoryMixin):
 
 
 class Float8Linear(Padded, Delayed, nn.Linear):
-    """As `mpguard.nn.fp8.te.TransformerEngineLinear` is made."""
+    """As `mpguard.nn.fp8.te.TransformerEngineFloat8Linear` is made."""
 
     __module__ = "mpguard.nn.fp8.te"  # `revert` takes back its own classes only
 

@@ -162,7 +162,7 @@ class Product(torch.autograd.Function):
 
 
 class Float8Linear(Padded, Fp8WeightMixin, Layer, nn.Linear):
-    """As `mpguard.nn.fp8.te.TransformerEngineLinear` is made."""
+    """As `mpguard.nn.fp8.te.TransformerEngineFloat8Linear` is made."""
 
     __module__ = "mpguard.nn.fp8.te"  # `revert` takes back its own classes only
 

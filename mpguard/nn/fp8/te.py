@@ -26,7 +26,7 @@ from mpguard.policy.policy import Policy
 from mpguard.targets.plugin import get
 
 
-class TransformerEngineLinear(Padded, Fp8WeightMixin, AmaxHistoryMixin, te.Linear, nn.Linear):  # type: ignore[misc]
+class TransformerEngineFloat8Linear(Padded, Fp8WeightMixin, AmaxHistoryMixin, te.Linear, nn.Linear):  # type: ignore[misc]
     """Transformer Engine's `Linear`, which is also an instance of `nn.Linear`, the class that it replaces.
 
     Its "extra state", a pickle with its own key in the `state_dict`, is omitted: see `amax_history`.
@@ -83,7 +83,7 @@ class TransformerEngineLinear(Padded, Fp8WeightMixin, AmaxHistoryMixin, te.Linea
 
 
 #: The FP8 layer of this library, which `convert` puts in place of `nn.Linear`.
-LINEAR = TransformerEngineLinear
+LINEAR = TransformerEngineFloat8Linear
 
 
 class AutocastRegion:
@@ -159,7 +159,7 @@ def around(model: nn.Module, policy: Policy) -> None:
     """Enter FP8 autocast around the forward pass of the model, if the recipe has a history."""
     recipe = get("te").build(policy)
     if recipe.delayed() and not any(map(is_autocast_hook, model._forward_pre_hooks.values())):
-        watch(layer for layer in model.modules() if isinstance(layer, TransformerEngineLinear))
+        watch(layer for layer in model.modules() if isinstance(layer, TransformerEngineFloat8Linear))
         region = AutocastRegion(recipe)
         model.register_forward_pre_hook(region.enter)
         model.register_forward_hook(region.leave, always_call=True)

@@ -15,7 +15,7 @@ from mpguard.policy.policy import Policy
 from mpguard.targets.plugin import get
 
 
-class TorchaoLinear(Padded, Torchao):  # type: ignore[misc]
+class TorchaoFloat8Linear(Padded, Torchao):  # type: ignore[misc]
     """torchao's `Float8Linear` for any number of rows, and under autocast of any device."""
 
     config: Float8LinearConfig
@@ -33,7 +33,7 @@ class TorchaoLinear(Padded, Torchao):  # type: ignore[misc]
 
 
 #: The FP8 layer of this library, which `convert` puts in place of `nn.Linear`.
-LINEAR = TorchaoLinear
+LINEAR = TorchaoFloat8Linear
 
 
 def templates(policy: Policy) -> Callable[[nn.Linear], nn.Module]:

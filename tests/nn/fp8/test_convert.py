@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mpguard
 from mpguard.nn.fp8 import filters, padding
-from mpguard.nn.fp8.torchao import TorchaoLinear
+from mpguard.nn.fp8.torchao import TorchaoFloat8Linear
 from mpguard.policy.policy import Policy
 
 FP8 = Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True)
@@ -213,7 +213,7 @@ def test_revert_removes_what_the_library_keeps_when_it_runs_and_nothing_of_the_u
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As Transformer Engine does at the first call."""
-    library: Any = TorchaoLinear.__mro__[2]
+    library: Any = TorchaoFloat8Linear.__mro__[2]
     forward = library.forward
 
     def keeping(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -261,7 +261,7 @@ def test_a_whole_model_is_copied_and_pickled() -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     for other in (copy.deepcopy(net), loaded):
-        assert torch.equal(other(tokens), net(tokens)) and type(other.projection) is TorchaoLinear
+        assert torch.equal(other(tokens), net(tokens)) and type(other.projection) is TorchaoFloat8Linear
         assert other.output.weight is other.embedding.weight
 
 
@@ -359,7 +359,7 @@ def test_fsdp2_of_a_meta_model_that_is_filled_when_it_is_sharded(first: str) -> 
     found = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
     assert list(found) == list(source) and losses[-1] < losses[0]
     assert not any(torch.equal(found[name], source[name]) for name in source)
-    assert sum(isinstance(each, TorchaoLinear) for each in net.modules()) == 7
+    assert sum(isinstance(each, TorchaoFloat8Linear) for each in net.modules()) == 7
 
 
 def test_activation_checkpoints_compute_the_same() -> None:
@@ -457,10 +457,10 @@ def test_blocks_at_the_ends_stay_in_bf16(start: int, end: int) -> None:
     done = mpguard.convert(net := model(blocks=6), policy)
     kept = {*range(start), *range(6 - end, 6)}
     for number, block in enumerate(net.layers):
-        expected = nn.Linear if number in kept else TorchaoLinear
+        expected = nn.Linear if number in kept else TorchaoFloat8Linear
         assert {type(block.up), type(block.down)} == {expected}
     assert dict(done.skipped)["layers.0.up" if start else "layers.5.up"] == "first_last_layers_bf16"
-    assert type(net.projection) is TorchaoLinear
+    assert type(net.projection) is TorchaoFloat8Linear
 
 
 def test_stacks_are_those_of_blocks() -> None:
@@ -504,7 +504,7 @@ def test_models_of_transformers(name: str) -> None:
     assert any(each.startswith(f"{stack}.1.") for each in done.converted)
     tokens = torch.randint(0, 64, (2, 16))
     net(input_ids=tokens, labels=tokens).loss.backward()
-    assert all(module.weight.grad is not None for module in net.modules() if type(module) is TorchaoLinear)
+    assert all(module.weight.grad is not None for module in net.modules() if type(module) is TorchaoFloat8Linear)
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -596,7 +596,7 @@ def test_fields_that_conversion_does_not_carry_are_warned_about() -> None:
 @pytest.mark.parametrize("field", ["fp8_param", "fp8_param_gather"])
 def test_parameters_in_fp8_are_refused_and_the_way_without_works(field: str) -> None:
     policy, net = FP8.replace(**{field: True}), model()
-    with pytest.raises(mpguard.PolicyError, match=r"fp8_param=True.*Say policy\.replace\(fp8_param=False\)"):
+    with pytest.raises(mpguard.PolicyError, match=r"fp8_param=True.*Use policy\.replace\(fp8_param=False\)"):
         mpguard.convert(net, policy)
     assert type(net.projection) is nn.Linear
     assert mpguard.convert(net, policy.replace(fp8_param=False)).converted
