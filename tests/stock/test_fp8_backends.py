@@ -163,7 +163,7 @@ def test_s17_with_all_gather_outside_fsdp2_the_converted_weights_never_train(tmp
     run = in_fork(["--config", path, "--proof-json", "proof.json", program], cwd=tmp_path)
     assert run.returncode == 0, transcript(run)
     (found,) = results(run)
-    assert (found["unchanged"], set(found["kinds"].values())) == ([], {"Float8Linear"})
+    assert (found["unchanged"], set(found["kinds"].values())) == ([], {"TorchaoFloat8Linear"})
     assert proof(tmp_path / "proof.json")["observed"]["fp8"]["converted"] == ["0", "1", "2", "3"]
     assert "AORecipeKwargs: the script's -> (removed)" in run.stderr
     stock = config(tmp_path, mixed_precision="fp8", fp8_config="{backend: AO}")

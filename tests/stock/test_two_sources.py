@@ -41,7 +41,7 @@ def test_s11_training_arguments_turn_fp8_off(tmp_path: Path) -> None:
     path = mp_yaml(tmp_path, mixed_precision="fp8", fp8_config=section)
     run = in_fork(["--config", path, "--proof-json", "proof.json", program], cwd=tmp_path, **variables)
     assert run.returncode == 0, transcript(run)
-    assert set(results(run)[0]["kinds"]) == {"Float8Linear"}
+    assert set(results(run)[0]["kinds"]) == {"TorchaoFloat8Linear"}
     assert proof(tmp_path / "proof.json")["rows"]["fp8"]["ok"]
     code = tmp_path / "train.py"
     code.write_text("from transformers import TrainingArguments\n\narguments = TrainingArguments(bf16=True)\n")
