@@ -12,9 +12,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
-from mpguard.runtime.launch.build_locks import stale_locks
+from mpguard.runtime.launch.build_locks import extensions_folder, stale_locks
 
 _BUILD = """
 from deepspeed.accelerator import get_accelerator
@@ -29,8 +28,8 @@ def is_installed() -> bool:
 def version() -> str:
     """What a compiled operator is good for: its stamp."""
     names = ("deepspeed", "torch")
-    where = os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions"))
-    return " ".join([sys.version, *(f"{name} {importlib.metadata.version(name)}" for name in names), where])
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
+    return " ".join([sys.version, *versions, str(extensions_folder())])
 
 
 def build(report: Callable[[str], None]) -> None:

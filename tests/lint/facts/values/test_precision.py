@@ -7,14 +7,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from lint_facts import facts_of
 
 from mpguard.lint.facts.domain import autocast_ops
-from mpguard.lint.facts.file import Facts
-from mpguard.lint.source.source import Source
-
-
-def facts_of(code: str) -> Facts:
-    return Facts(Source.parse(textwrap.dedent(code).encode(), "example.py"))
 
 
 def dtypes(code: str) -> set[str | None]:
