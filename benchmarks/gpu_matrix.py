@@ -1,7 +1,7 @@
 """Train each strategy with each framework and recipe on a real GPU: proven by its kernels, or refused before training.
 
     python benchmarks/gpu_matrix.py --output benchmarks/results/gpu_matrix.json            one GPU
-    python benchmarks/gpu_matrix.py --output ... --gpus 2 --merge OLD.json                  some cells on two
+    python benchmarks/gpu_matrix.py --output ... --gpus 2 --merge OLD.json                  two GPUs, and the variants
     python benchmarks/gpu_matrix.py --page                                                  writes docs/gpu.md
 
 A cell writes an mp.yaml with `mpguard init`, and launches a program of gpu_programs/ with it, which trains 103 steps.
@@ -71,6 +71,15 @@ RECIPES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "NVFP4": ("te", {"fp4": "e2m1"}),
 }  # fmt: skip
 
+#: Variants of the programs, run on two GPUs, with the options of the program that make them.
+VARIANTS = {
+    "": (), "checkpointing": ("--checkpointing", "plain"), "reentrant checkpointing": ("--checkpointing", "reentrant"),
+    "LoRA": ("--lora",), "accumulation of 4": ("--accumulation", "4"),
+}  # fmt: skip
+
+#: The recipes that the variants run with.
+VARIED = ("bf16", "delayed", "tensorwise", "tensorwise, compiled")
+
 #: The converted layers (7 of each of 4 blocks), and how many of a layer's three products are FP8 where not all are.
 LAYERS, FP8_OF_3 = 28, {"rowwise_with_gw_hp": 2}
 
@@ -84,6 +93,7 @@ class Cell:
     strategy: str
     recipe: str
     gpus: int = 1
+    variant: str = ""
 
     @property
     def backend(self) -> str | None:
@@ -97,7 +107,8 @@ class Cell:
     @property
     def name(self) -> str:
         gpus = f", {self.gpus} GPUs" if self.gpus > 1 else ""
-        return f"{self.framework}, {self.strategy}{gpus}, {self.backend + ' ' if self.backend else ''}{self.recipe}"
+        recipe = f"{self.backend} {self.recipe}" if self.backend else self.recipe
+        return f"{self.framework}, {self.strategy}{gpus}, {recipe}{', ' if self.variant else ''}{self.variant}"
 
     @property
     def base(self) -> Cell:
@@ -113,8 +124,8 @@ class Cell:
 def cells(gpus: int) -> list[Cell]:
     """Return the cells for a number of GPUs.
 
-    On two: DDP, which accelerate and the Trainer do not use for one process, and a recipe of each library under the
-    engines that shard. On one: all others.
+    On two: DDP, which accelerate and the Trainer do not use for one process; every recipe under each engine that
+    shards, with accelerate; some with a loop without a framework; and the variants. On one: all others.
     """
     every = [
         Cell(framework, strategy, recipe, gpus)
@@ -125,13 +136,22 @@ def cells(gpus: int) -> list[Cell]:
     ]
     if gpus == 1:
         return [cell for cell in every if cell.strategy != "DDP"]
-    recipes = ("bf16", "delayed", "tensorwise")
-    sharded = {("FSDP2", "accelerate"): (*recipes, "tensorwise, float8 all-gather"), ("ZeRO-3", "own loop"): recipes}
-    return [
+    loops = ("bf16", "delayed", "tensorwise")
+    plain = [
         cell
         for cell in every
-        if cell.strategy == "DDP" or cell.recipe in sharded.get((cell.strategy, cell.framework), ())
+        if cell.strategy == "DDP"
+        or (cell.framework == "accelerate" and cell.strategy != "plain")
+        or (cell.framework == "own loop" and cell.strategy in ("FSDP2", "ZeRO-3") and cell.recipe in loops)
     ]
+    varied = [
+        Cell("accelerate", strategy, recipe, gpus, variant)
+        for recipe in VARIED
+        for strategy in ("DDP", "FSDP1", "FSDP2", "ZeRO-2", "ZeRO-3")
+        for variant in VARIANTS
+        if variant
+    ]
+    return [*plain, *varied]
 
 
 #: `mpguard init` prints to stdout, which all threads share.
@@ -167,6 +187,7 @@ def prepared(cell: Cell, folder: Path, port: int) -> list[str]:
         )
     program = [str(PROGRAMS / FRAMEWORKS[cell.framework]), "--out", str(folder / "facts.json")]
     program += ["--masters"] if cell.kept else []
+    program += VARIANTS[cell.variant]
     own = ["--config", str(config), "--proof-json", str(folder / "proof.json")]
     if cell.framework == "own loop":
         run = [
@@ -284,8 +305,9 @@ def shortfalls(cell: Cell, facts: dict[str, Any], proof: dict[str, Any]) -> list
     if not facts["losses"][99] < 0.5 * facts["losses"][0]:
         wrong.append(f"the loss did not fall: {facts['losses'][0]:.3f} to {facts['losses'][99]:.3f}")
     products, fp8 = facts["kernels_per_step"], facts["fp8_kernels_per_step"]
-    expected = LAYERS * FP8_OF_3.get(cell.recipe, 3) if cell.backend else 0
-    if products < 3 * LAYERS:
+    # A frozen weight has no gradient: LoRA's base layers have two products.
+    expected = LAYERS * min(FP8_OF_3.get(cell.recipe, 3), 2 if cell.variant == "LoRA" else 3) if cell.backend else 0
+    if products < 2 * LAYERS:
         wrong.append(f"only {products:g} matrix kernels a step were seen")
     if (fp8 < expected) if expected else fp8:
         wrong.append(f"{fp8:g} matrix kernels a step are FP8, not {expected}")
@@ -359,7 +381,7 @@ class Matrix:
 
 
 def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
-    return cell["gpus"], cell["framework"], cell["strategy"], cell["recipe"]
+    return cell["gpus"], cell["framework"], cell["strategy"], cell["recipe"], cell.get("variant", "")
 
 
 def write(output: Path, found: list[dict[str, Any]]) -> None:
@@ -412,7 +434,7 @@ def main() -> int:
         print(f"no time was left for {cell.name}")
     bad = [cell for cell in matrix.results.values() if cell["state"] == "failed"]
     for result in bad:
-        cell = Cell(*(result[key] for key in ("framework", "strategy", "recipe", "gpus")))
+        cell = Cell(*(result[key] for key in ("framework", "strategy", "recipe", "gpus", "variant")))
         print(f"\nFAILED {cell.name}: {result['reason']}")
         print("\n".join(result.pop("output", [])))
     states = Counter(cell["state"] for cell in matrix.results.values())

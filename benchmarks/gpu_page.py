@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 #: The columns. DDP has two processes, since accelerate and the Trainer do not wrap a single one; the others have one.
 STRATEGIES = ("plain", "DDP, 2 GPUs", "FSDP1", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+
+#: The columns of the tables for two GPUs.
+SHARDED = tuple(f"{name}, 2 GPUs" for name in ("FSDP1", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3"))
 
 
 #: The section about parameters that are kept in FP8.
@@ -51,21 +55,24 @@ def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
         "small model spends more of its time outside of FP8 than a large one.", "",
     ]  # fmt: skip
     for framework in frameworks:
-        own = [cell for cell in found if cell["framework"] == framework and _place(cell) in strategies]
-        lines += [f"## {framework}", "", *_table(own, strategies), ""]
-    several = [cell for cell in found if _place(cell) not in strategies]
+        lines += [f"## {framework}", "", *_table(_cells(found, framework, strategies), strategies), ""]
     lines += [
-        "## Two GPUs under FSDP2 and ZeRO-3",
-        "",
+        "## Two GPUs", "",
         "Each rank has its own part of the batch. With delayed scaling they ended with the same scales, here and "
-        "under DDP: maxima are reduced across them.",
-        "",
-        "| framework | strategy | recipe | |",
-        "| --- | --- | --- | --- |",
-    ]
-    lines += [f"| {cell['framework']} | {cell['strategy']} | {_recipe(cell)} | {_entry(cell)} |" for cell in several]
+        "under DDP: maxima are reduced across them.", "",
+    ]  # fmt: skip
+    for framework in frameworks:
+        if own := _cells(found, framework, SHARDED):
+            lines += [f"### {framework}", "", *_table(own, list(SHARDED)), ""]
+    if varied := [cell for cell in found if cell.get("variant")]:
+        lines += [
+            "### Activation checkpointing, LoRA, gradient accumulation", "",
+            "With accelerate. LoRA trains adapters in all Linear layers of the blocks and the output head; the other "
+            "weights are frozen.", "",
+            *_table(varied, list(dict.fromkeys(map(_place, varied)))), "",
+        ]  # fmt: skip
     quoted = "Reasons are quoted as they were printed in this run; the wording of messages may have changed since."
-    lines += ["", "## Refused", "", quoted, "", "| recipe | where | reason |", "| --- | --- | --- |"]
+    lines += ["## Refused", "", quoted, "", "| recipe | where | reason |", "| --- | --- | --- |"]
     refused: dict[str, list[dict[str, Any]]] = {}
     for cell in found:
         if cell["state"] == "refused":
@@ -77,6 +84,13 @@ def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
         )
     lines += ["", *KEPT, "", *_compiled(compiled)]
     return "\n".join(lines) + "\n"
+
+
+def _cells(found: list[dict[str, Any]], framework: str, places: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the cells of a framework in some places, without those of variants."""
+    return [
+        cell for cell in found if cell["framework"] == framework and _place(cell) in places and not cell.get("variant")
+    ]
 
 
 def _places(cells: list[dict[str, Any]], frameworks: list[str], strategies: list[str]) -> str:
@@ -122,7 +136,8 @@ def _place(cell: dict[str, Any]) -> str:
 
 
 def _recipe(cell: dict[str, Any]) -> str:
-    return f"{cell['backend']} {cell['recipe']}" if cell["backend"] else str(cell["recipe"])
+    recipe = f"{cell['backend']} {cell['recipe']}" if cell["backend"] else str(cell["recipe"])
+    return f"{recipe}, {cell['variant']}" if cell.get("variant") else recipe
 
 
 def _table(own: list[dict[str, Any]], strategies: list[str]) -> list[str]:

@@ -9,20 +9,23 @@ from common import ROWS, Chain, Probe, adam, model, options, world
 
 def main() -> None:
     parsed = options()
-    accelerator = Accelerator()
-    net = model()
+    accelerator = Accelerator(gradient_accumulation_steps=parsed.accumulation)
+    net = model(parsed)
     optimizer = adam(net.parameters(), parsed.masters)
-    loader = torch.utils.data.DataLoader(Chain(parsed.steps, world()[1]), batch_size=ROWS)
+    chain = Chain(parsed.steps * parsed.accumulation, world()[1])
+    loader = torch.utils.data.DataLoader(chain, batch_size=ROWS)
     trained, optimizer, data = accelerator.prepare(net, optimizer, loader)
     probe = Probe(parsed.out)
     engine = trained if hasattr(trained, "communication_data_type") else None
     probe.begin(engine.module if engine is not None else trained, engine)
     for batch in data:
-        loss = trained(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        probe.step(loss)
+        with accelerator.accumulate(trained):
+            loss = trained(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            probe.step(loss)
     probe.end()
     accelerator.end_training()
 

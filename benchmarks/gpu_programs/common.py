@@ -34,12 +34,30 @@ def options() -> argparse.Namespace:
     parser.add_argument("--strategy", default="single")
     parser.add_argument("--steps", type=int, default=STEPS + PROFILED)
     parser.add_argument("--masters", action="store_true", help="an optimizer that holds FP32 masters of FP8 parameters")
+    parser.add_argument("--checkpointing", choices=("plain", "reentrant"), help="activation checkpointing")
+    parser.add_argument("--lora", action="store_true", help="train low-rank adapters of a frozen model")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--local_rank", type=int, default=0, help="the deepspeed launcher gives it")
     return parser.parse_args()
 
 
-def model() -> LlamaForCausalLM:
-    """Return a Llama of four blocks in FP32; the same for each seed."""
+def model(parsed: argparse.Namespace) -> Any:
+    """Return a Llama of four blocks in FP32, the same for each seed, as the options want it."""
+    net: Any = _llama()
+    if parsed.checkpointing:
+        net.gradient_checkpointing_enable({"use_reentrant": parsed.checkpointing == "reentrant"})
+        if parsed.checkpointing == "reentrant":
+            net.enable_input_require_grads()
+    if parsed.lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(0)
+        names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        net = get_peft_model(net, LoraConfig(r=16, lora_alpha=32, target_modules=names, modules_to_save=["lm_head"]))
+    return net
+
+
+def _llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=BLOCKS,

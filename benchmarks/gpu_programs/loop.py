@@ -91,9 +91,9 @@ def main() -> None:
     mine = chain.tokens.view(parsed.steps, ranks, ROWS, -1)[:, rank]
     data = ({"input_ids": rows, "labels": rows} for rows in mine)
     if parsed.strategy.startswith("deepspeed"):
-        by_deepspeed(model(), int(parsed.strategy[-1]), data, probe, parsed.masters)
+        by_deepspeed(model(parsed), int(parsed.strategy[-1]), data, probe, parsed.masters)
     else:
-        by_torch(model(), parsed.strategy, data, probe, parsed.masters)
+        by_torch(model(parsed), parsed.strategy, data, probe, parsed.masters)
     if dist.is_initialized():
         dist.destroy_process_group()
 

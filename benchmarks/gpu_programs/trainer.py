@@ -36,7 +36,7 @@ def main() -> None:
             logging_nan_inf_filter=False, save_strategy="no", report_to=[], disable_tqdm=True,
         )  # fmt: skip
         look = Look(probe)
-        net = model()
+        net = model(parsed)
         trainer = Trainer(
             model=net, args=arguments, train_dataset=Chain(parsed.steps, world()[1]), callbacks=[look],
             optimizers=(adam(net.parameters(), parsed.masters) if parsed.masters else None, None),
