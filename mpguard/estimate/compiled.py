@@ -7,17 +7,14 @@ saved once for each block part; results of norms, activations and casts are comp
 
 from __future__ import annotations
 
-from mpguard.estimate.tape import Storage, Tape, Value
-
-#: Operators that read and write memory of their own; everything else is fused.
-_PRODUCTS = ("linear", "attention", "embedding")
+from mpguard.estimate.tape import PRODUCTS, Storage, Tape, Value
 
 
 def fuse(tape: Tape) -> Tape:
     """Change a tape into that of the compiled model, and return it."""
     _share_casts(tape)
     made = {op.output.storage: op for op in tape.ops if op.name != "view"}
-    read = {value.storage for op in tape.ops if op.name in _PRODUCTS for value in op.inputs}
+    read = {value.storage for op in tape.ops if op.name in PRODUCTS for value in op.inputs}
     stays = {storage for storage in made if storage in read or _materialized(made[storage].name)}
     stays |= {op.output.storage for op in tape.ops if _is_residual(op.name, op.inputs, op.output)}
 
@@ -32,7 +29,7 @@ def fuse(tape: Tape) -> Tape:
         return set().union(*(sources(value.storage, seen) for value in op.inputs)) if op.inputs else {storage}
 
     for op in tape.ops:
-        if op.name not in _PRODUCTS:
+        if op.name not in PRODUCTS:
             op.saved = tuple(set().union(*(sources(storage, set()) for storage in op.saved)) if op.saved else ())
     saved = {storage for op in tape.ops for storage in op.saved}
     for storage in made:
@@ -54,7 +51,7 @@ def _share_casts(tape: Tape) -> None:
 
 
 def _materialized(name: str) -> bool:
-    return name in (*_PRODUCTS, "mean", "dropout", "index")
+    return name in (*PRODUCTS, "mean", "dropout", "index")
 
 
 def _is_residual(name: str, inputs: tuple[Value, ...], output: Value) -> bool:

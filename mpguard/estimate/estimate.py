@@ -116,7 +116,7 @@ def estimate(request: Request) -> MemoryEstimate:
     plan = ShardingPlan(request.policy, request.gpus, OPTIMIZERS[request.optimizer], request.offload)
     tape = _tape(request)
     shares = STRATEGY[request.strategy](list(tape.weights.values()), plan)
-    step = Replay(tape, checkpointing=request.checkpointing, kept=shares.kept).run()
+    step = Replay(tape, checkpointing=request.checkpointing, kept=shares.kept, compiled=request.compiled).run()
     return _summed(request, tape, shares, step)
 
 
@@ -131,7 +131,7 @@ def _tape(request: Request) -> Tape:
     return record(
         request.config,
         batch,
-        TapeDtypes(weights, compute, fp8, layers, 0 if request.compiled else request.length),
+        TapeDtypes(weights, compute, fp8, layers, 0 if request.compiled else request.length, cuda=True),
         request.compiled,
     )
 

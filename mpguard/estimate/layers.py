@@ -46,7 +46,8 @@ def partial_rotary(tape: Tape, x: Value, share: float, cos: Value, sin: Value) -
 def activation(tape: Tape, x: Value, name: str) -> Value:
     """A function of `ACT2FN`."""
     if name in ("gelu_new", "gelu_fast"):
-        cube = tape.pointwise(tape.pointwise(x, "pow"), "mul", "")
+        wide = FULL if tape.precision.autocast and tape.precision.cuda else x.width
+        cube = tape.pointwise(tape.pointwise(tape.cast(x, wide), "pow"), "mul", "")
         inner = tape.pointwise(tape.add(x, cube), "mul", "")
         tanh = tape.pointwise(inner, "tanh", "output")
         return tape.mul(tape.pointwise(x, "mul", ""), tape.pointwise(tanh, "add", ""))

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
-from mpguard.estimate.tape import Op, Storage, Tape, Value, Weight
+from mpguard.estimate.tape import PRODUCTS, Op, Storage, Tape, Value, Weight
 
 #: The allocator of CUDA rounds each tensor up to this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 ROUNDING = 512
@@ -51,7 +51,8 @@ class Replay:
     """One pass over a tape.
 
     checkpointing: blocks are computed again in the backward pass. kept: bytes of a parameter's gradient that stay after
-    the backward pass of its block; None: all. workspace: count what CUDA's kernels allocate themselves.
+    the backward pass of its block; None: all. workspace: count what CUDA's kernels allocate themselves. compiled: the
+    tape was fused: gradients between fused operators have no memory, and AOTAutograd makes zeros for the logits'.
     """
 
     def __init__(
@@ -63,15 +64,17 @@ class Replay:
         rounding: int = ROUNDING,
         workspace: bool = True,
         in_place: bool = True,
+        compiled: bool = False,
     ) -> None:
         self.ops, self.returned = tape.ops, dict.fromkeys(tape.returned)
         self.checkpointing, self.kept = checkpointing, kept
-        self.rounding, self.workspace, self.in_place = rounding, workspace, in_place
+        self.rounding, self.workspace, self.in_place, self.compiled = rounding, workspace, in_place, compiled
         self.now: Counter[str] = Counter()
         self.peak = Alive(Counter())
         self._holders: Counter[Storage] = Counter()
         self._gradients: dict[Value, _Gradient] = {}
         self._unsharded: dict[Weight, int] = {}
+        self._fused: list[Storage] = []
         self._last = {value.storage: index for index, op in enumerate(self.ops) for value in (*op.inputs, op.output)}
         self._kept_alive = {value.storage for value in tape.returned}
 
@@ -161,6 +164,10 @@ class Replay:
     def _backward(self, segments: dict[int, range]) -> None:
         loss = self.ops[-1].output
         self._receive(loss, _Gradient(loss.count * loss.width, "activation"), True)
+        for logits in list(self.returned)[-1:] if self.compiled else ():
+            zeros = Storage(logits.storage.size, logits.storage.kind)
+            self._hold(zeros)
+            self._fused.append(zeros)
         for index in range(len(self.ops) - 1, -1, -1):
             op = self.ops[index]
             again = segments.get(op.segment) if op.segment is not None else None
@@ -193,6 +200,8 @@ class Replay:
 
     def _backward_of(self, op: Op) -> None:
         gradient = self._gradients.pop(op.output, None)
+        if op.name in PRODUCTS:
+            self._end_of_kernel()
         if gradient is not None:
             if self.workspace and op.workspace:
                 self._add("activation", op.workspace)
@@ -202,8 +211,19 @@ class Replay:
             if self.workspace and op.workspace:
                 self._add("activation", -op.workspace)
             self._drop(gradient)
-        for storage in op.saved:
+        self._fused += op.saved
+        if not self.compiled or op.name in PRODUCTS:
+            self._end_of_kernel()
+
+    def _end_of_kernel(self) -> None:
+        """Free what a kernel has read: each operator is one, or the fused ones between two products are."""
+        for storage in self._fused:
             self._release(storage)
+        self._fused.clear()
+
+    def _size(self, value: Value) -> int:
+        """Return the bytes of a value's gradient."""
+        return 0 if self.compiled and not value.storage.size else value.count * value.width
 
     def _send(self, op: Op, value: Value, gradient: _Gradient) -> None:
         """Make the gradient of an input from that of the output."""
@@ -214,10 +234,10 @@ class Replay:
         whole = op.output.count * op.output.width
         if value.count < op.output.count and op.name in ("mul", "add"):  # broadcast: made whole, and summed
             self._add("activation", whole)
-            self._receive(value, _Gradient(value.count * value.width, op.output.storage.kind), True)
+            self._receive(value, _Gradient(self._size(value), op.output.storage.kind), True)
             self._add("activation", -whole)
             return
-        self._receive(value, _Gradient(value.count * value.width, op.output.storage.kind), True)
+        self._receive(value, _Gradient(self._size(value), op.output.storage.kind), True)
 
     def _receive(self, value: Value, gradient: _Gradient, fresh: bool) -> None:
         if value.weight is not None:
@@ -233,7 +253,7 @@ class Replay:
             if fresh:
                 self._add(gradient.kind, -gradient.size)
         else:
-            total = _Gradient(value.count * value.width, gradient.kind)
+            total = _Gradient(self._size(value), gradient.kind)
             total.users = 1
             self._add(total.kind, total.size)
             self._drop(known)

@@ -19,6 +19,9 @@ Kind = Literal["linear", "embedding", "expert", "vector"]
 #: Bytes of an element: FP32, the 16-bit compute dtype, integers (of indices), masks.
 FULL, HALF, INDEX, MASK = 4, 2, 8, 1
 
+#: Operators that torch.compile never fuses with others.
+PRODUCTS = ("linear", "attention", "embedding")
+
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
@@ -81,6 +84,7 @@ class TapeDtypes:
     Engine saves for an element of the weight of an FP8 layer; 0 without it (torchao's layers save what others save).
     fp8_layers: which Linear layers are FP8: a function of name, inputs and outputs. row: tokens in a row if attention
     with grouped queries stores all scores in FP32, as on CUDA, which has no other kernel for it; 0 on the CPU.
+    cuda: `pow` is in FP32 under autocast, which it is on CUDA only.
     """
 
     weights: int = FULL
@@ -88,6 +92,7 @@ class TapeDtypes:
     fp8: int = 0
     fp8_layers: Callable[[str, int, int], bool] | None = None
     row: int = 0
+    cuda: bool = False
 
     @property
     def autocast(self) -> bool:
