@@ -454,9 +454,23 @@ def _disable_profiler() -> tuple[list[Any], list[str], list[int]]:
 
     now = time.time_ns()
     torch.autograd.profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
-    events = list(torch._C._autograd._disable_profiler().events())
-    unfinished = [event for event in events if event.end_ns() >= now and not event.is_async()]
-    return events, [event.name() for event in unfinished], [event.start_ns() for event in unfinished]
+    result = torch._C._autograd._disable_profiler()
+    events = list(result.events())
+    unfinished = [
+        (event.name(), event.start_ns()) for event in events if event.end_ns() >= now and not event.is_async()
+    ]
+    unfinished += _without_end(result.experimental_event_tree())
+    return events, [name for name, _ in unfinished], [start for _, start in unfinished]
+
+
+def _without_end(level: list[Any]) -> list[tuple[str, int]]:
+    """Return name and start of what was not finished: torch 2.11 leaves it out of the events, and in their tree."""
+    found = []
+    while level:
+        opened = [node for node in level if node.end_time_ns < node.start_time_ns]
+        found += [(node.name, node.start_time_ns) for node in opened]
+        level = [child for node in opened for child in node.children]
+    return found
 
 
 @contextlib.contextmanager

@@ -201,7 +201,7 @@ def _add(
     te_dtype: str | None,
 ) -> None:
     """Add an event to a trace if it is a product."""
-    shapes = event.raw.structured_input_shapes() or event.raw.shapes()
+    shapes = _input_shapes(event.raw)
     name = ""
     if event.known is not None:
         dtype = products.dtype_of(event.known, event.raw.dtypes())
@@ -225,6 +225,13 @@ def _add(
     if event.known is None and event.node in nodes:
         assert event.node is not None
         trace.opaque[event.node] = work, flops
+
+
+def _input_shapes(raw: Any) -> products.Shapes:
+    """Return the shapes of an event's inputs; those of lists of tensors are known from torch 2.12 on."""
+    structured = getattr(raw, "structured_input_shapes", None)
+    shapes: products.Shapes = (structured() if structured else None) or raw.shapes()
+    return shapes
 
 
 def _add_widened(copy: Any, trace: OperatorTrace) -> None:

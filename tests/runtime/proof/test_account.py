@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -177,6 +178,16 @@ def test_ranges_of_the_program_are_closed_before_the_profiler_starts_again() -> 
         whole.start()
         assert not whole.running
     assert trace.read([], set(), None).forward == []
+
+
+def test_what_torch_2_11_has_not_finished_is_only_in_its_tree() -> None:
+    """It has no `structured_input_shapes` either."""
+    node = lambda name, end, *children: SimpleNamespace(  # noqa: E731
+        name=name, start_time_ns=5, end_time_ns=end, children=list(children)
+    )
+    tree = [node("done", 9), node("epoch", -(2**63), node("step", -(2**63), node("aten::mm", 7)))]
+    assert account._without_end(tree) == [("epoch", 5), ("step", 5)]
+    assert trace._input_shapes(SimpleNamespace(shapes=lambda: [[2, 3]])) == [[2, 3]]
 
 
 def test_tensors_can_be_exchanged_where_recording_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
