@@ -14,6 +14,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):  # a worker of xdist
         return
     limits.scale()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each program that a test starts compiles mpguard again
     if session.config.option.collectonly:
         return
     import deepspeed_operator

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from limits import seconds
 from paths import PROGRAMS
-from processes import torchrun, transcript
+from processes import on_ranks, transcript
 
 import mpguard
 from mpguard.estimate import ModelConfig, Request, estimate, read_model
@@ -42,7 +42,7 @@ def test_sharded_states_are_those_of_fsdp2_and_deepspeed(tmp_path: Path) -> None
     kinds = (("bf16_mixed", "fp32"), ("bf16_mixed", "bf16"), ("fp32", "fp32"))  # DeepSpeed has no FP16 on the CPU
     cases = [(recipe, strategy, reduced) for recipe, reduced in kinds for strategy in STRATEGIES]
     words = [":".join(case) for case in cases]
-    run = torchrun(PROGRAMS / "estimated_states.py", path, *words, cwd=tmp_path, timeout=seconds(240))
+    run = on_ranks(PROGRAMS / "estimated_states.py", path, *words, cwd=tmp_path, timeout=seconds(240))
     line = next((line for line in run.stdout.splitlines() if line.startswith("FOUND")), None)
     assert line is not None, transcript(run)
     config = read_model(str(path))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from limits import seconds
 from paths import REPOSITORY
+from processes import on_ranks, transcript
 
 from mpguard.cli import main
 
@@ -54,22 +55,12 @@ def test_deepspeed_at_another_stage(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="the real library runs here")
     config = tmp_path / "mp.yaml"
     assert main(["init", "bf16_mixed", "--strategy", "deepspeed-zero3", "--num-processes", "2", "-o", str(config)]) == 0
-    words = [BIN / "torchrun", "--nproc_per_node", "2", "-m", "mpguard.run", "--config", config]
-    program = [EXAMPLES / "train_deepspeed.py", "--steps", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    outputs = []
-    for more in ([], ["--deepspeed_config", tmp_path / "ds_config.json"]):
-        done = subprocess.run(
-            [*words, *program, *more],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=seconds(300),
-        )
-        outputs.append((done.returncode, done.stdout + done.stderr))
-    assert outputs[0][0] == 1 and "engine: deepspeed-zero2; asked: deepspeed-zero3" in outputs[0][1], outputs[0][1]
-    assert outputs[1][0] == 0 and "proven in force on all 2 ranks" in outputs[1][1], outputs[1][1]
+    words = ("-m", "mpguard.run", "--config", config, EXAMPLES / "train_deepspeed.py", "--steps", "2")
+    alone, together = (on_ranks(*words, *more, cwd=tmp_path, timeout=seconds(300))
+                       for more in ((), ("--deepspeed_config", tmp_path / "ds_config.json")))  # fmt: skip
+    refused = "engine: deepspeed-zero2; asked: deepspeed-zero3"
+    assert alone.returncode == 1 and refused in alone.stderr, transcript(alone)
+    assert together.returncode == 0 and "proven in force on all 2 ranks" in together.stderr, transcript(together)
 
 
 def test_the_mistakes_are_found(capsys: pytest.CaptureFixture[str]) -> None:

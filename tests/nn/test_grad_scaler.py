@@ -19,7 +19,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 import torch
 from overflow_story import BAD, EXPECTED, GOOD, OF_DEEPSPEED, POLICY, STORY
 from paths import PROGRAMS
-from processes import results, torchrun, transcript
+from processes import on_ranks, results, transcript
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import mpguard
@@ -147,7 +147,7 @@ def test_fsdp1s_scaler() -> None:
 )
 def test_engines_on_two_ranks(tmp_path: Any, engine: str) -> None:
     """One rank alone overflows: no rank steps, and all have the same scale."""
-    run = torchrun(PROGRAMS / "overflow.py", *engine.split(maxsplit=1), cwd=tmp_path)
+    run = on_ranks(PROGRAMS / "overflow.py", *engine.split(maxsplit=1), cwd=tmp_path)
     assert run.returncode == 0, transcript(run)
     found = results(run)
     assert len(found) == 2
@@ -163,7 +163,7 @@ def test_engines_on_two_ranks(tmp_path: Any, engine: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_accelerate_with_deepspeed(tmp_path: Any, stage: int) -> None:
     """Its step goes through accelerate's wrapper of DeepSpeed's engine, which knows of what was skipped."""
-    run = torchrun(PROGRAMS / "overflow_accelerated.py", stage, cwd=tmp_path, processes=1)
+    run = on_ranks(PROGRAMS / "overflow_accelerated.py", stage, cwd=tmp_path, processes=1)
     assert run.returncode == 0, transcript(run)
     (found,) = results(run)
     assert [tuple(step) for step in found["steps"]] == [(2.0**power, factor == GOOD) for factor, power in OF_DEEPSPEED]

@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 
 import torch
 from paths import PROGRAMS
-from processes import command, free_port, in_fork, mp_yaml, proof, results, torchrun, transcript
+from processes import command, free_port, in_fork, mp_yaml, on_ranks, proof, results, transcript
 
 import mpguard
 from mpguard.policy import hardware
@@ -49,7 +49,7 @@ def test_custom_loops_are_proven_and_reduce_in_fp32(tmp_path: Path, engine: str)
     """The script configures its engine to reduce in BF16, or uses its default; the policy requires FP32."""
     config = engine_config(tmp_path, engine)
     words = ("-m", "mpguard.run", "--config", config, "--proof-json", tmp_path / "proof.json", LOOP, engine)
-    run = torchrun(*words, "--steps", 5, cwd=tmp_path)
+    run = on_ranks(*words, "--steps", 5, cwd=tmp_path)
     assert run.returncode == 0, transcript(run)
     assert [(found["world"], found["gradient"]) for found in results(run)] == [(2, MEAN)] * 2, "shown by the values"
     assert "\nin force at steps 1-4 of 5 (3 looks)\n" in run.stderr, transcript(run)
@@ -72,7 +72,7 @@ def test_custom_loops_are_converted_to_fp8(tmp_path: Path, engine: str) -> None:
     fp8 = {"mixed_precision": "fp8", "fp8_config": EMULATED}
     config = mp_yaml(tmp_path, distributed_type=kind, num_processes=2, **keys, **fp8)
     words = ("-m", "mpguard.run", "--config", config, "--proof-json", tmp_path / "proof.json", LOOP, engine)
-    run = torchrun(*words, cwd=tmp_path)
+    run = on_ranks(*words, cwd=tmp_path)
     assert run.returncode == 0, transcript(run)
     assert [(found["world"], found["gradient"]) for found in results(run)] == [(2, MEAN)] * 2
     seen = proof(tmp_path / "proof.json")["observed"]
@@ -86,7 +86,7 @@ def test_fsdp1_keeps_the_parameters_that_fp8_layers_need(tmp_path: Path) -> None
     fp8 = {"mixed_precision": "fp8", "fp8_config": EMULATED}
     config = mp_yaml(tmp_path, distributed_type="FSDP", num_processes=2, fsdp_config="{fsdp_version: 1}", **fp8)
     words = ("-m", "mpguard.run", "--config", config, "--proof-json", tmp_path / "proof.json", LOOP, "fsdp1", "--flat")
-    run = torchrun(*words, cwd=tmp_path)
+    run = on_ranks(*words, cwd=tmp_path)
     assert run.returncode == 0 and "use_orig_params: false -> true" in run.stderr, transcript(run)
     assert proof(tmp_path / "proof.json")["observed"]["fp8"]["converted"] == ["0"]
 
@@ -105,7 +105,7 @@ def test_accelerate_gets_bf16_and_mpguard_converts_its_model_to_fp8(tmp_path: Pa
 
 def test_the_gradient_shows_a_reduction_in_bf16(tmp_path: Path) -> None:
     """The control: without the policy the same script reduces in BF16."""
-    run = torchrun(LOOP, "fsdp2", cwd=tmp_path)
+    run = on_ranks(LOOP, "fsdp2", cwd=tmp_path)
     assert [found["gradient"] for found in results(run)] == [0.5, 0.5], transcript(run)
 
 
@@ -122,7 +122,7 @@ def test_an_engine_built_before_activation_is_not_in_force(
     tmp_path: Path, engine: str, dtype: str, expected: str
 ) -> None:
     """FSDP's own policy against the run's (S12): all ranks raise, none continues or hangs."""
-    run = torchrun(LOOP, engine, "--dtype", dtype, "--activate", "bf16_mixed", cwd=tmp_path)
+    run = on_ranks(LOOP, engine, "--dtype", dtype, "--activate", "bf16_mixed", cwd=tmp_path)
     assert run.returncode == 1 and results(run) == [], transcript(run)
     assert "mpguard: not in force: " in run.stderr and expected in run.stderr, transcript(run)
     assert ["NotInForce" in (tmp_path / f"raised.{rank}").read_text() for rank in (0, 1)] == [True, True]
@@ -130,7 +130,7 @@ def test_an_engine_built_before_activation_is_not_in_force(
 
 def test_a_communication_hook_is_observed_at_the_collective(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
-    run = torchrun("-m", "mpguard.run", "--config", config, LOOP, "ddp", "--compress", cwd=tmp_path)
+    run = on_ranks("-m", "mpguard.run", "--config", config, LOOP, "ddp", "--compress", cwd=tmp_path)
     assert run.returncode == 1 and "reduction: bf16 (the collective); asked: fp32" in run.stderr, transcript(run)
 
 
@@ -138,7 +138,7 @@ def test_a_mismatch_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     """Rank 1 ends before its first step; rank 0 gets its failure, and does not wait."""
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
     words = ("-m", "mpguard.run", "--config", config, LOOP, "ddp", "--slow-rank", 1)
-    run = torchrun(*words, cwd=tmp_path)
+    run = on_ranks(*words, cwd=tmp_path)
     assert run.returncode == 1 and results(run) == [], transcript(run)
     assert "rank 1: not proven: the run computed gradients and ended" in (tmp_path / "raised.0").read_text()
 

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from processes import in_fork, proof, results, transcript
-from stock import PROGRAMS, fixed_upstream, script
+from processes import in_fork, proof, results, run_python, transcript
+from stock import PROGRAMS, fixed_upstream
 
 
 def test_s38_compiled_attention_gets_a_mask(tmp_path: Path) -> None:
     program = PROGRAMS / "attention.py"
-    stock = in_fork([program], cwd=tmp_path, program=script)
+    stock = in_fork([program], cwd=tmp_path, program=run_python)
     assert stock.returncode == 0, transcript(stock)
     assert results(stock)[0]["found"] == ["mask", "mask"], fixed_upstream(38)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from paths import TESTS
-from processes import in_fork, mp_yaml, results, transcript
-from stock import PROGRAMS, fixed_upstream, script
+from processes import in_fork, mp_yaml, results, run_python, transcript
+from stock import PROGRAMS, fixed_upstream
 
 ACCELERATED = TESTS / "programs" / "accelerated.py"
 
 
 def test_s34_accelerate_computes_fp16_on_the_cpu_in_fp32(tmp_path: Path) -> None:
-    stock = in_fork([ACCELERATED, "--mixed-precision", "fp16"], cwd=tmp_path, program=script)
+    stock = in_fork([ACCELERATED, "--mixed-precision", "fp16"], cwd=tmp_path, program=run_python)
     assert stock.returncode == 0, transcript(stock)
     assert (results(stock)[0]["mode"], results(stock)[0]["compute"]) == ("fp16", "torch.float32"), fixed_upstream(34)
 
@@ -25,7 +25,7 @@ def test_s34_accelerate_computes_fp16_on_the_cpu_in_fp32(tmp_path: Path) -> None
 def test_s35_a_compiled_backward_runs_under_autocast(tmp_path: Path) -> None:
     """Its products have another dtype than in eager."""
     program = PROGRAMS / "compiled_backward.py"
-    stock = in_fork([program], cwd=tmp_path, program=script)
+    stock = in_fork([program], cwd=tmp_path, program=run_python)
     assert stock.returncode == 0, transcript(stock)
     assert (results(stock)[0]["equal"], results(stock)[0]["rounded"]) == (False, True), fixed_upstream(35)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Program, free_port, in_fork, mp_yaml, run_module, transcript
-from stock import ENVIRONMENT, PROGRAMS, fixed_upstream, linted, mpguard, script
+from processes import Program, free_port, in_fork, mp_yaml, run_module, run_python, transcript
+from stock import ENVIRONMENT, PROGRAMS, fixed_upstream, linted, mpguard
 from stock import config as stock_config
 
 ZERO = {"zero_optimization": {"stage": 1}}
@@ -69,7 +69,7 @@ def refused(folder: Path, second: Path) -> str:
 
 
 def test_s08_auto_and_no_precision_elsewhere_is_fp32(taken: Callable[[Program], Run], tmp_path: Path) -> None:
-    found, run = taken(script)
+    found, run = taken(run_python)
     assert found["auto, control"] == "bfloat16", transcript(run)
     assert (found["auto"], found["auto, without accelerate"]) == ("float32", "float32"), fixed_upstream(8)
 
@@ -84,7 +84,7 @@ def test_s08_auto_and_no_precision_elsewhere_is_fp32(taken: Callable[[Program], 
 
 
 def test_s09_false_with_mixed_precision_bf16_is_fp32(taken: Callable[[Program], Run], tmp_path: Path) -> None:
-    found, run = taken(script)
+    found, run = taken(run_python)
     assert found["false"] == "float32", fixed_upstream(9)
 
     assert "`bf16.enabled` is false; the policy `bf16_mixed` needs true" in refused(
@@ -98,7 +98,7 @@ def test_s09_false_with_mixed_precision_bf16_is_fp32(taken: Callable[[Program], 
 def test_s18_unknown_sections_and_a_second_precision_are_accepted(
     taken: Callable[[Program], Run], tmp_path: Path
 ) -> None:
-    found, _ = taken(script)
+    found, _ = taken(run_python)
     assert (found["fp8"], found["bfloat_16"], found["two"]) == ("float32", "float32", "bfloat16"), fixed_upstream(18)
 
     for name, code in (("fp8", "MPG823"), ("bfloat_16", "MPG823"), ("two", "MPG823"), ("two", "MPG825")):
@@ -114,7 +114,7 @@ def test_s18_unknown_sections_and_a_second_precision_are_accepted(
 
 
 def test_s29_a_disabled_amp_section_stops_deepspeed(taken: Callable[[Program], Run], tmp_path: Path) -> None:
-    found, _ = taken(script)
+    found, _ = taken(run_python)
     assert found["amp"].startswith("DeepSpeedConfigError: NVIDIA Apex AMP integration has been removed"), (
         fixed_upstream(29)
     )

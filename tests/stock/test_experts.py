@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from processes import in_fork, mp_yaml, proof, results, transcript
-from stock import PROGRAMS, fixed_upstream, script
+from processes import in_fork, mp_yaml, proof, results, run_python, transcript
+from stock import PROGRAMS, fixed_upstream
 
 
 @pytest.mark.parametrize("compiled", [(), ("compiled",)], ids=["eager", "compiled"])
 def test_s30_experts_compute_in_fp32_under_autocast(tmp_path: Path, compiled: tuple[str, ...]) -> None:
     words = [PROGRAMS / "experts.py", *compiled]
-    stock = in_fork(words, cwd=tmp_path, program=script)
+    stock = in_fork(words, cwd=tmp_path, program=run_python)
     assert stock.returncode == 0, transcript(stock)
     assert results(stock)[0]["experts"] == ["torch.float32"], fixed_upstream(30)
 

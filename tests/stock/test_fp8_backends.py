@@ -15,8 +15,8 @@ pytest.importorskip("torch", reason="the real library runs here")
 import torch
 from accelerate.utils import AORecipeKwargs, dataclasses
 from accelerate.utils.ao import convert_model_to_fp8_ao, filter_first_and_last_linear_layers
-from processes import in_fork, mp_yaml, proof, results, transcript
-from stock import ENVIRONMENT, PROGRAMS, clean_accelerate, config, fixed_upstream, linted, mpguard, script
+from processes import in_fork, mp_yaml, proof, results, run_python, transcript
+from stock import ENVIRONMENT, PROGRAMS, clean_accelerate, config, fixed_upstream, linted, mpguard
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
@@ -153,7 +153,7 @@ def test_s16_the_public_filter_for_first_and_last_converts_everything() -> None:
 def test_s17_with_all_gather_outside_fsdp2_the_converted_weights_never_train(tmp_path: Path) -> None:
     """One script with accelerate's defaults, without and with mpguard."""
     program = PROGRAMS / "accelerate_float8.py"
-    run = in_fork([program], cwd=tmp_path, program=script)
+    run = in_fork([program], cwd=tmp_path, program=run_python)
     assert run.returncode == 0, transcript(run)
     (found,) = results(run)
     assert (found["kinds"]["1"], found["unchanged"]) == ("Float8Linear", ["1.weight", "2.weight"]), fixed_upstream(17)

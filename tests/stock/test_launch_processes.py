@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from paths import PROGRAMS as SHARED
-from processes import command, free_port, in_fork, mp_yaml, ranks_in_fork, results, transcript
+from processes import command, free_port, in_fork, mp_yaml, ranks_in_fork, results, run_python, transcript
 from stock import (
     ENVIRONMENT,
     PROGRAMS,
@@ -17,7 +17,6 @@ from stock import (
     launched,
     mpguard,
     mpguard_launch,
-    script,
 )
 
 
@@ -34,7 +33,7 @@ def worlds(folder: Path, workers: list[dict[str, str]]) -> list[tuple[int, int, 
 
     def found(worker: dict[str, str]) -> tuple[int, int, str, str]:
         variables = {**worker, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        run = in_fork([PROGRAMS / "world.py"], cwd=folder, program=script, **variables)
+        run = in_fork([PROGRAMS / "world.py"], cwd=folder, program=run_python, **variables)
         assert run.returncode == 0, transcript(run)
         (line,) = results(run)
         return line["rank"], line["world"], line["engine"], line["mode"]
@@ -100,7 +99,7 @@ def test_s23_use_cpu_is_ignored_with_fsdp_and_deepspeed(tmp_path: Path) -> None:
     run = launched(tmp_path, config=config(tmp_path, **deepspeed))
     assert not any("ACCELERATE_USE_CPU" in worker for worker in run.workers), fixed_upstream(23)
     variables = {name: value for name, value in run.workers[0].items() if name.startswith("ACCELERATE_")}
-    ranks = ranks_in_fork([SHARED / "accelerated.py"], cwd=tmp_path, program=script, **variables)
+    ranks = ranks_in_fork([SHARED / "accelerated.py"], cwd=tmp_path, program=run_python, **variables)
     errors = [rank.stderr for rank in ranks]  # the later rank may report that the other one has ended
     assert all(rank.returncode == 1 for rank in ranks) and "train_batch_size is not equal" in "".join(errors), (
         fixed_upstream(23)

@@ -12,8 +12,8 @@ pytest.importorskip("accelerate", reason="the real library runs here")
 import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
-from processes import Program, in_fork, mp_yaml, proof, ranks_in_fork, results, run_module, transcript
-from stock import PROGRAMS, clean_accelerate, fixed_upstream, linted, script
+from processes import Program, in_fork, mp_yaml, proof, ranks_in_fork, results, run_module, run_python, transcript
+from stock import PROGRAMS, clean_accelerate, fixed_upstream, linted
 
 #: Of the gradients 1 and 2**-10 of two ranks. BF16 holds 0.5 only.
 MEAN = 0.5 + 2.0**-11
@@ -22,7 +22,7 @@ MEAN = 0.5 + 2.0**-11
 def test_s11_training_arguments_turn_fp8_off(tmp_path: Path) -> None:
     program = PROGRAMS / "training_arguments.py"
     variables = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_USE_CPU": "true"}
-    run = in_fork([program], cwd=tmp_path, program=script, **variables)
+    run = in_fork([program], cwd=tmp_path, program=run_python, **variables)
     assert run.returncode == 0, transcript(run)
     (found,) = results(run)
     assert found["unset"] == "fp8", "without `bf16=True` the variable decides"
@@ -64,7 +64,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Any:
         assert {**first, "rank": 1} == second
         return {**first, "stderr": ranks[0].stderr}
 
-    return {"stock": run(script), "ours": run(run_module)}
+    return {"stock": run(run_python), "ours": run(run_module)}
 
 
 def test_s12_the_fsdp_policy_and_the_precision_are_never_compared(sharded: Any, tmp_path: Path) -> None:

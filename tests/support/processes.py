@@ -7,12 +7,12 @@ import contextlib
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -102,7 +102,11 @@ def started(
 
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "accelerate", "mpguard.run"])
+#: What programs import, so that each fork has it at once. Missing ones are left out by the server.
+_SERVER.set_forkserver_preload([
+    "torch", "accelerate", "mpguard.run", "torch._dynamo", "torch._functorch.aot_autograd", "torchao.float8",
+    "transformers.trainer", "deepspeed",
+])  # fmt: skip
 
 
 def run_module(words: list[str]) -> int:
@@ -153,6 +157,29 @@ def ranks_in_fork(
         return list(pool.map(start, range(processes)))
 
 
+def run_python(words: list[str]) -> int:
+    """Run `python WORDS` in this process: a script, or a module behind `-m`."""
+    if words[:2] == ["-m", "mpguard.run"]:
+        return run_module(words[2:])
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return 0
+    sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def on_ranks(
+    *arguments: object, cwd: Path, processes: int = 2, timeout: float | None = None, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `torchrun --nproc_per_node N ARGUMENTS` without its agent, in forks; the output of all ranks is one text."""
+    ended = ranks_in_fork(arguments, cwd=cwd, processes=processes, timeout=timeout, program=run_python, **more)
+    output, errors = ("".join(getattr(each, name) for each in ended) for name in ("stdout", "stderr"))
+    status = next((each.returncode for each in ended if each.returncode), 0)
+    return subprocess.CompletedProcess(ended[0].args, status, output, errors)
+
+
 def _run(program: Program, words: list[str], cwd: str, variables: dict[str, str], output: tuple[Path, Path]) -> None:
     """Run a program in the fork, with its output in files."""
     for number, path in enumerate(output, 1):
@@ -169,7 +196,7 @@ def _run(program: Program, words: list[str], cwd: str, variables: dict[str, str]
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         status = 1
     finally:
         sys.stdout.flush()

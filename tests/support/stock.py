@@ -11,7 +11,6 @@ import io
 import json
 import os
 import re
-import runpy
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -102,14 +101,6 @@ def launcher(words: list[str]) -> int:
 
     sys.argv = ["accelerate-launch", *words]
     main()
-    return 0
-
-
-def script(words: list[str]) -> int:
-    """Run `python WORDS`, for `in_fork`."""
-    sys.argv = words
-    sys.path.insert(0, str(Path(words[0]).parent))
-    runpy.run_path(words[0], run_name="__main__")
     return 0
 
 

@@ -8,7 +8,6 @@ where the history of past steps decides the scales. Transformer Engine's own his
 from __future__ import annotations
 
 import io
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import fake_delayed_scaling
 import torch
 from limits import seconds
 from paths import PROGRAMS
-from processes import command, results, torchrun, transcript
+from processes import in_fork, on_ranks, results, run_python, transcript
 from torch import nn
 
 import mpguard
@@ -38,65 +37,43 @@ SPREAD = ("ddp", "accelerate", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "zer
 pytestmark = pytest.mark.filterwarnings("ignore:.*(padded to|on padding).*:mpguard.MpguardWarning")
 
 
-@pytest.fixture(scope="module", params=["torchao", "delayed"])
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
-    """What the program found: by engine and rank; on one process the rank is -1."""
-    folder = tmp_path_factory.mktemp("resume")
-    words = (PROGRAMS / "resume.py", request.param)
-    alone = command(Path(sys.executable).name, *words, *ALONE, cwd=folder, timeout=seconds(300))
+@pytest.mark.parametrize("kind", ["torchao", "delayed"])
+def test_resumed_runs_continue_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    words = (PROGRAMS / "resume.py", kind)
+    alone = in_fork([*words, *ALONE], cwd=tmp_path, timeout=seconds(300), program=run_python)
     assert alone.returncode == 0, transcript(alone)
-    spread = torchrun(*words, *SPREAD, cwd=folder, timeout=seconds(300), ACCELERATE_USE_CPU="true")
+    spread = on_ranks(*words, *SPREAD, cwd=tmp_path, timeout=seconds(300), ACCELERATE_USE_CPU="true")
     assert spread.returncode == 0, transcript(spread)
-    found = {(each["engine"], -1): each for each in results(alone)}
-    found |= {(each["engine"], each["rank"]): each for each in results(spread)}
-    return {"policy": request.param, **found}
+    found = {each["engine"]: each for each in results(alone)}
+    assert found.keys() == set(ALONE)
+    if kind == "delayed":
+        assert_history_was_lost(found.pop("forgetful"))
+    for each in found.values():
+        check(each)
+    ranks = results(spread)
+    assert len(ranks) == 2 * len(SPREAD)
+    for engine in SPREAD:
+        first, second = (each for each in ranks if each["engine"] == engine)
+        check(first)
+        check(second)
+        assert first["digest"] == second["digest"], engine
 
 
-@pytest.mark.parametrize("engine", [name for name in ALONE if name != "forgetful"])
-def test_one_process_continues_bit_for_bit(runs: dict[Any, Any], engine: str) -> None:
-    check(runs[engine, -1])
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("engine", SPREAD)
-def test_two_processes_continue_bit_for_bit(runs: dict[Any, Any], engine: str, rank: int) -> None:
-    check(runs[engine, rank])
-    assert runs[engine, 0]["digest"] == runs[engine, 1]["digest"]
-
-
-@pytest.fixture(scope="module")
-def kept_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
-    """The same with parameters kept in FP8 (fake_te_weights.py)."""
-    folder = tmp_path_factory.mktemp("fp8_weights")
-    words = (PROGRAMS / "resume.py", "fake_te")
-    alone = command(
-        Path(sys.executable).name,
-        *words,
-        *[each for each in ALONE if each in KEPT_IN_FP8],
-        cwd=folder,
-        timeout=seconds(300),
-    )
-    assert alone.returncode == 0, transcript(alone)
-    spread = torchrun(
-        *words,
-        *[each for each in SPREAD if each in KEPT_IN_FP8],
-        cwd=folder,
-        timeout=seconds(300),
-        ACCELERATE_USE_CPU="true",
-    )
-    assert spread.returncode == 0, transcript(spread)
-    found = {(each["engine"], -1): each for each in results(alone)}
-    return found | {(each["engine"], each["rank"]): each for each in results(spread)}
-
-
-@pytest.mark.parametrize("engine", KEPT_IN_FP8)
-def test_runs_whose_parameters_are_kept_in_fp8_continue_bit_for_bit(kept_runs: dict[Any, Any], engine: str) -> None:
+def test_runs_whose_parameters_are_kept_in_fp8_continue_bit_for_bit(tmp_path: Path) -> None:
     """What is saved is exact, so the FP8 weights and the masters of the resumed run are those of the other."""
-    found = [each for (name, _), each in kept_runs.items() if name == engine]
-    assert found
+    words = (PROGRAMS / "resume.py", "fake_te")
+    alone, spread = ([each for each in names if each in KEPT_IN_FP8] for names in (ALONE, SPREAD))
+    one = in_fork([*words, *alone], cwd=tmp_path, timeout=seconds(300), program=run_python)
+    assert one.returncode == 0, transcript(one)
+    two = on_ranks(*words, *spread, cwd=tmp_path, timeout=seconds(300), ACCELERATE_USE_CPU="true")
+    assert two.returncode == 0, transcript(two)
+    found = [*results(one), *results(two)]
+    assert {each["engine"] for each in found} == set(KEPT_IN_FP8)
     for each in found:
         check(each)
-    assert len({each["digest"] for each in found if len(found) > 1}) <= 2 - (engine == "ddp")
+    for engine in KEPT_IN_FP8:
+        digests = {each["digest"] for each in found if each["engine"] == engine}
+        assert len(digests) <= 2 - (engine == "ddp"), engine
 
 
 def check(found: dict[str, Any]) -> None:
@@ -108,12 +85,8 @@ def check(found: dict[str, Any]) -> None:
     assert found["messages"] == []
 
 
-def test_a_lost_history_changes_the_run_and_is_warned_about(runs: dict[Any, Any]) -> None:
-    """The control: weights saved as bare tensors, in a custom training loop."""
-    found = runs["forgetful", -1]
-    if runs["policy"] != "delayed":
-        check(found)
-        return
+def assert_history_was_lost(found: dict[str, Any]) -> None:
+    """The control: with delayed scaling, and weights saved as bare tensors in a custom training loop."""
     assert found["resumed"] != found["straight"] and not found["equal"] and found["keys"]
     (warning,) = found["messages"]
     assert warning.startswith("layers.0.1 and 1 more: the optimizer comes from a checkpoint, the FP8 history")

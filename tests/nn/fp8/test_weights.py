@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 import fake_te_weights
 import torch
 from paths import PROGRAMS
-from processes import results, torchrun, transcript
+from processes import on_ranks, results, transcript
 from torch import nn
 
 import mpguard
@@ -346,7 +346,7 @@ def test_the_guard_refuses_engines_that_cannot_keep_them(strategy: str) -> None:
 @pytest.mark.parametrize("order", ["convert", "guard"])
 def test_ranks_that_begin_with_weights_of_their_own_train_one_model(order: str, tmp_path: Path) -> None:
     """DDP gives them those of the first rank exactly; under the guard DDP comes before the optimizer."""
-    run = torchrun(PROGRAMS / "fp8_weights_ddp.py", "fake_te", order, cwd=tmp_path)
+    run = on_ranks(PROGRAMS / "fp8_weights_ddp.py", "fake_te", order, cwd=tmp_path)
     assert run.returncode == 0, transcript(run)
     one, other = sorted(results(run), key=lambda each: each["rank"])
     assert one["own"] != other["own"] and one["begun"] == other["begun"] == one["own"]
