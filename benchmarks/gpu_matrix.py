@@ -350,6 +350,9 @@ class Matrix:
                     "proof": {},
                     "output": f"mpguard: {type(error).__name__}: {error}",
                 }
+            if found["status"] is None and time.monotonic() > self.deadline:  # killed, and not by its own limit
+                left.append(cell)
+                return
             with self.lock:
                 self.raw[cell] = found
                 self._judge(cell)

@@ -102,11 +102,14 @@ def started(
 
 
 _SERVER = multiprocessing.get_context("forkserver")
-#: What programs import, so that each fork has it at once. Missing ones are left out by the server.
-_SERVER.set_forkserver_preload([
-    "torch", "accelerate", "mpguard.run", "torch._dynamo", "torch._functorch.aot_autograd", "torchao.float8",
-    "transformers.trainer", "deepspeed",
-])  # fmt: skip
+#: What programs import, so that each fork has it at once; missing ones are left out by the server. Where a GPU is,
+#: some of them initialize CUDA, which no fork can use after that.
+_PRELOADED = ["torch", "accelerate", "mpguard.run"]
+if not Path("/dev/nvidiactl").exists():
+    _PRELOADED += [
+        "torch._dynamo", "torch._functorch.aot_autograd", "torchao.float8", "transformers.trainer", "deepspeed",
+    ]  # fmt: skip
+_SERVER.set_forkserver_preload(_PRELOADED)
 
 
 def run_module(words: list[str]) -> int:

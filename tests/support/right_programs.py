@@ -21,6 +21,12 @@ def step(x):
 train(step, adam(m))
 """
 
+EXCHANGED = """
+m = net(); o = adam(m); torch.__future__.set_swap_module_params_on_conversion(True)
+with amp(): m(x)
+m.to(torch.float32); train(m, o)
+"""
+
 LORA = """
 class Lora(nn.Module):
     def __init__(s, base):
@@ -156,6 +162,7 @@ RIGHT: dict[str, tuple[str, str]] = {
     "compiled": ("bf16_mixed", "m = torch.compile(net()); train(m, adam(m))"),
     "compiled_blocks": ("bf16_mixed", REGIONAL),
     "gradient_accumulation": ("bf16_mixed", ACCUMULATION),
+    "parameters_exchanged_after_a_forward_pass": ("bf16_mixed", EXCHANGED),
     "own_profiler": ("bf16_mixed", PROFILER),
     "own_ranges": ("bf16_mixed", RANGES),
     "gradient_penalty": ("bf16_mixed", GRADIENT_PENALTY),

@@ -284,6 +284,17 @@ def _without_data(original: AnyFunction) -> AnyFunction:
     return propagate
 
 
+def _swap_tensors(original: AnyFunction) -> AnyFunction:
+    @functools.wraps(original)
+    def swap_tensors(t1: Any, t2: Any) -> None:
+        guard = guards.current()
+        if guard is not None:
+            guard.recorder.account.tensors_are_exchanged()
+        original(t1, t2)
+
+    return swap_tensors
+
+
 def _optimizer_init(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -570,6 +581,14 @@ PATCHES = (
             (begins, "one profiler runs at a time: that of the proof gives way to the program's", _profiler_start),
             ("__exit__", "when the program's profiler has ended, that of the proof can run", _profiler_end),
         )
+    ),
+    Patch(
+        "torch.utils",
+        "swap_tensors",
+        ("t1", "t2"),
+        "torch exchanges no tensors that the profiler has seen: `Module.to` of FP8 parameters, FSDP2 on a GPU",
+        "torch 2.13.0",
+        _swap_tensors,
     ),
     Patch(
         "torch.nn.modules.module",

@@ -175,6 +175,18 @@ class StepAccount:
                 self._remember(found)
                 self.start()
 
+    def tensors_are_exchanged(self) -> None:
+        """Record nothing until a module is called: the profiler has weak references to the tensors it has seen.
+
+        torch refuses to exchange such tensors. Without hooks of modules it records on at once.
+        """
+        if not self.running:
+            return
+        self._remember(self._cut(resume=False) or OperatorTrace())
+        self._paused = self._ranges is not None
+        if not self._paused:
+            self.start()
+
     def enter_compiled_code(self) -> None:
         """Remove the hooks of modules before compiled code runs: dynamo would trace them, or compile again."""
         if self._ranges is not None:
