@@ -77,8 +77,9 @@ VARIANTS = {
     "LoRA": ("--lora",), "accumulation of 4": ("--accumulation", "4"),
 }  # fmt: skip
 
-#: The recipes that the variants run with.
-VARIED = ("bf16", "delayed", "tensorwise", "tensorwise, compiled")
+#: The recipes and strategies that the variants run with.
+VARIED = ("bf16", "delayed", "tensorwise")
+VARIED_STRATEGIES = ("FSDP1", "FSDP2", "ZeRO-3")
 
 #: The converted layers (7 of each of 4 blocks), and how many of a layer's three products are FP8 where not all are.
 LAYERS, FP8_OF_3 = 28, {"rowwise_with_gw_hp": 2}
@@ -147,7 +148,7 @@ def cells(gpus: int) -> list[Cell]:
     varied = [
         Cell("accelerate", strategy, recipe, gpus, variant)
         for recipe in VARIED
-        for strategy in ("DDP", "FSDP1", "FSDP2", "ZeRO-2", "ZeRO-3")
+        for strategy in VARIED_STRATEGIES
         for variant in VARIANTS
         if variant
     ]
@@ -411,6 +412,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--merge", type=Path, action="append", default=[], help="results whose cells are kept")
+    parser.add_argument("--missing", action="store_true", help="only the cells that no merged result has")
     parser.add_argument("--only", action="append", default=[], help="cells whose name has this in it; * is any text")
     parser.add_argument("--gpus", type=int, choices=(1, 2), action="append", help="the cells on so many GPUs")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
@@ -431,6 +433,9 @@ def main() -> int:
         done = {_key(each) for each in kept if each.get("losses")}
         bases = [cell.base for cell in chosen if _key(dataclasses.asdict(cell.base)) not in done]
         wanted = [cell for cell in wanted if cell in chosen or cell in bases]
+    if options.missing:
+        known = {_key(cell) for cell in kept}
+        wanted = [cell for cell in wanted if _key(dataclasses.asdict(cell)) not in known]
     matrix = Matrix(options.output, kept, options.jobs, options.budget)
     left = matrix.run(wanted)
     for cell in left:

@@ -189,4 +189,4 @@ def _fitted(answers: Answers, name: str, strategy: str) -> int:
     length = min(2048, most_positions(answers.model) or 2048)
     gpu = answers.gpu or "h100"
     policy = recipe(name).decided()
-    return estimate(Request(answers.model, policy, strategy, answers.gpus, length=length, gpu=gpu)).total
+    return estimate(Request(answers.model, policy, strategy, answers.gpus, length=length, gpu=gpu)).needed

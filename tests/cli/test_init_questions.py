@@ -49,7 +49,7 @@ def test_yes_takes_the_recommendation(folder: Path, capsys: pytest.CaptureFixtur
     [
         (("a100-80gb", 1, "llama-3.2-1b", "accelerate", "speed"), "bf16_mixed", "single", "of 80 per GPU"),
         (("a100-80gb", 8, "llama-3.2-1b", "accelerate", "speed"), "bf16_mixed", "ddp", "strategy ddp: estimated"),
-        (("a100-80gb", 8, "llama-3.1-8b", "accelerate", "speed"), "bf16_mixed", "fsdp2", "not ddp: estimated 18"),
+        (("a100-80gb", 8, "llama-3.1-8b", "accelerate", "speed"), "bf16_mixed", "fsdp2", "not ddp: estimated 199 GiB"),
         (("a100-80gb", 8, "llama-3.1-70b", "accelerate", "speed"), "bf16_mixed", "fsdp2", "it does not fit"),
         (("a100-80gb", 8, "llama-3.1-8b", "deepspeed", "speed"), "bf16_mixed", "deepspeed-zero2", "zero2: estimated"),
         (("a100-80gb", 8, "gpt2", "accelerate", "memory"), "bf16_mixed", "fsdp2", "strategy fsdp2: estimated"),
