@@ -74,6 +74,9 @@ class Policy:
         pipeline_dtype: dtype between pipeline stages (Megatron). Default: `params_dtype`.
         autocast_enabled, autocast_dtype: Megatron's own switch; other targets use the compute dtype.
         master_dtype: dtype of the parameters that the optimizer updates. Default FP32.
+        master_weights: what holds them in a run that is not sharded: "model" (its parameters are FP32, autocast casts
+            them), or "optimizer" (parameters and gradients are in `params_dtype`, the optimizer has the FP32 values of
+            any parameter, whatever optimizer it is). FSDP and ZeRO hold FP32 shards themselves.
         grad_reduce_in_fp32: gradients are reduced across ranks in FP32, not in `params_dtype`.
         buffer_dtype, output_dtype: dtype of buffers, of the root module's output. Default: not changed.
         tf32: TF32 for FP32 products on CUDA: True, False, or None (not changed).
@@ -127,6 +130,7 @@ class Policy:
     autocast_enabled: bool = False
     autocast_dtype: Dtype | None = None
     master_dtype: Dtype = Dtype.FP32
+    master_weights: Literal["model", "optimizer"] = "model"
     grad_reduce_in_fp32: bool = True
     buffer_dtype: Dtype | None = None
     output_dtype: Dtype | None = None
@@ -211,6 +215,8 @@ class Policy:
                 f"master_dtype is {self.master_dtype}; the optimizer's parameters are fp32, "
                 f"or {self.params_dtype} (params_dtype) for a run without master weights"
             )
+        if self.master_weights == "optimizer":
+            self._check_master_weights()
         if self.fp32_modules and not self.low_precision:
             raise _NoEffect(
                 "fp32_modules",
@@ -221,6 +227,27 @@ class Policy:
             raise PolicyError(
                 "master_dtype is fp16 under fp16; GradScaler cannot unscale FP16 gradients "
                 '("Attempting to unscale FP16 gradients"). Set master_dtype to fp32'
+            )
+
+    def _check_master_weights(self) -> None:
+        """Raise `PolicyError` for a policy in which an optimizer has no use for masters."""
+        what = "master_weights is optimizer: parameters in BF16, their FP32 values in the optimizer"
+        if not self.low_precision:
+            raise _NoEffect("master_weights", f"{what}; it needs bf16. Remove it, or set bf16=True")
+        if self.fp16:
+            raise _NoEffect(
+                "master_weights",
+                f"{what}; with fp16 GradScaler cannot unscale the gradients of FP16 parameters. Use bf16, or set "
+                "master_weights to model",
+            )
+        if self.params_dtype is not self.compute_dtype:
+            raise _NoEffect("master_weights", f"{what}; params_dtype is {self.params_dtype}. Remove one of them")
+        if self.master_dtype is not Dtype.FP32:
+            raise _NoEffect("master_weights", f"{what}; master_dtype is {self.master_dtype}. Remove one of them")
+        if self.fp8_param is True or self.fp4_param is True:
+            raise PolicyError(
+                f"{what}; parameters stored in FP8 or FP4 need an optimizer with masters of its own. Set fp8_param (or "
+                "fp4_param) to False, or master_weights to model",
             )
 
     def _check_low_bits(self) -> None:

@@ -14,10 +14,11 @@ from mpguard.targets.settings import show
 #: Targets whose runs mpguard guards: it builds the objects of the other targets, and converts the model itself.
 GUARDED_TARGETS = ("accelerate", "deepspeed")
 
-#: The fields that mpguard itself enforces in these runs: which layers become FP8, and which compute in FP32.
+#: The fields that mpguard itself enforces in these runs: which layers become FP8, which compute in FP32, and where the
+#: master weights are.
 CONVERTER_FIELDS = frozenset({
     "fp32_modules", "fp8_exclude", "fp8_head", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
-    "num_layers_at_end_in_bf16",
+    "num_layers_at_end_in_bf16", "master_weights",
 })  # fmt: skip
 
 
@@ -74,6 +75,8 @@ def without_fp8_weights(policy: Policy, strategy: str | None) -> str | None:
     """
     if not policy.fp8_param:
         return None
+    if policy.master_weights == "optimizer" and strategy != "fsdp2":
+        return "the FP32 master weights are mpguard's own (master_weights: optimizer)"
     library = fp8_weights(policy, strategy)
     if library is None:
         under = f"under {strategy} " if strategy else ""

@@ -19,6 +19,7 @@ CANDIDATES: dict[str, tuple[Any, ...]] = {
     "autocast_enabled": (True, False),
     "autocast_dtype": ("bf16", "fp16", None),
     "master_dtype": ("fp32", "bf16"),
+    "master_weights": ("model", "optimizer"),
     "grad_reduce_in_fp32": (True, False),
     "buffer_dtype": ("fp32", "bf16", None),
     "output_dtype": ("fp32", "bf16", None),

@@ -14,7 +14,7 @@ from typing import Any
 from mpguard.core.errors import ConfigError
 from mpguard.runtime import guard as guards
 from mpguard.runtime.messages import suppress_not_carried
-from mpguard.runtime.patches import fp8_conversion, fp32_modules
+from mpguard.runtime.patches import fp8_conversion, fp32_modules, master_weights
 from mpguard.runtime.patches.patch import AnyFunction, Patch
 from mpguard.runtime.proof.observe import innermost
 from mpguard.targets.inject import differences
@@ -32,6 +32,7 @@ def _deepspeed_initialize(original: AnyFunction) -> AnyFunction:
         given = dict(signature.bind(*args, **kwargs).arguments)
         model = given.get("model")
         fp8_conversion.keeps_fp8_weights(guard, "DeepSpeed", models=[] if model is None else [model])
+        master_weights.leave_to_engine(guard, [] if model is None else [model])
         if model is not None:
             fp32_modules.keep_in_model(guard, [model])
         guard.engine_depth += 1  # ZeRO steps its optimizer once to allocate its states

@@ -17,7 +17,7 @@ from mpguard.runtime.exit_hooks import drain_gloo_threads
 from mpguard.runtime.launch import build_locks
 from mpguard.runtime.messages import suppress_not_carried
 from mpguard.runtime.patches import compile as compilation
-from mpguard.runtime.patches import fp8_conversion, fp32_modules
+from mpguard.runtime.patches import fp8_conversion, fp32_modules, master_weights
 from mpguard.runtime.patches.patch import Adjustment, AnyFunction, Patch
 from mpguard.runtime.proof import account
 from mpguard.runtime.proof.observe import innermost, updated_by
@@ -42,6 +42,7 @@ def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Ca
             given_module = bound.arguments["module"]
             models = given_module if isinstance(given_module, list) else [given_module]
             fp8_conversion.keeps_fp8_weights(guard, target, models=models)
+            master_weights.leave_to_engine(guard, models)
             with suppress_not_carried():
                 wanted = guard.plan.policy.to(target)
             given = bound.arguments.get(parameter)
@@ -304,6 +305,7 @@ def _optimizer_init(original: AnyFunction) -> AnyFunction:
             guard.optimizer_created(self)
             fp32_modules.keep_in_optimizer(guard, self)
             fp8_conversion.convert(guard, self)
+            master_weights.keep_in_optimizer(guard, self)
             compilation.compile_models(guard, self)
             guard.recorder.record_optimizer(updated_by(self))
 
@@ -352,7 +354,11 @@ def _ddp_init(original: AnyFunction) -> AnyFunction:
 
             fp8_conversion.convert_before_ddp(guard, module)
             init = broadcast_masters(original)
+        if guard is not None:
+            master_weights.keep_in_model(guard, module)
         init(self, module, *args, **kwargs)
+        if guard is not None:
+            master_weights.share(guard, self)
 
     return __init__
 
@@ -381,6 +387,7 @@ def _module_load_state_dict(original: AnyFunction) -> AnyFunction:
             amax_history.store_pending(self, state_dict)
         result = original(self, state_dict, *args, **kwargs)
         if guard is not None:
+            master_weights.load(guard, self, state_dict)
             guard.observing_load(lambda: guard.loaded.weights(self, state_dict))
             guard.weights_loaded(self)
         return result
@@ -480,6 +487,8 @@ def _add_param_group(original: AnyFunction) -> AnyFunction:
         original(self, *args, **kwargs)
         guard = guards.current()
         if guard is not None:
+            if self in guard.optimizers:
+                master_weights.keep_in_optimizer(guard, self)
             guard.group_added(self)
 
     return add_param_group

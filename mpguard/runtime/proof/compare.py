@@ -442,13 +442,20 @@ def _parameters(seen: Observed, plan: Plan) -> Row:
     if not seen.parameters:
         return Row("parameters", "not observed", "", None)
     shards = {"fsdp1": " (sharded)", "fsdp2": " (sharded)"}.get(seen.engine, "")
-    asked = policy.params_dtype if seen.engine.startswith("deepspeed") else policy.master_dtype
+    asked = policy.params_dtype if seen.engine.startswith("deepspeed") else _updated_dtype(seen, plan)
     assert asked is not None
     elements = sum(seen.parameters.values())
     found = f"{format_counts(seen.parameters)}{shards}, {_amount(elements)}"
     # Parameters kept in FP8 are compared in `_fp8_weights`.
     exact = {dtype: count for dtype, count in seen.parameters.items() if dtype != "fp8"}
     return Row("parameters", found, asked.short, _mostly(exact, asked.short))
+
+
+def _updated_dtype(seen: Observed, plan: Plan) -> Dtype:
+    """Return the dtype that the parameters of an optimizer have, and their gradients."""
+    policy = plan.policy
+    separate = policy.master_weights == "optimizer" and not seen.engine.startswith(("fsdp", "deepspeed"))
+    return policy.compute_dtype if separate else policy.master_dtype
 
 
 def allowed_dtypes(module: str | None, plan: Plan) -> set[str]:
@@ -703,10 +710,13 @@ def _other_recipe(fp8: Fp8Layers, plan: Plan) -> list[str]:
 
 
 def _gradients(seen: Observed, plan: Plan) -> Row:
-    asked = plan.policy.master_dtype.short
+    asked = _updated_dtype(seen, plan).short
     if not seen.gradients:
         return Row("gradients", "not observed", asked, None)
-    return Row("gradients", format_counts(seen.gradients), asked, _mostly(seen.gradients, asked))
+    # Next to masters, gradients of several passes are added up in FP32.
+    narrow = any(bits(dtype) < bits(asked) for dtype in seen.gradients)
+    ok = not narrow if asked != plan.policy.master_dtype.short else _mostly(seen.gradients, asked)
+    return Row("gradients", format_counts(seen.gradients), asked, ok)
 
 
 def _reduction(seen: Observed, plan: Plan) -> Row:

@@ -175,6 +175,7 @@ class Recorder:
 
     def record_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Record the dtypes of the weights that an optimizer updated, and of their gradients; False if it had none."""
+        from mpguard.nn import master_weights
         from mpguard.nn.fp8.weights import master_of
 
         masters: Counter[str] = Counter()
@@ -182,7 +183,9 @@ class Recorder:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.is_floating_point() and parameter.grad is not None:
-                    masters[short(master_of(parameter).dtype)] += parameter.numel()
+                    kept = master_weights.master_of(parameter)
+                    updated = master_of(parameter) if kept is None else kept.value
+                    masters[short(updated.dtype)] += parameter.numel()
                     gradients[short(parameter.grad.dtype)] += parameter.grad.numel()
         if gradients:
             self.updated[id(optimizer)] = masters, gradients
