@@ -148,6 +148,9 @@ def _summed_in_fp32(group: Any, bucket: Any) -> Any:
     return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
+_summed_in_fp32.__annotations__.clear()  # DDP accepts none, or the classes; not their names
+
+
 def _parameters(optimizer: Any) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
