@@ -15,6 +15,7 @@ begins with its value then. `state_dict` of the optimizer has the masters, under
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import warnings
 import weakref
@@ -40,10 +41,15 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclasses.dataclass(eq=False)
 class Master:
-    """The FP32 value of a parameter. steps: how many were applied to it; None if only the optimizer's state knows."""
+    """The FP32 value of a parameter.
+
+    steps: how many were applied to it; None if only the optimizer's state knows. widens: gradients of several backward
+    passes are added up in FP32; not under DDP, whose buckets have the dtype of the parameters.
+    """
 
     value: nn.Parameter
     steps: int | None = None
+    widens: bool = True
 
 
 def master_of(parameter: Any) -> Master | None:
@@ -62,6 +68,19 @@ def split(parameter: torch.Tensor, dtype: torch.dtype) -> None:
         parameter.data = value.to(dtype)
     if gradient is not None:
         parameter.grad = gradient.to(parameter.dtype)
+    if parameter.requires_grad and hasattr(parameter, "grad_dtype"):  # torch 2.11
+        parameter.grad_dtype = None  # of any dtype
+        parameter.register_hook(functools.partial(_widen, weakref.ref(parameter)))
+
+
+def _widen(ref: weakref.ref[torch.Tensor], _gradient: torch.Tensor) -> None:
+    """Convert the gradient of earlier backward passes to FP32 before that of another one is added."""
+    parameter = ref()
+    master = master_of(parameter)
+    if parameter is None or master is None or parameter.grad is None or not master.widens:
+        return
+    if parameter.grad.dtype in (torch.bfloat16, torch.float16):
+        parameter.grad = parameter.grad.to(torch.float32)
 
 
 def join(parameters: Iterable[torch.Tensor]) -> None:
@@ -130,6 +149,7 @@ def share(ddp: Any, *, reduce_in_fp32: bool) -> None:
     with torch.no_grad():
         for parameter, master in kept:
             _take_over(parameter, master)
+            master.widens = False
             dist.broadcast(master.value.detach(), first, group=group)
     if kept and reduce_in_fp32:
         ddp.register_forward_pre_hook(_reduce_in_fp32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +179,35 @@ def test_a_step_that_raises_leaves_the_parameters_in_their_groups() -> None:
     losses = train(model, optimizer, batches(), 3)
     assert losses[-1] < losses[0]
     assert [id(own) for own in optimizer.param_groups[0]["params"]] == [id(own) for own in model.parameters()]
+
+
+def test_gradients_of_several_passes_are_added_up_in_fp32() -> None:
+    model, plain = network(), network()
+    optimizer, other = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain))
+    master_weights.keep(optimizer)
+    data = [next(batches()) for _ in range(8)]
+    for steps, each in ((optimizer, model), (other, plain)):
+        for x, wanted in data:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (each(x).float() - wanted).pow(2).mean() / 8
+            loss.backward()
+        assert {own.grad.dtype for own in each.parameters()} == {torch.float32}
+        steps.step()
+        steps.zero_grad()
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_models_are_copied_and_pickled_with_their_masters(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    master_weights.keep(optimizer)
+    train(model, optimizer, batches(), 2)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert same(model, loaded)
+    copied = copy.deepcopy(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), copied.parameters(), strict=True))
+    assert all(master_of(own) is None for own in copied.parameters()), "an average of weights is no trained model"
 
 
 class Remembering(torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""Train a small model in any engine; each rank prints dtypes of parameters, gradients and states, losses and weights."""
+"""Train a small model in any engine; each rank prints dtypes, losses and sums of the weights."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ FIELD = "mpguard_overrides: {master_weights: optimizer}"
 #: Words of the program -> the config.
 ENGINES: dict[str, dict[str, str]] = {
     "plain --resume": {},
+    "plain --passes 4": {},
     "accelerate": {},
     "trainer": {},
     "ddp": {"distributed_type": "MULTI_CPU"},
@@ -37,7 +38,9 @@ def run(folder: Path, words: str, field: str = FIELD) -> tuple[Any, dict[str, An
     if processes == 1:
         ended = in_fork(arguments, cwd=folder)
     else:
-        ended = ranks_in_fork(arguments, cwd=folder, processes=processes)[0]
+        ended, other = ranks_in_fork(arguments, cwd=folder, processes=processes)
+        if "ddp" in words:
+            assert results(ended)[0]["sums"] == results(other)[0]["sums"], "ranks have the same masters"
     return ended, dict(proof(folder / "proof.json")) if (folder / "proof.json").exists() else {}
 
 
@@ -52,7 +55,9 @@ def test_every_engine_has_fp32_masters_and_is_in_force(tmp_path: Path, words: st
     sharded = words.startswith(("fsdp", "zero"))
     held = "fp32" if words.startswith("fsdp") else "bf16"
     assert rows["parameters"]["found"].startswith(held) and rows["parameters"]["asked"] == held
-    assert rows["gradients"]["found"] == ("fp32" if sharded else "bf16"), rows
+    assert rows["gradients"]["found"] == ("fp32" if sharded or "passes" in words else "bf16"), rows
+    if "passes" in words:
+        assert (rows["accumulation"]["found"], rows["accumulation"]["ok"]) == ("fp32, 3 passes", True)
     if words.startswith("ddp"):
         assert rows["reduction"]["found"].startswith("fp32"), rows
     assert found["parameters"] == ["bfloat16" if held == "bf16" else "float32"]

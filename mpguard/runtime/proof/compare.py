@@ -64,6 +64,10 @@ INFERRED_SHARE = 0.5
 UNKNOWN_SHARE = 0.05
 
 
+#: If less than this share of the products is in FP8, the run is not what was asked: FP8 cannot save time in it.
+LEAST_FP8_SHARE = 0.05
+
+
 #: The beginning of what is found if something could not be observed.
 UNOBSERVED = "not observed"
 
@@ -351,6 +355,11 @@ def _advice(row: Row, plan: Plan, seen: Observed) -> str:
         return f". {compilation.NEVER}: compile nothing, or set fp8_recipe to tensorwise"
     if row.name == "compile" and policy.compile is True:
         return f". {CALL_THE_MODEL}"
+    if row.name == "fp8 products" and not (seen.fp8 and seen.fp8.beside):
+        return (
+            ". Only Linear layers become FP8. Choose a recipe without FP8, or accept it: mpguard_overrides: "
+            "{fp8_required: false}"
+        )
     if row.name == "not in fp8":
         return (
             ". Layers that are added to a model after its optimizer was created are not converted: create the "
@@ -656,9 +665,9 @@ def _fp8(seen: Observed, plan: Plan) -> list[Row]:
         outside = f"{_names(fp8.beside, seen)} multiplied outside of the FP8 layer"
         asked = "each FP8 layer called; or named in fp8_exclude, if other code uses its weight"
         rows.append(Row("fp8 products", outside, asked, False if policy.fp8_required else None))
-    elif not seen.inferred and (counts := _by_dtype(_products(seen, trained=True))):
-        share = sum(counts.get(dtype, 0) for dtype in ("fp8", "fp4")) / sum(counts.values())
-        rows.append(Row("fp8 products", f"{100 * share:.0f} % of the products", "", None))
+    else:
+        rows.append(_fp8_share(seen, plan))
+    rows += _fp8_heads(fp8, plan)
     rows += _fp8_weights(fp8, plan)
     compute = policy.compute_dtype.short
     explained = [name for name, reason in fp8.left.items() if reason]
@@ -674,6 +683,37 @@ def _fp8(seen: Observed, plan: Plan) -> list[Row]:
         unmatched = f"{', '.join(fp8.unmatched)} matches no module"
         rows.append(Row("fp8_exclude", unmatched, "a pattern that matches", False))
     return rows
+
+
+def _fp8_share(seen: Observed, plan: Plan) -> Row:
+    """Compare the share of the products that ran in FP8 with the least one that is worth it."""
+    name, products = "fp8 products", _products(seen, trained=True)
+    counts = _by_dtype(products)
+    total = sum(each.flops for each in products)
+    if seen.inferred or not counts:
+        return Row(name, f"{UNOBSERVED}: {seen.inferred}" if seen.inferred else UNOBSERVED, "", None)
+    share = sum(counts.get(dtype, 0) for dtype in ("fp8", "fp4")) / sum(counts.values())
+    found = f"{100 * share:.0f} % of the products"
+    if share >= LEAST_FP8_SHARE or sum(counts.values()) < (1 - UNKNOWN_SHARE) * total:
+        return Row(name, found, "", None)
+    others = [each for each in products if each.dtype not in ("fp8", "fp4", None)]
+    places = list(dict.fromkeys(each.place for each in others))
+    found = f"{100 * share:.2g} % of the products; the others are in {_names(places)}"
+    asked = f"at least {100 * LEAST_FP8_SHARE:.0f} %: FP8 saves no time here"
+    return Row(name, found, asked, False if plan.policy.fp8_required else None)
+
+
+def _fp8_heads(fp8: Fp8Layers, plan: Plan) -> list[Row]:
+    """Show if the output heads are in FP8, with `fp8_head`."""
+    if not plan.policy.fp8_head:
+        return []
+    left = {name: reason for name, reason in fp8.heads.items() if reason}
+    if not fp8.heads:
+        return [Row("fp8 head", "no output head in the model", "", None)]
+    if not left:
+        return [Row("fp8 head", f"{_names(list(fp8.heads))} in fp8", "in fp8", True)]
+    reasons = [f"{name}: {reason}" for name, reason in left.items()]
+    return [Row("fp8 head", f"left in {plan.policy.compute_dtype.short} ({_names(reasons)})", "", None)]
 
 
 def _fp8_weights(fp8: Fp8Layers, plan: Plan) -> list[Row]:

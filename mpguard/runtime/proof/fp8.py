@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+#: The pattern of the default exclusions that names output heads.
+HEADS = tuple(pattern for pattern in DEFAULT_FP8_EXCLUDE if pattern.endswith("lm_head"))
+
 #: The field of `Fp8Layers.recipe` for torchao's gradient products, as torchao's plugin names it.
 FAST_ACCUMULATION = "fast_accumulation_in_gradients"
 
@@ -34,7 +37,8 @@ class Fp8Layers:
     class and the fields of the recipe that was in force during forward, empty if there was none.
     emulated: True if computed in software. mixed: True if layers differ in that, or in TE's recipe.
     entered: True if they ran inside FP8 autocast (None for torchao, which has none).
-    unmatched: the user's patterns that match no module.
+    unmatched: the user's patterns that match no module. heads: with `fp8_head`, the output heads, each with the reason
+    why it is not FP8; "" if it is.
     kept: number of weights that are kept in FP8, by the class of their quantizer. masters: number of their exact
     values, by dtype. inexact: layers that are trained, and whose exact values no optimizer has.
     beside: FP8 layers that were not called while other code multiplied their weights.
@@ -53,6 +57,7 @@ class Fp8Layers:
     masters: dict[str, int] = dataclasses.field(default_factory=dict)
     inexact: list[str] = dataclasses.field(default_factory=list)
     beside: list[str] = dataclasses.field(default_factory=list)
+    heads: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def find_fp8_layers(
@@ -81,6 +86,11 @@ def find_fp8_layers(
     reasons = filters.reasons(modules, policy)
     frozen = {id(module) for _, module in plain if not module.weight.requires_grad}
     found.left = {name: reasons[id(module)] or ("frozen" if id(module) in frozen else "") for name, module in plain}
+    if policy.fp8_head:
+        heads = filters.heads(modules)
+        named = [name for name, module in modules if id(module) in heads or matches(name, HEADS)]
+        every = {**found.left, **dict.fromkeys(found.converted, "")}
+        found.heads = {name: every[name] for name in named if name in every}
     ends = filters.in_end_blocks(modules, policy)
     found.against = [
         name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch", reason="the real library runs here")
@@ -12,8 +14,8 @@ from torch import nn
 import mpguard
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof import fp8
-from mpguard.runtime.proof.compare import compare
-from mpguard.runtime.proof.observe import Observed
+from mpguard.runtime.proof.compare import compare, failures
+from mpguard.runtime.proof.observe import Computed, Observed
 
 
 class Linear(nn.Module):
@@ -77,3 +79,65 @@ def test_the_head_and_fast_accumulation_are_in_the_layers_and_proven() -> None:
     assert rows[False]["fp8"].ok is False
     assert rows[False]["fp8"].found.endswith("fast_accumulation_in_gradients is False, not True")
     assert (rows[False]["not in fp8"].found, rows[False]["not in fp8"].ok) == ("lm_head", False)
+    assert (rows[True]["fp8 head"].found, rows[True]["fp8 head"].ok) == ("lm_head in fp8", True)
+
+
+def llama(vocabulary: int, tied: bool) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1, vocab_size=vocabulary,
+        max_position_embeddings=32, use_cache=False, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tied", "found", "ok"),
+    [
+        (64, True, "lm_head in fp8", True),
+        (64, False, "lm_head in fp8", True),
+        (57, False, "left in bf16 (lm_head: 57 is not a multiple of 16)", None),
+    ],
+)
+def test_heads_of_transformers_are_in_fp8_tied_ones_too(vocabulary: int, tied: bool, found: str, ok: bool) -> None:
+    pytest.importorskip("torchao")
+    policy = mpguard.Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True, fp8_head=True)
+    ids = torch.randint(0, vocabulary, (2, 16), generator=torch.Generator().manual_seed(0))
+    gradients = {}
+    for converted in (False, True):
+        model = llama(vocabulary, tied)
+        if converted:
+            mpguard.convert(model, policy)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=ids, labels=ids).loss.backward()
+        gradients[converted] = model.model.embed_tokens.weight.grad
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+    cosine = torch.nn.functional.cosine_similarity(gradients[False].flatten(), gradients[True].flatten(), dim=0)
+    assert cosine > 0.98, "the gradients of both uses of a tied weight"
+    seen = Observed(fp8=fp8.find_fp8_layers(list(model.named_modules()), policy, []))
+    row = next(row for row in compare(seen, Plan(policy)) if row.name == "fp8 head")
+    assert (row.found, row.ok) == (found, ok)
+
+
+def share(fp8_flops: int, *, required: bool = True) -> Any:
+    policy = mpguard.Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True, fp8_required=required)
+    computed = [
+        Computed(True, "bf16", 1000 - fp8_flops, "body", "body (Conv2d of Net)"),
+        Computed(True, "fp8", fp8_flops, "fc", "fc (Linear of Net)"),
+    ]
+    layers = fp8.Fp8Layers("torchao", ["fc"], recipe={"recipe": "tensorwise"}, emulated=True)
+    seen = Observed(fp8=layers, computed=computed)
+    rows = compare(seen, Plan(policy))
+    row = next(row for row in rows if row.name == "fp8 products")
+    return row, failures([row], Plan(policy), seen)
+
+
+def test_a_model_in_which_fp8_covers_almost_nothing_is_refused() -> None:
+    row, messages = share(3)
+    assert row.ok is False and row.found == "0.3 % of the products; the others are in body (Conv2d of Net)"
+    assert "asked: at least 5 %: FP8 saves no time here. Only Linear layers become FP8" in messages[0]
+    row, messages = share(3, required=False)
+    assert row.ok is None and row.found.startswith("0.3 %") and not messages
+    row, messages = share(60)
+    assert (row.found, row.ok, messages) == ("6 % of the products", None, [])
