@@ -67,6 +67,11 @@ class ShardingPlan:
         return self.policy.params_dtype.bits // 8
 
     @property
+    def separate(self) -> bool:
+        """True if parameters and gradients are in the compute dtype, and the optimizer has masters."""
+        return self.policy.master_weights == "optimizer"
+
+    @property
     def reduced(self) -> int:
         """Bytes of an element of the gradients while they are reduced."""
         return self.policy.reduce_dtype.bits // 8
@@ -75,8 +80,10 @@ class ShardingPlan:
 def single(weights: Sequence[Weight], plan: ShardingPlan) -> Shares:
     """One process: everything on its GPU."""
     owned = [Owned(each.shape, plan.trained, each.kind) for each in weights]
-    size = sum(each.count for each in weights) * plan.trained
-    return Shares(size, size, 0, sum(map(plan.optimizer.state, owned)), plan.optimizer.step(owned))
+    count = sum(each.count for each in weights)
+    size = count * (plan.engine if plan.separate else plan.trained)
+    masters = count * plan.trained if plan.separate else 0
+    return Shares(size, size, masters, sum(map(plan.optimizer.state, owned)), plan.optimizer.step(owned))
 
 
 def ddp(weights: Sequence[Weight], plan: ShardingPlan) -> Shares:
@@ -213,7 +220,7 @@ STRATEGY: Mapping[str, Keeping] = {
 
 def weight_bytes(policy: Policy, strategy: str) -> int:
     """Return the bytes of an element of the parameters that the forward pass sees."""
-    if strategy in ("single", "ddp"):
+    if strategy in ("single", "ddp") and policy.master_weights == "model":
         return policy.master_dtype.bits // 8
     assert policy.params_dtype is not None
     return HALF if policy.params_dtype is not Dtype.FP32 else FULL

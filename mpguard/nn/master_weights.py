@@ -68,7 +68,7 @@ def split(parameter: torch.Tensor, dtype: torch.dtype) -> None:
         parameter.data = value.to(dtype)
     if gradient is not None:
         parameter.grad = gradient.to(parameter.dtype)
-    if parameter.requires_grad and hasattr(parameter, "grad_dtype"):  # torch 2.11
+    if parameter.requires_grad and hasattr(parameter, "grad_dtype"):  # else the proof shows that BF16 is added up
         parameter.grad_dtype = None  # of any dtype
         parameter.register_hook(functools.partial(_widen, weakref.ref(parameter)))
 

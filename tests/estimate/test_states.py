@@ -51,6 +51,25 @@ def test_sharded_states_are_those_of_fsdp2_and_deepspeed(tmp_path: Path) -> None
     }
 
 
+def test_masters_in_the_optimizer() -> None:
+    from mpguard.nn import master_weights
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    made = torch.optim.AdamW(model.parameters())
+    master_weights.keep(made)
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    made.step()
+    policy = mpguard.recipe("bf16_mixed").replace(master_weights="optimizer")
+    found = estimate(Request(ModelConfig(TINY, "tiny"), policy, batch=2, length=16)).per_gpu
+    masters = [master_weights.master_of(each) for each in model.parameters()]
+    assert {name: found[name] for name in STATES[:3]} == {
+        "parameters": sum(each.nbytes for each in model.parameters()),
+        "gradients": sum(each.grad.nbytes for each in model.parameters() if each.grad is not None),
+        "master_weights": sum(each.value.nbytes for each in masters if each is not None),
+    }
+
+
 @pytest.mark.parametrize("recipe", ["fp32", "bf16_mixed", "bf16_full"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
 def test_states_of_one_process_are_those_of_torch(recipe: str, optimizer: str) -> None:
