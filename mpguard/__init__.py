@@ -7,6 +7,7 @@
     config, changes = mpguard.inject(config, policy, "deepspeed")
     mpguard.activate(policy)  # applies to everything that is built from here on
     mpguard.convert(model, "hopper_bf16_with_fp8_mixed")  # FP8 layers in your own model
+    mpguard.watch(jsonl="run.jsonl")  # NaN, skipped steps, underflow, divergence
 
 Importing mpguard does not import torch.
 """
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from mpguard.runtime.activation import activate
     from mpguard.runtime.guard import prove
     from mpguard.runtime.proof.compare import Proof
+    from mpguard.watching.api import watch
 
 
 __all__ = [
@@ -98,6 +100,7 @@ __all__ = [
     "recipes",
     "register",
     "revert",
+    "watch",
 ]
 
 
@@ -111,6 +114,7 @@ _LAZY = {
     "load_fp8_state_dict": "mpguard.nn.fp8.amax_history",
     "prove": "mpguard.runtime.guard",
     "revert": "mpguard.nn.fp8.convert",
+    "watch": "mpguard.watching.api",
 }
 
 

@@ -10,8 +10,11 @@ import os
 
 from mpguard.runtime import activation, exit_hooks, guard
 from mpguard.runtime.plan import CONFIG, Plan
+from mpguard.watching import api
 
 if guard.current() is None:
     # MPGUARD_CONFIG alone is enough: `MPGUARD_CONFIG=mp.yaml torchrun ...`.
     _config = None if Plan.from_environment() else os.environ.get(CONFIG) or None
-    exit_hooks.ExitHooks(activation.start(Plan.resolve(_config), launched=False)).install()
+    _plan = Plan.resolve(_config)
+    exit_hooks.ExitHooks(activation.start(_plan, launched=False)).install()
+    api.start(_plan)

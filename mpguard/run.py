@@ -1,8 +1,19 @@
 """`python -m mpguard.run [--config mp.yaml] SCRIPT [ARGS]`; `USAGE` in `mpguard.runtime.launch.worker` describes it."""
 
-from mpguard.runtime.launch.worker import main, run_and_exit
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpguard.runtime.launch import worker
+from mpguard.watching import api
 
 __all__ = ["main"]
 
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a script under its policy, and watch it. Returns the status that the process should end with."""
+    return worker.main(argv, started=api.start)
+
+
 if __name__ == "__main__":
-    run_and_exit()
+    worker.run_and_exit(started=api.start)

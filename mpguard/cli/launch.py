@@ -15,12 +15,13 @@ import importlib.util
 from collections.abc import Sequence
 
 from mpguard.core.errors import MissingExtra
+from mpguard.core.watch_levels import WATCH_LEVELS
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "mpguard launch --config FILE [--enforce error|warn|off] [--allow NAME] [--proof-json FILE] [accelerate flags] "
-        "SCRIPT [ARGS]"
+        "mpguard launch --config FILE [--enforce error|warn|off] [--allow NAME] [--proof-json FILE] "
+        "[--watch off|light|full] [--watch-json FILE] [accelerate flags] SCRIPT [ARGS]"
     )
     parser.add_argument("--config", metavar="FILE", help="the mp.yaml to launch with")
     parser.add_argument(
@@ -35,6 +36,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a deviation that is wanted: local_sgd, frozen:DTYPE, fp32:PATTERN (repeatable)",
     )
     parser.add_argument("--proof-json", metavar="FILE", help="rank 0 writes the proof to this file")
+    parser.add_argument(
+        "--watch",
+        choices=WATCH_LEVELS,
+        help="look for NaN, skipped steps, underflow and divergence: light (default) costs less than 1 %% of a step, "
+        "full looks at each step before it is applied",
+    )
+    parser.add_argument("--watch-json", metavar="FILE", help="rank 0 writes steps and events of the watch to this file")
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="training script; what follows is passed to it"
     )

@@ -4,6 +4,7 @@
       mpguard_recipe: bf16_mixed
       mpguard_overrides: {grad_reduce_in_fp32: false}
       mpguard_allow: [{frozen: fp16}]
+      mpguard_watch: full
 
 They are in `fp8_config`, where accelerate accepts unknown keys; it refuses unknown top-level keys. Workers do not read
 them from there: they receive the whole policy as text.
@@ -18,6 +19,7 @@ from typing import Any
 
 from mpguard.core import settings
 from mpguard.core.errors import ConfigError, PolicyError, UnknownRecipe, did_you_mean
+from mpguard.core.watch_levels import WatchLevel, watch_level
 from mpguard.document import Document, Entry, read
 from mpguard.policy import hardware
 from mpguard.policy.allow import Allowance, allowances
@@ -31,7 +33,8 @@ SECTION = "fp8_config"
 RECIPE = f"{SECTION}.mpguard_recipe"
 OVERRIDES = f"{SECTION}.mpguard_overrides"
 ALLOW = f"{SECTION}.mpguard_allow"
-_KEYS = ("mpguard_recipe", "mpguard_overrides", "mpguard_allow")
+WATCH = f"{SECTION}.mpguard_watch"
+KEYS = tuple(key.split(".")[1] for key in (RECIPE, OVERRIDES, ALLOW, WATCH))
 
 #: The recipe that is decided by the hardware of each launch.
 AUTO_RECIPE = "auto"
@@ -39,11 +42,16 @@ AUTO_RECIPE = "auto"
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The values of mpguard's keys in a config. recipe: None if it names none. allow: deviations that are wanted."""
+    """The values of mpguard's keys in a config.
+
+    recipe: None if it names none. allow: deviations that are wanted. watch: how closely the run is watched; None for
+    the default.
+    """
 
     recipe: str | None
     overrides: Mapping[str, Any]
     allow: tuple[Allowance, ...] = ()
+    watch: WatchLevel | None = None
 
 
 def load_policy(path: Path) -> Policy:
@@ -105,19 +113,17 @@ def stored(document: Document) -> Stored:
     if not isinstance(section.value, dict):
         raise ConfigError(f"{document.where(SECTION)}: is {show(section.value)}; a section is needed")
     for key in section.value:
-        if str(key).startswith("mpguard") and key not in _KEYS:
-            raise ConfigError(
-                f"{document.where(f'{SECTION}.{key}')}: mpguard has no such key{did_you_mean(key, _KEYS)}"
-            )
+        if str(key).startswith("mpguard") and key not in KEYS:
+            raise ConfigError(f"{document.where(f'{SECTION}.{key}')}: mpguard has no such key{did_you_mean(key, KEYS)}")
     recipe = document.entry(RECIPE)
     if recipe is not None and (not isinstance(recipe.value, str) or not recipe.value):
         raise ConfigError(f"{document.where(RECIPE)}: is {show(recipe.value)}; the name of a recipe is needed")
-    allowed = _allowed(document)
+    allowed, watch = _allowed(document), _watch(document)
     overrides = document.entry(OVERRIDES)
     if overrides is None or overrides.value is None:
-        return Stored(recipe.value if recipe else None, {}, allowed)
+        return Stored(recipe.value if recipe else None, {}, allowed, watch)
     _check_overrides(document, overrides, recipe)
-    return Stored(recipe.value if recipe else None, overrides.value, allowed)
+    return Stored(recipe.value if recipe else None, overrides.value, allowed, watch)
 
 
 def unknown_deviation(value: Any) -> str:
@@ -135,6 +141,23 @@ def _allowed(document: Document) -> tuple[Allowance, ...]:
         return allowances(entry.value if entry is not None else None)
     except ConfigError as error:
         raise ConfigError(f"{document.where(ALLOW)}: {error}") from None
+
+
+def unknown_watch_level(value: Any) -> str:
+    """Return what is wrong with a value of `mpguard_watch`; empty if nothing is."""
+    try:
+        watch_level(value)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _watch(document: Document) -> WatchLevel | None:
+    entry = document.entry(WATCH)
+    try:
+        return watch_level(entry.value) if entry is not None and entry.value is not None else None
+    except ConfigError as error:
+        raise ConfigError(f"{document.where(WATCH)}: {error}") from None
 
 
 def _check_overrides(document: Document, overrides: Entry, recipe: Entry | None) -> None:

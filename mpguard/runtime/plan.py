@@ -15,6 +15,7 @@ from typing import Any, Literal, cast, get_args
 
 from mpguard.core import settings
 from mpguard.core.errors import ConfigError, NotInForce, PolicyError
+from mpguard.core.watch_levels import WatchLevel, watch_level
 from mpguard.document import Document, mp_yaml, read
 from mpguard.policy.allow import Allowance, allowances
 from mpguard.policy.policy import Policy
@@ -34,7 +35,8 @@ class Plan:
     config: the file that defines it; None if it is defined by a recipe alone.
     strategy, processes: None if not defined; then the proof shows them and does not compare them.
     enforce: what a mismatch does. allow: deviations that are wanted. proof_json: the file that the proof is written to.
-    announced: True if the launcher has printed the header.
+    announced: True if the launcher has printed the header. watch: how closely the run is watched; None for the default.
+    watch_json: the file that the watch writes.
     """
 
     policy: Policy
@@ -45,6 +47,8 @@ class Plan:
     proof_json: str | None = None
     announced: bool = False
     allow: tuple[Allowance, ...] = ()
+    watch: WatchLevel | None = None
+    watch_json: str | None = None
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables that hand this plan to the workers."""
@@ -55,6 +59,8 @@ class Plan:
             "proof_json": self.proof_json,
             "announced": self.announced,
             "allow": [str(each) for each in self.allow],
+            "watch": self.watch,
+            "watch_json": self.watch_json,
         }
         return {POLICY: str(self.policy), CONFIG: self.config or "", PLAN: json.dumps(rest)}
 
@@ -72,6 +78,7 @@ class Plan:
             if not isinstance(rest.get("processes"), (int, type(None))):
                 raise ValueError(f"processes is {rest['processes']!r}")
             rest["allow"] = allowances(rest.get("allow"))
+            rest["watch"] = watch_level(rest["watch"]) if rest.get("watch") is not None else None
             plan = cls(Policy.parse(environment[POLICY]), environment.get(CONFIG) or None, **rest)
         except (ValueError, TypeError, AttributeError, ConfigError) as error:
             if isinstance(error, PolicyError):
@@ -98,6 +105,7 @@ class Plan:
             enforce=enforcement(enforce, path),
             proof_json=absolute(proof_json),
             allow=(*mp_yaml.stored(document).allow, *allowances(allow)),
+            watch=mp_yaml.stored(document).watch,
         )
 
     @classmethod

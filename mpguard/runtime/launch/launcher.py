@@ -26,6 +26,7 @@ from typing import Any
 from mpguard.core import settings
 from mpguard.core.console import print_line
 from mpguard.core.errors import ConfigError, MpguardError, NotInForce
+from mpguard.core.watch_levels import WATCH_LEVELS
 from mpguard.document import mp_yaml, read
 from mpguard.policy.allow import allowances
 from mpguard.runtime.launch import preflight
@@ -41,7 +42,9 @@ from mpguard.targets.settings import Setting, merged, show
 ParserFactory = Callable[[], argparse.ArgumentParser]
 
 #: The options of mpguard, each with a value, that are not accelerate's.
-_OWN_OPTIONS = ("--enforce", "--proof-json", "--proof_json", "--allow")
+_OWN_OPTIONS = (
+    "--enforce", "--proof-json", "--proof_json", "--allow", "--watch", "--watch-json", "--watch_json",
+)  # fmt: skip
 
 #: Seconds that workers have to end after a signal; then they are killed.
 GRACE = 10.0
@@ -102,6 +105,8 @@ def prepare(argv: Sequence[str], parser_factory: ParserFactory) -> PreparedLaunc
         proof_json=absolute(options.proof_json),
         announced=True,
         allow=(*mp_yaml.stored(document).allow, *allowances(options.allow)),
+        watch=options.watch or mp_yaml.stored(document).watch,
+        watch_json=absolute(options.watch_json),
     )
     changes = differences(config, policy, "accelerate", plan.strategy)
     launch = preflight.PlannedLaunch(plan, document, kind, tuple(changes), has_accelerator())
@@ -126,6 +131,8 @@ def _parse(argv: list[str], parser_factory: ParserFactory) -> argparse.Namespace
     parser.add_argument("--enforce", choices=("error", "warn", "off"), default=None)
     parser.add_argument("--proof-json", "--proof_json", dest="proof_json", default=None)
     parser.add_argument("--allow", action="append", default=None)
+    parser.add_argument("--watch", choices=WATCH_LEVELS, default=None)
+    parser.add_argument("--watch-json", "--watch_json", dest="watch_json", default=None)
 
     def refuse_launch(message: str) -> None:
         if "required: training_script" in message:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -14,17 +15,18 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mpguard.core.console import print_line
 from mpguard.core.errors import ConfigError, MpguardError, NotInForce
+from mpguard.core.watch_levels import WATCH_LEVELS
 from mpguard.document import mp_yaml, read
 from mpguard.runtime import activation, exit_hooks
 from mpguard.runtime.crashes import print_cause
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.messages import failure_message
-from mpguard.runtime.plan import CONFIG, Plan, refuse_config_after_script
+from mpguard.runtime.plan import CONFIG, Plan, absolute, refuse_config_after_script
 from mpguard.runtime.ranks import rank
 
 #: What `python -m mpguard.run --help` shows.
@@ -41,8 +43,11 @@ Exit status: the script's; 1 not in force, 2 could not start (both with a `mpgua
 ENTRY = "mpguard.run"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a script under its policy, and return the status that the process should end with."""
+def main(argv: Sequence[str] | None = None, *, started: Callable[[Plan], None]) -> int:
+    """Run a script under its policy, and return the status that the process should end with.
+
+    started: called when the policy is in force, before the script runs.
+    """
     options = _parse(list(sys.argv[1:] if argv is None else argv))
     if isinstance(options, int):
         return options
@@ -50,9 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.config is None and not os.environ.get(CONFIG):
             refuse_config_after_script(options.script, options.arguments)
         plan = Plan.resolve(options.config, enforce=options.enforce, proof_json=options.proof_json, allow=options.allow)
+        plan = dataclasses.replace(
+            plan,
+            watch=options.watch or plan.watch,
+            watch_json=absolute(options.watch_json) or plan.watch_json,
+        )
         if options.config is not None:
             apply_use_cpu(Path(options.config))
         guard = activation.start(plan)
+        started(plan)
     except NotInForce as error:
         return _refuse(failure_message(str(error)), 1)
     except MpguardError as error:
@@ -68,6 +79,8 @@ def _parse(argv: list[str]) -> argparse.Namespace | int:
     parser.add_argument("--enforce", choices=("error", "warn", "off"), help="what a mismatch does")
     parser.add_argument("--proof-json", metavar="FILE", help="the file that the proof is written to")
     parser.add_argument("--allow", metavar="NAME", action="append", help="a deviation that is wanted, as frozen:fp16")
+    parser.add_argument("--watch", choices=WATCH_LEVELS, help="look for NaN, skipped steps, underflow, divergence")
+    parser.add_argument("--watch-json", metavar="FILE", help="the file that the watch is written to")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the deepspeed launcher's, for SCRIPT
     parser.add_argument("script", metavar="SCRIPT")
@@ -180,8 +193,8 @@ def _record(error: BaseException) -> None:
         )
 
 
-def run_and_exit() -> None:
+def run_and_exit(*, started: Callable[[Plan], None]) -> None:
     """Run `main` and exit with its status."""
-    status = main()
+    status = main(started=started)
     sys.stdout.flush()
     sys.exit(status)

@@ -44,7 +44,7 @@ PATCHES = (
 def apply_patches() -> None:
     """Apply each patch when its module is imported; at once if it has been imported already."""
     for patch in PATCHES:
-        import_hooks.after(patch.module, contained_hook(functools.partial(_apply, patch), patch.module))
+        import_hooks.after(patch.module, contained_hook(functools.partial(apply_patch, patch), patch.module))
     for adjustment in ADJUSTMENTS:
         import_hooks.after(adjustment.module, contained_hook(functools.partial(_adjust, adjustment), adjustment.module))
     # Dynamo must not trace frames of this package. It must trace those of converted layers, which are in mpguard.nn.
@@ -63,14 +63,17 @@ def _adjust(adjustment: Adjustment, module: ModuleType) -> None:
         )
 
 
-def _apply(patch: Patch, module: ModuleType) -> None:
-    """Replace the target of a patch in its module, unless that was done before or the target has changed."""
+def apply_patch(patch: Patch, module: ModuleType, mark: str = "__mpguard__") -> None:
+    """Replace the target of a patch in its module, unless that was done before or the target has changed.
+
+    mark: the attribute of a wrapper that shows that it was done; another table of patches has another one.
+    """
     *path, name = patch.target.split(".")
     owner: Any = module
     for part in path:
         owner = getattr(owner, part, None)
     original = getattr(owner, name, None)
-    if original is None or getattr(original, "__mpguard__", False):
+    if original is None or getattr(original, mark, False):
         if original is None:
             log.warning(
                 "mpguard: %s has no %s in the installed version: not wrapped; the proof shows whether the policy is in "
@@ -92,7 +95,7 @@ def _apply(patch: Patch, module: ModuleType) -> None:
         wrapped = patch.wrap(original)
     else:
         wrapped = contain(f"{patch.module}.{patch.target}", original, patch.wrap)
-    wrapped.__mpguard__ = True  # type: ignore[attr-defined]
+    setattr(wrapped, mark, True)
     setattr(owner, name, wrapped)
     if not path:
         _replace_imported(name, original, wrapped)

@@ -20,7 +20,7 @@ def test_a_changed_target_is_not_patched_and_a_warning_is_logged(caplog: pytest.
 
     module = ModuleType("deepspeed")
     module.initialize = initialize  # type: ignore[attr-defined]
-    table._apply(next(patch for patch in table.PATCHES if patch.target == "initialize"), module)
+    table.apply_patch(next(patch for patch in table.PATCHES if patch.target == "initialize"), module)
     assert module.initialize is initialize
     assert "deepspeed.initialize has no parameter args, config" in caplog.text and "the proof shows" in caplog.text
 

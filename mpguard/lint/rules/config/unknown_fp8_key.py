@@ -32,9 +32,9 @@ class UnknownFp8Key(ConfigRule):
 
     Under `DEEPSPEED` nothing reads `dynamo_config`: the launcher sets no variable for it, and nothing is compiled.
 
-    `mpguard_recipe`, `mpguard_overrides` and `mpguard_allow` in `fp8_config` are read by mpguard. Other names with that
-    prefix, and overrides that are not fields of a policy, are not read either. An unknown name in `mpguard_allow` ends
-    the launch.
+    `mpguard_recipe`, `mpguard_overrides`, `mpguard_allow` and `mpguard_watch` in `fp8_config` are read by mpguard.
+    Other names with that prefix, and overrides that are not fields of a policy, are not read either. An unknown name in
+    `mpguard_allow`, or an unknown level in `mpguard_watch`, ends the launch.
 
     ## Fix safety
     Safe: the key is renamed to the one that is read, if it is clear which one is intended and it is not already
@@ -169,6 +169,7 @@ mixed_precision: bf16
 fp8_config:
   mpguard_recipe: bf16_mixed
   mpguard_allow: [local_sdg, {frozen: fp16}]  # !
+  mpguard_watch: lite  # !
 """,
             name="mp.yaml",
         ),
@@ -193,6 +194,7 @@ fp8_config:
   mpguard_recipe: bf16_with_fp8_delayed_scaling_mixed
   mpguard_overrides: {fp8_amax_history_len: 16}
   mpguard_allow: [{frozen: fp16}, "fp32: *lm_head"]
+  mpguard_watch: off
 fsdp_config:
   fsdp_version: 2
   reshard_after_forward: true
@@ -224,6 +226,9 @@ model:
         allow = document.entry(mp_yaml.ALLOW)
         if allow is not None and (reason := mp_yaml.unknown_deviation(allow.value)):
             yield self.at(allow, message=f"`{mp_yaml.ALLOW}`: {reason}", help="")
+        watch = document.entry(mp_yaml.WATCH)
+        if watch is not None and watch.value is not None and (reason := mp_yaml.unknown_watch_level(watch.value)):
+            yield self.at(watch, message=f"`{mp_yaml.WATCH}`: {reason}", help="")
         entries = list(document.entries())
         present: dict[str, set[str]] = {}
         for entry in entries:
@@ -276,7 +281,7 @@ def _own_keys() -> set[str]:
     """Return the keys of `fp8_config` that mpguard itself reads."""
     from mpguard.lint import mp_yaml
 
-    return {key.split(".")[1] for key in (mp_yaml.RECIPE, mp_yaml.OVERRIDES, mp_yaml.ALLOW)}
+    return set(mp_yaml.KEYS)
 
 
 def _rename(document: Document, entry: Entry, meant: str | None, present: set[str]) -> Fix | None:

@@ -1,0 +1,102 @@
+"""What the watch costs: steps with and without it, interleaved in one run, so that only ratios count.
+
+    python benchmarks/watch.py [--blocks 12] [--width 512] [--rounds 8] [--steps 20] [--output FILE]
+
+It runs on the GPU if there is one. Each round trains with `off`, `light` and `full`, in another order each time; the
+result is the median over rounds of a level's time over that of `off` in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import mpguard
+
+LEVELS = ("off", "light", "full")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, 8, batch_first=True)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        z: torch.Tensor = x + self.mlp(x)
+        return z
+
+
+def seconds(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, steps: int) -> float:
+    """Return the time of one step, over `steps` of them."""
+    device = x.device.type
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        with torch.autocast(device, torch.bfloat16):
+            loss = (model(x).float() - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(options.width) for _ in range(options.blocks))).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    x = torch.randn(1, options.tokens, options.width, device=device)
+    seconds(model, optimizer, x, 3)
+    ratios: dict[str, list[float]] = {level: [] for level in LEVELS[1:]}
+    steps = []
+    for number in range(options.rounds):
+        order = LEVELS[number % 3 :] + LEVELS[: number % 3]
+        times = {}
+        for level in order:
+            mpguard.watch(level=level)
+            seconds(model, optimizer, x, 25)  # beyond the first steps, at which norms are always computed
+            times[level] = seconds(model, optimizer, x, options.steps)
+        mpguard.watch(level="off")
+        steps.append(times["off"])
+        for level, found in ratios.items():
+            found.append(times[level] / times["off"])
+    result = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "parameters": sum(own.numel() for own in model.parameters()),
+        "step_ms": round(1000 * statistics.median(steps), 3),
+        **{f"{level}_percent": round(100 * (statistics.median(found) - 1), 2) for level, found in ratios.items()},
+        "spread_percent": {
+            level: [round(100 * (each - 1), 2) for each in sorted(found)] for level, found in ratios.items()
+        },
+    }
+    print(json.dumps(result, indent=2))
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""`Analysis`: makes lines and events of the numbers of each round."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from mpguard.core.watch_levels import WatchLevel
+from mpguard.nn.fp8.filters import plain_name
+from mpguard.policy.policy import Policy
+from mpguard.runtime import guard as guards
+from mpguard.runtime.ranks import rank, world_size
+from mpguard.watching import detect, drift, gradients, suggest
+from mpguard.watching.output import JsonLines, Terminal, Trackers, WatchEvent, plain
+from mpguard.watching.replay import LOSS, Batch, Captures, Located, replay
+from mpguard.watching.rounds import Part, StepRound
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: The share of gradients below the smallest normal number of the format in force from which it is an event.
+UNDERFLOW_SHARE = 0.3
+
+#: Modules whose shares are written, those that underflow most first.
+WRITTEN_MODULES = 16
+
+#: Replays in a run.
+REPLAYS = 5
+
+
+class Analysis:
+    """Makes lines and events of the numbers of each round, and reports them. steps, skipped: of the whole run."""
+
+    def __init__(self, level: WatchLevel, file: JsonLines) -> None:
+        self.level = level
+        self.file, self.terminal, self.trackers = file, Terminal(), Trackers()
+        self.steps = self.skipped = 0
+        self._modules: list[str] = []
+        self._replays = 0
+        self._was_bad = False
+        self._jumps, self._divergence, self._collapse = detect.NormJumps(), detect.Divergence(), detect.ScaleCollapse()
+        self._losses: deque[float] = deque(maxlen=drift.COMPARE_EVERY)
+        self._ranks = drift.RankReports()
+        self._underflows: set[str] = set()
+        self._apart: set[tuple[str, int]] = set()
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy in force; None in a script that activated none."""
+        guard = guards.current()
+        return guard.plan.policy if guard is not None else None
+
+    def know_modules(self, root: nn.Module) -> None:
+        """Learn the names of the modules of a model."""
+        self._modules += [plain_name(name) for name, _ in root.named_modules() if name]
+
+    def _emit(self, event: WatchEvent) -> None:
+        self.file.write_event(event.line())
+        self.terminal.report(event)
+        self.trackers.log_event(event, self.terminal.counts[event.event])
+
+    # -- NaN and Inf -------------------------------------------------------------------------
+
+    def examine(self, current: StepRound, part: Part, captures: Captures, *, intact: bool) -> None:
+        """Look for NaN and Inf in numbers that have just arrived, and find where they come from.
+
+        intact: True if the weights are those that the numbers were computed with.
+        """
+        losses = part.numbers("loss")
+        norms = {name: values[0] for name, values in part.rows("norm").items()}
+        bad_loss = any(not math.isfinite(loss) for loss in losses)
+        bad_norms = {name: norm for name, norm in norms.items() if not math.isfinite(norm)}
+        clips = part.numbers("clip")
+        bad_clip = any(not math.isfinite(clip) for clip in clips)
+        if not (bad_loss or bad_norms or bad_clip):
+            return
+        overflow = any(part.numbers("found_inf")) or (current.skipped and current.scaled)
+        if overflow and not bad_loss and self._collapse.in_a_row < 2:
+            return  # the loss scale finds the largest scale by such overflows
+        self._found_bad(current, captures, losses if bad_loss else [], norms, intact=intact)
+
+    def examine_engine(self, current: StepRound, captures: Captures, *, intact: bool) -> None:
+        """Look for NaN and Inf in what an engine has on the host."""
+        bad = current.engine_norm is not None and not math.isfinite(current.engine_norm)
+        if bad and not (current.scaled and current.skipped and self._collapse.in_a_row < 2):
+            self._found_bad(current, captures, [], {}, intact=intact)
+
+    def _found_bad(
+        self, current: StepRound, captures: Captures, losses: list[float], norms: dict[str, float], *, intact: bool
+    ) -> None:
+        """Report NaN or Inf once per round, with the module that made it; not again while it lasts."""
+        if current.handled:
+            return
+        current.handled = True
+        if self._was_bad:
+            return
+        self._was_bad = True
+        found = self._locate(captures, losses, norms, intact=intact)
+        self._emit(self._event_of(found, current, losses, norms))
+
+    def _locate(self, captures: Captures, losses: list[float], norms: dict[str, float], *, intact: bool) -> Located:
+        """Return the first bad module: by a replay, else from the order of the parameters."""
+        if not intact:
+            why = (
+                "it was seen after the step was applied, which has overwritten the weights; `--watch full` looks before"
+            )
+            return _by_order(losses, norms, why)
+        if self._replays >= REPLAYS:
+            return _by_order(losses, norms, f"there were {REPLAYS} replays in this run already")
+        batches = captures.batches
+        if not batches:
+            return _by_order(losses, norms, "the batch of the first step is not kept; `mpguard.watch(model)` keeps it")
+        self._replays += 1
+        found = Located(None, reason="")
+        for batch in _suspects(batches, losses, captures.dropped):
+            found = replay(batch)
+            if found.module is not None or "cannot" in found.reason:
+                break
+        if found.module is None and not found.reason.startswith("the batch cannot"):
+            if losses:
+                return Located(LOSS, "forward", _kind_of(losses), found.inputs)
+            if world_size()[0] > 1:
+                return Located(None, "backward", reason="the batch of this rank is finite: another rank made it")
+        if found.module is None:
+            return _by_order(losses, norms, found.reason)
+        if found.module == LOSS and losses:
+            return dataclasses.replace(found, phase="forward", kind=_kind_of(losses))
+        return found
+
+    def _event_of(self, found: Located, current: StepRound, losses: list[float], norms: dict[str, float]) -> WatchEvent:
+        bad = sorted(name for name, norm in norms.items() if not math.isfinite(norm))
+        what = "the loss is not finite" if losses else "gradients are not finite"
+        value = {
+            **found.value(),
+            "loss": losses[0] if losses else None,
+            "parameters": bad[:8],
+            "parameters_total": len(bad),
+        }
+        if found.module is None:
+            text = f"{what}; the module is not known: {found.reason}"
+            return WatchEvent("nonfinite", current.step, None, value, self._for_unknown(found, losses), text)
+        kind = {"nan": "NaN", "inf": "Inf"}[found.kind]
+        ranges = "; ".join(f"{each['dtype']} {list(each['shape'])} in [{each['min']:.4g}, {each['max']:.4g}]"
+                           for each in found.inputs)  # fmt: skip
+        named = f"`{found.module}`" if found.module not in (LOSS, "the batch") else found.module
+        if found.phase == "input":
+            text, hint = f"{what}: the batch itself has {kind} ({ranges})", suggest.for_batch()
+        elif found.phase == "weights":
+            text, hint = (
+                f"{what}: the weights of {named} have {kind} ({found.reason})",
+                suggest.for_weights(found.module),
+            )
+        else:
+            place = "backward pass" if found.phase == "backward" else "forward pass"
+            got = f", from {'gradients' if found.phase == 'backward' else 'inputs'}: {ranges}" if ranges else ""
+            sure = "" if not found.reason else f" (from the order of the parameters, not replayed: {found.reason})"
+            text = f"{what}: the first {kind} is made by {named} in the {place}{got}{sure}"
+            overflowed = found.kind == "inf"
+            hint = (
+                suggest.for_loss()
+                if found.module == LOSS
+                else suggest.for_module(
+                    found.module,
+                    self.policy,
+                    self._modules,
+                    overflowed=overflowed,
+                    in_fp32=bool(found.inputs) and all(each["dtype"] == "float32" for each in found.inputs),
+                )
+            )
+        return WatchEvent("nonfinite", current.step, found.module, value, hint, text)
+
+    def _for_unknown(self, found: Located, losses: list[float]) -> str:
+        if self.level == "full" or "cannot be replayed" in found.reason or "another rank" in found.reason:
+            return suggest.for_loss() if losses else suggest.for_jump()
+        return (
+            "run it again from the last checkpoint with `--watch full`, which looks at each step before it is applied"
+        )
+
+    # -- rounds ------------------------------------------------------------------------------
+
+    def conclude(self, current: StepRound) -> None:
+        """Write the line of a round, and look for events in its numbers."""
+        loss, norm, scale = current.loss, current.norm, current.scale
+        skipped = bool(current.skipped or any(current.numbers("found_inf")))
+        self.steps += 1
+        self.skipped += skipped
+        line = {
+            "event": "step", "step": current.step, "loss": loss, "grad_norm": norm, "loss_scale": scale,
+            "ms": round(current.ms, 3) if current.ms is not None else None,
+        }  # fmt: skip
+        if current.sharded and norm is None:
+            line["grad_norm_of_rank"] = current.own_norm
+        if skipped:
+            line["skipped"] = True
+        self.file.write_step(line)
+        self.trackers.log_step(line)
+        if not current.handled:
+            self._was_bad = False
+        if loss is not None and math.isfinite(loss):
+            self._losses.append(loss)
+        self._look_at_skips(current, skipped, scale)
+        self._look_at_curves(current, loss, norm if norm is not None else current.own_norm, skipped)
+        self._look_at_underflow(current, scale)
+
+    def _look_at_skips(self, current: StepRound, skipped: bool, scale: float | None) -> None:
+        collapsed = self._collapse.add(skipped, scale)
+        if skipped:
+            at = f" at loss scale {scale:g}" if scale is not None else ""
+            reason = "overflow of scaled gradients" if current.scaled else "NaN or Inf in the gradients"
+            hint = None if current.scaled else suggest.for_skips(self.policy, scaled=False)
+            text = f"the step was skipped: {reason}{at}"
+            value = {"loss_scale": scale, "in_a_row": self._collapse.in_a_row}
+            self._emit(WatchEvent("skipped_step", current.step, None, value, hint, text))
+        if collapsed and current.scaled:
+            text = f"the loss scale collapses: {self._collapse.in_a_row} steps in a row were skipped"
+            text += f", it is {scale:g}" if scale is not None else ""
+            hint = suggest.for_skips(self.policy, scaled=True)
+            self._emit(WatchEvent("loss_scale_collapse", current.step, None, {"loss_scale": scale}, hint, text))
+
+    def _look_at_curves(self, current: StepRound, loss: float | None, norm: float | None, skipped: bool) -> None:
+        if norm is not None and not skipped and (times := self._jumps.add(norm)) is not None:
+            text = f"the gradient norm jumps to {norm:.4g}, {times:.3g} times the median of the last steps"
+            value = {"grad_norm": norm, "times": times}
+            self._emit(WatchEvent("grad_norm_jump", current.step, None, value, suggest.for_jump(), text))
+        if loss is not None and (found := self._divergence.add(loss)) is not None:
+            now, best = found
+            text = f"the loss diverges: its median is {now:.4g}, the best was {best:.4g}"
+            hint = suggest.for_divergence(self.policy)
+            self._emit(WatchEvent("loss_divergence", current.step, None, {"now": now, "best": best}, hint, text))
+
+    def _look_at_underflow(self, current: StepRound, scale: float | None) -> None:
+        rows = current.rows("underflow")
+        if not rows:
+            return
+        by_module: dict[str, list[float]] = {}
+        for name, row in rows.items():
+            module = name.rpartition(".")[0] or name
+            by_module[module] = [
+                one + other for one, other in zip(by_module.get(module, [0.0] * len(row)), row, strict=True)
+            ]
+        shares = gradients.shares(by_module)
+        kind = self._format(scale)
+        worst = sorted(shares, key=lambda module: -shares[module][kind])
+        written = {module: shares[module] for module in worst[:WRITTEN_MODULES]}
+        self._emit(WatchEvent("underflow_shares", current.step, None, plain(_rounded(written))))
+        bad = [module for module in worst if shares[module][kind] > UNDERFLOW_SHARE]
+        fresh = [module for module in bad if module not in self._underflows]
+        if fresh and kind != "bf16":
+            self._underflows.update(fresh)
+            module = fresh[0]
+            more = f", and in {len(fresh) - 1} other modules" if len(fresh) > 1 else ""
+            text = (
+                f"{shares[module][kind]:.0%} of the gradients of `{module}` are below the smallest normal number of "
+                f"{kind.upper()}{more}"
+            )
+            hint = suggest.for_underflow(kind, module, self.policy, self._modules)
+            self._emit(WatchEvent("underflow", current.step, module, {"format": kind, **shares[module]}, hint, text))
+
+    def _format(self, scale: float | None) -> str:
+        """Return the format that gradients are computed in."""
+        policy = self.policy
+        if policy is not None and policy.low_bit_recipe is not None:
+            return "e5m2" if policy.fp8 == "hybrid" else "e4m3"
+        return "fp16" if scale is not None else "bf16"
+
+    # -- ranks -------------------------------------------------------------------------------
+
+    def compare_ranks(self, step: int, weights: list[float]) -> None:
+        """Publish what this rank has; on rank 0, compare what all have."""
+        facts: dict[str, Any] = {"weights": ",".join(map(float.hex, weights)) if weights else None}
+        if self._losses:
+            facts |= {"loss": statistics.median(self._losses), "spread": detect.deviation(self._losses)}
+        self._ranks.publish(step, plain(facts))
+        self._read_ranks()
+
+    def _read_ranks(self) -> None:
+        for step, reports in self._ranks.complete():
+            for other in drift.different_weights(reports):
+                self._report_apart(
+                    "weights", other, step, f"the weights of rank {other} differ from those of the others"
+                )
+            medians = drift.median_losses(reports)
+            if medians is None or len(reports) < 3:
+                continue
+            losses = medians[0]
+            for other in detect.apart(*medians):
+                middle = statistics.median(losses)
+                text = f"the loss of rank {other} is {losses[other]:.4g}, the median of all is {middle:.4g}"
+                self._report_apart("loss", other, step, text)
+
+    def _report_apart(self, what: str, other: int, step: int, text: str) -> None:
+        if (what, other) not in self._apart:
+            self._apart.add((what, other))
+            value = {"what": what, "rank": other}
+            self._emit(WatchEvent("ranks_apart", step, None, value, suggest.for_drift(what != "weights"), text))
+
+    def finish(self) -> None:
+        """Report what is left, and close the file."""
+        if rank() == 0:
+            self._read_ranks()
+        self.terminal.summarize(self.steps, self.skipped)
+        self.file.close()
+
+
+def _suspects(batches: list[Batch], losses: list[float], dropped: int) -> list[Batch]:
+    """Return the batches to replay: that of the first loss that is not finite, if losses and batches correspond."""
+    if losses and not dropped and len(losses) == len(batches):
+        return [batch for batch, loss in zip(batches, losses, strict=True) if not math.isfinite(loss)]
+    return list(batches)
+
+
+def _kind_of(values: list[float]) -> str:
+    return "nan" if any(map(math.isnan, values)) else "inf"
+
+
+def _by_order(losses: list[float], norms: dict[str, float], reason: str) -> Located:
+    """Return the module at which gradients become bad, by the order of the parameters; unknown if the loss is bad."""
+    bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
+    if losses or not bad or len(bad) == len(norms):
+        return Located(None, "forward" if losses else "backward", reason=reason)
+    return Located(bad[-1].rpartition(".")[0] or bad[-1], "backward", _kind_of([norms[bad[-1]]]), reason=reason)
+
+
+def _rounded(shares: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {module: {kind: round(share, 4) for kind, share in own.items()} for module, own in shares.items()}

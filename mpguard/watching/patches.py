@@ -1,0 +1,201 @@
+"""The functions of torch, DeepSpeed and accelerate that show losses, skipped steps, norms and loss scales.
+
+The wrappers only look: they call the original exactly once with the caller's arguments, and return its result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from types import ModuleType
+from typing import Any
+
+from mpguard.runtime.patches import import_hooks
+from mpguard.runtime.patches.patch import AnyFunction, Patch
+from mpguard.runtime.patches.table import apply_patch
+from mpguard.watching.containment import contained
+from mpguard.watching.current import current
+
+#: The attribute of wrapped functions: those of `mpguard.runtime` have another one.
+MARK = "__mpguard_watch__"
+
+
+def apply() -> None:
+    """Apply each patch when its module is imported, and observe the steps of optimizers."""
+    if _applied:
+        return
+    _applied.append(True)
+    for patch in PATCHES:
+        import_hooks.after(patch.module, functools.partial(_apply, patch))
+    import_hooks.after("torch", _hook_optimizers)
+    # Dynamo must not trace frames of this package.
+    import_hooks.after("torch._dynamo.trace_rules", lambda module: module.add("mpguard.watching"))
+
+
+_applied: list[bool] = []  # once per process
+
+
+def _apply(patch: Patch, module: ModuleType) -> None:
+    with contained(f"the patch of {patch.module}.{patch.target}"):
+        apply_patch(patch, module, MARK)
+
+
+def _hook_optimizers(_torch: ModuleType) -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        watch = current()
+        if watch is not None:
+            with contained("the look at gradients"), no_grad():
+                watch.before_step(optimizer)
+
+    def after(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        watch = current()
+        if watch is not None:
+            with contained("the end of a step"), no_grad():
+                watch.after_step(optimizer)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def no_grad() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which nothing is recorded for gradients."""
+    import torch
+
+    return torch.no_grad()
+
+
+def _backward(original: AnyFunction) -> AnyFunction:
+    @functools.wraps(original)
+    def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = current()
+        if watch is None or not kwargs.get("accumulate_grad"):
+            return original(t_outputs, *args, **kwargs)
+        outermost = False
+        with contained("the look at a loss"), no_grad():
+            outermost = watch.backward_started(t_outputs)
+        try:
+            return original(t_outputs, *args, **kwargs)
+        finally:
+            if outermost:
+                watch.backward_ended()
+
+    return run
+
+
+def _scaler_scale(original: AnyFunction) -> AnyFunction:
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        result = original(self, outputs)
+        watch = current()
+        if watch is not None and self.is_enabled():
+            watch.loss_scaled(self)
+        return result
+
+    return scale
+
+
+def _scaler_step(original: AnyFunction) -> AnyFunction:
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = current()
+        if watch is None:
+            return original(self, optimizer, *args, **kwargs)
+        calls = watch.scaler_steps(self)
+        try:
+            result = original(self, optimizer, *args, **kwargs)
+        except BaseException:
+            watch.scaler_failed()
+            raise
+        with contained("the look at a skipped step"), no_grad():
+            watch.scaler_stepped(self, optimizer, calls)
+        return result
+
+    return step
+
+
+def _clip(original: AnyFunction) -> AnyFunction:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
+        norm = original(*args, **kwargs)
+        watch = current()
+        if watch is not None:
+            with contained("the look at a clipped norm"), no_grad():
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                watch.clipped(norm, bound.arguments["norm_type"])
+        return norm
+
+    return clip_grad_norm_
+
+
+def _engine_backward(original: AnyFunction) -> AnyFunction:
+    @functools.wraps(original)
+    def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = current()
+        if watch is not None:
+            loss, _, scales = (*args, *(None,) * 3)[:3]
+            scales = kwargs.get("scale_wrt_gas", True) if scales is None else scales
+            with contained("the look at a loss"), no_grad():
+                watch.loss_given(kwargs.get("loss", loss), self.gradient_accumulation_steps() if scales else 1)
+        return original(self, *args, **kwargs)
+
+    return backward
+
+
+def _engine_step(original: AnyFunction) -> AnyFunction:
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = current()
+        if watch is None:
+            return original(self, *args, **kwargs)
+        skipped = self.skipped_steps
+        with contained("the look at losses"), no_grad():
+            watch.before_engine_step(self)
+        watch.engine_depth += 1
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            watch.engine_depth -= 1
+        if self.was_step_applied() or self.skipped_steps > skipped:
+            with contained("the look at an engine's step"), no_grad():
+                watch.engine_stepped(self, skipped=self.skipped_steps > skipped)
+        return result
+
+    return step
+
+
+def _init_trackers(original: AnyFunction) -> AnyFunction:
+    @functools.wraps(original)
+    def init_trackers(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        watch = current()
+        if watch is not None:
+            watch.analysis.trackers.follow(self)
+        return result
+
+    return init_trackers
+
+
+PATCHES = (
+    Patch("torch.autograd.graph", "_engine_run_backward", ("t_outputs",),
+          "the loss that a backward pass begins from", "torch 2.13.0", _backward),
+    Patch("torch.amp.grad_scaler", "GradScaler.scale", ("outputs",),
+          "shows that the loss of the next backward pass is scaled", "torch 2.13.0", _scaler_scale),
+    Patch("torch.amp.grad_scaler", "GradScaler.step", ("optimizer",),
+          "shows if a step was skipped, and the loss scale", "torch 2.13.0", _scaler_step),
+    Patch("torch.nn.utils.clip_grad", "clip_grad_norm_", ("norm_type",),
+          "the norm that it computes need not be computed again", "torch 2.13.0", _clip),
+    Patch("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.clip_grad_norm_",
+          ("norm_type",), "the same for FSDP1, over all ranks", "torch 2.13.0", _clip),
+    Patch("deepspeed.runtime.engine", "DeepSpeedEngine.backward", (),
+          "the loss before it is scaled", "deepspeed 0.19.8", _engine_backward),
+    Patch("deepspeed.runtime.engine", "DeepSpeedEngine.step", ("self",),
+          "the engine alone records which steps it skips", "deepspeed 0.19.8", _engine_step),
+    Patch("accelerate.accelerator", "Accelerator.init_trackers", (),
+          "the trackers that the script has started", "accelerate 1.15.0", _init_trackers),
+)  # fmt: skip

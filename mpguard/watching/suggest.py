@@ -1,0 +1,120 @@
+"""What to do about an event, in the words of mp.yaml."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from mpguard.policy.policy import Policy
+
+
+def for_module(
+    module: str, policy: Policy | None, names: Collection[str], *, overflowed: bool, in_fp32: bool = False
+) -> str:
+    """Return what to do about a module whose results are not finite.
+
+    names: all modules of the model. overflowed: True if it made infinities, not NaN. in_fp32: True if its inputs have
+    that dtype already.
+    """
+    if in_fp32 and not overflowed:
+        return f"check {module} for 0/0, log(0) and sqrt(0); an epsilon helps, another dtype does not"
+    if policy is not None and policy.low_bit_recipe is not None:
+        return f"keep {module} out of FP8: {_out_of_fp8(module, names)}"
+    if policy is None or not policy.low_precision:
+        if overflowed:
+            return f"compute {module} in FP32 (`with torch.autocast(..., enabled=False)`), or bound its inputs"
+        return f"check {module} for 0/0, log(0), sqrt(0) and a learning rate that is too high"
+    own = f'compute {module} in FP32: mpguard_overrides: {{fp32_modules: ["{module}"]}}'
+    if policy.fp16:
+        return f"{own}, or use BF16, whose range is that of FP32: mpguard_recipe: bf16_mixed"
+    return own if overflowed else f"{own}; if it stays, check it for 0/0, log(0) and sqrt(0)"
+
+
+def _out_of_fp8(module: str, names: Collection[str]) -> str:
+    """Return the setting that keeps a module out of FP8: the last layers have one of their own."""
+    found = re.match(r"(.*?\.)?(\d+)(\.|$)", module)
+    if found:
+        prefix, number = found[1] or "", int(found[2])
+        same = re.compile(re.escape(prefix) + r"(\d+)(\.|$)")
+        last = max((int(other[1]) for name in names if (other := same.match(name))), default=number)
+        if number == last and prefix:
+            return "mpguard_overrides: {first_last_layers_bf16: true, num_layers_at_end_in_bf16: 1}"
+    return f'mpguard_overrides: {{fp8_exclude: ["{module}"]}}'
+
+
+def for_loss() -> str:
+    """Return what to do about a loss that is not finite although the model's outputs are."""
+    return "compute the loss in FP32 (`logits.float()`), and check it for log(0), 0/0 and labels that are all ignored"
+
+
+def for_batch() -> str:
+    """Return what to do about inputs that are not finite."""
+    return "check the data: the batch itself has NaN or Inf"
+
+
+def for_weights(module: str) -> str:
+    """Return what to do about weights that are not finite."""
+    return (
+        f"the weights of {module} are not finite: load the last checkpoint, and run it with `--watch full`, which "
+        "looks at each step before it is applied"
+    )
+
+
+def for_skips(policy: Policy | None, scaled: bool) -> str:
+    """Return what to do about a loss scale that collapses, or steps that are skipped without a loss scale."""
+    if scaled:
+        return (
+            "gradients overflow at any scale: use BF16 (mpguard_recipe: bf16_mixed), or compute the module that "
+            "overflows in FP32 (fp32_modules); `--watch full` names it"
+        )
+    fp8 = policy is not None and policy.low_bit_recipe is not None
+    return (
+        "without a loss scale a skipped step means NaN or Inf in the gradients: run with `--watch full`, which names "
+        f"the module{', and keep it out of FP8 (fp8_exclude)' if fp8 else ''}"
+    )
+
+
+def for_jump() -> str:
+    """Return what to do about a jump of the gradient norm."""
+    return "clip gradients (`clip_grad_norm_(parameters, 1.0)`), and look at this step's data"
+
+
+def for_divergence(policy: Policy | None) -> str:
+    """Return what to do about a loss that diverges."""
+    if policy is not None and policy.low_bit_recipe is not None:
+        return "repeat the steps with mpguard_recipe: bf16_mixed from the last checkpoint: if that is stable, it is FP8"
+    if policy is not None and policy.low_precision:
+        return "lower the learning rate; repeat the steps with mpguard_recipe: fp32 to see if it is the precision"
+    return "lower the learning rate, or warm it up longer"
+
+
+def for_underflow(kind: str, module: str, policy: Policy | None, names: Collection[str]) -> str:
+    """Return what to do about gradients that underflow the format that a run computes in."""
+    if kind == "fp16":
+        return (
+            "raise the loss scale (mpguard_overrides: {initial_loss_scale: ...}), or use BF16, which has the range of "
+            "FP32: mpguard_recipe: bf16_mixed"
+        )
+    if kind == "e4m3":
+        return 'take E5M2 for gradients: mpguard_overrides: {fp8: "hybrid"}'
+    if policy is not None and policy.low_bit_recipe is not None:
+        return f"keep {module} out of FP8: {_out_of_fp8(module, names)}"
+    return for_module(module, policy, names, overflowed=False)
+
+
+def for_saturation(module: str, names: Collection[str]) -> str:
+    """Return what to do about values above the FP8 range of their scale."""
+    return (
+        "use current scaling, which cannot saturate (mpguard_recipe: bf16_with_fp8_current_scaling_mixed), a margin "
+        f"(fp8_margin: 1), or keep {module} out of FP8: {_out_of_fp8(module, names)}"
+    )
+
+
+def for_drift(sharded: bool) -> str:
+    """Return what to do about ranks that are apart."""
+    if sharded:
+        return "look at the data of that rank, and at its device (ECC errors, another driver)"
+    return (
+        "replicas must have the same weights: look for a step, a seed or a parameter that only some ranks have, for "
+        "`no_sync` around the last backward pass, and for a faulty device"
+    )
