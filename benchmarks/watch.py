@@ -3,20 +3,25 @@
     python benchmarks/watch.py [--blocks 12] [--width 512] [--rounds 8] [--steps 20] [--output FILE]
 
 It runs on the GPU if there is one. Each round trains with `off`, `light` and `full`, in another order each time; the
-result is the median over rounds of a level's time over that of `off` in the same round.
+result is the median over rounds of a level's time over that of `off` in the same round. The operators of torch that a
+level adds to a step, and how often it waits for the GPU, are counted apart from that.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpguard
 
@@ -38,6 +43,14 @@ class Block(nn.Module):
         return z
 
 
+def train_step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    with torch.autocast(x.device.type, torch.bfloat16):
+        loss = (model(x).float() - x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def seconds(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, steps: int) -> float:
     """Return the time of one step, over `steps` of them."""
     device = x.device.type
@@ -45,14 +58,48 @@ def seconds(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, steps
         torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(steps):
-        with torch.autocast(device, torch.bfloat16):
-            loss = (model(x).float() - x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, x)
     if device == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - began) / steps
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # so are torch's own classes of modes
+    """Counts the operators that are called."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.total += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def waits() -> Iterator[list[Any]]:
+    """Collect the warnings about calls that wait for the GPU."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("warn")
+        yield caught
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def counts(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, steps: int) -> dict[str, dict[str, float]]:
+    """Return the operators and the waits of a step, by level."""
+    found: dict[str, dict[str, float]] = {"operators": {}, "waits": {}}
+    for level in LEVELS:
+        mpguard.watch(level=level)
+        seconds(model, optimizer, x, 25)
+        operators: Any = Operators()  # type: ignore[no-untyped-call]
+        with waits() as caught, operators:
+            for _ in range(steps):
+                train_step(model, optimizer, x)
+        found["operators"][level] = round(operators.total / steps, 1)
+        found["waits"][level] = sum("synchroniz" in str(each.message) for each in caught) / steps
+    mpguard.watch(level="off")
+    return found
 
 
 def main() -> None:
@@ -89,6 +136,7 @@ def main() -> None:
         "parameters": sum(own.numel() for own in model.parameters()),
         "step_ms": round(1000 * statistics.median(steps), 3),
         **{f"{level}_percent": round(100 * (statistics.median(found) - 1), 2) for level, found in ratios.items()},
+        **counts(model, optimizer, x, options.steps),
         "spread_percent": {
             level: [round(100 * (each - 1), 2) for each in sorted(found)] for level, found in ratios.items()
         },

@@ -12,8 +12,8 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script under its policy, and watch it. Returns the status that the process should end with."""
-    return worker.main(argv, started=api.start)
+    return worker.main(argv, around=api.watching)
 
 
 if __name__ == "__main__":
-    worker.run_and_exit(started=api.start)
+    worker.run_and_exit(around=api.watching)

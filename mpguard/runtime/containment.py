@@ -14,50 +14,9 @@ from typing import Any
 
 from mpguard.core.console import print_line
 from mpguard.core.errors import MpguardError
-from mpguard.runtime.ranks import is_reporting_rank
+from mpguard.runtime.ranks import is_reporting_rank, rank
 
 log = logging.getLogger("mpguard")
-
-_reported: set[str] = set()
-
-
-def has_failed() -> bool:
-    """True if mpguard's own code has failed in this process: then what is not observed is no failure of the run."""
-    return bool(_reported)
-
-
-def report_own_failure(where: str, error: Exception) -> None:
-    """Report, once per place, that mpguard's own code failed; the traceback goes to the log at level debug."""
-    if where in _reported:
-        return
-    _reported.add(where)
-    log.debug("mpguard: its own code failed in %s", where, exc_info=error)
-    if is_reporting_rank():
-        print_line(
-            f"mpguard: its own code failed in {where} ({type(error).__name__}: {error}); the training continues. What "
-            'depends on it is "not observed". Please report it; logging.getLogger("mpguard") has the traceback at DEBUG'
-        )
-
-
-@contextlib.contextmanager
-def contained(where: str) -> Iterator[None]:
-    """Report a failure of mpguard's own code in the block instead of raising it."""
-    try:
-        yield
-    except MpguardError:
-        raise
-    except Exception as error:
-        report_own_failure(where, error)
-
-
-def contained_hook(function: Callable[..., None], where: str) -> Callable[..., None]:
-    """Return a hook that calls a function, and whose failure does not reach the library that calls it."""
-
-    def hook(*args: Any, **kwargs: Any) -> None:
-        with contained(where):
-            function(*args, **kwargs)
-
-    return hook
 
 
 class _Call:
@@ -68,43 +27,105 @@ class _Call:
         self.result: Any = None
 
 
-def contain(where: str, original: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `wrap(original)`; where the wrapper itself fails, the original alone.
+class Containment:
+    """What happens when the own code of one part of mpguard fails. `has_failed` and the others below are the proof's.
 
-    If the wrapper fails before it has called the original, the original is called with the caller's arguments; if it
-    fails afterwards, the original's result is returned.
+    part: how its messages begin. effect: what a failure means for the run. mark: the attribute of functions that this
+    part has wrapped. every_rank: each rank reports its own failures; otherwise rank 0 does.
     """
-    calls = threading.local()
 
-    @functools.wraps(original)
-    def tracked(*args: Any, **kwargs: Any) -> Any:
-        call: _Call = calls.open[-1]
+    def __init__(self, part: str, effect: str, *, mark: str, every_rank: bool = False) -> None:
+        self.mark = mark
+        self._part, self._effect, self._every_rank = part, effect, every_rank
+        self._reported: set[str] = set()
+
+    def has_failed(self) -> bool:
+        """True if this part's own code has failed in this process."""
+        return bool(self._reported)
+
+    def forget(self) -> None:
+        """Forget failures: this part begins again."""
+        self._reported.clear()
+
+    def report_own_failure(self, where: str, error: Exception) -> None:
+        """Report, once per place, that mpguard's own code failed; the traceback goes to the log at level debug."""
+        if where in self._reported:
+            return
+        self._reported.add(where)
+        log.debug("mpguard: its own code failed in %s", where, exc_info=error)
+        if is_reporting_rank() or self._every_rank:
+            on_rank = "" if is_reporting_rank() else f"rank {rank()}: "
+            print_line(
+                f"{self._part}: {on_rank}its own code failed in {where} ({type(error).__name__}: {error}); "
+                f'{self._effect}. Please report it; logging.getLogger("mpguard") has the traceback at DEBUG'
+            )
+
+    @contextlib.contextmanager
+    def contained(self, where: str) -> Iterator[None]:
+        """Report a failure of mpguard's own code in the block instead of raising it."""
         try:
-            call.result = original(*args, **kwargs)
-        except BaseException:
-            call.raised = True
-            raise
-        call.returned = True
-        return call.result
-
-    wrapped = wrap(tracked)
-
-    @functools.wraps(original)
-    def contained_wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not hasattr(calls, "open"):
-            calls.open = []
-        call = _Call()
-        calls.open.append(call)
-        try:
-            return wrapped(*args, **kwargs)
+            yield
         except MpguardError:
             raise
         except Exception as error:
-            if call.raised:
-                raise
-            report_own_failure(where, error)
-        finally:
-            calls.open.pop()
-        return call.result if call.returned else original(*args, **kwargs)
+            self.report_own_failure(where, error)
 
-    return contained_wrapper
+    def contained_hook(self, function: Callable[..., None], where: str) -> Callable[..., None]:
+        """Return a hook that calls a function, and whose failure does not reach the library that calls it."""
+
+        def hook(*args: Any, **kwargs: Any) -> None:
+            with self.contained(where):
+                function(*args, **kwargs)
+
+        return hook
+
+    def contain(self, where: str, original: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `wrap(original)`; where the wrapper itself fails, the original alone.
+
+        If the wrapper fails before it has called the original, the original is called with the caller's arguments; if
+        it fails afterwards, the original's result is returned.
+        """
+        calls = threading.local()
+
+        @functools.wraps(original)
+        def tracked(*args: Any, **kwargs: Any) -> Any:
+            call: _Call = calls.open[-1]
+            try:
+                call.result = original(*args, **kwargs)
+            except BaseException:
+                call.raised = True
+                raise
+            call.returned = True
+            return call.result
+
+        wrapped = wrap(tracked)
+
+        @functools.wraps(original)
+        def contained_wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not hasattr(calls, "open"):
+                calls.open = []
+            call = _Call()
+            calls.open.append(call)
+            try:
+                return wrapped(*args, **kwargs)
+            except MpguardError:
+                raise
+            except Exception as error:
+                if call.raised:
+                    raise
+                self.report_own_failure(where, error)
+            finally:
+                calls.open.pop()
+            return call.result if call.returned else original(*args, **kwargs)
+
+        return contained_wrapper
+
+
+#: Of the proof: where it has failed, what is not observed is no failure of the run.
+PROOF = Containment("mpguard", 'the training continues. What depends on it is "not observed"', mark="__mpguard__")
+
+has_failed = PROOF.has_failed
+report_own_failure = PROOF.report_own_failure
+contained = PROOF.contained
+contained_hook = PROOF.contained_hook
+contain = PROOF.contain

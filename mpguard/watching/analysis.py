@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections import deque
@@ -15,7 +14,7 @@ from mpguard.runtime import guard as guards
 from mpguard.runtime.ranks import rank, world_size
 from mpguard.watching import detect, drift, gradients, suggest
 from mpguard.watching.output import JsonLines, Terminal, Trackers, WatchEvent, plain
-from mpguard.watching.replay import LOSS, Batch, Captures, Located, replay
+from mpguard.watching.replay import FINITE, LOSS, CapturedCall, Captures, Located, replay
 from mpguard.watching.rounds import Part, StepRound
 
 if TYPE_CHECKING:
@@ -29,6 +28,9 @@ WRITTEN_MODULES = 16
 
 #: Replays in a run.
 REPLAYS = 5
+
+#: Why there is no replay on a GPU, except with `full`.
+SEEN_LATE = "it was seen after the step was applied, which has overwritten the weights; `--watch full` looks before"
 
 
 class Analysis:
@@ -45,6 +47,7 @@ class Analysis:
         self._losses: deque[float] = deque(maxlen=drift.COMPARE_EVERY)
         self._ranks = drift.RankReports()
         self._underflows: set[str] = set()
+        self._fp8 = detect.Fp8Ranges()
         self._apart: set[tuple[str, int]] = set()
 
     @property
@@ -104,80 +107,50 @@ class Analysis:
     def _locate(self, captures: Captures, losses: list[float], norms: dict[str, float], *, intact: bool) -> Located:
         """Return the first bad module: by a replay, else from the order of the parameters."""
         if not intact:
-            why = (
-                "it was seen after the step was applied, which has overwritten the weights; `--watch full` looks before"
-            )
-            return _by_order(losses, norms, why)
+            return _by_order(losses, norms, SEEN_LATE)
         if self._replays >= REPLAYS:
             return _by_order(losses, norms, f"there were {REPLAYS} replays in this run already")
         batches = captures.batches
         if not batches:
             return _by_order(losses, norms, "the batch of the first step is not kept; `mpguard.watch(model)` keeps it")
         self._replays += 1
-        found = Located(None, reason="")
+        found = Located(None)
         for batch in _suspects(batches, losses, captures.dropped):
             found = replay(batch)
-            if found.module is not None or "cannot" in found.reason:
+            if found.module is not None or not found.replayed:
                 break
-        if found.module is None and not found.reason.startswith("the batch cannot"):
-            if losses:
-                return Located(LOSS, "forward", _kind_of(losses), found.inputs)
-            if world_size()[0] > 1:
-                return Located(None, "backward", reason="the batch of this rank is finite: another rank made it")
-        if found.module is None:
+        if not found.replayed:
             return _by_order(losses, norms, found.reason)
-        if found.module == LOSS and losses:
-            return dataclasses.replace(found, phase="forward", kind=_kind_of(losses))
-        return found
+        if found.module in (None, LOSS) and losses:
+            return Located(LOSS, "forward", _kind_of(losses), found.inputs)
+        if found.reason == FINITE and world_size()[0] > 1:
+            return Located(None, "backward", reason="the batch of this rank is finite: another rank made it")
+        return found if found.module is not None else _by_order(losses, norms, found.reason)
 
     def _event_of(self, found: Located, current: StepRound, losses: list[float], norms: dict[str, float]) -> WatchEvent:
         bad = sorted(name for name, norm in norms.items() if not math.isfinite(norm))
+        loss = {"loss": losses[0] if losses else None}
+        value = {**found.value(), **loss, "parameters": bad[:8], "parameters_total": len(bad)}
         what = "the loss is not finite" if losses else "gradients are not finite"
-        value = {
-            **found.value(),
-            "loss": losses[0] if losses else None,
-            "parameters": bad[:8],
-            "parameters_total": len(bad),
-        }
-        if found.module is None:
-            text = f"{what}; the module is not known: {found.reason}"
-            return WatchEvent("nonfinite", current.step, None, value, self._for_unknown(found, losses), text)
-        kind = {"nan": "NaN", "inf": "Inf"}[found.kind]
-        ranges = "; ".join(f"{each['dtype']} {list(each['shape'])} in [{each['min']:.4g}, {each['max']:.4g}]"
-                           for each in found.inputs)  # fmt: skip
-        named = f"`{found.module}`" if found.module not in (LOSS, "the batch") else found.module
-        if found.phase == "input":
-            text, hint = f"{what}: the batch itself has {kind} ({ranges})", suggest.for_batch()
-        elif found.phase == "weights":
-            text, hint = (
-                f"{what}: the weights of {named} have {kind} ({found.reason})",
-                suggest.for_weights(found.module),
-            )
-        else:
-            place = "backward pass" if found.phase == "backward" else "forward pass"
-            got = f", from {'gradients' if found.phase == 'backward' else 'inputs'}: {ranges}" if ranges else ""
-            sure = "" if not found.reason else f" (from the order of the parameters, not replayed: {found.reason})"
-            text = f"{what}: the first {kind} is made by {named} in the {place}{got}{sure}"
-            overflowed = found.kind == "inf"
-            hint = (
-                suggest.for_loss()
-                if found.module == LOSS
-                else suggest.for_module(
-                    found.module,
-                    self.policy,
-                    self._modules,
-                    overflowed=overflowed,
-                    in_fp32=bool(found.inputs) and all(each["dtype"] == "float32" for each in found.inputs),
-                )
-            )
-        return WatchEvent("nonfinite", current.step, found.module, value, hint, text)
-
-    def _for_unknown(self, found: Located, losses: list[float]) -> str:
-        if self.level == "full" or "cannot be replayed" in found.reason or "another rank" in found.reason:
-            return suggest.for_loss() if losses else suggest.for_jump()
-        return (
-            "run it again from the last checkpoint with `--watch full`, which looks at each step before it is applied"
+        text = (
+            f"{what}; the module is not known: {found.reason}" if found.module is None else f"{what}: {_text_of(found)}"
         )
+        return WatchEvent("nonfinite", current.step, found.module, value, self._hint_for(found, losses), text)
+
+    def _hint_for(self, found: Located, losses: list[float]) -> str:
+        if found.module is None:
+            if self.level != "full" and found.reason == SEEN_LATE:
+                return suggest.FOR_LATE
+            return suggest.for_loss() if losses else suggest.for_jump()
+        if found.phase == "input":
+            return suggest.for_batch()
+        if found.phase == "weights":
+            return suggest.for_weights(found.module)
+        if found.module == LOSS:
+            return suggest.for_loss()
+        in_fp32 = bool(found.inputs) and all(each["dtype"] == "float32" for each in found.inputs)
+        overflowed = found.kind == "inf"
+        return suggest.for_module(found.module, self.policy, self._modules, overflowed=overflowed, in_fp32=in_fp32)
 
     # -- rounds ------------------------------------------------------------------------------
 
@@ -204,6 +177,7 @@ class Analysis:
         self._look_at_skips(current, skipped, scale)
         self._look_at_curves(current, loss, norm if norm is not None else current.own_norm, skipped)
         self._look_at_underflow(current, scale)
+        self._look_at_fp8(current)
 
     def _look_at_skips(self, current: StepRound, skipped: bool, scale: float | None) -> None:
         collapsed = self._collapse.add(skipped, scale)
@@ -259,6 +233,24 @@ class Analysis:
             hint = suggest.for_underflow(kind, module, self.policy, self._modules)
             self._emit(WatchEvent("underflow", current.step, module, {"format": kind, **shares[module]}, hint, text))
 
+    def _look_at_fp8(self, current: StepRound) -> None:
+        found: dict[str, dict[str, float]] = {}
+        for name, (times, largest) in current.rows("fp8").items():
+            for kind, too_large in self._fp8.add(name, times, largest):
+                found.setdefault(kind, {})[name] = too_large
+        for kind, tensors in found.items():
+            name = max(tensors, key=lambda each: tensors[each])
+            module, _, tensor = name.partition(": ")
+            more = f", and {len(tensors) - 1} other tensors" if len(tensors) > 1 else ""
+            if kind == "fp8_saturation":
+                text = f"the {tensor} of `{module}` is up to {tensors[name]:.3g} times what its FP8 scale allows{more}"
+                hint = suggest.for_saturation(module, self._modules)
+            else:
+                text = f"the largest value of the {tensor} of `{module}` has grown {tensors[name]:.3g} times{more}"
+                hint = suggest.for_scale_drift(module, self._modules)
+            value = {"times": dict(list(tensors.items())[:WRITTEN_MODULES]), "tensors": len(tensors)}
+            self._emit(WatchEvent(kind, current.step, module, value, hint, text))
+
     def _format(self, scale: float | None) -> str:
         """Return the format that gradients are computed in."""
         policy = self.policy
@@ -295,7 +287,7 @@ class Analysis:
         if (what, other) not in self._apart:
             self._apart.add((what, other))
             value = {"what": what, "rank": other}
-            self._emit(WatchEvent("ranks_apart", step, None, value, suggest.for_drift(what != "weights"), text))
+            self._emit(WatchEvent("ranks_apart", step, None, value, suggest.for_ranks_apart(what != "weights"), text))
 
     def finish(self) -> None:
         """Report what is left, and close the file."""
@@ -305,7 +297,7 @@ class Analysis:
         self.file.close()
 
 
-def _suspects(batches: list[Batch], losses: list[float], dropped: int) -> list[Batch]:
+def _suspects(batches: list[CapturedCall], losses: list[float], dropped: int) -> list[CapturedCall]:
     """Return the batches to replay: that of the first loss that is not finite, if losses and batches correspond."""
     if losses and not dropped and len(losses) == len(batches):
         return [batch for batch, loss in zip(batches, losses, strict=True) if not math.isfinite(loss)]
@@ -316,12 +308,29 @@ def _kind_of(values: list[float]) -> str:
     return "nan" if any(map(math.isnan, values)) else "inf"
 
 
+def _text_of(found: Located) -> str:
+    """Return what was found, for the terminal."""
+    kind = {"nan": "NaN", "inf": "Inf"}[found.kind]
+    ranges = "; ".join(
+        f"{each['dtype']} {list(each['shape'])} in [{each['min']:.4g}, {each['max']:.4g}]" for each in found.inputs
+    )
+    if found.phase == "input":
+        return f"the batch itself has {kind} ({ranges})"
+    named = found.module if found.module == LOSS else f"`{found.module}`"
+    if found.phase == "weights":
+        return f"the weights of {named} have {kind} ({found.reason})"
+    got = f", from {'gradients' if found.phase == 'backward' else 'inputs'}: {ranges}" if ranges else ""
+    by_order = "" if found.replayed else f" (from the order of the parameters, not replayed: {found.reason})"
+    return f"the first {kind} is made by {named} in the {found.phase} pass{got}{by_order}"
+
+
 def _by_order(losses: list[float], norms: dict[str, float], reason: str) -> Located:
     """Return the module at which gradients become bad, by the order of the parameters; unknown if the loss is bad."""
     bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
     if losses or not bad or len(bad) == len(norms):
-        return Located(None, "forward" if losses else "backward", reason=reason)
-    return Located(bad[-1].rpartition(".")[0] or bad[-1], "backward", _kind_of([norms[bad[-1]]]), reason=reason)
+        return Located(None, "forward" if losses else "backward", reason=reason, replayed=False)
+    module, kind = bad[-1].rpartition(".")[0] or bad[-1], _kind_of([norms[bad[-1]]])
+    return Located(module, "backward", kind, reason=reason, replayed=False)
 
 
 def _rounded(shares: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:

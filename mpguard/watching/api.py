@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.core.watch_levels import DEFAULT_WATCH_LEVEL, watch_level
 from mpguard.runtime.plan import Plan
-from mpguard.watching import containment, patches
-from mpguard.watching.current import current, set_current
+from mpguard.watching import patches
+from mpguard.watching.containment import CONTAINMENT
+from mpguard.watching.current import current, of_parent, set_current
 
 if TYPE_CHECKING:
     from torch import nn
-
-_registered = False
 
 
 def watch(model: nn.Module | None = None, *, level: str = DEFAULT_WATCH_LEVEL, jsonl: str | None = None) -> None:
@@ -28,18 +30,18 @@ def watch(model: nn.Module | None = None, *, level: str = DEFAULT_WATCH_LEVEL, j
     `ConfigError` for an unknown level, or a file that cannot be written.
     """
     checked = watch_level(level)
-    _finish()
+    finish()
     if checked == "off":
         return
     from mpguard.watching.session import Watch
 
-    containment.reset()
+    CONTAINMENT.forget()
     found = Watch(checked, jsonl)
     set_current(found)
     _register()
     patches.apply()
     if model is not None:
-        with containment.contained("the search for modules"):
+        with CONTAINMENT.contained("the search for modules"):
             found.follow(model)
 
 
@@ -48,27 +50,34 @@ def start(plan: Plan) -> None:
     watch(level=plan.watch or DEFAULT_WATCH_LEVEL, jsonl=plan.watch_json)
 
 
+@contextlib.contextmanager
+def watching(plan: Plan) -> Iterator[None]:
+    """Watch the block as a plan asks for."""
+    start(plan)
+    try:
+        yield
+    finally:
+        finish()
+
+
+@functools.cache
 def _register() -> None:
-    global _registered  # noqa: PLW0603  handlers are registered once per process
-    if not _registered:
-        _registered = True
-        atexit.register(_finish)
-        os.register_at_fork(after_in_child=_begin_again)
+    """Register handlers of the end of the process, and of forks; once per process."""
+    atexit.register(finish)
+    os.register_at_fork(after_in_child=_begin_again)
 
 
 def _begin_again() -> None:
-    from mpguard.watching.current import of_parent
-
     parent = of_parent()
     if parent is not None:
-        with containment.contained("the start of a process"):
+        with CONTAINMENT.contained("the start of a process"):
             parent.begin_again()
 
 
-def _finish() -> None:
+def finish() -> None:
     """Report what is left of the current watch."""
     found = current()
     set_current(None)
     if found is not None:
-        with containment.contained("the end of the run"), patches.no_grad():
+        with CONTAINMENT.contained("the end of the run"), patches.no_grad():
             found.finish()

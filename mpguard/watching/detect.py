@@ -25,6 +25,13 @@ SKIPPED_IN_A_ROW, LOWEST_SCALE = 8, 1.0
 #: A rank is apart if its median loss is this many deviations (of the losses of all ranks) from the median of all.
 APART_DEVIATIONS = 12.0
 
+#: A tensor saturates if its largest value is this many times what its scale allows, at two of `FP8_RECENT` looks; or so
+#: many times at one. Delayed scaling clips a little at each new maximum.
+SATURATED, SATURATED_AT_ONCE, FP8_RECENT = 2.0, 16.0, 5
+
+#: A scale drifts if the largest values of a tensor have become this many times those of its first looks.
+DRIFT, FP8_FIRST = 16.0, 10
+
 
 def deviation(values: Sequence[float]) -> float:
     """Return the median absolute deviation, scaled so that it is the standard deviation of normal values."""
@@ -108,6 +115,41 @@ class ScaleCollapse:
         report = collapsed and not self._reported
         self._reported = collapsed
         return report
+
+
+class Fp8Ranges:
+    """Finds what saturates in FP8, and scales that drift: each tensor once."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, deque[float]] = {}
+        self._first: dict[str, list[float]] = {}
+        self._recent: dict[str, deque[float]] = {}
+        self._reported: set[tuple[str, str]] = set()
+
+    def add(self, name: str, times: float, largest: float) -> list[tuple[str, float]]:
+        """Add a look at a tensor; return the events, each with how many times too large it is.
+
+        times: its largest value over what its scale allows.
+        """
+        if not (math.isfinite(times) and math.isfinite(largest)) or largest <= 0.0:
+            return []
+        found = []
+        recent = self._times.setdefault(name, deque(maxlen=FP8_RECENT))
+        recent.append(times)
+        if times >= SATURATED_AT_ONCE or sum(each >= SATURATED for each in recent) >= 2:
+            found.append(("fp8_saturation", max(recent)))
+        first = self._first.setdefault(name, [])
+        if len(first) < FP8_FIRST:
+            first.append(largest)
+        else:
+            latest = self._recent.setdefault(name, deque(maxlen=FP8_RECENT))
+            latest.append(largest)
+            growth = statistics.median(latest) / statistics.median(first)
+            if len(latest) == FP8_RECENT and growth >= DRIFT:
+                found.append(("fp8_scale_drift", growth))
+        fresh = [(kind, value) for kind, value in found if (name, kind) not in self._reported]
+        self._reported.update((name, kind) for kind, _ in fresh)
+        return fresh
 
 
 def apart(losses: Sequence[float], spreads: Iterable[float]) -> list[int]:

@@ -13,12 +13,11 @@ from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
-from mpguard.core.console import write_lines
+from mpguard.core.console import print_line, write_lines
 from mpguard.core.errors import ConfigError
 from mpguard.core.version import __version__
-from mpguard.runtime.ranks import rank, world_size
+from mpguard.runtime.ranks import is_reporting_rank, rank, world_size
 from mpguard.runtime.reporter import below_progress_bars
-from mpguard.watching.containment import contained
 
 #: The version of the JSONL format.
 FORMAT = 1
@@ -71,9 +70,9 @@ def plain(value: Any) -> Any:
 class JsonLines:
     """The JSONL file of a run. Rank 0 writes steps and events; another rank its events, to a file with its number."""
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, level: str) -> None:
         """Use a file, which is created at the first line. Raises `ConfigError` if it exists and is another file."""
-        self._path = Path(path) if path else None
+        self._path, self._level = Path(path) if path else None, level
         self._file: IO[str] | None = None
         self._flushed = time.monotonic()
         if self._path is not None and rank() == 0:
@@ -102,8 +101,11 @@ class JsonLines:
     def _open(self, path: Path) -> IO[str]:
         own = path if rank() == 0 else path.with_name(f"{path.stem}.rank{rank()}{path.suffix}")
         file = own.open("w", encoding="utf-8")
-        head = {"event": "run", "version": FORMAT, "mpguard": __version__, "rank": rank(), "ranks": world_size()[0]}
-        file.write(json.dumps({**head, "time": time.time()}) + "\n")
+        head = {
+            "event": "run", "version": FORMAT, "mpguard": __version__, "level": self._level,
+            "rank": rank(), "ranks": world_size()[0], "time": time.time(),
+        }  # fmt: skip
+        file.write(json.dumps(head) + "\n")
         return file
 
     def close(self) -> None:
@@ -143,10 +145,15 @@ class Terminal:
         self.counts: Counter[str] = Counter()
 
     def report(self, event: WatchEvent) -> None:
-        """Print an event, unless there were many of its kind: the first three, then the 4th, 8th, 16th ... are."""
+        """Print an event, unless there were many of its kind: the first three, then the 4th, 8th, 16th ... are.
+
+        All ranks skip a step together, and so on: a rank other than 0 prints only which module of its own made NaN.
+        """
         if not event.text:
             return
         self.counts[event.event] += 1
+        if not is_reporting_rank() and (event.event != "nonfinite" or event.module is None):
+            return
         number = self.counts[event.event]
         if number > 3 and number & (number - 1):
             return
@@ -174,10 +181,11 @@ class Trackers:
 
     def __init__(self) -> None:
         self._accelerator: weakref.ref[Any] | None = None
+        self._lost: set[str] = set()
 
-    def follow(self, accelerator: Any) -> None:
-        """Log to the trackers of an `Accelerator` from here on."""
-        self._accelerator = weakref.ref(accelerator)
+    def follow(self, accelerator: Any | None) -> None:
+        """Log to the trackers of an `Accelerator` from here on; to none without one."""
+        self._accelerator = weakref.ref(accelerator) if accelerator is not None else None
 
     def log_step(self, line: dict[str, Any]) -> None:
         """Log the numbers of a step, every `TRACK_EVERY` steps."""
@@ -193,10 +201,17 @@ class Trackers:
     def _log(self, values: dict[str, Any], step: int) -> None:
         accelerator = self._accelerator() if self._accelerator is not None else None
         for tracker in getattr(accelerator, "trackers", None) or ():
-            # Each on its own: a tracker that was closed, or that cannot log, does not stop the others.
-            with contained(f"logging to {getattr(tracker, 'name', 'a tracker')}"):
+            if tracker.name in self._lost:
+                continue
+            try:
                 if tracker.name == "wandb":
                     # W&B drops values of a step before its current one: these belong to the script's next commit.
                     tracker.log({**values, "mpguard/step": step}, step=None, commit=False)
                 else:
                     tracker.log(values, step=step)
+            except Exception as error:  # it was closed, or cannot log: that concerns neither the others nor the watch
+                self._lost.add(tracker.name)
+                print_line(
+                    f"mpguard watch: the tracker {tracker.name} takes no values any more ({type(error).__name__}: "
+                    f"{error}); the other reports continue"
+                )

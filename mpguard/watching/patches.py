@@ -14,31 +14,24 @@ from typing import Any
 from mpguard.runtime.patches import import_hooks
 from mpguard.runtime.patches.patch import AnyFunction, Patch
 from mpguard.runtime.patches.table import apply_patch
-from mpguard.watching.containment import contained
+from mpguard.watching.containment import CONTAINMENT
 from mpguard.watching.current import current
 
-#: The attribute of wrapped functions: those of `mpguard.runtime` have another one.
-MARK = "__mpguard_watch__"
 
-
+@functools.cache
 def apply() -> None:
-    """Apply each patch when its module is imported, and observe the steps of optimizers."""
-    if _applied:
-        return
-    _applied.append(True)
+    """Apply each patch when its module is imported, and observe the steps of optimizers; once per process."""
     for patch in PATCHES:
-        import_hooks.after(patch.module, functools.partial(_apply, patch))
+        hook = CONTAINMENT.contained_hook(functools.partial(_apply, patch), patch.module)
+        import_hooks.after(patch.module, hook)
     import_hooks.after("torch", _hook_optimizers)
-    # Dynamo must not trace frames of this package.
+    # Dynamo must not trace frames of these packages.
     import_hooks.after("torch._dynamo.trace_rules", lambda module: module.add("mpguard.watching"))
-
-
-_applied: list[bool] = []  # once per process
+    import_hooks.after("torch._dynamo.trace_rules", lambda module: module.add("mpguard.runtime"))
 
 
 def _apply(patch: Patch, module: ModuleType) -> None:
-    with contained(f"the patch of {patch.module}.{patch.target}"):
-        apply_patch(patch, module, MARK)
+    apply_patch(patch, module, CONTAINMENT)
 
 
 def _hook_optimizers(_torch: ModuleType) -> None:
@@ -47,17 +40,17 @@ def _hook_optimizers(_torch: ModuleType) -> None:
     def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         watch = current()
         if watch is not None:
-            with contained("the look at gradients"), no_grad():
+            with no_grad():
                 watch.before_step(optimizer)
 
     def after(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         watch = current()
         if watch is not None:
-            with contained("the end of a step"), no_grad():
+            with no_grad():
                 watch.after_step(optimizer)
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    register_optimizer_step_pre_hook(CONTAINMENT.contained_hook(before, "the look at gradients"))
+    register_optimizer_step_post_hook(CONTAINMENT.contained_hook(after, "the end of a step"))
 
 
 def no_grad() -> contextlib.AbstractContextManager[Any]:
@@ -73,8 +66,7 @@ def _backward(original: AnyFunction) -> AnyFunction:
         watch = current()
         if watch is None or not kwargs.get("accumulate_grad"):
             return original(t_outputs, *args, **kwargs)
-        outermost = False
-        with contained("the look at a loss"), no_grad():
+        with no_grad():
             outermost = watch.backward_started(t_outputs)
         try:
             return original(t_outputs, *args, **kwargs)
@@ -109,7 +101,7 @@ def _scaler_step(original: AnyFunction) -> AnyFunction:
         except BaseException:
             watch.scaler_failed()
             raise
-        with contained("the look at a skipped step"), no_grad():
+        with no_grad():
             watch.scaler_stepped(self, optimizer, calls)
         return result
 
@@ -124,9 +116,9 @@ def _clip(original: AnyFunction) -> AnyFunction:
         norm = original(*args, **kwargs)
         watch = current()
         if watch is not None:
-            with contained("the look at a clipped norm"), no_grad():
-                bound = signature.bind(*args, **kwargs)
-                bound.apply_defaults()
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            with no_grad():
                 watch.clipped(norm, bound.arguments["norm_type"])
         return norm
 
@@ -140,7 +132,7 @@ def _engine_backward(original: AnyFunction) -> AnyFunction:
         if watch is not None:
             loss, _, scales = (*args, *(None,) * 3)[:3]
             scales = kwargs.get("scale_wrt_gas", True) if scales is None else scales
-            with contained("the look at a loss"), no_grad():
+            with no_grad():
                 watch.loss_given(kwargs.get("loss", loss), self.gradient_accumulation_steps() if scales else 1)
         return original(self, *args, **kwargs)
 
@@ -154,7 +146,7 @@ def _engine_step(original: AnyFunction) -> AnyFunction:
         if watch is None:
             return original(self, *args, **kwargs)
         skipped = self.skipped_steps
-        with contained("the look at losses"), no_grad():
+        with no_grad():
             watch.before_engine_step(self)
         watch.engine_depth += 1
         try:
@@ -162,7 +154,7 @@ def _engine_step(original: AnyFunction) -> AnyFunction:
         finally:
             watch.engine_depth -= 1
         if self.was_step_applied() or self.skipped_steps > skipped:
-            with contained("the look at an engine's step"), no_grad():
+            with no_grad():
                 watch.engine_stepped(self, skipped=self.skipped_steps > skipped)
         return result
 
@@ -179,6 +171,19 @@ def _init_trackers(original: AnyFunction) -> AnyFunction:
         return result
 
     return init_trackers
+
+
+def _end_training(original: AnyFunction) -> AnyFunction:
+    @functools.wraps(original)
+    def end_training(self: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = current()
+        if watch is not None:
+            with no_grad():
+                watch.conclude_all()
+            watch.analysis.trackers.follow(None)
+        return original(self, *args, **kwargs)
+
+    return end_training
 
 
 PATCHES = (
@@ -198,4 +203,6 @@ PATCHES = (
           "the engine alone records which steps it skips", "deepspeed 0.19.8", _engine_step),
     Patch("accelerate.accelerator", "Accelerator.init_trackers", (),
           "the trackers that the script has started", "accelerate 1.15.0", _init_trackers),
+    Patch("accelerate.accelerator", "Accelerator.end_training", (),
+          "it closes the trackers", "accelerate 1.15.0", _end_training),
 )  # fmt: skip

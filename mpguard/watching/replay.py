@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from mpguard.nn.fp8.filters import plain_name
-from mpguard.watching.containment import contained
+from mpguard.watching.containment import CONTAINMENT
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+log = logging.getLogger("mpguard")
 
 #: Bytes of inputs, and of gradients of outputs, that are kept until the end of a step.
 KEPT_BYTES = 64 * 2**20
@@ -28,11 +30,14 @@ KEPT_BYTES = 64 * 2**20
 #: Calls of a model that are kept of a step: its micro-batches.
 KEPT_CALLS = 8
 
+#: Why a replay, forward and backward, has found nothing.
+FINITE = "the replay of the batch was finite"
+
 #: What the code between modules is called: the loss, if it is computed outside of the model.
 LOSS = "the loss function"
 
 
-class Batch:
+class CapturedCall:
     """One call of a model: its inputs, the random numbers and the autocast state before it, gradients of its outputs.
 
     Inputs are held, not copied; a script that overwrites them before the step ends is not noticed.
@@ -129,7 +134,7 @@ class Captures:
     """Keeps the calls of the watched models since the last step."""
 
     def __init__(self) -> None:
-        self.batches: list[Batch] = []
+        self.batches: list[CapturedCall] = []
         self.dropped = 0
         self.stale = False  # the step of the batches has ended; they are released when the next begins
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -160,12 +165,12 @@ class Captures:
     def _before(self, module: Any, args: Any, kwargs: Any) -> None:
         import torch
 
-        with contained("the watch of a model's inputs"):
+        with CONTAINMENT.contained("the watch of a model's inputs"):
             if module is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return
             if self.stale:
                 self.clear()
-            batch = Batch(module, args, kwargs)
+            batch = CapturedCall(module, args, kwargs)
             size = sum(each.numel() * each.element_size() for each in _tensors((args, kwargs)))
             room = KEPT_CALLS if size * KEPT_CALLS <= KEPT_BYTES else 1
             self.dropped += max(0, len(self.batches) + 1 - room)
@@ -174,7 +179,7 @@ class Captures:
     def _after(self, module: Any, _args: Any, outputs: Any) -> None:
         import torch
 
-        with contained("the watch of a model's outputs"):
+        with CONTAINMENT.contained("the watch of a model's outputs"):
             if self.batches and self.batches[-1].module() is module and torch.is_grad_enabled():
                 self.batches[-1].follow(outputs)
 
@@ -207,8 +212,9 @@ def plain_module(module: Any) -> Any:
 class Located:
     """The first module with NaN or Inf.
 
-    module: its name; None if it was not found, then `reason` says why. phase: forward or backward. kind: nan or inf.
-    inputs: ranges of its inputs (backward: of the gradients that it got).
+    module: its name; None if it was not found, then `reason` says why. phase: forward, backward, weights or input.
+    kind: nan or inf. inputs: ranges of its inputs (backward: of the gradients that it got). replayed: False
+    without a replay, at least of the forward pass.
     """
 
     module: str | None
@@ -216,6 +222,7 @@ class Located:
     kind: str = "nan"
     inputs: tuple[dict[str, Any], ...] = ()
     reason: str = ""
+    replayed: bool = True
 
     def value(self) -> dict[str, Any]:
         """Return what the JSONL file has."""
@@ -241,14 +248,14 @@ def cannot_replay(module: nn.Module) -> str:
     return ""
 
 
-def replay(batch: Batch) -> Located:
+def replay(batch: CapturedCall) -> Located:
     """Run a batch again with hooks on all modules, and return the first that makes NaN or Inf from finite inputs."""
     model = plain_module(batch.module())
     if model is None:
-        return Located(None, reason="the model no longer exists")
+        return Located(None, reason="the model no longer exists", replayed=False)
     reason = cannot_replay(model)
     if reason:
-        return Located(None, reason=f"the batch cannot be replayed: {reason}")
+        return Located(None, reason=f"the batch cannot be replayed: {reason}", replayed=False)
     damaged = bad_weights(model)
     if damaged:
         # Bad gradients spread from the module that made them to all before it, so the last in their order is that one.
@@ -260,7 +267,11 @@ def replay(batch: Batch) -> Located:
     try:
         return _replay(model, batch, trace)
     except _NeedsOtherRanks as error:
-        return Located(None, reason=f"the batch cannot be replayed: {error} would wait for the other ranks")
+        reason = f"{error} would wait for the other ranks"
+    except Exception as error:  # too little memory, or a model that does not take the same batch twice
+        log.debug("mpguard: the replay of a batch failed", exc_info=error)
+        reason = f"{type(error).__name__}: {error}"
+    return Located(None, reason=f"the batch cannot be replayed: {reason}", replayed=False)
 
 
 class _NeedsOtherRanks(Exception):
@@ -281,7 +292,7 @@ def _without_collectives() -> contextlib.AbstractContextManager[Any]:
     return cast("contextlib.AbstractContextManager[Any]", mode())
 
 
-def _replay(model: nn.Module, batch: Batch, trace: _Trace) -> Located:
+def _replay(model: nn.Module, batch: CapturedCall, trace: _Trace) -> Located:
     import torch
 
     with _isolated(model, batch), trace, _without_collectives():
@@ -302,7 +313,7 @@ def bad_weights(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if _kind_in(list(module.parameters(recurse=False)))]
 
 
-def _backward(model: nn.Module, batch: Batch, trace: _Trace, outputs: Any) -> Located:
+def _backward(model: nn.Module, batch: CapturedCall, trace: _Trace, outputs: Any) -> Located:
     import torch
 
     leaves = _tensors(outputs)
@@ -324,11 +335,11 @@ def _backward(model: nn.Module, batch: Batch, trace: _Trace, outputs: Any) -> Lo
         name for name, gradient in zip(parameters, found, strict=True) if gradient is not None and _kind_in([gradient])
     ]
     own = _ranges([leaf for leaf, _ in pairs])
-    return trace.backward(bad) or Located(None, "backward", inputs=own, reason="the replay of the batch was finite")
+    return trace.backward(bad) or Located(None, "backward", inputs=own, reason=FINITE)
 
 
 @contextlib.contextmanager
-def _isolated(model: nn.Module, batch: Batch) -> Iterator[None]:
+def _isolated(model: nn.Module, batch: CapturedCall) -> Iterator[None]:
     """Run the block without effect on the training: random numbers, buffers, modes and compiled code are as before."""
     import torch
 

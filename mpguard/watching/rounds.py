@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from mpguard.watching.readout import Readout
@@ -14,13 +15,16 @@ if TYPE_CHECKING:
 #: What the tensors of a part are: a kind of number, and the names of its rows (none for a single number).
 Keys = list[tuple[str, list[str]]]
 
+#: Losses, and norms, that are kept of one step: a script may train without an optimizer of torch.
+MOST_NUMBERS = 1024
+
 
 @dataclasses.dataclass
 class Fresh:
     """What has happened since the last step of any optimizer. losses: unscaled; clips: norms that clipping computed."""
 
-    losses: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    clips: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    losses: deque[torch.Tensor] = dataclasses.field(default_factory=lambda: deque(maxlen=MOST_NUMBERS))
+    clips: deque[torch.Tensor] = dataclasses.field(default_factory=lambda: deque(maxlen=MOST_NUMBERS))
     backwards: int = 0
 
     def numbers(self) -> tuple[list[torch.Tensor], Keys]:
@@ -28,7 +32,8 @@ class Fresh:
         keys: Keys = [("loss", []) for _ in self.losses]
         tensors = [*self.losses, *self.clips]
         keys += [("clip", []) for _ in self.clips]
-        self.losses, self.clips = [], []
+        self.losses.clear()
+        self.clips.clear()
         return tensors, keys
 
 

@@ -10,17 +10,21 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpguard.core.watch_levels import WatchLevel
+from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime.proof.observe import innermost, models_of, updated_by
 from mpguard.runtime.ranks import world_size
 from mpguard.watching import drift, gradients
 from mpguard.watching.analysis import Analysis
-from mpguard.watching.containment import has_failed
+from mpguard.watching.containment import CONTAINMENT
+from mpguard.watching.fp8 import DelayedScales
 from mpguard.watching.output import JsonLines
 from mpguard.watching.replay import Captures
 from mpguard.watching.rounds import Fresh, Keys, Part, StepRound, names_in
@@ -45,6 +49,9 @@ SEARCHES = 8
 #: Rounds whose numbers have not arrived. Of more than these the oldest is waited for, so that memory stays bounded.
 OPEN_ROUNDS = 64
 
+#: Steps between two looks at the scales of FP8, which are kept at the step before.
+SCALES_EVERY = {"light": 10, "full": 1}
+
 
 class Watch:
     """Watches the steps of this process. level: `light` or `full`. jsonl: the file to write; None for none.
@@ -55,7 +62,7 @@ class Watch:
 
     def __init__(self, level: WatchLevel, jsonl: str | None = None) -> None:
         self.level = level
-        self.analysis = Analysis(level, JsonLines(jsonl))
+        self.analysis = Analysis(level, JsonLines(jsonl, level))
         self.captures = Captures()
         self.hook_calls = self.engine_depth = 0
         self._begin()
@@ -73,17 +80,18 @@ class Watch:
         self._norm_every, self._norm_last = 1, 0
         self._norm_times: deque[float] = deque(maxlen=20)
         self._times: deque[float] = deque(maxlen=20)
-        self._replicas: list[nn.Module] = []
+        self._roots: list[weakref.ref[nn.Module]] = []
         self._weights: deque[tuple[int, Part]] = deque()
+        self._scales = DelayedScales()
 
     @property
     def active(self) -> bool:
-        """True in the process that is watched, while the watch works."""
-        return os.getpid() == self._process and not has_failed()
+        """True in the process that is watched, while the watch works, and no CUDA graph is captured."""
+        return os.getpid() == self._process and not CONTAINMENT.has_failed() and not _captures_graph()
 
     def begin_again(self) -> None:
         """Begin again in a process that was forked: nothing has happened here yet, and the file is the parent's."""
-        self.analysis = Analysis(self.level, JsonLines(None))
+        self.analysis = Analysis(self.level, JsonLines(None, self.level))
         self.captures.clear()
         self._begin()
 
@@ -94,8 +102,11 @@ class Watch:
         self.captures.watch(root)
         self._names |= names_in(root)
         self.analysis.know_modules(root)
-        if type(root).__name__ == "DistributedDataParallel":
-            self._replicas.append(root)
+        if root not in self._models():
+            self._roots.append(weakref.ref(root))
+
+    def _models(self) -> list[nn.Module]:
+        return [root for each in self._roots if (root := each()) is not None]
 
     def _names_of(self, parameters: Sequence[torch.Tensor]) -> list[str]:
         """Return the names of parameters; a number for one that no model has (flat ones)."""
@@ -156,7 +167,7 @@ class Watch:
         self.hook_calls += 1
         if self.engine_depth or not self._begin_step(optimizer):
             return
-        tensors, keys = self._fresh.numbers()
+        tensors, keys = self._fresh_numbers()
         for name in ("found_inf", "grad_scale"):
             if (value := getattr(optimizer, name, None)) is not None:
                 tensors.append(value)
@@ -181,7 +192,7 @@ class Watch:
             if self.hook_calls > calls or not scaler.is_enabled() or not self._begin_step(optimizer):
                 return
             self._round.skipped += 1
-            tensors, keys = self._fresh.numbers()
+            tensors, keys = self._fresh_numbers()
             self._add_gradients(optimizer, tensors, keys, always=True)
             self._add_part(tensors, keys, intact=True)
             self._finish_step()
@@ -199,7 +210,7 @@ class Watch:
         if engine.is_gradient_accumulation_boundary() and self._begin_step(engine):
             self._round.scaled = bool(engine.fp16_enabled())
             self._round.engine_scale = _engine_scale(engine.optimizer) if self._round.scaled else None
-            tensors, keys = self._fresh.numbers()
+            tensors, keys = self._fresh_numbers()
             self._add_part(tensors, keys, intact=True)
 
     def engine_stepped(self, engine: Any, skipped: bool) -> None:
@@ -229,6 +240,21 @@ class Watch:
         self._fresh.backwards = 0
         self._round.stepped.add(id(optimizer))
         return True
+
+    def _fresh_numbers(self) -> tuple[list[torch.Tensor], Keys]:
+        """Return what has been computed since the last step of an optimizer, and what FP8 has scaled, if it is due."""
+        tensors, keys = self._fresh.numbers()
+        step, every = self._round.step, SCALES_EVERY[self.level]
+        if "transformer_engine" in sys.modules and len(self._round.stepped) == 1:
+            if step % every == 0:
+                for names, table in self._scales.look(self._round.backwards):
+                    tensors.append(table)
+                    keys.append(("fp8", names))
+            if (step + 1) % every == 0:
+                self._scales.keep(
+                    (plain_name(name), own) for root in self._models() for name, own in root.named_modules()
+                )
+        return tensors, keys
 
     def _finish_step(self) -> None:
         """Note when the step ended, release its batches before the next, and compare ranks when that is due."""
@@ -325,21 +351,34 @@ class Watch:
         """Copy the norms of the weights of replicas, which are the same on all ranks, bit for bit."""
         if world_size()[0] == 1:
             return
-        in_step = [own for own in self._replicas if getattr(own, "require_backward_grad_sync", True)]
+        replicas = [own for own in self._models() if type(own).__name__ == "DistributedDataParallel"]
+        in_step = [own for own in replicas if getattr(own, "require_backward_grad_sync", True)]
         weights = [own.detach() for model in in_step for own in model.parameters() if own.requires_grad]
         tensors = gradients.norms(weights) if weights else []
         self._weights.append((self._round.step, Part(tensors, [("weights", []) for _ in tensors])))
 
     # -- the end -----------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Report what is left, at the end of the run."""
+    def conclude_all(self) -> None:
+        """Wait for the numbers of all steps so far, and report them."""
         if self._round.parts or self._round.skipped:
             self._close_round()
         for current in self._open:
             current.wait()
         self._conclude_arrived()
+
+    def finish(self) -> None:
+        """Report what is left, at the end of the run."""
+        self.conclude_all()
         self.analysis.finish()
+
+
+def _captures_graph() -> bool:
+    """True while the calls of this thread are captured in a CUDA graph: nothing may be read in it."""
+    import torch
+
+    cuda: Any = torch.cuda
+    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
 def _engine_scale(optimizer: Any) -> float | None:

@@ -42,6 +42,10 @@ def _out_of_fp8(module: str, names: Collection[str]) -> str:
     return f'mpguard_overrides: {{fp8_exclude: ["{module}"]}}'
 
 
+#: What to do about what was seen after its step was applied.
+FOR_LATE = "run it again from the last checkpoint with `--watch full`, which looks at each step before it is applied"
+
+
 def for_loss() -> str:
     """Return what to do about a loss that is not finite although the model's outputs are."""
     return "compute the loss in FP32 (`logits.float()`), and check it for log(0), 0/0 and labels that are all ignored"
@@ -106,11 +110,19 @@ def for_saturation(module: str, names: Collection[str]) -> str:
     """Return what to do about values above the FP8 range of their scale."""
     return (
         "use current scaling, which cannot saturate (mpguard_recipe: bf16_with_fp8_current_scaling_mixed), a margin "
-        f"(fp8_margin: 1), or keep {module} out of FP8: {_out_of_fp8(module, names)}"
+        f"(mpguard_overrides: {{fp8_margin: 1}}), or keep {module} out of FP8: {_out_of_fp8(module, names)}"
     )
 
 
-def for_drift(sharded: bool) -> str:
+def for_scale_drift(module: str, names: Collection[str]) -> str:
+    """Return what to do about values that grow, so that their scale leaves ever less to the small ones."""
+    return (
+        f"look for outliers that grow in {module} (a lower learning rate, weight decay), or keep it out of FP8: "
+        f"{_out_of_fp8(module, names)}"
+    )
+
+
+def for_ranks_apart(sharded: bool) -> str:
     """Return what to do about ranks that are apart."""
     if sharded:
         return "look at the data of that rank, and at its device (ECC errors, another driver)"

@@ -1,8 +1,12 @@
-"""On a GPU the watch never waits for it in light, and full names the module before the step is applied."""
+"""On a GPU the watch never waits for it in light, and full names the module before the step is applied.
+
+pytest tests/gpu/test_watch_gpu.py
+"""
 
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,11 @@ import torch
 from torch import nn
 
 import mpguard
+from mpguard.policy.policy import Policy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::mpguard.MpguardWarning")]
+
+DELAYED = Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=16, backend="te")
 
 
 class Zero(nn.Module):
@@ -84,3 +93,45 @@ def test_a_fault_is_found(tmp_path: Path, level: str) -> None:
     assert event["step"] in (4, 5)
     if level == "full":
         assert event["module"] == "2.1" and event["value"]["phase"] == "forward" and event["step"] == 4
+
+
+def scaled(steps: int, spike: int | None = None) -> int:
+    """Train with delayed scaling, at one step with inputs that are 100 times larger; return how often it waited."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).cuda()
+    mpguard.convert(model, DELAYED)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for step in range(1, steps + 1):
+                x = torch.randn(64, 256, device="cuda") * (100.0 if step == spike else 1.0)
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = model(x).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    return sum("synchroniz" in str(each.message) for each in caught)
+
+
+def test_saturation_of_delayed_scaling(tmp_path: Path) -> None:
+    """It is read without waiting, names the layer, and a run without a spike has no event."""
+    pytest.importorskip("transformer_engine.pytorch")
+    without = scaled(60)
+    waited = {}
+    for kind, spike in (("clean", None), ("spike", 50)):
+        mpguard.watch(jsonl=str(tmp_path / f"{kind}.jsonl"))
+        waited[kind] = scaled(60, spike)
+        mpguard.watch(level="off")
+    assert waited["clean"] <= without
+    clean, spiked = (
+        [line for line in lines(tmp_path / f"{kind}.jsonl") if line["event"].startswith("fp8_")]
+        for kind in ("clean", "spike")
+    )
+    assert clean == []
+    assert [(line["event"], line["step"], line["module"]) for line in spiked] == [("fp8_saturation", 50, "0")]
+    assert 50 < spiked[0]["value"]["times"]["0: input"] < 200

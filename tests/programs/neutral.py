@@ -1,6 +1,7 @@
 """Programs of many kinds, all right in BF16, in one process: each trains, and prints its losses and weights exactly.
 
-Without mpguard and with it the lines must be the same. With two ranks, those that need them.
+Without mpguard and with it the lines must be the same. With two ranks, those that need them. LEVELS: how closely
+mpguard watches; each kind is trained once per level.
 """
 
 from __future__ import annotations
@@ -366,6 +367,12 @@ def weights(model: nn.Module) -> Iterator[bytes]:
         yield local.detach().contiguous().float().numpy().tobytes()
 
 
+def watch(level: str) -> None:
+    import mpguard
+
+    mpguard.watch(level=level)
+
+
 def main() -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
@@ -373,12 +380,15 @@ def main() -> None:
     for name, kind in (DOUBLE if world > 1 else SINGLE).items():
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
-        torch.manual_seed(0)
-        torch.manual_seed(rank) if world > 1 and name != "tensor_parallel" else None
-        losses, model = kind()
-        digest = hashlib.sha256(b"".join(weights(model))).hexdigest()
-        print(json.dumps({"rank": rank, "kind": name, "losses": losses, "weights": digest}), flush=True)
-        torch.compiler.reset()
+        for level in os.environ.get("LEVELS", "").split() or [None]:
+            if level is not None:
+                watch(level)
+            torch.manual_seed(0)
+            torch.manual_seed(rank) if world > 1 and name != "tensor_parallel" else None
+            losses, model = kind()
+            digest = hashlib.sha256(b"".join(weights(model))).hexdigest()
+            print(json.dumps({"rank": rank, "kind": name, "losses": losses, "weights": digest}), flush=True)
+            torch.compiler.reset()
     if world > 1:
         dist.destroy_process_group()
 

@@ -7,8 +7,10 @@ import copy
 import io
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 
 import mpguard
 from mpguard.watching import session
+from mpguard.watching.current import current
 
 
 def net() -> nn.Module:
@@ -28,6 +31,7 @@ def batch() -> torch.Tensor:
 
 
 def loop(model: Any, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, steps: int) -> list[float]:
+    """Train, and return the losses and the weights."""
     scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
     losses = []
     for _ in range(steps):
@@ -42,7 +46,7 @@ def loop(model: Any, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None
         scaler.update()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+    return [*losses, *nn.utils.parameters_to_vector(model.parameters()).tolist()]
 
 
 def gan() -> list[float]:
@@ -99,6 +103,54 @@ for name, run in RUNS.items():
         facts[f"{level} steps"] = sum(line["event"] == "step" for line in lines)
     print(json.dumps({"rank": 0, **facts}), flush=True)
 
+
+class Scaled(nn.Linear):
+    """A layer with the state of Transformer Engine's delayed scaling, which needs a GPU, and its updates of it."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        formats = SimpleNamespace(value=SimpleNamespace(max_fwd=448.0, max_bwd=57344.0))
+        recipe = SimpleNamespace(margin=0, fp8_format=formats)
+        state = SimpleNamespace(scale=torch.ones(3), amax_history=torch.zeros(8, 3), recipe=recipe)
+        self.fp8_meta = {"scaling_fwd": state}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.fp8_meta["scaling_fwd"]
+        for column, tensor in enumerate((x, self.weight)):
+            state.amax_history[0, column] = tensor.detach().abs().max()
+        largest = state.amax_history.max(0).values
+        state.scale.copy_(torch.where(largest > 0, 448.0 / largest, state.scale))
+        state.amax_history.copy_(state.amax_history.roll(-1, 0))
+        state.amax_history[0] = 0
+        return super().forward(x)
+
+
+def scaled(grown: Callable[[int], float]) -> list[dict[str, Any]]:
+    """Train with inputs that are so many times larger at each step, and return the events."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(16), Scaled(), nn.ReLU(), nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    mpguard.watch(jsonl="scaled.jsonl")
+    for step in range(1, 201):
+        with torch.no_grad():
+            model[0].weight.fill_(grown(step))
+        nn.functional.mse_loss(model(batch()), torch.zeros(32, 16)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    mpguard.watch(level="off")
+    lines = [json.loads(line) for line in Path("scaled.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"].startswith("fp8_")]
+
+
+sys.modules["transformer_engine"] = ModuleType("transformer_engine")
+fp8 = {
+    "clean": scaled(lambda step: 1.0),
+    "spike": scaled(lambda step: 40.0 if step == 120 else 1.0),
+    "growth": scaled(lambda step: 1.03**step),
+}
+print(json.dumps({"rank": 0, "kind": "fp8", **fp8}), flush=True)
+
 # A model that is watched can be pickled and copied; its copies are not watched.
 model = net()
 mpguard.watch(model)
@@ -108,7 +160,7 @@ twin, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
 assert b"mpguard.watching.replay" not in buffer.getvalue()
 for each in (twin, loaded):
     each(batch())
-watched = session.Watch.__name__ and mpguard.watching.current.current()  # type: ignore[attr-defined]
+watched = current()
 assert watched is not None and watched.captures.batches == []
 model(batch())
 assert len(watched.captures.batches) == 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,12 +12,12 @@ from mpguard.core.errors import ConfigError
 from mpguard.core.watch_levels import watch_level
 from mpguard.document import mp_yaml, read
 from mpguard.runtime.plan import Plan
-from mpguard.watching.output import JsonLines, Terminal, Trackers, WatchEvent, plain
+from mpguard.watching.output import JsonLines, Terminal, WatchEvent, plain
 
 
 def test_lines_are_valid_json_with_nan(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    file = JsonLines(str(path))
+    file = JsonLines(str(path), "light")
     file.write_step(
         {"event": "step", "step": 1, "loss": math.nan, "grad_norm": math.inf, "loss_scale": None, "ms": 1.5}
     )
@@ -30,7 +28,7 @@ def test_lines_are_valid_json_with_nan(tmp_path: Path) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
     head, step, event = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-    assert head["event"] == "run" and head["version"] == 1 and head["ranks"] == 1
+    assert (head["event"], head["version"], head["level"], head["ranks"]) == ("run", 1, "light", 1)
     assert step == {"event": "step", "step": 1, "loss": "NaN", "grad_norm": "Infinity", "loss_scale": None, "ms": 1.5}
     assert math.isnan(float(step["loss"])) and float(step["grad_norm"]) == math.inf
     assert set(event) == {"event", "step", "rank", "module", "value", "suggestion"}
@@ -40,16 +38,16 @@ def test_lines_are_valid_json_with_nan(tmp_path: Path) -> None:
 def test_only_a_file_of_a_watch_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     for number in (1, 2):
-        file = JsonLines(str(path))
+        file = JsonLines(str(path), "light")
         file.write_step({"event": "step", "step": number})
         file.close()
     assert len(path.read_text().splitlines()) == 2, "that of the second run only"
     path.write_text("my own notes\n")
     with pytest.raises(ConfigError, match=r"run\.jsonl: .*the file exists, and is not one of a watch"):
-        JsonLines(str(path))
+        JsonLines(str(path), "light")
     assert path.read_text() == "my own notes\n"
     with pytest.raises(ConfigError, match="cannot be written"):
-        JsonLines(str(tmp_path / "nowhere" / "run.jsonl"))
+        JsonLines(str(tmp_path / "nowhere" / "run.jsonl"), "light")
 
 
 def test_many_events_are_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,27 +71,6 @@ def test_lines_stand_above_a_progress_bar(capsys: pytest.CaptureFixture[str]) ->
         Terminal().report(WatchEvent("skipped_step", 3, text="the step was skipped", suggestion="do this"))
     lines = [line.rpartition("\r")[2] for line in capsys.readouterr().err.splitlines()]
     assert "mpguard watch: step 3: the step was skipped" in lines and "  do this" in lines
-
-
-def test_trackers_get_numbers() -> None:
-    logged: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
-
-    def tracker(name: str) -> SimpleNamespace:
-        return SimpleNamespace(name=name, log=lambda values, **rest: logged.append((name, values, rest)))
-
-    class Started:
-        trackers = (tracker("tensorboard"), tracker("wandb"))
-
-    accelerator = Started()
-    trackers = Trackers()
-    trackers.log_step({"step": 10, "grad_norm": 1.0})  # before the script has started any
-    trackers.follow(accelerator)
-    for step in range(1, 21):
-        trackers.log_step({"step": step, "grad_norm": 0.5, "loss_scale": None, "ms": 2.0})
-    values = {"mpguard/grad_norm": 0.5, "mpguard/ms": 2.0}
-    assert logged[0] == ("tensorboard", values, {"step": 10}) and len(logged) == 4
-    # W&B refuses steps before its current one: the values wait for the script's next commit.
-    assert logged[1] == ("wandb", {**values, "mpguard/step": 10}, {"step": None, "commit": False})
 
 
 @pytest.mark.parametrize(("text", "level"), [("off", "off"), ("full", "full"), ("'light'", "light")])

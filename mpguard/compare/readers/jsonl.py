@@ -13,6 +13,8 @@ from mpguard.core.errors import ConfigError
 
 #: The version of watch's file that is read; a file that states none is of this version.
 VERSION = 1
+#: Lines of watch that are no events of the training: its head, and statistics.
+_NO_EVENTS = ("run", "underflow_shares")
 _STEP_KEYS = ("step", "global_step", "iteration", "_step")
 
 
@@ -25,7 +27,7 @@ def read(path: Path) -> tuple[ColumnStore, str]:
         if "event" in row:
             source = "watch"
             if row["event"] != "step":
-                found.events.append(_event(row))
+                found.events += [_event(row)] if row["event"] not in _NO_EVENTS else []
                 continue
         step = next((row[key] for key in _STEP_KEYS if isinstance(row.get(key), int)), None)
         if step is None or isinstance(step, bool):
@@ -91,8 +93,16 @@ def _check_version(path: Path, line: int, row: dict[str, Any]) -> None:
 def _event(row: dict[str, Any]) -> LoggedEvent:
     step = row.get("step")
     parts = [str(row["module"])] if row.get("module") is not None else []
-    parts += [f"{row['value']}"] if row.get("value") is not None else []
+    parts += [_shown(row["value"])] if row.get("value") is not None else []
     parts += [f"rank {row['rank']}"] if row.get("rank") else []
     parts += [str(row["suggestion"])] if row.get("suggestion") is not None else []
     valid = isinstance(step, int) and not isinstance(step, bool)
     return LoggedEvent(str(row["event"]), step if valid else None, ": ".join(parts))
+
+
+def _shown(value: Any) -> str:
+    """Return the value of an event in a line: of an object what is a text or a number."""
+    if not isinstance(value, dict):
+        return str(value)
+    plain = {key: each for key, each in value.items() if isinstance(each, (str, int, float))}
+    return ", ".join(f"{key} {each}" for key, each in plain.items())

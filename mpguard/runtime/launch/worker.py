@@ -43,14 +43,16 @@ Exit status: the script's; 1 not in force, 2 could not start (both with a `mpgua
 ENTRY = "mpguard.run"
 
 
-def main(argv: Sequence[str] | None = None, *, started: Callable[[Plan], None]) -> int:
-    """Run a script under its policy, and return the status that the process should end with.
+#: What is around the script of a plan: entered when the policy is in force, left when the script has ended.
+Around = Callable[[Plan], contextlib.AbstractContextManager[None]]
 
-    started: called when the policy is in force, before the script runs.
-    """
+
+def main(argv: Sequence[str] | None = None, *, around: Around) -> int:
+    """Run a script under its policy, and return the status that the process should end with."""
     options = _parse(list(sys.argv[1:] if argv is None else argv))
     if isinstance(options, int):
         return options
+    entered = contextlib.ExitStack()
     try:
         if options.config is None and not os.environ.get(CONFIG):
             refuse_config_after_script(options.script, options.arguments)
@@ -63,12 +65,14 @@ def main(argv: Sequence[str] | None = None, *, started: Callable[[Plan], None]) 
         if options.config is not None:
             apply_use_cpu(Path(options.config))
         guard = activation.start(plan)
-        started(plan)
+        entered.enter_context(around(plan))
     except NotInForce as error:
         return _refuse(failure_message(str(error)), 1)
     except MpguardError as error:
         return _refuse(str(error), 2)
-    return exit_hooks.finish(guard, _run(options, guard))
+    with entered:
+        status = _run(options, guard)
+    return exit_hooks.finish(guard, status)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace | int:
@@ -193,8 +197,8 @@ def _record(error: BaseException) -> None:
         )
 
 
-def run_and_exit(*, started: Callable[[Plan], None]) -> None:
+def run_and_exit(*, around: Around) -> None:
     """Run `main` and exit with its status."""
-    status = main(started=started)
+    status = main(around=around)
     sys.stdout.flush()
     sys.exit(status)

@@ -15,7 +15,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from mpguard.runtime.containment import contain, contained_hook
+from mpguard.runtime.containment import PROOF, Containment, contained_hook
 from mpguard.runtime.patches import (
     accelerate,
     deepspeed,
@@ -63,17 +63,17 @@ def _adjust(adjustment: Adjustment, module: ModuleType) -> None:
         )
 
 
-def apply_patch(patch: Patch, module: ModuleType, mark: str = "__mpguard__") -> None:
+def apply_patch(patch: Patch, module: ModuleType, containment: Containment = PROOF) -> None:
     """Replace the target of a patch in its module, unless that was done before or the target has changed.
 
-    mark: the attribute of a wrapper that shows that it was done; another table of patches has another one.
+    containment: of the part of mpguard that the patch belongs to.
     """
     *path, name = patch.target.split(".")
     owner: Any = module
     for part in path:
         owner = getattr(owner, part, None)
     original = getattr(owner, name, None)
-    if original is None or getattr(original, mark, False):
+    if original is None or getattr(original, containment.mark, False):
         if original is None:
             log.warning(
                 "mpguard: %s has no %s in the installed version: not wrapped; the proof shows whether the policy is in "
@@ -94,8 +94,8 @@ def apply_patch(patch: Patch, module: ModuleType, mark: str = "__mpguard__") -> 
     if patch.traced:
         wrapped = patch.wrap(original)
     else:
-        wrapped = contain(f"{patch.module}.{patch.target}", original, patch.wrap)
-    setattr(wrapped, mark, True)
+        wrapped = containment.contain(f"{patch.module}.{patch.target}", original, patch.wrap)
+    setattr(wrapped, containment.mark, True)
     setattr(owner, name, wrapped)
     if not path:
         _replace_imported(name, original, wrapped)

@@ -27,9 +27,9 @@ SCRIPT = PROGRAMS / "accelerated.py"
 
 
 def test_one_process(tmp_path: Path) -> None:
-    config = mp_yaml(tmp_path)
-    words = ("--config", config, "--proof-json", "proof.json", SCRIPT, "a b", "--lr", "0.01")
-    run = command("mpguard", "launch", *words, cwd=tmp_path)
+    config = mp_yaml(tmp_path, fp8_config="{mpguard_recipe: bf16_mixed, mpguard_watch: off}")
+    own = ("--proof-json", "proof.json", "--watch", "full", "--watch-json", "run.jsonl")  # the flag has priority
+    run = command("mpguard", "launch", "--config", config, *own, SCRIPT, "a b", "--lr", "0.01", cwd=tmp_path)
     assert run.returncode == 0, transcript(run)
     (found,) = results(run)
     assert found["arguments"] == ["a b", "--lr", "0.01"] and found["name"] == "__main__"
@@ -38,6 +38,10 @@ def test_one_process(tmp_path: Path) -> None:
     assert run.stdout.count("\n") == 1, "stdout is the script's"
     assert "recipe bf16_mixed" in run.stderr and "proven in force" in run.stderr
     assert proof(tmp_path / "proof.json")["verdict"] == "in force"
+    head, *steps = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    assert (head["level"], head["version"]) == ("full", 1)
+    assert [(each["event"], each["step"]) for each in steps] == [("step", step) for step in range(1, 9)]
+    assert all(each["loss"] > 0 for each in steps)
 
 
 def test_two_processes_that_stock_accelerate_would_not_start(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("torch", reason="the real library runs here")
 
 from mpguard.runtime.patches import table
+from mpguard.watching import patches as watching
 
 
 def test_a_changed_target_is_not_patched_and_a_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -39,7 +40,7 @@ def test_every_adjustment_has_its_reason_and_one_that_does_not_fit_is_logged(cap
 
 def test_every_patch_fits_the_installed_libraries() -> None:
     """Transformer Engine is installed with a GPU only: there tests/gpu trains with its patch."""
-    for patch in table.PATCHES:
+    for patch in (*table.PATCHES, *watching.PATCHES):
         if patch.module.startswith("transformer_engine.") and importlib.util.find_spec("transformer_engine") is None:
             continue
         owner = importlib.import_module(patch.module)
