@@ -1,0 +1,36 @@
+"""The watch of a run: its level from mp.yaml, and a file that cannot be written. For the flag see test_launcher.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the real library runs here")
+
+from paths import PROGRAMS
+from processes import in_fork, mp_yaml, transcript
+
+SCRIPT = PROGRAMS / "scripted.py"
+
+
+def watched(folder: Path, level: str, file: str) -> tuple[int, str]:
+    config = mp_yaml(folder, fp8_config=f"{{mpguard_recipe: bf16_mixed, mpguard_watch: {level}}}")
+    run = in_fork(["--config", config, "--watch-json", file, SCRIPT, "--always-inf", "--scaler", 1024], cwd=folder)
+    return run.returncode, transcript(run)
+
+
+def test_the_level_of_a_config(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("my own\n")
+    for level in ("full", "off"):
+        status, printed = watched(tmp_path, level, f"{level}.jsonl")
+        assert "not proven" in printed, "all steps were skipped"
+        assert (printed.count("the step was skipped: overflow") == 3) is (level == "full"), printed
+    assert not (tmp_path / "off.jsonl").exists()
+    head, *lines = map(json.loads, (tmp_path / "full.jsonl").read_text().splitlines())
+    assert head["level"] == "full"
+    assert [line["step"] for line in lines if line["event"] == "skipped_step"] == [1, 2, 3]
+    status, printed = watched(tmp_path, "full", "notes.txt")
+    assert status == 2 and "notes.txt: the watch cannot be written: the file exists, and is not one of a" in printed
+    assert "finished" not in printed and (tmp_path / "notes.txt").read_text() == "my own\n"
