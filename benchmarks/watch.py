@@ -3,8 +3,9 @@
     python benchmarks/watch.py [--blocks 12] [--width 512] [--rounds 8] [--steps 20] [--output FILE]
 
 It runs on the GPU if there is one. Each round trains with `off`, `light` and `full`, in another order each time; the
-result is the median over rounds of a level's time over that of `off` in the same round. The operators of torch that a
-level adds to a step, and how often it waits for the GPU, are counted apart from that.
+result is the median over rounds of a level's time over that of `off` in the same round; on a CPU, of the time for which
+the process was running, so that other processes matter less. The operators of torch that a level adds to a step, and
+how often it waits for the GPU, are counted apart from that.
 """
 
 from __future__ import annotations
@@ -53,15 +54,16 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
 
 def seconds(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, steps: int) -> float:
     """Return the time of one step, over `steps` of them."""
-    device = x.device.type
-    if device == "cuda":
+    cuda = x.device.type == "cuda"
+    clock = time.perf_counter if cuda else time.process_time
+    if cuda:
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    began = clock()
     for _ in range(steps):
         train_step(model, optimizer, x)
-    if device == "cuda":
+    if cuda:
         torch.cuda.synchronize()
-    return (time.perf_counter() - began) / steps
+    return (clock() - began) / steps
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # so are torch's own classes of modes

@@ -3,7 +3,9 @@
 It stands above `mpguard.runtime`: it has patches of its own for what it observes, and changes nothing. Modules:
 
     api          `mpguard.watch`, and how a launched run starts the watch
-    session      `Watch`: the steps of this process, from the hooks to the events
+    session      `Watch`: the steps of this process, from the hooks to the numbers
+    rounds       the numbers of one step
+    analysis     lines and events of the numbers of each step
     patches      the functions of torch, DeepSpeed and accelerate that show losses, skipped steps and loss scales
     readout      copies of numbers from the device that never wait for it
     gradients    norms of gradients, and the shares that underflow

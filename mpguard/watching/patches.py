@@ -40,17 +40,17 @@ def _hook_optimizers(_torch: ModuleType) -> None:
     def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         watch = current()
         if watch is not None:
-            with no_grad():
+            with CONTAINMENT.contained("the look at gradients"), no_grad():
                 watch.before_step(optimizer)
 
     def after(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         watch = current()
         if watch is not None:
-            with no_grad():
+            with CONTAINMENT.contained("the end of a step"), no_grad():
                 watch.after_step(optimizer)
 
-    register_optimizer_step_pre_hook(CONTAINMENT.contained_hook(before, "the look at gradients"))
-    register_optimizer_step_post_hook(CONTAINMENT.contained_hook(after, "the end of a step"))
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
 
 
 def no_grad() -> contextlib.AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ from mpguard.core.errors import ConfigError
 from mpguard.core.watch_levels import watch_level
 from mpguard.document import mp_yaml, read
 from mpguard.runtime.plan import Plan
+from mpguard.watching import output
 from mpguard.watching.output import JsonLines, Terminal, WatchEvent, plain
 
 
@@ -62,6 +63,17 @@ def test_many_events_are_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "mpguard watch: 100 steps: 100 skipped\n"
     Terminal().summarize(100, 0)
     assert capsys.readouterr().err == "", "nothing happened"
+
+
+def test_another_rank_prints_only_what_is_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "is_reporting_rank", lambda: False)
+    terminal = Terminal()
+    for event, module in (("skipped_step", None), ("nonfinite", None), ("nonfinite", "blocks.2")):
+        terminal.report(WatchEvent(event, 3, module, text=f"{event} {module}"))
+    assert capsys.readouterr().err == "mpguard watch: step 3: nonfinite blocks.2\n"
+    assert terminal.counts == {"skipped_step": 1, "nonfinite": 2}
 
 
 def test_lines_stand_above_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
