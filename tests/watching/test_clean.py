@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +10,14 @@ import pytest
 pytest.importorskip("torch", reason="the real library runs here")
 
 from paths import PROGRAMS
-from processes import in_fork, results, transcript
+from processes import in_fork, results, run_python, transcript
 
 from mpguard.compare import compare
 from mpguard.compare.readers import read_run
 
 
-def stock(words: list[str]) -> int:
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
-    return 0
-
-
 def test_five_clean_runs_and_a_failure(tmp_path: Path) -> None:
-    run = in_fork([PROGRAMS / "watch_clean.py"], cwd=tmp_path, program=stock, timeout=300)
+    run = in_fork([PROGRAMS / "watch_clean.py"], cwd=tmp_path, program=run_python, timeout=300)
     assert run.returncode == 0, transcript(run)
     found = {line["kind"]: line for line in results(run)}
     failure, fp8 = found.pop("failure"), found.pop("fp8")

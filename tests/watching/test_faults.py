@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import runpy
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 pytest.importorskip("torch", reason="the real library runs here")
 
 from paths import PROGRAMS
-from processes import in_fork, ranks_in_fork, transcript
+from processes import in_fork, ranks_in_fork, run_python, transcript
 
 PROGRAM = PROGRAMS / "watch_faults.py"
 
@@ -47,12 +45,6 @@ SINGLE = {
 }
 
 
-def stock(words: list[str]) -> int:
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
-    return 0
-
-
 def found(run: subprocess.CompletedProcess[str]) -> dict[str, list[dict[str, Any]]]:
     assert run.returncode == 0, transcript(run)
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"rank"')]
@@ -60,7 +52,7 @@ def found(run: subprocess.CompletedProcess[str]) -> dict[str, list[dict[str, Any
 
 
 def test_the_first_bad_module_is_named(tmp_path: Path) -> None:
-    run = in_fork([PROGRAM], cwd=tmp_path, program=stock, timeout=300)
+    run = in_fork([PROGRAM], cwd=tmp_path, program=run_python, timeout=300)
     events = found(run)
     named = {
         kind: [(each["module"], each["value"]["phase"]) for each in own if each["step"] == 4]
@@ -77,7 +69,7 @@ def test_the_first_bad_module_is_named(tmp_path: Path) -> None:
 
 def test_a_fault_of_one_rank_is_named_by_that_rank(tmp_path: Path) -> None:
     """After the reduction all ranks have bad gradients; only one of them has made them."""
-    ranks = [found(run) for run in ranks_in_fork([PROGRAM], cwd=tmp_path, program=stock, timeout=200)]
+    ranks = [found(run) for run in ranks_in_fork([PROGRAM], cwd=tmp_path, program=run_python, timeout=200)]
     for own in ranks:  # a replay that would wait for the other rank is refused
         (event,) = own["a collective in the model"]
         assert event["module"] is None and "`allreduce_` would wait" in event["value"]["reason"], event

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,9 @@ import pytest
 pytest.importorskip("torch", reason="the real library runs here")
 
 from paths import PROGRAMS
-from processes import in_fork, ranks_in_fork, results, transcript
+from processes import in_fork, ranks_in_fork, results, run_python, transcript
 
 PROGRAM = PROGRAMS / "watch_skips.py"
-
-
-def stock(words: list[str]) -> int:
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
-    return 0
 
 
 def reports(run: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
@@ -40,7 +32,7 @@ def check(kind: str, line: dict[str, Any]) -> None:
 
 
 def test_plain_and_accelerate(tmp_path: Path) -> None:
-    found = reports(in_fork([PROGRAM], cwd=tmp_path, program=stock))
+    found = reports(in_fork([PROGRAM], cwd=tmp_path, program=run_python))
     assert set(found) == {"plain", "fused", "accelerate"}
     for kind, line in found.items():
         check(kind, line)
@@ -52,7 +44,7 @@ def test_plain_and_accelerate(tmp_path: Path) -> None:
 def test_deepspeed(tmp_path: Path) -> None:
     """DeepSpeed's `BF16_Optimizer` skips a step without any message."""
     pytest.importorskip("deepspeed")
-    found = reports(in_fork([PROGRAM, "deepspeed"], cwd=tmp_path, program=stock, timeout=300))
+    found = reports(in_fork([PROGRAM, "deepspeed"], cwd=tmp_path, program=run_python, timeout=300))
     assert len(found) == 6 and any(kind.endswith("BF16_Optimizer") for kind in found), list(found)
     for kind, line in found.items():
         check(kind, line)
@@ -61,6 +53,6 @@ def test_deepspeed(tmp_path: Path) -> None:
 
 
 def test_fsdp2(tmp_path: Path) -> None:
-    first, *_ = ranks_in_fork([PROGRAM, "fsdp2"], cwd=tmp_path, program=stock)
+    first, *_ = ranks_in_fork([PROGRAM, "fsdp2"], cwd=tmp_path, program=run_python)
     (line,) = reports(first).values()
     check("fsdp2", line)

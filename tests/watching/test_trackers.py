@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 pytest.importorskip("accelerate", reason="its trackers are followed")
 
 from paths import PROGRAMS
-from processes import in_fork, results, transcript
+from processes import in_fork, results, run_python, transcript
 
 from mpguard.compare.readers.tensorboard import read as read_tensorboard
 from mpguard.compare.readers.wandb import read as read_wandb
@@ -22,15 +20,9 @@ from mpguard.compare.readers.wandb import read as read_wandb
 NAMES = ("mpguard/grad_norm", "mpguard/ms")
 
 
-def stock(words: list[str]) -> int:
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
-    return 0
-
-
 def test_trackers(tmp_path: Path) -> None:
     installed = [name for name in ("tensorboard", "wandb") if importlib.util.find_spec(name)]
-    run = in_fork([PROGRAMS / "watch_trackers.py", *installed], cwd=tmp_path, program=stock)
+    run = in_fork([PROGRAMS / "watch_trackers.py", *installed], cwd=tmp_path, program=run_python)
     assert run.returncode == 0 and "its own code failed" not in run.stderr, transcript(run)
     (found,) = results(run)
     lines = {line["step"]: line for line in map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
