@@ -100,6 +100,19 @@ def test_watch(tmp_path: Path) -> None:
     assert (event.kind, event.step, event.text) == ("overflow", 7, "layers.3: inf: rank 1: keep it")
 
 
+def test_the_head_and_statistics_of_watch_are_no_events(tmp_path: Path) -> None:
+    value = {"phase": "forward", "kind": "nan", "inputs": [{"min": 0.0}], "loss": "NaN", "reason": None}
+    rows = [
+        {"event": "run", "version": 1, "level": "light", "rank": 0},
+        *STEPS,
+        {"event": "underflow_shares", "step": 10, "rank": 0, "module": None, "value": {"0": {"fp16": 0.5}}},
+        {"event": "nonfinite", "step": 20, "rank": 0, "module": "0.0", "value": value, "suggestion": "check it"},
+    ]
+    log = read_run(write_jsonl(tmp_path / "run.jsonl", rows))
+    (event,) = log.events
+    assert (event.kind, event.text) == ("nonfinite", "0.0: phase forward, kind nan, loss NaN: check it")
+
+
 @pytest.mark.parametrize("value", [math.nan, "nan", "NaN", "-Infinity", math.inf])
 def test_what_json_has_no_number_for(tmp_path: Path, value: object) -> None:
     log = read_run(write_jsonl(tmp_path / "run.jsonl", [*STEPS, {"event": "step", "step": 21, "loss": value}]))
