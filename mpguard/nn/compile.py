@@ -53,8 +53,7 @@ def choice(policy: Policy) -> Choice:
     here = hardware.detect()
     if recipe is None or policy.fp8_emulate or here.gpu is None:
         return Choice(None)
-    backend = next((each for each in policy.backends if each in here.libraries), None)
-    if backend == "torchao":
+    if hardware.backend_of(policy, here) == "torchao":
         return Choice(True, PAYS)
     return Choice(None)  # Transformer Engine: a little faster with wide layers, slower with narrow ones
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import os
 import re
 from collections.abc import Mapping
@@ -218,6 +219,19 @@ def fp8_backend(hardware: Hardware) -> Backend | None:
     that small models do not pay for: Transformer Engine takes the CPU 0.9 ms per layer and step.
     """
     return next((each for each in reversed(BACKENDS["tensorwise"]) if each in hardware.libraries), None)
+
+
+def backend_of(policy: Policy, hardware: Hardware) -> Backend | None:
+    """Return the library that runs a policy's FP8 here; None if none of its libraries is installed.
+
+    With `backend: auto` and two that can, it is the faster one: torchao compiled, else Transformer Engine.
+    """
+    if policy.fp8_param:
+        return "te"
+    installed = [each for each in policy.backends if each in hardware.libraries]
+    if "torchao" in installed and policy.compile is not False and importlib.util.find_spec("triton") is not None:
+        return "torchao"
+    return next(iter(installed), None)
 
 
 def _gpu() -> tuple[str | None, Version | None, int]:

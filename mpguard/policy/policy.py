@@ -87,7 +87,7 @@ class Policy:
         fp8: "hybrid" (E4M3 forward, E5M2 backward) or "e4m3"; None is off.
         fp8_recipe: how scales are computed: "delayed" (history of maxima), "tensorwise" (current
             maximum), "blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp".
-        backend: "te", "torchao", or "auto", the first that can run the recipe (`BACKENDS`).
+        backend: "te", "torchao", or "auto", the faster one that can run the recipe (`BACKENDS`): torchao compiled.
         fp8_margin, fp8_amax_history_len (steps), fp8_amax_compute_algo ("max", "most_recent"),
             reduce_amax: delayed scaling only.
         fp8_wgrad: weight gradients in FP8 too (Megatron only: TE >= 2.0 has no such switch).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import subprocess
 import sys
@@ -185,3 +186,30 @@ def test_gpus_are_queried_through_nvml(nvml: Nvml, found: Any, monkeypatch: pyte
     monkeypatch.setattr(hardware, "Path", lambda _: type("Nowhere", (), {"exists": lambda self: False})())
     assert hardware._gpu() == found
     assert nvml.down is (nvml.broken != "init")
+
+
+@pytest.mark.parametrize(
+    ("fields", "libraries", "triton", "backend"),
+    [
+        ({"fp8_recipe": "tensorwise"}, BOTH, True, "torchao"),
+        ({"fp8_recipe": "tensorwise"}, BOTH, False, "te"),
+        ({"fp8_recipe": "tensorwise", "compile": False}, BOTH, True, "te"),
+        ({"fp8_recipe": "tensorwise", "backend": "te"}, BOTH, True, "te"),
+        ({"fp8_recipe": "tensorwise", "fp8_param": True}, BOTH, True, "te"),
+        ({"fp8_recipe": "tensorwise"}, {"te": "2.20"}, True, "te"),
+        ({"fp8_recipe": "tensorwise", "compile": False}, {"torchao": "0.18"}, True, "torchao"),
+        ({"fp8_recipe": "delayed"}, BOTH, True, "te"),
+        ({"fp8_recipe": "tensorwise"}, {}, True, None),
+    ],
+)
+def test_auto_takes_the_faster_backend(
+    fields: dict[str, Any],
+    libraries: dict[str, str],
+    triton: bool,
+    backend: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = importlib.util.find_spec("mpguard") if triton else None
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: found)
+    policy = Policy(bf16=True, fp8="hybrid", **fields)
+    assert hardware.backend_of(policy, gpu((9, 0), libraries=libraries)) == backend

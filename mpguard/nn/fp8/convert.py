@@ -257,7 +257,8 @@ def _library(policy: Policy) -> tuple[str, ModuleType]:
     here = hardware.detect()
     if reason := here.refuses(policy):
         raise NotInForce(f"convert: the policy `{policy.name}` does not run here: {reason}")
-    backend = "te" if policy.fp8_param else next(each for each in policy.backends if each in here.libraries)
+    backend = hardware.backend_of(policy, here)
+    assert backend is not None  # else the hardware refuses the policy
     if backend not in here.libraries:
         raise NotInForce(
             f"convert: `{policy.name}` has fp8_param=True; parameters in FP8 are Transformer Engine's, which is not "
