@@ -62,7 +62,7 @@ VARIANTS = {
     "stock": Variant(),
     "bf16": Variant("bf16_mixed"),
     "fp8": Variant(FP8),
-    "fp8, torchao": Variant(FP8, TORCHAO),
+    "fp8, te": Variant(FP8, {"backend": "te"}),
     "fp8, torchao by hand": Variant("bf16_mixed", by_hand=True),
     "fp8, head, fast": Variant(FP8, HEAD),
     "fp8, head, fast, masters": Variant(FP8, {**HEAD, "master_weights": "optimizer"}),
@@ -74,10 +74,9 @@ VARIANTS = {
 #: What is measured, the most telling first.
 PLAN = (
     ("4 x 8B, 2x4096", "bf16"),
-    ("4 x 8B, 2x4096", "fp8, torchao"),
+    ("4 x 8B, 2x4096", "fp8"),
     ("4 x 8B, 2x4096", "fp8, head, fast"),
     ("4 x 8B, 2x4096", "fp8, head, fast, masters"),
-    ("4 x 8B, 2x4096", "fp8"),
     ("4 x 8B, 2x4096", "fp8, torchao by hand"),
     ("4 x 8B, 2x4096", "bf16, masters"),
     ("8 x 2048, 1x2048", "auto"),
@@ -85,6 +84,7 @@ PLAN = (
     ("12 x 768, 16x1024", "auto"),
     ("12 x 768, 16x1024", "bf16"),
     ("4 x 8B, 2x4096", "fp8, not compiled by the script"),
+    ("4 x 8B, 2x4096", "fp8, te"),
 )
 QUICK = (("tiny", "bf16"), ("tiny", "fp8, torchao by hand"), ("tiny", "fp8, head, fast, masters"))
 
