@@ -33,8 +33,13 @@ FP8_FUNCTIONS = ("matmul_with_hp_or_float8_args",)
 #: Functions of Transformer Engine that multiply by their weights in kernels that are no operators of torch.
 TE_FUNCTIONS = ("_Linear", "_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
 
+#: The beginnings of names of kernels that inductor generates: of its templates of products, and of those that multiply
+#: no matrices. One of the latter can have a trained matrix among its operands, such as the gradient of an embedding.
+TEMPLATE = "triton_tem_"
+FUSED = ("triton_poi_", "triton_red_", "triton_per_", "triton_for_", "triton_split_scan_")
+
 #: The beginnings of names of events that are no kernels of other libraries.
-NO_KERNELS = ("aten::", "autograd::", "c10d", MODULE, "## ")
+NO_KERNELS = ("aten::", "autograd::", "c10d", MODULE, "## ", *FUSED)
 
 #: Scopes of events: an operator, or a node of autograd's graph.
 FUNCTION, BACKWARD = 0, 1
@@ -213,9 +218,12 @@ def _add(
         flops = _kernel_work(event.raw.shapes(), event.raw.dtypes(), weights)
         if not flops:
             return
-        te = event.name in TE_FUNCTIONS
-        dtype = (te_dtype or _operand(event.raw.dtypes())) if te else None
-        name = "" if te else event.name
+        if event.name in TE_FUNCTIONS:
+            dtype = te_dtype or _operand(event.raw.dtypes())
+        elif event.name.startswith(TEMPLATE):
+            dtype = _operand(event.raw.dtypes())
+        else:
+            dtype, name = None, event.name
     work = Work(dtype, event.attention, event.module, event.compiled, name)
     if event.inside:
         trace.backward.append((work, event.backward, flops))
