@@ -167,6 +167,7 @@ def weights(trained: nn.Module) -> dict[str, torch.Tensor]:
 
     from torch.distributed.fsdp import FullyShardedDataParallel
 
+    trained = getattr(trained, "_orig_mod", trained)  # of a compiled model
     whole: Any = contextlib.nullcontext()
     if isinstance(trained, FullyShardedDataParallel):
         whole = FullyShardedDataParallel.summon_full_params(trained, writeback=False)

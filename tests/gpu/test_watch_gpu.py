@@ -59,11 +59,12 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_light_never_waits_for_the_gpu(tmp_path: Path) -> None:
     train(net(), 3)
+    model = net()  # moving it waits
     torch.cuda.synchronize()
     mpguard.watch(jsonl=str(tmp_path / "light.jsonl"))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        train(net(), 250)
+        train(model, 250)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     mpguard.watch(level="off")
