@@ -70,7 +70,8 @@ def split(parameter: torch.Tensor, dtype: torch.dtype) -> None:
         parameter.grad = gradient.to(parameter.dtype)
     if parameter.requires_grad and hasattr(parameter, "grad_dtype"):  # else the proof shows that BF16 is added up
         parameter.grad_dtype = None  # of any dtype
-        parameter.register_hook(functools.partial(_widen, weakref.ref(parameter)))
+        hook = functools.partial(_widen, weakref.ref(parameter))
+        parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _widen(ref: weakref.ref[torch.Tensor], _gradient: torch.Tensor) -> None:

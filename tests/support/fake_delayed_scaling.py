@@ -156,7 +156,7 @@ def around(model: nn.Module, _policy: Policy) -> None:
 
 def te_or_torchao(_policy: Policy) -> tuple[str, Any]:
     """Replaces `mpguard.nn.fp8.convert._library`."""
-    return "te", SimpleNamespace(LINEAR=Float8Linear, templates=templates, around=around)
+    return "te", SimpleNamespace(kind_of=lambda _: Float8Linear, templates=templates, around=around)
 
 
 def install() -> None:

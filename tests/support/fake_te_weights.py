@@ -197,7 +197,7 @@ def templates(policy: Policy) -> Callable[[nn.Linear], nn.Module]:
 
 def te(_policy: Policy) -> tuple[str, Any]:
     """Replaces `mpguard.nn.fp8.convert._library`."""
-    return "te", SimpleNamespace(LINEAR=Float8Linear, templates=templates, around=lambda *_: None)
+    return "te", SimpleNamespace(kind_of=lambda _: Float8Linear, templates=templates, around=lambda *_: None)
 
 
 def install() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import cast
 
@@ -119,8 +120,11 @@ def convert_named(model: nn.Module, modules: filters.Named, policy: Policy) -> C
             f"({type(error).__name__}: {error}). Install {version}, with which mpguard is tested"
         ) from error
     _convert_all(
-        library.LINEAR,
-        [(layer, prepared[key], PaddingState(names[key], policy, padding)) for key, layer in todo.items()],
+        [
+            (layer, prepared[key], PaddingState(names[key], policy, padding, plain=type(layer)))
+            for key, layer in todo.items()
+        ],
+        library.kind_of,
     )
     if backend == "te":
         library.around(model, policy)
@@ -131,11 +135,13 @@ def convert_named(model: nn.Module, modules: filters.Named, policy: Policy) -> C
     )  # fmt: skip
 
 
-def _convert_all(kind: type[Padded], changes: list[tuple[nn.Linear, nn.Module, PaddingState]]) -> None:
+def _convert_all(
+    changes: list[tuple[nn.Linear, nn.Module, PaddingState]], kind_of: Callable[[nn.Module], type[Padded]]
+) -> None:
     """Apply all changes, or none. Raises `PolicyError` if a weight cannot be exchanged with another tensor."""
     for number, (layer, template, state) in enumerate(changes):
         try:
-            set_class(layer, kind, template, state)
+            set_class(layer, kind_of(layer), template, state)
         except RuntimeError as error:
             for done, _, _ in changes[:number]:
                 restore_class(done)
@@ -182,7 +188,7 @@ def has_others(modules: filters.Named, policy: Policy) -> bool:
     return any(
         vars(module)[MARK].policy != policy
         if MARK in vars(module)
-        else filters.is_of(module, "torchao.float8") or filters.is_of(module, "transformer_engine")
+        else filters.is_torchao(module) or filters.is_of(module, "transformer_engine")
         for _, module in modules
     )
 
@@ -201,9 +207,10 @@ def set_class(layer: nn.Linear, kind: type[Padded], template: nn.Module, state: 
 def restore_class(layer: nn.Linear) -> None:
     """Undo `set_class`."""
     weights.to_plain_weights(layer)
-    for name in (*layer.__dict__[MARK].added, MARK):
+    state: PaddingState = layer.__dict__[MARK]
+    for name in (*state.added, MARK):
         layer.__dict__.pop(name, None)
-    layer.__class__ = nn.Linear
+    layer.__class__ = state.plain  # type: ignore[assignment]
 
 
 def keep_plain_weights(model: nn.Module) -> None:

@@ -7,9 +7,10 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import PolicyError
+from mpguard.policy import hardware
 from mpguard.policy.hardware import NEEDS
 from mpguard.policy.policy import DEFAULT_FP8_EXCLUDE, Policy
 
@@ -20,6 +21,9 @@ Named = Sequence[tuple[str, "nn.Module"]]
 
 #: Attributes in which wrappers (FSDP1, torch.compile, activation checkpointing) have the wrapped module.
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+
+#: transformers' Linear with a transposed weight, as in GPT-2.
+CONV1D = "transformers.pytorch_utils.Conv1D"
 
 #: Classes whose Linear layers select experts: their few logits decide the expert of every token.
 ROUTERS = re.compile(r"(Router|Gate|Gating)$")
@@ -37,7 +41,6 @@ def reasons(modules: Named, policy: Policy) -> dict[int, str]:
 
     modules: all named modules, a shared module under each of its names.
     """
-    from torch import nn
 
     names: dict[int, list[str]] = {}
     for name, module in modules:
@@ -47,7 +50,7 @@ def reasons(modules: Named, policy: Policy) -> dict[int, str]:
     ends = in_end_blocks(modules, policy)
     found: dict[int, str] = {}
     for _, module in modules:
-        if not isinstance(module, nn.Linear) or id(module) in found:
+        if not is_linear(module) or id(module) in found:
             continue
         own_names = names[id(module)]
         if any(pattern_around(name, policy.fp32_modules) for name in own_names):
@@ -61,7 +64,7 @@ def reasons(modules: Named, policy: Policy) -> dict[int, str]:
         elif id(module) in ends:
             found[id(module)] = END
         else:
-            found[id(module)] = _adapter(own_names) or _unfit(module, multiple(policy))
+            found[id(module)] = _adapter(own_names) or _unfit(module, multiple(policy)) or _transposed(module, policy)
     if policy.fp8_param:
         _keep_shared_exact(modules, found)
     return found
@@ -98,7 +101,7 @@ def others(modules: Named) -> tuple[tuple[str, float], ...]:
     for module in {id(module): module for _, module in modules}.values():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        kind = "" if isinstance(module, nn.Linear) or is_of(module, "transformer_engine") else type(module).__name__
+        kind = "" if is_linear(module) or is_of(module, "transformer_engine") else type(module).__name__
         own = [each for each in module._parameters.values() if each is not None and not nn.parameter.is_lazy(each)]
         shapes = [getattr(each, "ds_shape", each.shape) for each in own]
         sizes[kind] = sizes.get(kind, 0) + sum(math.prod(shape) for shape in shapes if len(shape) > 1)
@@ -130,12 +133,11 @@ def pattern_around(name: str, patterns: Iterable[str]) -> str | None:
 
 def check_patterns(modules: Named, policy: Policy) -> None:
     """Raise `PolicyError` for a pattern of the user that excludes no Linear layer, or that names no module in FP32."""
-    from torch import nn
 
     for pattern in policy.fp32_modules:
         if not any(pattern_around(name, (pattern,)) for name, _ in modules):
             raise PolicyError(f"fp32_modules: `{pattern}` matches no module")
-    linear = [name for name, module in modules if isinstance(module, nn.Linear)]
+    linear = [name for name, module in modules if is_linear(module)]
     for pattern in policy.fp8_exclude:
         if pattern in DEFAULT_FP8_EXCLUDE or any(fnmatch(name, pattern) for name in linear):
             continue  # the default patterns may match nothing: not every model has a router
@@ -176,9 +178,8 @@ def stacks(modules: Named) -> list[list[nn.Module]]:
 
 def _has_layers(block: nn.Module) -> bool:
     """True if a module has submodules, and Linear layers or layers of Transformer Engine among them."""
-    from torch import nn
 
-    return any(isinstance(each, nn.Linear) or is_of(each, "transformer_engine") for each in block.modules()) and any(
+    return any(is_linear(each) or is_of(each, "transformer_engine") for each in block.modules()) and any(
         True for _ in block.children()
     )
 
@@ -186,6 +187,28 @@ def _has_layers(block: nn.Module) -> bool:
 def is_of(module: nn.Module, library: str) -> bool:
     """True if a module's class is one of a library, or derived from one."""
     return any(kind.__module__.startswith(library) for kind in type(module).__mro__)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True for an `nn.Linear`, and for transformers' `Conv1D`, a Linear with a transposed weight."""
+    from torch import nn
+
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """True for transformers' `Conv1D`."""
+    return any(f"{kind.__module__}.{kind.__name__}" == CONV1D for kind in type(module).__mro__)
+
+
+def sizes_of(module: Any) -> tuple[int, int]:
+    """Return the numbers of features in and out of a Linear or `Conv1D`."""
+    return (module.nx, module.nf) if is_conv1d(module) else (module.in_features, module.out_features)
+
+
+def is_torchao(module: nn.Module) -> bool:
+    """True for a float8 module of torchao, and for the `Conv1D` that multiplies as it does."""
+    return is_of(module, "torchao.float8") or type(module).__module__ == f"{__package__}.torchao_conv1d"
 
 
 def heads(modules: Named) -> set[int]:
@@ -216,12 +239,21 @@ def _adapter(names: list[str]) -> str:
     return "LoRA adapter" if any(part.startswith("lora_") for name in names for part in name.split(".")) else ""
 
 
-def _unfit(module: nn.Linear, multiple: int) -> str:
+def _transposed(module: nn.Module, policy: Policy) -> str:
+    """Return why a transposed weight cannot be FP8 under a policy; an empty string if it can, or is not transposed."""
+    here = hardware.detect().libraries
+    if not is_conv1d(module) or next((each for each in policy.backends if each in here), None) == "torchao":
+        return ""
+    return "is a Conv1D, whose transposed weight only torchao takes: set backend: torchao"
+
+
+def _unfit(module: nn.Module, multiple: int) -> str:
     """Return why a layer cannot be FP8; an empty string if it can."""
     import torch
 
     kind = type(module)
-    if kind is not torch.nn.Linear and not hasattr(module, "_mpguard_fp8"):
+    plain = kind is torch.nn.Linear or f"{kind.__module__}.{kind.__name__}" == CONV1D
+    if not plain and not hasattr(module, "_mpguard_fp8"):
         if kind.__module__.startswith(("torchao.float8", "transformer_engine")):
             return f"is FP8 already, a {kind.__name__} of {kind.__module__.partition('.')[0]}"
         if hasattr(module, "_get_fsdp_state"):
@@ -240,7 +272,7 @@ def _unfit(module: nn.Linear, multiple: int) -> str:
         return f"is quantized, its weight is {str(weight.dtype).removeprefix('torch.')}"
     if type(weight) is not torch.nn.Parameter and type(weight).__name__ != "DTensor":
         return f"is quantized, its weight is a {type(weight).__name__}"
-    sizes = [size for size in (module.out_features, module.in_features) if size % multiple]
+    sizes = [size for size in reversed(sizes_of(module)) if size % multiple]
     if sizes:
         predicate = "is not a multiple" if len(sizes) == 1 else "are not multiples"
         return f"{' and '.join(map(str, sizes))} {predicate} of {multiple}"

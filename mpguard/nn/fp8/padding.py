@@ -117,7 +117,8 @@ class PaddingState:
 
     name: of the layer. padding: the counters of the model. added: the attributes that the conversion, or a forward
     pass since, has added. restored: an amax history of delayed scaling was loaded from a checkpoint. forward_scale,
-    first: what an activation checkpoint needs to run the layer again, see `recompute`.
+    first: what an activation checkpoint needs to run the layer again, see `recompute`. plain: the class of the layer
+    before.
     """
 
     name: str
@@ -127,6 +128,7 @@ class PaddingState:
     restored: bool = False
     forward_scale: torch.Tensor | None = None
     first: bool = False
+    plain: type[nn.Module] = nn.Linear
 
 
 class Padded(nn.Module):

@@ -106,8 +106,9 @@ class TransformerEngineFloat8Linear(Padded, Fp8WeightMixin, AmaxHistoryMixin, te
         requantize(self.weight)
 
 
-#: The FP8 layer of this library, which `convert` puts in place of `nn.Linear`.
-LINEAR = TransformerEngineFloat8Linear
+def kind_of(_layer: nn.Module) -> type[Padded]:
+    """Return the FP8 layer of this library, which `convert` puts in place of `nn.Linear`."""
+    return TransformerEngineFloat8Linear
 
 
 class AutocastRegion(recompute.SurroundingRegion):

@@ -9,8 +9,9 @@ from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear as Torchao
 
-from mpguard.core.errors import NotInForce
+from mpguard.nn.fp8 import filters
 from mpguard.nn.fp8.padding import Padded
+from mpguard.nn.fp8.torchao_inputs import prepared
 from mpguard.policy.policy import Policy
 from mpguard.targets.plugin import get
 
@@ -21,19 +22,16 @@ class TorchaoFloat8Linear(Padded, Torchao):  # type: ignore[misc]
     config: Float8LinearConfig
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        device = input.device.type
-        if device == "cpu" and not self.config.emulate:
-            raise NotInForce(
-                f"{self._mpguard_fp8.name or 'the model'}: its input is on the CPU, which has no FP8 products. Move "
-                'the model and the batch (`model.to("cuda")`), or set fp8_emulate=True to compute FP8 in software'
-            )
-        if torch.is_autocast_enabled(device):  # torchao itself reads only the state of CUDA's autocast
-            input = input.to(torch.get_autocast_dtype(device))
-        return super().forward(input)
+        return super().forward(prepared(self, input))
 
 
-#: The FP8 layer of this library, which `convert` puts in place of `nn.Linear`.
-LINEAR = TorchaoFloat8Linear
+def kind_of(layer: nn.Module) -> type[Padded]:
+    """Return the FP8 layer of this library, which `convert` puts in place of `nn.Linear`, or of `Conv1D`."""
+    if filters.is_conv1d(layer):
+        from mpguard.nn.fp8.torchao_conv1d import TorchaoFloat8Conv1D
+
+        return TorchaoFloat8Conv1D
+    return TorchaoFloat8Linear
 
 
 def templates(policy: Policy) -> Callable[[nn.Linear], nn.Module]:
@@ -44,7 +42,7 @@ def templates(policy: Policy) -> Callable[[nn.Linear], nn.Module]:
     config = get("torchao").build(policy)
 
     def template(layer: nn.Linear) -> nn.Module:
-        empty = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        empty = nn.Linear(*filters.sizes_of(layer), bias=layer.bias is not None, device="meta")
         converted: nn.Module = convert_to_float8_training(empty, config=config)
         return converted
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 from mpguard.nn.fp8 import filters
-from mpguard.nn.fp8.filters import is_of, matches, pattern_around
+from mpguard.nn.fp8.filters import is_linear, is_of, is_torchao, matches, pattern_around
 from mpguard.policy.policy import DEFAULT_FP8_EXCLUDE, Policy
 from mpguard.runtime.proof.products import short
 
@@ -67,17 +67,16 @@ def find_fp8_layers(
 
     te_recipes: the recipe of each call of a Transformer Engine layer; empty for calls outside FP8 autocast.
     """
-    import torch
 
     layers: dict[str, list[tuple[str, Any]]] = {"torchao": [], "te": []}
-    plain: list[tuple[str, torch.nn.Linear]] = []
+    plain: list[tuple[str, Any]] = []
     for name, module in modules:
-        if is_of(module, "torchao.float8"):
+        if is_torchao(module):
             layers["torchao"].append((name, module))
         elif is_te(module):
             if _has_matrix(module):
                 layers["te"].append((name, module))
-        elif isinstance(module, torch.nn.Linear):
+        elif is_linear(module):
             plain.append((name, module))
     backend = "torchao" if layers["torchao"] else "te"
     if not layers[backend]:
@@ -149,12 +148,12 @@ def _has_matrix(module: nn.Module) -> bool:
 
 def is_fp8(module: nn.Module) -> bool:
     """True for a module of Transformer Engine, and for a float8 module of torchao."""
-    return is_te(module) or is_of(module, "torchao.float8")
+    return is_te(module) or is_torchao(module)
 
 
 def is_emulated(module: nn.Module) -> bool:
     """True for a float8 module of torchao that multiplies in FP32, in software."""
-    return is_of(module, "torchao.float8") and bool(getattr(getattr(module, "config", None), "emulate", False))
+    return is_torchao(module) and bool(getattr(getattr(module, "config", None), "emulate", False))
 
 
 def is_te(module: nn.Module) -> bool:

@@ -298,7 +298,7 @@ def test_a_frozen_model_is_converted_and_stays_frozen() -> None:
 
 
 def test_weights_outside_of_linear_layers_are_reported() -> None:
-    """Experts in one parameter, GPT-2's Conv1D: "all Linear layers" is then a small share of the weights."""
+    """Experts in one parameter: "all Linear layers" is then a small share of the weights."""
     import transformers
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -310,9 +310,6 @@ def test_weights_outside_of_linear_layers_are_reported() -> None:
     assert (
         first.startswith("4 of 5 Linear layers in FP8") and "MixtralExperts (88 %)" in first and "stay in bf16" in first
     )
-    net = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2))
-    with pytest.raises(mpguard.NotInForce, match=r"lm_head: fp8_exclude; Conv1D, \d+ % of the weights: no Linear"):
-        mpguard.convert(net, FP8)
     lazy = nn.Sequential(nn.Linear(32, 32), nn.LazyLinear(32), nn.LazyConv2d(4, 3))
     assert mpguard.convert(lazy, FP8).others == ()
 

@@ -110,6 +110,7 @@ def test_a_wider_reduction_than_requested_is_in_force() -> None:
 
 AO = Fp8Layers("torchao", ["layers.0", "layers.1"], {"lm_head": "fp8_exclude"}, recipe={"recipe": "tensorwise"})
 DELAYED = Policy(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=16, fp8_amax_compute_algo="max")
+IN_FP8 = [Computed(True, "fp8", 900, "layers.0", "layers.0 (Linear of Net)")]
 TE = Fp8Layers("te", ["layers.0"], entered=True, recipe={**get("te").build_arguments(DELAYED), "override": None})
 
 
@@ -128,7 +129,7 @@ TE = Fp8Layers("te", ["layers.0"], entered=True, recipe={**get("te").build_argum
     ],
 )
 def test_fp8_is_compared_layer_by_layer(changed: dict[str, Any], row: str | None) -> None:
-    assert wrong(FP8, fp8=dataclasses.replace(AO, **changed)) == ([row] if row else [])
+    assert wrong(FP8, fp8=dataclasses.replace(AO, **changed), computed=IN_FP8) == ([row] if row else [])
 
 
 def test_fp8_requested_without_fp8_layers_is_a_failure() -> None:
@@ -146,7 +147,7 @@ def test_fp8_requested_without_fp8_layers_is_a_failure() -> None:
 )
 def test_the_recipe_of_transformer_engine_is_compared_field_by_field(changed: dict[str, Any], message: str) -> None:
     plan = dataclasses.replace(FP8, policy=DELAYED)
-    assert wrong(plan, fp8=TE) == []
+    assert wrong(plan, fp8=TE, computed=IN_FP8) == []
     seen = dataclasses.replace(GOOD, fp8=dataclasses.replace(TE, **changed))
     assert message in "; ".join(failures(compare(seen, plan), plan, seen))
 
