@@ -241,8 +241,7 @@ def _adapter(names: list[str]) -> str:
 
 def _transposed(module: nn.Module, policy: Policy) -> str:
     """Return why a transposed weight cannot be FP8 under a policy; an empty string if it can, or is not transposed."""
-    here = hardware.detect().libraries
-    if not is_conv1d(module) or next((each for each in policy.backends if each in here), None) == "torchao":
+    if not is_conv1d(module) or hardware.backend_of(policy.decided(), hardware.detect()) == "torchao":
         return ""
     return "is a Conv1D, whose transposed weight only torchao takes: set backend: torchao"
 

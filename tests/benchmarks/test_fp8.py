@@ -1,0 +1,41 @@
+"""benchmarks/fp8.py: the program itself, with a tiny model on the CPU; speed is measured on a GPU only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchao", reason="the real library runs here")
+pytest.importorskip("transformers", reason="the real library runs here")
+
+import subprocess
+import sys
+
+from limits import seconds
+from paths import REPOSITORY
+from processes import environment
+
+
+def test_a_variant_is_measured_next_to_stock(tmp_path: Path) -> None:
+    result = tmp_path / "fp8.json"
+    program = REPOSITORY / "benchmarks" / "fp8.py"
+    run = subprocess.run(
+        [sys.executable, str(program), "--quick", "--only", "masters", "--output", str(result)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=seconds(240),
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    made: dict[str, Any] = json.loads(result.read_text("utf-8"))
+    stock, row = made["rows"]
+    assert (stock["variant"], row["variant"]) == ("stock", "fp8, head, fast, masters")
+    assert row["loss"][1] == pytest.approx(stock["loss"][1], rel=0.02), "the same training"
+    assert row["ratio"] > 0 and row["lo"] <= row["ms"] <= row["hi"]
+    assert row["proof"] == "in force" and row["failures"] == []
+    assert row["rows"]["fp8 head"] == "lm_head in fp8" and row["rows"]["parameters"].startswith("bf16")
+    assert made["versions"]["torch"] and made["device"] == "cpu" and made["sizes"]["tiny"]
