@@ -41,13 +41,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclasses.dataclass(eq=False)
 class Master:
-    """The FP32 value of a parameter.
+    """The FP32 value of a parameter. dtype: to which the parameter is rounded.
 
     steps: how many were applied to it; None if only the optimizer's state knows. widens: gradients of several backward
     passes are added up in FP32; not under DDP, whose buckets have the dtype of the parameters.
     """
 
     value: nn.Parameter
+    dtype: torch.dtype = torch.bfloat16
     steps: int | None = None
     widens: bool = True
 
@@ -63,7 +64,7 @@ def split(parameter: torch.Tensor, dtype: torch.dtype) -> None:
         return
     gradient, parameter.grad = parameter.grad, None
     value = parameter.data
-    setattr(parameter, ATTRIBUTE, Master(nn.Parameter(value.float(), requires_grad=parameter.requires_grad)))
+    setattr(parameter, ATTRIBUTE, Master(nn.Parameter(value.float(), requires_grad=parameter.requires_grad), dtype))
     if value.dtype != dtype:
         parameter.data = value.to(dtype)
     if gradient is not None:
@@ -182,7 +183,7 @@ def _take_over(parameter: torch.Tensor, master: Master) -> None:
     with torch.no_grad():
         if value.device != parameter.device:
             value.data = value.data.to(parameter.device)
-        torch.where(value.to(parameter.dtype) == parameter, value, parameter, out=value.data)
+        torch.where(value.to(master.dtype) == parameter, value, parameter, out=value.data)
 
 
 class _Exchange:
@@ -376,7 +377,8 @@ def _update(kernel: ModuleType, optimizer: Any, group: dict[str, Any], parameter
         return True
     dense = gradient.layout is torch.strided and all(each.is_contiguous() for each in (parameter, gradient, value))
     plain = all(type(each) in (torch.Tensor, nn.Parameter) for each in (parameter, gradient))
-    if not (dense and plain and parameter.is_cuda and value.device == parameter.device and gradient.numel()):
+    here = parameter.is_cuda and value.device == parameter.device and parameter.dtype == master.dtype
+    if not (dense and plain and here and gradient.numel()):
         return False
     options = (group[name] for name in ("amsgrad", "maximize", "capturable", "differentiable"))
     numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])

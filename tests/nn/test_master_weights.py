@@ -131,6 +131,10 @@ def test_values_that_other_code_writes_are_taken_over() -> None:
     master = master_of(weight).value
     assert (master[0] == 3).all() and torch.equal(master[1:], exact[1:]), "the others keep all digits"
     assert (weight[0] == 3).all()
+    model.float()  # exact, so that the masters keep all digits; the proof refuses the dtype
+    optimizer.step()
+    assert torch.equal(master_of(weight).value[1:], exact[1:]) and weight.dtype is torch.float32
+    model.bfloat16()
     wide = {name: own.detach().float() + 1e-4 for name, own in model.named_parameters()}
     model.load_state_dict(wide)
     master_weights.loaded(model.named_parameters(), wide)
