@@ -62,3 +62,64 @@ def test_every_engine_has_fp32_masters_and_is_in_force(tmp_path: Path, words: st
         assert rows["reduction"]["found"].startswith("fp32"), rows
     assert found["parameters"] == ["bfloat16" if held == "bf16" else "float32"]
     assert found["losses"][-1] < found["losses"][0]
+
+
+EXPERTS = """
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+torch.manual_seed(0)
+model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True,
+))
+model.gradient_checkpointing_enable()
+optimizer = torch.optim.AdamW([{"params": model.model.parameters()}], lr=1e-2)
+ids = torch.arange(64).view(4, 16)
+for number in range(4):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item())
+    if number == 1:
+        model.save_pretrained("saved")
+gate = model.model.layers[0].mlp.gate.weight
+tied = model.lm_head.weight is model.model.embed_tokens.weight
+print("SEEN", gate.dtype, model.model.layers[0].mlp.experts.down_proj.dtype, tied)
+"""
+
+
+def test_experts_tied_weights_and_checkpointing_with_modules_in_fp32(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the real library runs here")
+    (tmp_path / "t.py").write_text(EXPERTS)
+    own = "{mpguard_recipe: bf16_mixed, mpguard_overrides: {master_weights: optimizer, fp32_modules: ['*.gate']}}"
+    ended = in_fork(
+        ["--config", mp_yaml(tmp_path, fp8_config=own), "--proof-json", tmp_path / "proof.json", "t.py"], cwd=tmp_path
+    )
+    assert ended.returncode == 0, transcript(ended)
+    made = proof(tmp_path / "proof.json")
+    assert made["verdict"] == "in force" and made["rows"]["optimizer"]["found"].endswith("weights fp32, states fp32")
+    assert "SEEN torch.float32 torch.bfloat16 True" in ended.stdout, "the router stays in FP32"
+    losses = [float(line) for line in ended.stdout.splitlines() if line[:1].isdigit()]
+    assert losses[-1] < losses[0], transcript(ended)
+
+
+OWN_MASTERS = """
+import torch
+class FusedAdam(torch.optim.AdamW):
+    def __init__(self, own):
+        self.master_weights = True
+        super().__init__(own)
+FusedAdam(torch.nn.Linear(16, 16).parameters())
+"""
+
+
+def test_an_optimizer_with_masters_of_its_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(OWN_MASTERS)
+    own = f"{{mpguard_recipe: bf16_mixed, {FIELD}}}"
+    ended = in_fork(["--config", mp_yaml(tmp_path, fp8_config=own), "t.py"], cwd=tmp_path)
+    assert ended.returncode == 1, transcript(ended)
+    assert "master_weights: FusedAdam was created with master weights of its own" in ended.stderr
+    assert "To go without: mpguard_overrides: {master_weights: model}" in ended.stderr
