@@ -21,7 +21,7 @@ import sys
 
 
 def _is_command() -> bool:
-    """True if Python was started as `python -m mpguard` and is importing this package to find that module."""
+    """True if Python was started as `python -m mpguard`, or as a run of `mpguard tune`, and is importing this package."""
     if sys.argv[:1] != ["-m"]:
         return False
     arguments = iter(sys.orig_argv[1:])
@@ -31,7 +31,7 @@ def _is_command() -> bool:
         if option is not None:
             value = letters[option + 1 :] or next(arguments, "")  # `-mmpguard`, `-m mpguard`
             if letters[option] == "m":
-                return value == "mpguard"
+                return value in ("mpguard", "mpguard.tune.start")
     return False
 
 

@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("targets",),
     ("document", "nn"),
     ("lint", "runtime"),
-    ("compare", "doctor", "estimate", "explain", "server", "watching"),
+    ("compare", "doctor", "estimate", "explain", "server", "tune", "watching"),
     ("cli",),
     ("__init__", "__main__", "auto", "run"),
 )

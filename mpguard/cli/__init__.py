@@ -31,6 +31,7 @@ COMMANDS = {
     "explain": "show each precision setting of a run, where it comes from, and what it overrides",
     "estimate": "estimate the memory of a run on each GPU, and what fits where",
     "compare": "compare the losses of runs with a baseline: same, different, diverged or inconclusive",
+    "tune": "find the precision in which a script trains fastest here, and write it into its mp.yaml",
     "launch": "run `accelerate launch` with the policy enforced and proven",
     "server": "run the language server for editors",
     "completion": "print a completion script for bash, zsh or fish",

@@ -6,6 +6,7 @@ Modules of this package:
     activation   puts a plan in force in this process: patches, hooks and the guard
     guard        `Guard`: when an optimizer is proven, how long the proof may take, when it is repeated
     progress     `Progress`: the steps of an optimizer over the whole run, and which of them are looked at
+    meter        `Meter`: time, loss and memory of each step, for `mpguard tune`
     casts        casts of weights that are trained, and the line of the script that casts them
     reporter     `Reporter`: prints and writes the proof, failures and overrides
     messages     texts that the launcher and the workers share

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
+import math
 import os
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +20,7 @@ from mpguard.policy.recipes import given
 from mpguard.runtime import exit_hooks
 from mpguard.runtime.guard import Guard, current, set_current
 from mpguard.runtime.messages import header, suppress_not_carried
+from mpguard.runtime.meter import Meter
 from mpguard.runtime.patches import import_hooks
 from mpguard.runtime.patches.table import apply_patches
 from mpguard.runtime.plan import Plan, enforcement
@@ -88,6 +91,9 @@ def activate(
 def _begin(guard: Guard, launched: bool) -> None:
     """Print the header unless the launcher did, check what is known already, and register the patches."""
     guard.spawned = not launched and is_started_by_script()
+    guard.meter = Meter.from_environment(functools.partial(exit_hooks.leave_together, guard))
+    if guard.meter is not None:
+        guard.budget.spent = math.inf  # no looks after the first two: they would be timed
     if launcher_variable("WORLD_SIZE", 1) > 1:
         enable_line_buffering()
     atexit.register(exit_hooks.drain_gloo_threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import time
@@ -11,7 +12,7 @@ from typing import Any, NoReturn
 
 from mpguard.core.console import print_line
 from mpguard.core.errors import NotInForce
-from mpguard.runtime.containment import report_own_failure
+from mpguard.runtime.containment import contained, report_own_failure
 from mpguard.runtime.crashes import print_cause
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.messages import failure_message
@@ -31,6 +32,9 @@ def finish(guard: Guard, status: int = 0) -> int:
     if guard.finished:
         return status or int(guard.failure is not None)
     guard.finished = True
+    if guard.meter is not None:
+        with contained("the measurement of the run"):
+            guard.meter.write()
     failure = guard.failure
     if failure is None:
         try:
@@ -46,6 +50,20 @@ def finish(guard: Guard, status: int = 0) -> int:
         print_failure(guard, failure)
     consensus.forget_store()
     return status or int(failure is not None)
+
+
+def leave_together(guard: Guard) -> None:
+    """End this process in the middle of its script, after all ranks have come here.
+
+    Nothing of the script runs any more, neither a `finally` block nor an atexit handler: what they would save is not
+    finished. A rank that ended while another waits for it in a collective would leave that one hanging.
+    """
+    with contextlib.suppress(Exception):
+        consensus.agree("measured", consensus.Report([]), consensus.LOOK_TIMEOUT)
+    status = finish(guard)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def print_failure(guard: Guard, failure: str) -> None:

@@ -28,6 +28,7 @@ from mpguard.runtime import casts
 from mpguard.runtime.checkpoints import Loaded
 from mpguard.runtime.containment import contained_hook, has_failed
 from mpguard.runtime.messages import overridable
+from mpguard.runtime.meter import Meter
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Budget, Progress
 from mpguard.runtime.proof import compare, consensus
@@ -73,7 +74,8 @@ class Guard:
     engine_depth: nested calls of an engine that calls its optimizer itself. spawned: True if the script started this
     process, maybe to load data: then it is not reported, and not written to the proof file, that it does not train.
     converts_models, compiles_models: True if mpguard converts and compiles models when an optimizer is created; False
-    where an `Accelerator` does. run: one entry per optimizer that has stepped, in that order.
+    where an `Accelerator` does. run: one entry per optimizer that has stepped, in that order. meter: what measures the
+    steps, in a run that `mpguard tune` has started.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -97,6 +99,7 @@ class Guard:
         self.left_out_for: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
         self.run: list[Progress] = []
         self.budget = Budget()
+        self.meter: Meter | None = None
         self._listening = False
         self._previous_proof: Proof | None = None  # the proof before a checkpoint was loaded
         self._progress: weakref.WeakKeyDictionary[Any, Progress] = weakref.WeakKeyDictionary()
@@ -179,6 +182,12 @@ class Guard:
         progress = self._progress_of(optimizer)
         if self._read_infinities(optimizer, progress):
             self.step_applied(optimizer)
+        self.measure(optimizer)
+
+    def measure(self, optimizer: Any) -> None:
+        """Record the end of a step, applied or skipped, if the run is measured. It may end this process."""
+        if self.meter is not None:
+            self.meter.step(innermost(optimizer))
 
     def _read_infinities(self, optimizer: torch.optim.Optimizer, progress: Progress) -> bool:
         """Return True if a step was applied. A fused optimizer is called for skipped steps too: it skips them itself.

@@ -70,9 +70,12 @@ class PreparedLaunch:
         return [*self.flags, self.script, *self.arguments]
 
 
-def prepare(argv: Sequence[str], parser_factory: ParserFactory) -> PreparedLaunch | None:
+def prepare(
+    argv: Sequence[str], parser_factory: ParserFactory, overrides: Mapping[str, Any] | None = None
+) -> PreparedLaunch | None:
     """Check a command line of `accelerate launch` with mpguard's options in it; return None if it names no config.
 
+    overrides: fields of the policy that have other values than in the config.
     Raises `NotInForce` if the run is refused, another `MpguardError` if it cannot start.
     """
     argv = list(argv)
@@ -88,6 +91,8 @@ def prepare(argv: Sequence[str], parser_factory: ParserFactory) -> PreparedLaunc
     config = document.require()
     preflight.check_config(document, options.num_processes)
     policy = mp_yaml.load_policy(path)
+    if overrides:
+        policy = policy.replace(**overrides)
     if options.no_python:
         raise ConfigError(
             f"--no_python: {script} would not run in Python, and mpguard can put a policy in force in Python only. "
@@ -117,7 +122,7 @@ def prepare(argv: Sequence[str], parser_factory: ParserFactory) -> PreparedLaunc
     environment = dict(plan.environment())
     if kind == "MULTI_CPU" and (plan.processes or 1) > 1 and not _uses_mpi(options, config):
         # Stock accelerate starts one process for MULTI_CPU; its torchrun launcher starts `num_processes` (S21).
-        flags = [*_without(flags, (), ("--cpu",)), "--multi_gpu"]
+        flags = [*without_options(flags, (), ("--cpu",)), "--multi_gpu"]
         if options.num_processes is None:
             flags += ["--num_processes", str(plan.processes)]
         environment["ACCELERATE_USE_CPU"] = "true"
@@ -202,13 +207,13 @@ def _flags(flags: list[str], options: argparse.Namespace, launch: preflight.Plan
     """Return accelerate's flags with the policy in the config, and the header that lists what was overridden."""
     plan, document = launch.plan, launch.document
     overridden = [change for change in launch.changes if change.overrides or change.key == "mixed_precision"]
-    flags = _without(flags, ("--config", "--config_file", "--config-file", *_OWN_OPTIONS), ())
+    flags = without_options(flags, ("--config", "--config_file", "--config-file", *_OWN_OPTIONS), ())
     config = merged(launch.config, {change.key: Setting(change.new) for change in launch.changes})
     mode = config.get("mixed_precision", "bf16" if plan.policy.bf16 else "fp16" if plan.policy.fp16 else "no")
     given = options.mixed_precision
     if given is not None and str(given).lower() != str(mode).lower():
         overridden.append(Change("mixed_precision", given, mode, "--mixed_precision"))
-    flags = _without(flags, ("--mixed_precision", "--mixed-precision"), ())
+    flags = without_options(flags, ("--mixed_precision", "--mixed-precision"), ())
     if given is not None or "mixed_precision" not in config:
         # With a DeepSpeed file, accelerate reads the mode from this flag only (S25).
         flags += ["--mixed_precision", str(mode).lower()]  # in a config accelerate accepts BF16 too
@@ -244,7 +249,7 @@ def _write_config(config: Mapping[str, Any]) -> str:
     return str(path)
 
 
-def _without(tokens: Sequence[str], valued: Sequence[str], switches: Sequence[str]) -> list[str]:
+def without_options(tokens: Sequence[str], valued: Sequence[str], switches: Sequence[str]) -> list[str]:
     """Return the tokens without some options, which may be given as `--name value` or `--name=value`."""
     remaining: list[str] = []
     position = 0
@@ -279,11 +284,14 @@ def _print_start(prepared: PreparedLaunch) -> None:
         )
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run `mpguard launch`: check the run, start accelerate's launcher here, return the script's status."""
+def run(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> int:
+    """Run `mpguard launch`: check the run, start accelerate's launcher here, return the script's status.
+
+    overrides: see `prepare`.
+    """
     from accelerate.commands.launch import launch_command, launch_command_parser
 
-    prepared = prepare(argv, launch_command_parser)
+    prepared = prepare(argv, launch_command_parser, overrides)
     if prepared is None:
         raise ConfigError(
             "no --config is given; the command is mpguard launch --config mp.yaml SCRIPT "
@@ -292,7 +300,7 @@ def run(argv: Sequence[str]) -> int:
     remove_own()
     _print_start(prepared)
     module = [flag for flag in prepared.flags if flag in ("-m", "--module")]
-    flags = _without(prepared.flags, (), ("-m", "--module"))
+    flags = without_options(prepared.flags, (), ("-m", "--module"))
     command = [*flags, "--module", "mpguard.run", *(["-m"] if module else []), prepared.script, *prepared.arguments]
     os.environ.update(prepared.environment)
     options = launch_command_parser().parse_args(command)
@@ -312,12 +320,12 @@ def _launch(launch_command: Callable[[argparse.Namespace], None], options: argpa
     try:
         launch_command(options)
     except subprocess.CalledProcessError as error:
-        return _shell_status(error.returncode)
+        return shell_status(error.returncode)
     except ChildFailedError as error:
         # torchelastic ends the other ranks with SIGTERM; they are not the cause, whatever their timestamps are.
         causes = [failure for failure in error.failures.values() if failure.exitcode != -signal.SIGTERM]
         first = min(causes, key=lambda failure: failure.timestamp, default=error.get_first_failure()[1])
-        return _shell_status(first.exitcode)
+        return shell_status(first.exitcode)
     except SignalException as error:
         return _end_workers(int(error.sigval))
     except KeyboardInterrupt:
@@ -331,7 +339,7 @@ def _launch(launch_command: Callable[[argparse.Namespace], None], options: argpa
     return 0
 
 
-def _shell_status(status: int) -> int:
+def shell_status(status: int) -> int:
     """Return a status as a shell does: 128 + the number of the signal that ended the process."""
     return 128 - status if status < 0 else status
 

@@ -19,7 +19,7 @@ LAUNCHER = "accelerate.commands.launch"
 #: Programs that import torch and do not train; their workers do.
 OTHER_LAUNCHERS = (
     "torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed", "deepspeed.launcher.launch",
-    "mpguard", "mpguard.__main__",
+    "mpguard", "mpguard.__main__", "mpguard.tune.start",
 )  # fmt: skip
 
 

@@ -110,6 +110,8 @@ def _engine_step(original: AnyFunction) -> AnyFunction:
         elif self.skipped_steps > skipped:
             guard.step_skipped(self.basic_optimizer)
         guard.recorder.account.resume()
+        if self.was_step_applied() or self.skipped_steps > skipped:
+            guard.measure(self.basic_optimizer)
         return result
 
     return step

@@ -122,6 +122,7 @@ def _scaler_step(original: AnyFunction) -> AnyFunction:
         result = original(self, optimizer, *args, **kwargs)
         if guard.step_calls == calls and self.is_enabled():
             guard.step_skipped(optimizer)
+            guard.measure(optimizer)
         return result
 
     return step
@@ -144,6 +145,8 @@ def _scaler_scale(original: AnyFunction) -> AnyFunction:
         guard = guards.current()
         if guard is not None and guard.waiting and self.is_enabled():
             guard.recorder.record_scaled_loss(result)
+        if guard is not None and guard.meter is not None and self.is_enabled():
+            guard.meter.record_unscaled(outputs)
         return result
 
     return scale
@@ -153,10 +156,12 @@ def _backward(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         guard = guards.current()
+        accumulates = bool(kwargs.get("accumulate_grad"))
+        if guard is not None and guard.meter is not None and accumulates:
+            guard.meter.record_loss(t_outputs, scaled=guard.plan.policy.fp16)
         if guard is None or not guard.waiting:
             return original(t_outputs, *args, **kwargs)
         guard.check_limits()
-        accumulates = bool(kwargs.get("accumulate_grad"))
         watched = guard.recorder.gradients.during_backward(t_outputs, accumulates)
         with guard.recorder.record_backward(t_outputs, accumulates, list(guard.optimizers)), watched:
             return original(t_outputs, *args, **kwargs)

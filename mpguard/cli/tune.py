@@ -1,0 +1,312 @@
+"""Find the precision in which a script trains fastest on this machine, and write it into its mp.yaml.
+
+mpguard tune --config mp.yaml train.py --lr 3e-4           measures the candidates, writes the winner
+mpguard tune --config mp.yaml --no-write train.py          writes nothing
+mpguard tune --config mp.yaml train.py --output {out}      {out}: an empty folder for what the script writes
+
+The script is run unchanged under each candidate (BF16 compiled, FP8 recipes and libraries, the policy as configured),
+in processes of its own, for a few optimizer steps; then it is ended without its remaining lines. What cannot run here,
+is not proven in force, fails, needs too much memory or does not end is a row with the reason. The winner is never
+slower than BF16. Put tune's options, and accelerate's, before SCRIPT. Exit status: 0 there is a winner, 1 there is
+none, 2 could not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.util
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from mpguard.core.console import Line, print_line, printable, rich_console, write_lines
+from mpguard.core.errors import ConfigError, MissingExtra
+
+if TYPE_CHECKING:
+    from mpguard.tune.candidates import TuneCandidate
+    from mpguard.tune.model import TuneReport, TuneRow
+    from mpguard.tune.request import TuneRequest
+
+_HEADER = ("candidate", "ms/step", "interval", "speed", "memory", "loss", "")
+_STYLES = {"measured": "", "refused": "yellow", "failed": "red"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "mpguard tune --config FILE [OPTION ...] [accelerate flags] SCRIPT [ARGS]"
+    _add_options(parser)
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="training script; what follows is passed to it"
+    )
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="the mp.yaml to tune")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps that are timed in each run")
+    parser.add_argument("--warmup", type=int, default=10, metavar="N", help="steps before them, which do not count")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of a candidate that may win, at most")
+    parser.add_argument(
+        "--time-limit", type=float, default=900, metavar="SECONDS", help="a run that takes longer is ended"
+    )
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a candidate to try (repeatable)")
+    parser.add_argument("--exhaustive", action="store_true", help="run every candidate in every round")
+    parser.add_argument("--scratch", type=Path, metavar="FOLDER", help="keep the output of each run in this folder")
+    parser.add_argument("--no-write", action="store_true", help="do not change the mp.yaml")
+    parser.add_argument("--list", action="store_true", help="list the candidates, and which cannot run here; run none")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
+
+
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments unparsed: only accelerate's own parser can tell where the script begins."""
+    if not argv or argv[0] in ("-h", "--help"):
+        parser.parse_args(["--help"])
+    return argparse.Namespace(argv=list(argv))
+
+
+def run(options: argparse.Namespace) -> int:
+    if importlib.util.find_spec("accelerate") is None:
+        raise MissingExtra("accelerate", "accelerate", "mpguard tune")
+    from mpguard.tune.request import plan, tune
+
+    options, request = _parsed(options.argv)
+    chosen = plan(request)
+    if options.list:
+        _print_list(chosen, options.format)
+        return 0
+    with _signals() as received, _scratch(options.scratch) as folder:
+        with _shown() as on_change:
+            report = tune(request, chosen, folder, on_change)
+        failed = any(row.state == "failed" and row.trials for row in report.rows)
+        _remove_output(folder, keep_all=options.scratch is not None, keep_logs=failed)
+    winner = report.winner
+    if winner is not None and winner.candidate.overrides and not options.no_write:
+        _write(request, report)
+    if options.format == "json":
+        print(json.dumps(report.as_json(), indent=2, allow_nan=False))
+    else:
+        write_lines(_lines(report, request, written=not options.no_write))
+        if failed or options.scratch is not None:
+            write_lines([[(f"The output of the runs is in {folder}.", "dim")]])
+    if received:
+        return 128 + received[0]
+    return int(winner is None)
+
+
+def _parsed(argv: list[str]) -> tuple[argparse.Namespace, TuneRequest]:
+    """Return tune's options, and what they ask for. Raises `ConfigError`."""
+    from accelerate.commands.launch import launch_command_parser
+
+    from mpguard.runtime.launch import launcher
+    from mpguard.tune.request import TuneRequest
+
+    parser = launch_command_parser()
+    own = argparse.ArgumentParser(add_help=False)
+    for each in (parser, own):
+        _add_options(each)
+    parser.add_argument("--allow", action="append", default=None)
+
+    def refuse(message: str) -> NoReturn:
+        if "required: training_script" in message:
+            message = "no script is given; the command is mpguard tune --config mp.yaml SCRIPT"
+        raise ConfigError(message)
+
+    parser.error = refuse  # type: ignore[method-assign]
+    options = parser.parse_args(argv)
+    if options.config is None:
+        raise ConfigError("no --config is given; the command is mpguard tune --config mp.yaml SCRIPT")
+    count = len(options.training_script_args)
+    head, rest = argv[: len(argv) - count - 1], argv[len(argv) - count - 1 :]
+    actions = [action for action in own._actions if action.dest != "config"]
+    valued = [name for action in actions if action.nargs != 0 for name in action.option_strings]
+    switches = [name for action in actions if action.nargs == 0 for name in action.option_strings]
+    words = [*launcher.without_options(head, valued, switches), *rest]
+    request = TuneRequest(
+        Path(options.config), words, count, options.warmup, options.steps, options.rounds, options.time_limit,
+        options.only, options.exhaustive,
+    )  # fmt: skip
+    return options, request
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Let SIGTERM and SIGHUP end the measurement as Ctrl-C does. Yields the signals that have arrived."""
+    received: list[int] = []
+
+    def handler(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    former = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield received
+    finally:
+        for number, previous in former.items():
+            signal.signal(number, previous)
+
+
+@contextlib.contextmanager
+def _scratch(folder: Path | None) -> Iterator[Path]:
+    """Yield the folder of all runs. Raises `ConfigError` for one that has something in it."""
+    if folder is None:
+        yield Path(tempfile.mkdtemp(prefix="mpguard-tune-"))
+        return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"--scratch {folder}: exists, and is not an empty folder. Name another one")
+    folder.mkdir(parents=True, exist_ok=True)
+    yield folder.absolute()
+
+
+def _remove_output(folder: Path, *, keep_all: bool, keep_logs: bool) -> None:
+    """Remove what the runs have written: all but their logs if one has failed."""
+    if keep_all:
+        return
+    for path in folder.glob("*/out") if keep_logs else (folder,):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _write(request: TuneRequest, report: TuneReport) -> None:
+    from mpguard.tune.write import write
+
+    winner = report.winner
+    assert winner is not None  # the caller has checked it
+    write(request.config, winner.candidate, _figures(report, winner))
+
+
+def _figures(report: TuneReport, winner: TuneRow) -> str:
+    """Return the comment for mp.yaml."""
+    from mpguard.policy import hardware
+
+    rows = [winner, *([report.baseline] if report.baseline not in (None, winner) else [])]
+    times = [f"{row.candidate.name} {_time(row)} ms ({_interval(row)})" for row in rows if row is not None]
+    return f"{datetime.date.today()}, {hardware.detect()}, per step: {', '.join(times)}"
+
+
+# -- output -----------------------------------------------------------------------------------------------------------
+
+
+def _print_list(chosen: Sequence[TuneCandidate], form: str) -> None:
+    if form == "json":
+        rows = [{"name": each.name, "overrides": dict(each.overrides), "reason": each.refused} for each in chosen]
+        print(json.dumps({"version": 1, "candidates": rows}, indent=2))
+        return
+    width = max(len(each.name) for each in chosen)
+    write_lines(
+        [(f"{each.name:{width}}  ", "bold"), (printable(each.refused) or "runs here", "yellow" if each.refused else "")]
+        for each in chosen
+    )
+
+
+@contextlib.contextmanager
+def _shown() -> Iterator[Callable[[TuneReport], None]]:
+    """Yield what shows a report while it grows: a table on a terminal, else a line per run."""
+    if not sys.stderr.isatty():
+        yield _LinePerRun()
+        return
+    from rich.live import Live
+
+    with Live(console=rich_console(sys.stderr), transient=True, refresh_per_second=4) as live:
+        yield lambda report: live.update(_table(report))
+
+
+class _LinePerRun:
+    """Prints each run when it has ended."""
+
+    def __init__(self) -> None:
+        self._printed: set[tuple[str, int]] = set()
+
+    def __call__(self, report: TuneReport) -> None:
+        for row in report.rows:
+            number = len(row.trials)
+            key = row.candidate.name, number
+            if number and key not in self._printed:
+                self._printed.add(key)
+                found = f"{_time(row)} ms per step" if row.measured else f"{row.state}: {row.reason}"
+                print_line(printable(f"mpguard tune: {row.candidate.name}, run {number}: {found}"))
+
+
+def _table(report: TuneReport) -> object:
+    from rich.table import Table
+
+    table = Table(*_HEADER, box=None, pad_edge=False)
+    for row in report.rows:
+        running = row.candidate.name == report.running
+        cells = [*_cells(row, report), f"running, round {len(row.trials) + 1}" if running else _why(row, report)]
+        table.add_row(*map(printable, cells), style="bold" if running else _STYLES[row.state])
+    return table
+
+
+def _lines(report: TuneReport, request: TuneRequest, *, written: bool) -> Iterator[Line]:
+    rows = [_HEADER[:-1], *(tuple(_cells(row, report)) for row in report.rows)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    yield [("  ".join(f"{cell:{width}}" for cell, width in zip(rows[0], widths, strict=True)).rstrip(), "bold")]
+    for row, cells in zip(report.rows, rows[1:], strict=True):
+        text = "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
+        yield [(f"{text}  {row.state}".rstrip() if not row.measured else text.rstrip(), _STYLES[row.state])]
+    yield [("", "")]
+    for row in report.rows:
+        if why := _why(row, report):
+            yield [(f"{row.candidate.name}: ", "bold"), (printable(why), "")]
+    yield from _verdict(report, request, written)
+
+
+def _verdict(report: TuneReport, request: TuneRequest, written: bool) -> Iterator[Line]:
+    winner = report.winner
+    if winner is None:
+        yield [("Interrupted: no winner." if report.interrupted else "No candidate could be measured.", "bold")]
+        return
+    yield [(f"The winner is {winner.candidate.name}: {_time(winner)} ms per step.", "bold green")]
+    if not winner.candidate.overrides:
+        yield [(f"{request.config} stays as it is.", "")]
+        return
+    fields = ", ".join(f"{name}: {json.dumps(value)}" for name, value in winner.candidate.overrides.items())
+    yield [(f"{request.config}: {'written' if written else 'not written'}: mpguard_overrides: {{{fields}}}", "")]
+
+
+def _cells(row: TuneRow, report: TuneReport) -> list[str]:
+    from mpguard.tune.model import loss_gap
+
+    baseline = report.baseline
+    if not row.measured:
+        return [row.candidate.name, *[""] * 5]
+    gap = loss_gap(row, baseline)
+    return [
+        row.candidate.name,
+        _time(row),
+        _interval(row),
+        _speed(row, baseline),
+        f"{row.bytes / 2**30:.2f} GiB" if row.bytes is not None else "",
+        "" if gap is None else "baseline" if row is baseline else f"{gap:+.1%}",
+    ]
+
+
+def _time(row: TuneRow) -> str:
+    time = row.time
+    return f"{time.ms:.4g}" if time is not None else ""
+
+
+def _interval(row: TuneRow) -> str:
+    time = row.time
+    return f"{time.low:.4g} to {time.high:.4g}" if time is not None else ""
+
+
+def _speed(row: TuneRow, baseline: TuneRow | None) -> str:
+    time, other = row.time, baseline.time if baseline is not None else None
+    return f"x{other.ms / time.ms:.2f}" if time is not None and other is not None else ""
+
+
+def _why(row: TuneRow, report: TuneReport) -> str:
+    """Return what is to be known of a row: why it has no figures, or why it cannot win."""
+    from mpguard.tune.model import broken_loss
+
+    if row.measured:
+        return broken_loss(row, report.baseline)
+    if not row.trials and not row.reason:
+        return ""
+    return f"{row.state}: {row.reason}"

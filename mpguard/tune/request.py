@@ -1,0 +1,102 @@
+"""`tune`: check a command line, measure the candidates for it, and return the report."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from mpguard.core.errors import ConfigError, NotInForce, PolicyError, did_you_mean
+from mpguard.document import mp_yaml, read
+from mpguard.runtime.launch import launcher
+from mpguard.tune.candidates import CONFIGURED, TABLE, TuneCandidate, candidates
+from mpguard.tune.model import TuneReport, TuneRow
+from mpguard.tune.search import search
+from mpguard.tune.trial import Trials
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneRequest:
+    """What to tune, and how.
+
+    config: the mp.yaml. argv: the command line of `mpguard launch`, with `--config`. arguments: how many of its last
+    words are the script's. warmup, steps: optimizer steps that are dropped, and timed, in each trial. limit: seconds
+    that a trial may take. only: names of candidates; empty for all.
+    """
+
+    config: Path
+    argv: Sequence[str]
+    arguments: int
+    warmup: int = 10
+    steps: int = 20
+    rounds: int = 3
+    limit: float = 900.0
+    only: Sequence[str] = ()
+    exhaustive: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("warmup", self.warmup, 3), ("steps", self.steps, 3), ("rounds", self.rounds, 1)):
+            if value < least:
+                raise ConfigError(f"--{name} {value}: {least} or more is needed")
+        if self.limit <= 0:
+            raise ConfigError(f"--time-limit {self.limit:g}: a number of seconds above 0 is needed")
+        known = [CONFIGURED, *(variant.name for variant in TABLE)]
+        for name in self.only:
+            if name not in known:
+                raise ConfigError(f"--only {name}: there is no such candidate{did_you_mean(name, known)}")
+
+
+def plan(request: TuneRequest) -> list[TuneCandidate]:
+    """Return the candidates, each with the reason if it cannot run here. Raises an `MpguardError` if none could."""
+    from accelerate.commands.launch import launch_command_parser
+
+    machines = read(request.config).require().get("num_machines")
+    if isinstance(machines, int) and machines > 1:
+        raise ConfigError(
+            f"{read(request.config).where('num_machines')}: is {machines}; tune starts and ends the processes of "
+            "one machine. Tune with the processes of one machine"
+        )
+    return [
+        dataclasses.replace(each, refused=each.refused or _refused(request, each, launch_command_parser))
+        for each in _selected(request)
+    ]
+
+
+def _selected(request: TuneRequest) -> Iterator[TuneCandidate]:
+    """Yield the candidates that were asked for, and always the first one in BF16."""
+    needed = False
+    for each in candidates(mp_yaml.load_policy(request.config)):
+        is_first = not needed and each.is_baseline and each.policy is not None and each.policy.compile is True
+        needed |= is_first
+        if is_first or not request.only or each.name in request.only:
+            yield each
+
+
+def _refused(request: TuneRequest, candidate: TuneCandidate, parser_factory: launcher.ParserFactory) -> str:
+    """Return why a candidate cannot be launched; empty if it can. Raises if no launch of this config can start."""
+    try:
+        launcher.prepare(["--enforce", "error", *request.argv], parser_factory, candidate.overrides)
+    except (NotInForce, PolicyError) as error:
+        return str(error).removesuffix("  (use --enforce warn to continue)")
+    return ""
+
+
+def tune(
+    request: TuneRequest, chosen: Sequence[TuneCandidate], folder: Path, on_change: Callable[[TuneReport], None]
+) -> TuneReport:
+    """Measure candidates, and return the report; after Ctrl-C the report of what was measured by then.
+
+    folder: of all trials. on_change: is called when something is known.
+    """
+    report = TuneReport([TuneRow(each) for each in chosen], on_change=on_change)
+    trials = Trials(
+        folder, request.argv, request.arguments, warmup=request.warmup, steps=request.steps, limit=request.limit
+    )
+    try:
+        search(report, trials.measure, request.rounds, exhaustive=request.exhaustive)
+    except KeyboardInterrupt:
+        report.interrupted = True
+        for row in report.rows:
+            if not row.trials and not row.reason:
+                row.note = "interrupted"
+    return report

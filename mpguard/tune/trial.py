@@ -1,0 +1,212 @@
+"""One trial: the user's script under a candidate, in processes of its own, of which none is left at the end.
+
+The script reads nothing from the terminal, and what it prints goes to a file. Processes are found by an environment
+variable that they inherit, because torchrun's workers have process groups of their own, and because a process whose
+parent has ended has another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpguard.runtime import meter
+from mpguard.runtime.launch import launcher
+from mpguard.tune.candidates import TuneCandidate
+from mpguard.tune.model import OUT_OF_MEMORY, TrialResult
+
+#: Environment variables of the trial: its number, and a folder for what the script writes.
+TRIAL, OUT = "MPGUARD_TUNE_TRIAL", "MPGUARD_TUNE_OUT"
+
+#: What an argument of the script has in place of that folder.
+PLACEHOLDER = "{out}"
+
+#: Steps of which a median is taken, at least.
+FEWEST = 3
+
+#: Seconds that processes have to end after SIGTERM; then they are killed.
+GRACE = 5.0
+
+_MEMORY = re.compile(r"OutOfMemoryError|(CUDA|HIP) out of memory|can't allocate memory|MemoryError")
+_ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b")
+_OWN = "mpguard: "
+_REFUSED = re.compile(rf"{_OWN}(?:not in force: )?((?:rank [\d, ]+: )?not proven.*|(?<=not in force: ).*)")
+_CONTINUE = re.compile(r"\.?\s*\(use --enforce warn to continue\)")
+
+
+class Trials:
+    """Starts the trials of a tuning. folder: of all trials; each has one of its own in it.
+
+    argv: the command line of `mpguard launch`. arguments: how many of its last words are the script's.
+    """
+
+    def __init__(
+        self, folder: Path, argv: Sequence[str], arguments: int, *, warmup: int, steps: int, limit: float
+    ) -> None:
+        self.folder = folder
+        self._head, self._arguments = argv[: len(argv) - arguments], argv[len(argv) - arguments :]
+        self._warmup, self._steps, self._limit = warmup, steps, limit
+
+    def measure(self, candidate: TuneCandidate, number: int) -> TrialResult:
+        """Run the script under a candidate, and return the result."""
+        folder = self.folder / f"{candidate.name.replace(' ', '-')}-{number}"
+        out = folder / "out"
+        for path in (out, folder / "tmp"):
+            path.mkdir(parents=True)
+        marker = uuid.uuid4().hex
+        command = [
+            sys.executable, "-m", "mpguard.tune.start", json.dumps(candidate.overrides),
+            "--enforce", "error", "--proof-json", str(folder / "proof.json"), *self._head,
+            *(each.replace(PLACEHOLDER, str(out)) for each in self._arguments),
+        ]  # fmt: skip
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": _compile_cache(),
+            "TMPDIR": str(folder / "tmp"),
+            OUT: str(out),
+            TRIAL: marker,
+            **meter.settings(folder, self._warmup, self._steps),
+        }
+        status = _run(command, environment, folder / "log.txt", marker, self._limit)
+        shutil.rmtree(folder / "tmp", ignore_errors=True)
+        return result(folder, status, self._warmup, self._limit)
+
+
+def _compile_cache() -> str:
+    """Return the folder of Inductor's cache, which would be in the trial's folder of temporary files."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def _run(command: list[str], environment: Mapping[str, str], log: Path, marker: str, limit: float) -> int | None:
+    """Run a command, and return its status; None if it had to be ended after `limit` seconds. Leaves no process."""
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+        return launcher.shell_status(process.wait(limit))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with _uninterrupted():
+            _end(marker)
+            if process is not None:
+                process.wait()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ignore further signals: a second Ctrl-C must leave no process either."""
+    former = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _end(marker: str) -> None:
+    """End the processes of a trial: with SIGTERM, then by force."""
+    import psutil  # type: ignore[import-untyped]  # accelerate needs it too
+
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        alive: list[Any] = []
+        while not alive and (found := _processes(marker)):  # one may start another while the list is made
+            for each in found:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.send_signal(number)
+            _, alive = psutil.wait_procs(found, timeout=GRACE)
+
+
+def _processes(marker: str) -> list[Any]:
+    """Return the processes of a trial that still run: those with its marker, and their descendants."""
+    import psutil
+
+    found: dict[int, Any] = {}
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if each.environ().get(TRIAL) == marker:
+                found |= {other.pid: other for other in (each, *each.children(recursive=True))}
+    return [each for each in found.values() if _runs(each)]
+
+
+def _runs(process: Any) -> bool:
+    import psutil
+
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+def result(folder: Path, status: int | None, warmup: int, limit: float) -> TrialResult:
+    """Return the result of a trial that has ended. status: of its launcher; None if it took longer than `limit`."""
+    text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+    log = [line.strip() for line in text.splitlines() if line.strip()]
+    if status is None:
+        last = f"; its last output: {log[-1][:200]}" if log else ""
+        return TrialResult("failed", f"no end after {limit:g} s (--time-limit){last}")
+    if refused := _refused(folder, log, status):
+        return TrialResult("refused", _CONTINUE.sub("", refused))
+    if status:
+        return TrialResult("failed", _error(log, status))
+    first = folder / "rank-0.json"
+    if not first.exists():
+        return TrialResult("failed", "the script ended without an optimizer step that mpguard can observe")
+    measured = json.loads(first.read_text())
+    steps = len(measured["losses"])
+    dropped = min(warmup, steps // 2)
+    times = measured["ms"][max(dropped - 1, 0) :]  # the first of all is the time of the second step
+    if len(times) < FEWEST:
+        return TrialResult("failed", f"the script ended after {steps} optimizer steps; {2 * FEWEST} are needed")
+    most = max(json.loads(path.read_text())["bytes"] for path in folder.glob("rank-*.json"))
+    return TrialResult("measured", "", tuple(times), tuple(measured["losses"][dropped:]), most)
+
+
+def _refused(folder: Path, log: Sequence[str], status: int) -> str:
+    """Return why the policy of a trial is not in force, or not proven; empty if the script decided how it ended."""
+    printed = next((match[1] for line in log if (match := _REFUSED.match(line))), "")
+    if status == 2 and log and log[-1].startswith(_OWN):
+        return log[-1].removeprefix(_OWN)
+    if status and not printed:
+        return ""
+    try:
+        proof = json.loads((folder / "proof.json").read_text())
+    except (OSError, ValueError):
+        return printed
+    if proof["verdict"] == "in force" or (not (folder / "rank-0.json").exists() and not printed):
+        return ""
+    return "; ".join(proof["failures"]) or printed
+
+
+def _error(log: Sequence[str], status: int) -> str:
+    """Return with which error a trial has ended, from the last line of its output that names one."""
+    memory = next((line for line in reversed(log) if _MEMORY.search(line)), None)
+    if memory is not None:
+        return f"{OUT_OF_MEMORY}: {memory[:200]}"
+    if status == 128 + signal.SIGKILL:
+        return f"{OUT_OF_MEMORY}: a process was killed, as the host does when it has no memory left"
+    named = next((line for line in reversed(log) if _ERROR.match(line)), log[-1] if log else "no output")
+    return f"exit status {status}: {named[:300]}"
