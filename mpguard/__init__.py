@@ -21,7 +21,7 @@ import sys
 
 
 def _is_command() -> bool:
-    """True if Python was started as `python -m mpguard`, or as a run of `mpguard tune`, and is importing this package."""
+    """True if Python was started as `python -m mpguard`, or as a run of `mpguard tune`, and imports this package."""
     if sys.argv[:1] != ["-m"]:
         return False
     arguments = iter(sys.orig_argv[1:])

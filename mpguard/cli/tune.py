@@ -31,6 +31,8 @@ from mpguard.core.console import Line, print_line, printable, rich_console, writ
 from mpguard.core.errors import ConfigError, MissingExtra
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from mpguard.tune.candidates import TuneCandidate
     from mpguard.tune.model import TuneReport, TuneRow
     from mpguard.tune.request import TuneRequest
@@ -49,11 +51,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="the mp.yaml to tune")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps that are timed in each run")
-    parser.add_argument("--warmup", type=int, default=10, metavar="N", help="steps before them, which do not count")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of a candidate that may win, at most")
     parser.add_argument(
-        "--time-limit", type=float, default=900, metavar="SECONDS", help="a run that takes longer is ended"
+        "--steps", type=int, default=20, metavar="N", help="optimizer steps that are timed in each run (default: 20)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=10, metavar="N", help="steps before them, not timed (default: 10)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="runs of a candidate that may win, at most (default: 3)"
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=900,
+        metavar="SECONDS",
+        help="a run that takes longer is ended (default: 900)",
     )
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a candidate to try (repeatable)")
     parser.add_argument("--exhaustive", action="store_true", help="run every candidate in every round")
@@ -117,7 +129,7 @@ def _parsed(argv: list[str]) -> tuple[argparse.Namespace, TuneRequest]:
             message = "no script is given; the command is mpguard tune --config mp.yaml SCRIPT"
         raise ConfigError(message)
 
-    parser.error = refuse  # type: ignore[method-assign]
+    parser.error = refuse
     options = parser.parse_args(argv)
     if options.config is None:
         raise ConfigError("no --config is given; the command is mpguard tune --config mp.yaml SCRIPT")
@@ -231,7 +243,7 @@ class _LinePerRun:
                 print_line(printable(f"mpguard tune: {row.candidate.name}, run {number}: {found}"))
 
 
-def _table(report: TuneReport) -> object:
+def _table(report: TuneReport) -> Table:
     from rich.table import Table
 
     table = Table(*_HEADER, box=None, pad_edge=False)
@@ -250,9 +262,12 @@ def _lines(report: TuneReport, request: TuneRequest, *, written: bool) -> Iterat
         text = "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
         yield [(f"{text}  {row.state}".rstrip() if not row.measured else text.rstrip(), _STYLES[row.state])]
     yield [("", "")]
+    reasons: dict[str, list[str]] = {}
     for row in report.rows:
-        if why := _why(row, report):
-            yield [(f"{row.candidate.name}: ", "bold"), (printable(why), "")]
+        reasons.setdefault(_why(row, report), []).append(row.candidate.name)
+    for why, names in reasons.items():
+        if why:
+            yield [(f"{', '.join(names)}: ", "bold"), (printable(why), "")]
     yield from _verdict(report, request, written)
 
 
@@ -309,4 +324,4 @@ def _why(row: TuneRow, report: TuneReport) -> str:
         return broken_loss(row, report.baseline)
     if not row.trials and not row.reason:
         return ""
-    return f"{row.state}: {row.reason}"
+    return row.reason if row.note else f"{row.state}: {row.reason}"

@@ -107,7 +107,8 @@ def _scalar(value: Any) -> Any:
 def _on_cuda() -> bool:
     import torch
 
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+    cuda: Any = torch.cuda
+    return bool(cuda.is_available() and cuda.is_initialized())
 
 
 def _synchronize() -> None:
@@ -123,7 +124,8 @@ def _stamp() -> Any:
         return time.perf_counter()
     import torch
 
-    event = torch.cuda.Event(enable_timing=True)
+    cuda: Any = torch.cuda
+    event = cuda.Event(enable_timing=True)
     event.record()
     return event
 

@@ -88,14 +88,14 @@ class TuneRow:
 
 
 def step_time(trials: Sequence[Sequence[float]]) -> StepTime | None:
-    """Return the median of the steps of each trial, averaged over the trials, with its interval.
+    """Return the median over the trials of the median of their steps, with its interval.
 
     The standard error has the scatter of the steps, as the median absolute deviation, and that between trials.
     """
     medians = [statistics.median(ms) for ms in trials if ms]
     if not medians:
         return None
-    center = statistics.fmean(medians)
+    center = statistics.median(medians)
     within = statistics.fmean([_error_of_median(ms) ** 2 for ms in trials if ms])
     between = max(statistics.stdev(medians) if len(medians) > 1 else 0.0, RUN_TO_RUN * center)
     half = 1.96 * math.sqrt((within + between**2) / len(medians))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from mpguard.tune.candidates import CONFIGURED, TABLE, TuneCandidate, candidates
 from mpguard.tune.model import TuneReport, TuneRow
 from mpguard.tune.search import search
 from mpguard.tune.trial import Trials
+
+#: What a row need not repeat of a refusal: the policy, and what to do.
+_AROUND = re.compile(r"^the policy `[^`]*` does not run here: |\.?\s*\(use --enforce warn to continue\)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +81,7 @@ def _refused(request: TuneRequest, candidate: TuneCandidate, parser_factory: lau
     try:
         launcher.prepare(["--enforce", "error", *request.argv], parser_factory, candidate.overrides)
     except (NotInForce, PolicyError) as error:
-        return str(error).removesuffix("  (use --enforce warn to continue)")
+        return _AROUND.sub("", str(error))
     return ""
 
 

@@ -1,9 +1,8 @@
 """Which candidate is measured when: interleaved rounds, in which fewer and fewer candidates take part.
 
 The first round has every candidate, in the order of the table, but those that cannot win: see `Variant.gain`. A further
-round has those that are not shown to be slower than the best one, at most half of the round before, and the second one
-also the best in 16 bits, so that what is compared was measured at the same time. The order is reversed from round to
-round: a device that becomes slower is no advantage for the first.
+round has those that are not shown to be slower than the best one, at most half of the round before. The order is
+reversed from round to round: a device that becomes slower is no advantage for the first.
 """
 
 from __future__ import annotations
@@ -77,7 +76,8 @@ def _least(report: TuneReport, row: TuneRow) -> float | None:
 def _contenders(report: TuneReport, last: list[TuneRow]) -> list[TuneRow]:
     """Return who takes part in the next round, of those that took part in the last; fewer than two end the search.
 
-    The search ends when the best one was measured twice, and no other is close to it or they are equal.
+    The best one meets the fastest in 16 bits, or, if it is that itself, the fastest other one, at least twice: one
+    measurement shows nothing where the machine is not quiet. The search ends when no other is close, or all are equal.
     """
     times = {row.candidate.name: time for row in report.eligible() if row in last and (time := row.time) is not None}
     rows = sorted((row for row in last if row.candidate.name in times), key=lambda row: times[row.candidate.name].ms)
@@ -85,12 +85,12 @@ def _contenders(report: TuneReport, last: list[TuneRow]) -> list[TuneRow]:
         return []
     best, baseline = rows[0], report.baseline
     close = [row for row in rows if not is_slower(row, best)][: max(2, len(last) // 2)]
-    measured_twice = all(len(row.trials) > 1 for row in close)
-    equal = times[close[-1].candidate.name].ms <= (1 + EQUAL) * times[best.candidate.name].ms
-    if (len(close) == 1 and best is baseline) or (measured_twice and equal):
+    opponent = baseline if baseline is not best else next(iter(rows[1:]), None)
+    if opponent is not None and opponent not in close and len(opponent.trials) == 1:
+        close.append(opponent)
+    slowest = max(times[row.candidate.name].ms for row in close)
+    if all(len(row.trials) > 1 for row in close) and slowest <= (1 + EQUAL) * times[best.candidate.name].ms:
         return []
-    if baseline is not None and baseline not in close and len(baseline.trials) == 1:
-        close.append(baseline)
     return [row for row in report.rows if row in close]
 
 
