@@ -20,6 +20,7 @@ import importlib.util
 import json
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -239,7 +240,8 @@ class _LinePerRun:
             key = row.candidate.name, number
             if number and key not in self._printed:
                 self._printed.add(key)
-                found = f"{_time(row)} ms per step" if row.measured else f"{row.state}: {row.reason}"
+                ms = row.trials[-1].ms
+                found = f"{statistics.median(ms):.4g} ms per step" if ms else f"{row.state}: {row.reason}"
                 print_line(printable(f"mpguard tune: {row.candidate.name}, run {number}: {found}"))
 
 
@@ -260,7 +262,8 @@ def _lines(report: TuneReport, request: TuneRequest, *, written: bool) -> Iterat
     yield [("  ".join(f"{cell:{width}}" for cell, width in zip(rows[0], widths, strict=True)).rstrip(), "bold")]
     for row, cells in zip(report.rows, rows[1:], strict=True):
         text = "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
-        yield [(f"{text}  {row.state}".rstrip() if not row.measured else text.rstrip(), _STYLES[row.state])]
+        state = "" if row.measured else row.note.partition(":")[0] or row.state
+        yield [(f"{text}  {state}".rstrip(), _STYLES[row.state])]
     yield [("", "")]
     reasons: dict[str, list[str]] = {}
     for row in report.rows:

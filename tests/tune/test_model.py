@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+from paths import REPOSITORY
 
 from mpguard.policy import hardware
 from mpguard.policy.recipes import recipe
@@ -135,3 +136,10 @@ def test_a_script_that_fails_in_bf16_is_not_started_in_fp8() -> None:
     search(report, measure, 3)
     assert started == [CONFIGURED, "bf16+compile"] and report.winner is None
     assert {each.reason for each in report.rows[2:]} == {"not started: the script fails without FP8 as well"}
+
+
+def test_the_page_has_each_candidate() -> None:
+    page = (REPOSITORY / "docs" / "tune.md").read_text(encoding="utf-8")
+    for variant in TABLE:
+        line = next(line for line in page.splitlines() if line.startswith(f"| `{variant.name}` |"))
+        assert all(f"`{name}: " in line for name in variant.fields)
