@@ -69,10 +69,13 @@ def plan(request: TuneRequest) -> list[TuneCandidate]:
 def _selected(request: TuneRequest) -> Iterator[TuneCandidate]:
     """Yield the candidates that were asked for, and always the first one in BF16."""
     needed = False
-    for each in candidates(mp_yaml.load_policy(request.config)):
+    found = list(candidates(mp_yaml.load_policy(request.config)))
+    names = {each.name for each in found}
+    only = {name if name in names else CONFIGURED for name in request.only}  # a policy that the config has already
+    for each in found:
         is_first = not needed and each.is_baseline and each.policy is not None and each.policy.compile is True
         needed |= is_first
-        if is_first or not request.only or each.name in request.only:
+        if is_first or not only or each.name in only:
             yield each
 
 

@@ -11,10 +11,10 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -61,8 +61,7 @@ class Trials:
         """Run the script under a candidate, and return the result."""
         folder = self.folder / f"{candidate.name.replace(' ', '-')}-{number}"
         out = folder / "out"
-        for path in (out, folder / "tmp"):
-            path.mkdir(parents=True)
+        out.mkdir(parents=True)
         marker = uuid.uuid4().hex
         command = [
             sys.executable, "-m", "mpguard.tune.start", json.dumps(candidate.overrides),
@@ -72,18 +71,18 @@ class Trials:
         environment = {
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": _compile_cache(),
-            "TMPDIR": str(folder / "tmp"),
             OUT: str(out),
             TRIAL: marker,
             **meter.settings(folder, self._warmup, self._steps),
         }
-        status = _run(command, environment, folder / "log.txt", marker, self._limit)
-        shutil.rmtree(folder / "tmp", ignore_errors=True)
+        # Not in the folder of the trial: the path of a socket, which `multiprocessing` opens there, may have 107 bytes.
+        with tempfile.TemporaryDirectory(prefix="mpguard-", ignore_cleanup_errors=True) as temporary:
+            status = _run(command, {**environment, "TMPDIR": temporary}, folder / "log.txt", marker, self._limit)
         return result(folder, status, self._warmup, self._limit)
 
 
 def _compile_cache() -> str:
-    """Return the folder of Inductor's cache, which would be in the trial's folder of temporary files."""
+    """Return the folder of Inductor's cache, which would be in the folder of temporary files."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()

@@ -81,6 +81,9 @@ def test_the_list_shows_what_cannot_run_here(
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["candidates"]}
     assert rows[CONFIGURED] == {"name": CONFIGURED, "overrides": {}, "reason": ""}
     assert rows["bf16+compile"]["reason"] == "" and "no GPU" in rows["te-tensorwise"]["reason"]
+    assert main(["tune", "--list", "--config", str(config), "--only", "bf16", "--format", "json", str(SCRIPT)]) == 0
+    names = [row["name"] for row in json.loads(capsys.readouterr().out)["candidates"]]
+    assert names == [CONFIGURED, "bf16+compile"], "the config is `bf16` already"
     assert main(["tune", "--list", "--config", str(config), str(SCRIPT)]) == 0
     out = capsys.readouterr().out
     assert "bf16+compile" in out and "runs here" in out and "needs compute capability 8.9" in out

@@ -70,7 +70,7 @@ def main() -> None:
         data = [{"inputs": torch.randn(16), "labels": torch.tensor(index % 4)} for index in range(64)]
         arguments = TrainingArguments(
             output_dir=options.output, use_cpu=True, max_steps=options.steps, per_device_train_batch_size=8,
-            report_to=[], save_steps=5, disable_tqdm=True,
+            report_to=[], save_steps=5, disable_tqdm=True, dataloader_num_workers=1,
         )  # fmt: skip
         Trainer(model=model, args=arguments, train_dataset=data).train()
         return
