@@ -249,11 +249,16 @@ def _table(report: TuneReport) -> Table:
     from rich.table import Table
 
     table = Table(*_HEADER, box=None, pad_edge=False)
+    table.columns[-1].no_wrap = True
     for row in report.rows:
         running = row.candidate.name == report.running
         cells = [*_cells(row, report), f"running, round {len(row.trials) + 1}" if running else _why(row, report)]
-        table.add_row(*map(printable, cells), style="bold" if running else _STYLES[row.state])
+        table.add_row(*map(printable, cells), style="bold" if running else _style(row))
     return table
+
+
+def _style(row: TuneRow) -> str:
+    return _STYLES[row.state] if row.trials or row.reason else "dim"  # dim: not yet started
 
 
 def _lines(report: TuneReport, request: TuneRequest, *, written: bool) -> Iterator[Line]:
@@ -280,6 +285,8 @@ def _verdict(report: TuneReport, request: TuneRequest, written: bool) -> Iterato
         yield [("Interrupted: no winner." if report.interrupted else "No candidate could be measured.", "bold")]
         return
     yield [(f"The winner is {winner.candidate.name}: {_time(winner)} ms per step.", "bold green")]
+    if report.baseline is None:
+        yield [("No run in 16 bits could be measured, so it is not known whether FP8 is faster.", "yellow")]
     if not winner.candidate.overrides:
         yield [(f"{request.config} stays as it is.", "")]
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -178,6 +179,7 @@ def result(folder: Path, status: int | None, warmup: int, limit: float) -> Trial
     steps = len(measured["losses"])
     dropped = min(warmup, steps // 2)
     times = measured["ms"][max(dropped - 1, 0) :]  # the first of all is the time of the second step
+    times = [ms for ms in times if math.isfinite(ms)]
     if len(times) < FEWEST:
         return TrialResult("failed", f"the script ended after {steps} optimizer steps; {2 * FEWEST} are needed")
     most = max(json.loads(path.read_text())["bytes"] for path in folder.glob("rank-*.json"))
