@@ -44,11 +44,15 @@ def happen(step: int) -> None:
         raise RuntimeError("the shards do not fit")
     if options.fault == "memory":
         torch.empty(1 << 50, dtype=torch.uint8)
-    if options.fault == "hang":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-        Path("pids").write_text(f"{os.getpid()} {child.pid}")
-        time.sleep(600)
+
+
+def hang() -> None:
+    """Wait, in spite of SIGTERM, and with a child in another session."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    Path("pids.part").write_text(f"{os.getpid()} {child.pid}")
+    Path("pids.part").rename("pids")
+    time.sleep(600)
 
 
 def train(backward: Callable[[torch.Tensor], None], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -62,6 +66,8 @@ def train(backward: Callable[[torch.Tensor], None], model: torch.nn.Module, opti
 
 
 def main() -> None:
+    if options.fault == "hang":
+        hang()
     torch.manual_seed(0)
     model = Model()
     if options.kind == "trainer":

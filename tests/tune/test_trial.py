@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,6 @@ def test_a_trainer_that_is_shorter_and_writes_checkpoints(tmp_path: Path) -> Non
     [
         (["--fault", "error"], "failed", "exit status 1: RuntimeError: the shards do not fit"),
         (["--fault", "memory"], "failed", "out of memory: RuntimeError"),
-        (["--steps", "4"], "failed", "the script ended after 4 optimizer steps; 6 are needed"),
         (["--fault", "half"], "refused", "optimizer"),
     ],
 )
@@ -107,3 +107,19 @@ def test_how_a_trial_has_ended(log: str, status: int | None, state: str, reason:
     (tmp_path / "log.txt").write_text(log)
     found = trial.result(tmp_path, status, WARMUP, 60)
     assert (found.state, found.reason) == (state, reason)
+
+
+@pytest.mark.parametrize(
+    ("steps", "timed", "reason"),
+    [(30, range(10, 30), ""), (12, range(6, 12), ""), (8, range(4, 8), ""), (4, (), "ended after 4 optimizer steps")],
+)
+def test_the_first_steps_are_dropped(steps: int, timed: Sequence[int], reason: str, tmp_path: Path) -> None:
+    """Of a script that is shorter than the warm-up and some steps, those of its second half count."""
+    measured = {"ms": [float(step) for step in range(1, steps)], "losses": [0.5] * steps, "bytes": 2**30}
+    (tmp_path / "rank-0.json").write_text(json.dumps(measured))
+    (tmp_path / "rank-1.json").write_text(json.dumps({**measured, "bytes": 2**31}))
+    (tmp_path / "log.txt").write_text("")
+    found = trial.result(tmp_path, 0, 10, 60)
+    assert reason in found.reason
+    if not reason:
+        assert (found.ms, found.bytes) == (tuple(map(float, timed)), 2**31) and len(found.losses) == len(timed)
