@@ -55,6 +55,7 @@ class Document:
     (`bom` is True if there was one). problems: why it is not a usable config; empty if it is.
     root: the nodes; None for an empty file, and for a text that cannot be read at all.
     given_to: for a dict in Python code (format `python`), the calls that take it; "" stands for unknown calls.
+    attribute: for such a dict, the attribute of another object that it is set on: `config.ds_config`.
     """
 
     path: str
@@ -64,6 +65,7 @@ class Document:
     problems: list[Problem]
     bom: bool = False
     given_to: tuple[str, ...] = ()
+    attribute: str = ""
 
     @functools.cached_property
     def data(self) -> Any:

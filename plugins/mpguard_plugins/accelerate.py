@@ -171,10 +171,10 @@ def with_deepspeed_file(settings: dict[str, Setting], config: Mapping[str, Any])
 
 @accelerate.detector
 def is_config(config: Mapping[str, Any]) -> bool:
-    """True for keys that only accelerate has; or a mode, if most of the other keys are accelerate's too."""
+    """True for keys that only accelerate has; or a mode or a `distributed_type` among keys that are accelerate's too."""
     if "base_model" in config:  # axolotl
         return False
-    if "compute_environment" in config or "distributed_type" in config:
+    if "compute_environment" in config:
         return True
     sections = ("fp8_config", "deepspeed_config", "megatron_lm_config")
     if any(key in config and (config[key] is None or isinstance(config[key], Mapping)) for key in sections):
@@ -182,9 +182,11 @@ def is_config(config: Mapping[str, Any]) -> bool:
     common = {
         "num_processes", "num_machines", "machine_rank", "use_cpu", "fsdp_config", "dynamo_config", "gpu_ids", "debug",
         "main_process_ip", "main_process_port", "main_training_function", "rdzv_backend", "same_network", "fp8_config",
-        "downcast_bf16", "enable_cpu_affinity",
+        "downcast_bf16", "enable_cpu_affinity", "fp16", "dynamo_backend", "tpu_env", "tpu_use_cluster", "commands",
     }  # fmt: skip
     known = common & set(config)
+    if "distributed_type" in config:  # training scripts have one in configs of their own, among many other keys
+        return 2 * (len(known) + ("mixed_precision" in config)) >= len(config) - 2
     return "mixed_precision" in config and bool(known) and 2 * len(known) >= len(config) - 1
 
 

@@ -14,6 +14,7 @@ import gc
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 
 import libcst as cst
 
@@ -50,6 +51,8 @@ from mpguard.lint.source.source import Chunk, Source
 #: A class in an imported module whose code is longer than this (in characters) is indexed by its name and its bases
 #: only: parsing hundreds of methods costs more than they contribute to the analysis of the importing file.
 LARGEST_IMPORTED = 100_000
+#: Folders of tests.
+_TEST_FOLDERS = frozenset({"test", "tests"})
 #: Events of training that a framework runs.
 _TRAINS: tuple[EventKind, ...] = ("prepare", "initialize", "trainer")
 #: Receivers that have a `step` method and are not optimizers: schedulers, profilers, environments, progress bars.
@@ -577,6 +580,11 @@ class Facts(FormerNames, former=_FORMER):
                 for call in place.calls
             )
         return self._steps[scope]
+
+    @cached_property
+    def is_test(self) -> bool:
+        """True for a file in a folder of tests (its own, and two above): its loops measure or test something."""
+        return not _TEST_FOLDERS.isdisjoint(Path(self.path).parts[-4:-1])
 
     @cached_property
     def may_keep_masters(self) -> bool:

@@ -126,6 +126,8 @@ class CallGraph:
                 return "framework"
             if base.startswith("torch.nn.") or last in ("PreTrainedModel", "ModelMixin", "Module"):
                 return "model"
+            if ".lr_scheduler." in base or "scheduler" in last.lower():
+                return "scheduler"
             if base.startswith("torch.optim.") or last == "Optimizer":
                 return "own_optimizer"
             if "Scaler" in last:

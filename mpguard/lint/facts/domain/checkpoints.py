@@ -28,6 +28,7 @@ _MODEL = re.compile(
 )
 #: Functions that read a checkpoint; not data, and not a factory (`load_optimizer(args.optimizer)`).
 _LOADS = re.compile(r"(?i)^(?!.*(?:data|batch|optim(?:izer)?s?$)).*(?:load|resume|restore)")
+_WARM_START = re.compile(r"(?i)warm[-_ ]?start")
 #: Functions that write or read a checkpoint, or create its contents.
 _SAVES_OR_RESTORES = re.compile(r"(?i)save|checkpoint|ckpt|snapshot|store|dump|resume|state")
 
@@ -69,8 +70,10 @@ class Checkpoints:
     def resumed(self) -> bool:
         """True if an optimizer's state is restored, in the file or by a function that loads.
 
-        Such a function is `load_checkpoint(path, optimizer)`.
+        Such a function is `load_checkpoint(path, optimizer)`. A warm start from another run does not resume this one.
         """
+        if _WARM_START.search(self.facts.file_text):
+            return False
         if self.of("restore", "optimizer"):
             return True
         return any(

@@ -178,7 +178,9 @@ class _DictConfig:
         if not self._set_changes_unknown(root) or not callees:
             callees.add("")
         source = self.facts.source
-        document = Document(source.path, source.text, "python", root, [], given_to=tuple(sorted(callees)))
+        attribute = next((name for name in sorted(self.names) if "." in name and not name.startswith("self.")), "")
+        given = tuple(sorted(callees))
+        document = Document(source.path, source.text, "python", root, [], given_to=given, attribute=attribute)
         document.__dict__["kind"] = "deepspeed"  # it may be one only because of the call that takes it
         return document
 

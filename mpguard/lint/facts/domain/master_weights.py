@@ -7,27 +7,34 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from mpguard.lint.facts.events import is_optimizer
+from mpguard.lint.facts.events import Event, EventKind, is_optimizer
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.records import Use
 from mpguard.lint.facts.values import project_words
+from mpguard.lint.facts.values.lattice import Object
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
+#: The events that name an optimizer that steps.
+_STEPS: tuple[EventKind, ...] = ("step", "scaler_step")
+#: What the code of an optimizer with FP32 masters contains: `param_groups_fp32`, `master_params`, `p.clone().float()`.
+_KEEPS_MASTERS = re.compile(r"(?i)master|_fp32\b|\bfp32_|clone\(\)\.float\(|\.float\(\)\.clone")
 _GRAD = re.compile(r"\.grad\b")
 
 
 def may_keep_masters(facts: Facts) -> bool:
     """True if FP32 master weights may be kept, and the loss scaled, by other means than torch.amp.
 
-    These are apex, a framework's own FP16 optimizer or module, and gradients copied from one set of parameters to
+    These are apex, a framework's or project's own FP16 optimizer or module, and gradients copied from one set of parameters to
     another.
     """
     facts.need_all()
     for call in facts.calls.get("backward", ()):
         if call.receiver is not None and call.positional and is_optimizer(facts, call.receiver, call):
             return True
+    if any(_has_masters(facts, each) for kind in _STEPS for each in facts.events(kind)):
+        return True
     for scope in facts.index.scopes:
         if any(project_words.MASTER_WEIGHTS.search(base) for base in scope.base_names):
             return True
@@ -43,6 +50,19 @@ def may_keep_masters(facts: Facts) -> bool:
                         return True
         if any(_GRAD.search(use.path) and _goes_to_grad(facts, use) for uses in scope.uses.values() for use in uses):
             return True
+    return False
+
+
+def _has_masters(facts: Facts, step: Event) -> bool:
+    """True if the optimizer that steps may keep FP32 masters: by its name, or by the code of its class in the tree."""
+    for each in facts.evaluate(step.subject, step.call):
+        if not isinstance(each.atom, Object):
+            continue
+        if project_words.MASTER_WEIGHTS.search(each.atom.path):
+            return True
+        if each.atom.kind == "own_optimizer" and each.atom.cls is not None and each.atom.facts is not None:
+            if _KEEPS_MASTERS.search(each.atom.cls.chunk.text):
+                return True
     return False
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 def bfloat16_region(scaler: Event, enabled: PathCondition, facts: Facts) -> Region | None:
     """Return a BF16 region of a loss that the scaler scales if all regions of all its losses are definitely BF16."""
     found: Region | None = None
+    if _several_files_create(scaler, facts):
+        return None
     for scale in facts.events_around("scale", scaler.scope):
         made = [each.atom for each in facts.evaluate(scale.subject, scale.call)]
         if not any(isinstance(atom, Object) and atom.call is scaler.call for atom in made):
@@ -37,3 +39,12 @@ def bfloat16_region(scaler: Event, enabled: PathCondition, facts: Facts) -> Regi
                         return None
                     found = region
     return found
+
+
+def _several_files_create(scaler: Event, facts: Facts) -> bool:
+    """True if a scaler belongs to a class that several files may use: one of them may scale FP16 losses with it."""
+    owner = scaler.scope.owner
+    if owner is None or owner.parent is None or owner.parent.kind != "module":
+        return False
+    users = facts.of(owner).users(owner.name)
+    return users is None or len(users) > 1

@@ -164,7 +164,7 @@ def is_optimizer(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
     """True if an expression is an optimizer, or, if its kind is unknown, is named like one."""
     kinds = facts.kinds(node, at)
     if kinds & {"optimizer", "own_optimizer"}:
-        return True
+        return "sched" not in last_name(node).lower()  # a scheduler with an optimizer's methods, or named wrongly
     return kinds <= {"", "parameters"} and bool(_OPTIMIZER.search(last_name(node).lower()))
 
 

@@ -69,7 +69,7 @@ OPTIMIZERS = project_words.OPTIMIZERS | {
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "LBFGS", "SparseAdam", "ASGD",
     "Rprop", "ZeroRedundancyOptimizer",  # torch
     "Adafactor",  # transformers, torch
-    "FusedAdam", "FusedLAMB", "FusedSGD",  # apex
+    "FusedAdam", "FusedLAMB", "FusedSGD", "FusedMixedPrecisionLamb",  # apex
     "DeepSpeedCPUAdam",
 }  # fmt: skip
 #: Functions of a user's project that create an optimizer, by their name.

@@ -45,6 +45,7 @@ _MASTER_WEIGHTS = (
         "MixedPrecisionOptimizer, MixedPrecisionTrainer, MixedPrecisionPlugin",
         ("megatron-core", "colossalai", "openai/guided-diffusion", "lightning"),
     ),
+    ProjectWord("fusedmixedprecisionlamb", "apex's LAMB with FP32 masters", ("NVIDIA/DeepLearningExamples",)),
     ProjectWord("ampoptim", "AMPOptimizer, AmpOptimWrapper", ("fairseq", "mmengine", "mmdet")),
     ProjectWord("ampmodel", "TorchAMPModel, NaiveAMPModel", ("colossalai",)),
     ProjectWord(

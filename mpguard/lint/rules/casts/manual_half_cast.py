@@ -606,6 +606,39 @@ def with_policy(loader, vae):
         Good(
             """\
 import torch
+from lamb import LAMBAMP
+
+def train(model, loader):
+    model.half()
+    optimizer = LAMBAMP(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "lamb.py": "import torch\n\nclass LAMBAMP(torch.optim.Optimizer):\n"
+                "    def __init__(self, params):\n        super().__init__(params, {})\n"
+                "        self.param_groups_fp32 = [[p.clone().float() for p in g['params']] for g in self.param_groups]\n",
+            },
+        ),
+        Good(
+            """\
+import torch
+
+def converges(model, loader):
+    model.half()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            name="tests/nn/measure.py",
+            files={"tests/nn/__init__.py": ""},
+        ),
+        Good(
+            """\
+import torch
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -624,7 +657,7 @@ def train(args, loader, dtype):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference" or facts.may_keep_masters:
+        if facts.declared == "inference" or facts.may_keep_masters or facts.is_test:
             return
         found = []
         for cast in (*facts.events("cast"), *facts.events("construct")):

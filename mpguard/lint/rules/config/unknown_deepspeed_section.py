@@ -26,7 +26,9 @@ class UnknownDeepspeedSection(ConfigRule):
     Safe: the key is renamed to the known key, if it is clear which one is intended and it is not already present.
 
     ## Known limits
-    The keys are those of DeepSpeed 0.19.8. Unknown keys with a single value are reported only if they are about
+    The keys are those of DeepSpeed 0.19.8. A file in which most keys are not DeepSpeed's is read by another program
+    (GPT-NeoX, a training script), and so is a dict that is set on another library's config
+    (`config.ds_config = {...}`); neither is reported. Unknown keys with a single value are reported only if they are about
     precision or similar to a known key; names that begin with `_`, `/` or `#` are comments. The keys of other sections
     are not checked. DeepSpeed has no FP8 of its own: FP8 modules (Transformer Engine, torchao) run inside its BF16
     engine.
@@ -97,6 +99,34 @@ config = {
         ),
         Good(
             """\
+{
+  "num_epochs": 1,
+  "lr_warmup_steps": 500,
+  "dataset_dir": "data",
+  "output_dir": "out",
+  "use_fp16": {"enabled": true},
+  "train_micro_batch_size_per_gpu": 1,
+  "zero_optimization": {"stage": 1}
+}
+""",
+            name="own_training_script.json",
+        ),
+        Good(
+            """\
+from collie import CollieConfig
+
+config = CollieConfig.from_pretrained("gpt2")
+config.ds_config = {
+    "fp16": {"enabled": True},
+    "monitor_config": {"enabled": True},
+    "zero_optimization": {"stage": 3},
+    "gradient_clipping": 1.0,
+}
+""",
+            name="collie.py",
+        ),
+        Good(
+            """\
 def summary(args):
     return {"train_micro_batch_size_per_gpu": args.batch_size, "precision": args.precision, "dtype": args.dtype}
 
@@ -107,6 +137,8 @@ abilities = {"zero_optimization": True, "torch_autocast": True, "fp8": False}
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
+        if _of_another_program(document):
+            return
         for entry in document.entries():
             if len(entry.path) == 1:
                 yield from self._top(document, entry)
@@ -139,6 +171,15 @@ abilities = {"zero_optimization": True, "torch_autocast": True, "fp8": False}
         hint = f"; it reads `{meant}`" if meant else did_you_mean(key, known)
         what = "stops: the section has no such key" if section in deepspeed_keys.STRICT else "ignores it"
         yield self.at(entry, fix=_fix(document, entry, meant), key=f"{section}.{key}", what=what, hint=hint)
+
+
+def _of_another_program(document: Document) -> bool:
+    """True if another program reads the config too, and the keys that are not DeepSpeed's.
+
+    It is set on another library's config, or most of its keys are not DeepSpeed's.
+    """
+    keys = {str(key) for key in document.data}
+    return bool(document.attribute) or len(keys) > 2 * len(keys & deepspeed_keys.KEYS)
 
 
 def _fix(document: Document, entry: Entry, meant: str | None) -> Fix | None:

@@ -32,7 +32,8 @@ class UnknownKey(ConfigRule):
 
     ## Known limits
     The keys are those of accelerate 1.15.0; a key that a newer version reads is reported until mpguard supports it.
-    Only files with a `distributed_type`, which accelerate requires, count as its configs. A section `..._config` whose
+    Only files with a `distributed_type`, which accelerate requires, count as its configs; without a
+    `compute_environment`, half of their other keys must be accelerate's: training scripts have that key too. A section `..._config` whose
     name is not similar to a known one is not reported: forks of accelerate have such sections (KTransformers'
     `kt_config`).
     """
@@ -80,6 +81,18 @@ tpu_env: []
 tpu_use_cluster: false
 """,
             name="default_config.yaml",
+        ),
+        Good(
+            """\
+model_name_or_path: EleutherAI/pythia-1b
+batch_size: 8
+lr: 4e-4
+scheduler: cosine
+dtype: bfloat16
+distributed_type: ddp
+save_dir: runs
+""",
+            name="own_training_script.yaml",
         ),
         Good(
             """\

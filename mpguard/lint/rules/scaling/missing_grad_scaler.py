@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import libcst as cst
 
@@ -27,9 +26,6 @@ from mpguard.lint import (
     python_edits,
     unscaled_steps,
 )
-
-#: Folders (the file's, and two above) whose loops do not train: they measure or test something.
-_TEST_FOLDERS = frozenset({"test", "tests"})
 
 
 class MissingGradScaler(Rule):
@@ -582,7 +578,7 @@ def peak_memory(model):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference" or facts.may_keep_masters or _TEST_FOLDERS & {*Path(facts.path).parts[-4:-1]}:
+        if facts.declared == "inference" or facts.may_keep_masters or facts.is_test:
             return
         reported: set[Scope] = set()
         for backward in facts.events("backward"):

@@ -275,6 +275,23 @@ def full_precision(model, loader):
         Good(
             """\
 import torch
+from runs import load_optimizer_state
+
+def finetunes(model, loader, args):
+    optimizer = torch.optim.AdamW(model.parameters())
+    if args.load_optimizer:  # warm-start the optimizer from the pretraining run
+        optimizer.load_state_dict(load_optimizer_state("base", args.tag))
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+"""
+        ),
+        Good(
+            """\
+import torch
 
 def exclusive(model, loader, args):
     optimizer = torch.optim.AdamW(model.parameters())

@@ -220,6 +220,31 @@ class Run:
             """\
 import torch
 
+class NativeScaler:
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def __call__(self, loss, optimizer):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+""",
+            name="utils.py",
+            files={
+                "pyproject.toml": "",
+                "pretrain.py": "import torch\nfrom utils import NativeScaler\n\ndef train(model, optimizer, loader):\n"
+                "    scaler = NativeScaler()\n    for x in loader:\n        with torch.autocast('cuda'):\n"
+                "            loss = model(x)\n        scaler(loss, optimizer)\n",
+                "finetune.py": "import torch\nfrom utils import NativeScaler\n\ndef train(model, optimizer, loader):\n"
+                "    scaler = NativeScaler()\n    for x in loader:\n"
+                "        with torch.autocast('cuda', dtype=torch.bfloat16):\n            loss = model(x)\n"
+                "        scaler(loss, optimizer)\n",
+            },
+        ),
+        Good(
+            """\
+import torch
+
 class Run:
     def __init__(self, dtype):
         self.amp = dtype in [torch.bfloat16, torch.float16]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import TYPE_CHECKING
 
 from mpguard.lint.facts.file import Facts
@@ -17,6 +18,10 @@ from mpguard.lint.source.text import Unparsable
 
 if TYPE_CHECKING:
     from mpguard.document import Document
+
+
+#: A placeholder of Jinja: `{{ name }}`, `{% if x %}`.
+_TEMPLATE = re.compile(rb"\{\{ *\w[\w.]*[^{}]*\}\}|\{%.*%\}")
 
 
 def check(data: bytes, context: Context) -> FileCheck:
@@ -98,6 +103,8 @@ def _unparsable(data: bytes, context: Context, error: Exception) -> FileCheck:
     """Report that a file cannot be parsed."""
     message = error.message if isinstance(error, Unparsable) else "parse limit: the code is nested too deeply"
     line, column = (error.line, error.column) if isinstance(error, Unparsable) else (1, 1)
+    if not context.target.named and _is_template(data, context.path, line):
+        return not_checked()
     lines = Lines(replaced_text(data))
     line = min(max(line, 1), len(lines.starts))
     start = min(lines.offset(line, max(column, 1)), len(lines.text))
@@ -105,6 +112,12 @@ def _unparsable(data: bytes, context: Context, error: Exception) -> FileCheck:
     diagnostic = Diagnostic(SYNTAX, (start, start + width), message, context.rules[SYNTAX].help)
     comments = suppressions.in_python(lines) if b"mpguard" in data else suppressions.NONE
     return context.finish(RuleOutput(lines, [diagnostic] if context.is_on(SYNTAX) else [], set(), comments))
+
+
+def _is_template(data: bytes, path: str, line: int) -> bool:
+    """True for a template of cookiecutter or Jinja: a placeholder in its path, or where Python finds an error."""
+    near = b"\n".join(data.splitlines()[max(line - 2, 0) : line])
+    return bool(_TEMPLATE.search(path.encode("utf-8", "surrogateescape")) or _TEMPLATE.search(near))
 
 
 def _python_error(error: Exception, data: bytes, path: str) -> Exception:
