@@ -286,6 +286,9 @@ def _without_scaler(text: str) -> str | None:
 def autocast_bf16_to_fp16(text: str) -> str | None:
     def swap(call: cst.Call) -> cst.BaseExpression | None:
         dtype = argument(call, "dtype")
+        enabled = argument(call, "enabled")
+        if enabled is not None and code(enabled.value) == "False":
+            return None
         if _autocast(call) and dtype is not None and code(dtype.value) == "torch.bfloat16":
             return with_argument(call, "dtype", "torch.float16")
         return None
@@ -543,11 +546,21 @@ def positions_in_bfloat16(text: str) -> str | None:
     return changed(text, Replace(cast))
 
 
-@kind("109", r"(?i)ema\w* *= *(copy\.)?deepcopy\(", never=r"\.half\(|float16")
+@kind(
+    "109",
+    r"(?i)ema\w* *= *(copy\.)?deepcopy\(",
+    r"(?i)mul_\(|lerp|decay|update\w*ema|ema\w*update",
+    never=r"\.half\(|float16",
+)
 def ema_in_half(text: str) -> str | None:
+    """Cast the copy of a model; a copied state or a list of copies has no `bfloat16()`."""
+    copied = r"(copy\.)?deepcopy\((?!.*(state_dict|params|master))[\w.]+\)(\.(to|cuda|eval)\([\w.]*\))*"
+
     class Cast(Change):
         def leave_Assign(self, _: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
-            if re.search("(?i)ema", code(updated_node.targets[0].target)) and "deepcopy" in code(updated_node.value):
+            if re.search("(?i)ema", code(updated_node.targets[0].target)) and re.fullmatch(
+                copied, code(updated_node.value)
+            ):
                 self.changes += 1
                 return updated_node.with_changes(value=cst.parse_expression(f"{code(updated_node.value)}.bfloat16()"))
             return updated_node
@@ -807,7 +820,12 @@ def lightning_without_masters(text: str) -> str | None:
     return changed(text, Replace(how))
 
 
-@kind("704", r"set_float32_matmul_precision\(.high.\)", r"\.backward\(|\.fit\(")
+@kind(
+    "704",
+    r"set_float32_matmul_precision\(.high.\)",
+    r"\.backward\(|\.fit\(",
+    never="(?i)autocast|bf16|bfloat16|fp16|float16|mixed",  # there, products in BF16 are what is wanted
+)
 def matmul_precision_medium(text: str) -> str | None:
     return re.sub(r"set_float32_matmul_precision\((.)high.\)", r"set_float32_matmul_precision(\1medium\1)", text)
 

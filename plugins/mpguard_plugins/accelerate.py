@@ -171,7 +171,7 @@ def with_deepspeed_file(settings: dict[str, Setting], config: Mapping[str, Any])
 
 @accelerate.detector
 def is_config(config: Mapping[str, Any]) -> bool:
-    """True for keys that only accelerate has; or a mode or a `distributed_type` among keys that are accelerate's too."""
+    """True for keys that only accelerate has; or a mode or a `distributed_type`, if most other keys are its too."""
     if "base_model" in config:  # axolotl
         return False
     if "compute_environment" in config:

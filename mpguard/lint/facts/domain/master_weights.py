@@ -26,8 +26,8 @@ _GRAD = re.compile(r"\.grad\b")
 def may_keep_masters(facts: Facts) -> bool:
     """True if FP32 master weights may be kept, and the loss scaled, by other means than torch.amp.
 
-    These are apex, a framework's or project's own FP16 optimizer or module, and gradients copied from one set of parameters to
-    another.
+    These are apex, a framework's or project's own FP16 optimizer or module, and gradients copied from one set of
+    parameters to another.
     """
     facts.need_all()
     for call in facts.calls.get("backward", ()):
@@ -58,11 +58,9 @@ def _has_masters(facts: Facts, step: Event) -> bool:
     for each in facts.evaluate(step.subject, step.call):
         if not isinstance(each.atom, Object):
             continue
-        if project_words.MASTER_WEIGHTS.search(each.atom.path):
+        own = each.atom.cls if each.atom.kind == "own_optimizer" else None
+        if project_words.MASTER_WEIGHTS.search(each.atom.path) or (own and _KEEPS_MASTERS.search(own.chunk.text)):
             return True
-        if each.atom.kind == "own_optimizer" and each.atom.cls is not None and each.atom.facts is not None:
-            if _KEEPS_MASTERS.search(each.atom.cls.chunk.text):
-                return True
     return False
 
 

@@ -9,8 +9,8 @@ import libcst as cst
 
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.syntax.nodes import dotted
-from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
-from mpguard.lint.facts.syntax.records import Scope
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
+from mpguard.lint.facts.syntax.records import Scope, Use
 from mpguard.lint.facts.values import library_names
 from mpguard.lint.facts.values.lattice import Class, Constant, Object, Ref
 
@@ -23,11 +23,36 @@ _MAY_BE_SCALER = re.compile(r"(?i)scaler|scale_loss|loss_scale|grad_scale|init_s
 #: Scalers of data, not of gradients.
 _DATA_SCALER = re.compile(r"(?:Standard|MinMax|Robust|MaxAbs|Data|Feature|Target|Image)Scaler")
 #: Kinds of objects with a loss scaler of their own.
-_HAS_OWN_SCALER = frozenset({"accelerator", "engine", "trainer", "fabric", "apex", "scaler"})
+_HAS_OWN_SCALER = frozenset({"accelerator", "engine", "trainer", "fabric", "apex"})
+#: Kinds of objects with a `step` that a framework with a scaler of its own gives.
+_BRINGS_SCALER = _HAS_OWN_SCALER | {"engine_optimizer", "apex_optimizer", "framework", "scaler", "scheduler"}
+#: Methods of a scaler that scale no loss.
+_SCALES_NOTHING = frozenset({
+    "step", "update", "unscale_", "state_dict", "load_state_dict", "get_scale", "is_enabled", "GradScaler",
+    "ShardedGradScaler",
+})  # fmt: skip
+#: Kinds of classes whose base class runs the training loop.
+_RUNS = frozenset({"framework", "trainer"})
+#: Expressions that test whether there is a scaler.
+_TESTS = (
+    cst.Comparison,
+    cst.ComparisonTarget,
+    cst.If,
+    cst.IfExp,
+    cst.UnaryOperation,
+    cst.BooleanOperation,
+    cst.Assert,
+)
+#: Functions that a scaler is passed to and that do not train.
+_READS_SCALER = re.compile(r"(?i)save|load|checkpoint|ckpt|restore|resume|print|log|info|isinstance|hasattr|bool")
 
 
 def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts: Facts) -> Event | None:
-    """Return the step of a plain optimizer in the same program under a compatible path condition, or None."""
+    """Return the step of a plain optimizer in the same program under a compatible path condition, or None.
+
+    In the function of the backward pass it may be an optimizer that comes from outside: it cannot scale that loss.
+    """
+    unknown: Event | None = None
     for step in facts.events_around("step", backward.scope):
         if step.scope not in program or not compatible(step.guard, guard) or facts.is_inference(step.call):
             continue
@@ -46,22 +71,31 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
             isinstance(a, Object) and a.kind == "optimizer" and not a.prepared for a in alternatives
         ):
             return step
-    return None
+        foreign = (isinstance(a, Object) and (a.prepared or a.kind in _BRINGS_SCALER) for a in alternatives)
+        if unknown is None and step.scope is backward.scope and not any(foreign):
+            unknown = step
+    return unknown
 
 
-def may_be_scaled(guard: PathCondition, program: set[Scope], facts: Facts) -> bool:
-    """True if a scaler, or an object with one of its own, may be used in the program under a path condition."""
+def may_be_scaled(guard: PathCondition, program: set[Scope], facts: Facts, loss: Event | None = None) -> bool:
+    """True if a scaler, or an object with one of its own, may be used in the program under a path condition.
+
+    loss: a backward pass whose loss is computed in its own function: only this function, and those that it calls, can
+    scale it.
+    """
+    if loss is not None:
+        if _arm_scales(loss, facts) or (loss.scope.owner is not None and facts.class_kind(loss.scope.owner) in _RUNS):
+            return True
+        program = _called_by(loss.scope, facts)
     for scope in program:
         if scope.kind == "class" and facts.base_unknown(scope):
             return True
-        for param in scope.params:
-            if _MAY_BE_SCALER.search(param.name) and not _data_scaler(param.name, facts):
-                return True
         for uses in scope.uses.values():
             for use in uses:
                 if (
                     _MAY_BE_SCALER.search(use.path)
                     and compatible(use.guard, guard)
+                    and _may_scale(use, program, facts)
                     and not _data_scaler(use.path, facts)
                 ):
                     return True
@@ -77,11 +111,62 @@ def may_be_scaled(guard: PathCondition, program: set[Scope], facts: Facts) -> bo
                     return True
                 if isinstance(each.atom, Class) and each.atom.facts.class_kind(each.atom.scope) in _HAS_OWN_SCALER:
                     return True
+    if any(scale.scope in program and compatible(scale.guard, guard) for scale in facts.events("scale")):
+        return True
     return any(
         event.scope in program and compatible(event.guard, guard)
         for event in facts.events("framework")
         if dotted(event.subject) != "super"
     )
+
+
+def _arm_scales(loss: Event, facts: Facts) -> bool:
+    """True if another branch in the function of a backward pass scales a loss: this one is meant not to."""
+    tested = (flag for flag in loss.guard.flags() if _MAY_BE_SCALER.search(flag))
+    return any(not compatible(loss.guard, ALWAYS.given(Flag(flag))) for flag in tested) or any(
+        scale.scope is loss.scope and not compatible(scale.guard, loss.guard) for scale in facts.events("scale")
+    )
+
+
+def _called_by(scope: Scope, facts: Facts) -> set[Scope]:
+    """Return a function, and the functions of the tree that run within its calls."""
+    found, pending = {scope}, [scope]
+    while pending:
+        inner = [each.scope for call in pending.pop().calls for each in facts.functions(call)]
+        pending += [each for each in dict.fromkeys(inner) if each not in found]
+        found.update(inner)
+    return found
+
+
+def _may_scale(use: Use, program: set[Scope], facts: Facts) -> bool:
+    """True if a use of what is named like a scaler may scale a loss with it.
+
+    Methods that only step, update or save scale nothing, nor does a test (`if scaler is not None`), nor what passes it
+    to a function of the program, whose own uses count.
+    """
+    parts = use.path.split(".")
+    place = max(place for place, part in enumerate(parts) if _MAY_BE_SCALER.search(part))
+    if place < len(parts) - 1:
+        return parts[place + 1] not in _SCALES_NOTHING
+    node: cst.CSTNode = use.node
+    parent = facts.of(use).parent(node)
+    if isinstance(parent, _TESTS):
+        return False
+    if isinstance(parent, cst.Assign):
+        return not all(_MAY_BE_SCALER.search(dotted(each.target)) for each in parent.targets)
+    if isinstance(parent, cst.Call) and parent.func is node:
+        call = facts.of(use).call_of(parent)
+        return call is None or not any(
+            isinstance(each.atom, Ref) and each.atom.path.rsplit(".", 1)[-1] in library_names.SCALER_NAMES
+            for each in facts.evaluate(call.func, call)
+        )
+    if isinstance(parent, cst.Arg):
+        above = facts.of(use).parent(parent)
+        call = facts.of(use).call_of(above)
+        if call is None:
+            return True
+        return not (_READS_SCALER.search(call.name) or any(each.scope in program for each in facts.functions(call)))
+    return True
 
 
 def _data_scaler(path: str, facts: Facts) -> bool:

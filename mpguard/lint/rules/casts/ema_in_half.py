@@ -29,6 +29,9 @@ _CLASSES = frozenset(
     {"AveragedModel", "ExponentialMovingAverage", "EMAModel", "ModelEma", "ModelEmaV2", "ModelEMA", "EMA"}
 )
 _UPDATES = frozenset({"lerp_", "mul_", "lerp", "update", "update_parameters", "step_ema", "ema_update", "update_ema"})
+#: Functions that move an average towards the model, and those that only read one.
+_AVERAGES = re.compile(r"(?i)ema(?![a-z])|averag|accumulate")
+_ONLY_READS = re.compile(r"(?i)save|load|eval|valid|test|sample|log|print|export|grad|freeze|copy|parallel")
 
 
 class EmaInHalf(Rule):
@@ -36,9 +39,9 @@ class EmaInHalf(Rule):
 
     ## What it does
     Reports a cast of a model, or of the tensors of a dict or list, whose name marks it as an average (`ema`, `shadow`)
-    and which the file updates; a copy of a model that is cast and updated from that model in a loop over their
-    parameters (`mul_`, `lerp_`); and a model that is cast before it is passed to `AveragedModel`, `EMAModel` and the
-    like.
+    and which the file updates, itself or with a function that averages (`update_ema(ema, model)`); a copy of a model
+    that is cast and updated from that model in a loop over their parameters (`mul_`, `lerp_`); and a model that is cast
+    before it is passed to `AveragedModel`, `EMAModel` and the like.
 
     ## Why is this bad
     Each step adds (1 - decay) times a difference. With decay 0.999 that is less than half of BF16's last bit (2^-9): an
@@ -135,6 +138,36 @@ def slow_copy(model, loader, optimizer, tau):
         optimizer.step()
         for s, p in zip(slow.parameters(), model.parameters()):
             s.data.lerp_(p.data, tau)
+"""
+        ),
+        Bad(
+            """\
+from copy import deepcopy
+
+from diffusion import update_ema
+
+def main(model, loader, optimizer, device):
+    ema = deepcopy(model).to(device).bfloat16()  # !
+    for x in loader:
+        model(x).backward()
+        optimizer.step()
+        update_ema(ema, model.module)
+"""
+        ),
+        Bad(
+            """\
+from copy import deepcopy
+
+class ModelEMA:
+    def __init__(self, model):
+        self.ema = deepcopy(model).bfloat16()  # !
+        self.ema.eval()
+
+    def update(self, model):
+        theirs = model.state_dict()
+        for key, value in self.ema.state_dict().items():
+            value *= 0.999
+            value += 0.001 * theirs[key].detach()
 """
         ),
         Good(
@@ -252,7 +285,9 @@ def step(other_ema, model):
 
     def _updated(self, ema: str, cast: Event, facts: Facts) -> bool:
         """True if the file updates the average after the cast: with a method, or through its parameters."""
-        if self._elements_updated(ema, facts):
+        if self._elements_updated(ema, facts) or self._passed_to_update(ema, facts):
+            return True
+        if self._state_updated(ema, cast, facts):
             return True
         if not any(name in facts.calls for name in _UPDATES):
             return False
@@ -267,6 +302,31 @@ def step(other_ema, model):
                     continue
                 if scope is not cast.scope or use.order > cast.order or set(use.loops) & set(cast.call.loops):
                     return True
+        return False
+
+    def _passed_to_update(self, ema: str, facts: Facts) -> bool:
+        """True if a function that averages takes the average and another object: `update_ema(ema, model.module)`."""
+        for name, calls in facts.calls.items():
+            if not _AVERAGES.search(name) or _ONLY_READS.search(name):
+                continue
+            for call in calls:
+                given = [dotted(each) for each in (*call.positional, *call.keywords.values())]
+                if ema in given and any(each and each != ema for each in given):
+                    return True
+        return False
+
+    def _state_updated(self, ema: str, cast: Event, facts: Facts) -> bool:
+        """True if a function of the file changes the state of the average in place."""
+        places = cast.scope.owner.descendants() if ema.startswith("self.") and cast.scope.owner else facts.scopes
+        for scope in places:
+            reads = any(use.path == f"{ema}.state_dict" for use in scope.uses.get(ema.split(".", 1)[0], ()))
+            if reads and any(call.name in ("mul_", "lerp_", "copy_") for call in scope.calls):
+                return True
+            scaled = (each for bound in scope.bindings.values() for each in bound if each.kind == "augmented")
+            if reads and any(
+                isinstance(getattr(each.statement, "operator", None), cst.MultiplyAssign) for each in scaled
+            ):
+                return True
         return False
 
     def _elements_updated(self, ema: str, facts: Facts) -> bool:

@@ -38,8 +38,8 @@ class ManualHalfCast(Rule):
     rounding, and for the inputs of a DeepSpeed engine, whose parameters may be FP16. A dtype that follows
     `accelerator.mixed_precision` follows the policy. An optimizer alone, or a `backward`, does not count as training if
     the file takes no step. Where something may keep FP32 masters (`FP16_Optimizer`, `optimizer.backward(loss)`, a
-    framework's own FP16 module), no cast of the file is reported: such code has FP16 parameters by design. A library's
-    module that is trained elsewhere is not checked.
+    framework's own FP16 module, an optimizer of the tree whose code has FP32 copies), no cast of the file is reported:
+    such code has FP16 parameters by design. A library's module that is trained elsewhere is not checked.
     """
 
     code, name = "MPG101", "manual-half-cast"
@@ -619,7 +619,7 @@ def train(model, loader):
                 "pyproject.toml": "",
                 "lamb.py": "import torch\n\nclass LAMBAMP(torch.optim.Optimizer):\n"
                 "    def __init__(self, params):\n        super().__init__(params, {})\n"
-                "        self.param_groups_fp32 = [[p.clone().float() for p in g['params']] for g in self.param_groups]\n",
+                "        self.param_groups_fp32 = [[p.clone().float() for p in g] for g in params]\n",
             },
         ),
         Good(

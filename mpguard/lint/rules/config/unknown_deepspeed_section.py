@@ -27,11 +27,10 @@ class UnknownDeepspeedSection(ConfigRule):
 
     ## Known limits
     The keys are those of DeepSpeed 0.19.8. A file in which most keys are not DeepSpeed's is read by another program
-    (GPT-NeoX, a training script), and so is a dict that is set on another library's config
-    (`config.ds_config = {...}`); neither is reported. Unknown keys with a single value are reported only if they are about
-    precision or similar to a known key; names that begin with `_`, `/` or `#` are comments. The keys of other sections
-    are not checked. DeepSpeed has no FP8 of its own: FP8 modules (Transformer Engine, torchao) run inside its BF16
-    engine.
+    (GPT-NeoX, a training script), and so is a dict that is set on another library's config (`config.ds_config =
+    {...}`); neither is reported. Unknown keys with a single value are reported only if they are about precision or
+    similar to a known key; names that begin with `_`, `/` or `#` are comments. The keys of other sections are not
+    checked. DeepSpeed has no FP8 of its own: FP8 modules (Transformer Engine, torchao) run inside its BF16 engine.
     """
 
     code, name = "MPG823", "unknown-deepspeed-section"

@@ -33,9 +33,9 @@ class UnknownKey(ConfigRule):
     ## Known limits
     The keys are those of accelerate 1.15.0; a key that a newer version reads is reported until mpguard supports it.
     Only files with a `distributed_type`, which accelerate requires, count as its configs; without a
-    `compute_environment`, half of their other keys must be accelerate's: training scripts have that key too. A section `..._config` whose
-    name is not similar to a known one is not reported: forks of accelerate have such sections (KTransformers'
-    `kt_config`).
+    `compute_environment`, half of their other keys must be accelerate's: training scripts have that key too. A section
+    `..._config` whose name is not similar to a known one is not reported: forks of accelerate have such sections
+    (KTransformers' `kt_config`).
     """
 
     code, name = "MPG813", "unknown-key"

@@ -53,10 +53,12 @@ class MissingGradScaler(Rule):
     in FP32.
 
     ## Known limits
-    If a scaler, optimizer or loss comes from outside the linted tree, it is unknown whether a scaler exists, and the
-    rule is silent: for a parameter without a known argument, an attribute that is not set in the tree, a base class
-    that is not in the tree. BF16 needs no scaler. A model that is cast to FP16 by hand is reported by MPG101. Files
-    under `test` or `tests` are skipped: their loops measure or test something.
+    If the loss is computed in another function than its backward pass, and a scaler, optimizer or loss comes from
+    outside the linted tree, it is unknown whether a scaler exists, and the rule is silent: for a parameter without a
+    known argument, an attribute that is not set in the tree, a base class that is not in the tree. It is silent, too,
+    where another branch of the function scales the loss and this one has another flag. BF16 needs no scaler. A model
+    that is cast to FP16 by hand is reported by MPG101. Files under `test` or `tests` are skipped: their loops measure
+    or test something.
     """
 
     code, name = "MPG201", "missing-grad-scaler"
@@ -65,7 +67,7 @@ class MissingGradScaler(Rule):
     help = "create a GradScaler, scale the loss, step and update through it; or use BF16"
     triggers = (any_of(b".backward("),)
     triggers_nearby = (any_of(b"autocast", b"half", b"float16", b"fp16"), any_of(b".step("))
-    yields_to = ("MPG211",)
+    yields_to = ("MPG202", "MPG211", "MPG213")
     examples = (
         Bad(
             """\
@@ -415,6 +417,61 @@ for x in loader:
     optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+
+def from_outside(model, optimizer, x):
+    with torch.cuda.amp.autocast():
+        loss = model(x).sum()
+    loss.backward()  # !
+    optimizer.step()
+
+def train_one_epoch(model, loader, optimizer, scaler, amp):
+    for i, x in enumerate(loader):
+        with torch.autocast("cuda", enabled=amp):
+            loss = model(x).sum()
+        if amp:
+            loss.backward()  # !
+            if i % 4 == 3:
+                optimizer.step()
+                scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from base import BaseTrainer
+
+class Trainer(BaseTrainer):
+    def __init__(self, model, config):
+        super().__init__(model)
+        self.config = config
+        self.scaler = torch.amp.GradScaler("cuda", enabled=config.use_amp)
+
+    def train_on_batch(self, x):
+        with torch.autocast("cuda", enabled=self.config.use_amp):
+            loss = self.model(x).sum()
+        loss.backward()  # !
+        self.optimizer.step()
+        self.scaler.update()
+
+    def load_checkpoint(self, state):
+        if self.scaler and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
+""",
+            files={
+                "pyproject.toml": "",
+                "base.py": "import torch\n\nclass BaseTrainer:\n    def __init__(self, model):\n"
+                "        self.model = model\n        self.optimizer = self.init_optimizer()\n\n"
+                "    def fit(self, loader):\n        for x in loader:\n            self.train_on_batch(x)\n",
+                "other.py": "import torch\nfrom base import BaseTrainer\n\nclass Other(BaseTrainer):\n"
+                "    def train_on_batch(self, x):\n        self.scaler.scale(self.model(x).sum()).backward()\n",
+            },
+        ),
         Good(
             """\
 import torch
@@ -506,12 +563,6 @@ def with_wrapper(model, loader):
             loss.backward()
             optimizer.step()
 
-def from_outside(model, optimizer, x):
-    with torch.cuda.amp.autocast():
-        loss = model(x).sum()
-    loss.backward()
-    optimizer.step()
-
 class Mine(BaseTrainer):
     def step(self, x):
         optimizer = torch.optim.AdamW(self.model.parameters())
@@ -582,16 +633,15 @@ def peak_memory(model):
             return
         reported: set[Scope] = set()
         for backward in facts.events("backward"):
-            if (
-                backward.scope in reported
-                or facts.is_inference(backward.call)
-                or facts.base_unknown(backward.scope.owner)
-            ):
+            if backward.scope in reported or facts.is_inference(backward.call):
                 continue
             program = facts.reachable(backward.scope)
             for region, where, guard in self._low_precision(backward, facts):
+                direct = backward if region is not None and where.scope is backward.scope else None
                 step = unscaled_steps.plain_step(backward, guard, program, facts)
-                if step is None or unscaled_steps.may_be_scaled(guard.joined(step.guard), program, facts):
+                if step is None or (direct is None and facts.base_unknown(backward.scope.owner)):
+                    continue
+                if unscaled_steps.may_be_scaled(guard.joined(step.guard), program, facts, direct):
                     continue
                 reported |= {scope for scope in program if scope.kind != "module"}
                 notes = (

@@ -24,25 +24,30 @@ from mpguard.lint import (
 
 
 class MissingScalerUpdate(Rule):
-    """`scaler.step(optimizer)` is called and `scaler.update()` never is.
+    """`scaler.step(optimizer)` is called and `scaler.update()` never is, or comes before the step.
 
     ## What it does
-    Reports the (last) `scaler.step` of a training loop in which the scaler is not updated.
+    Reports the (last) `scaler.step` of a training loop in which the scaler is not updated, and a `scaler.update()`
+    between the backward pass and the step.
 
     ## Why is this bad
     `update` starts the next step: without it the second `scaler.step` raises "step() has already been called since the
     last update()", and the scale neither grows nor, after an overflow, shrinks. One `update` after the steps of several
     optimizers is right.
 
+    An `update` before the step forgets that the gradients were unscaled and what was found in them: after
+    `unscale_` the step divides by the scale a second time; without `unscale_`, `update` raises "No inf checks were
+    recorded prior to update".
+
     ## Fix safety
     The fix adds `scaler.update()` after the step. It is unsafe because the update may belong elsewhere, such as at the
     end of a helper. There is no fix if the optimizers step in an inner loop, after which the update belongs, or if the
     scaler is updated after the training loop: that update has to move into the loop, since `update()` raises if no step
-    came before it.
+    came before it. An `update` before the step is moved behind it, where both are statements of one block.
 
     ## Known limits
-    Only for a GradScaler of torch that the file creates, in a loop whose scaled `backward` and `step` are both in the
-    file. A scaler that is passed to code elsewhere may be updated there.
+    A missing update is reported only for a GradScaler of torch that the file creates, in a loop whose scaled `backward`
+    and `step` are both in the file. A scaler that is passed to code elsewhere may be updated there.
     """
 
     code, name = "MPG204", "missing-scaler-update"
@@ -167,6 +172,78 @@ def micro_batches(model, loader, optimizer):
         scaler.update()
 """
         ),
+        Bad(
+            """\
+import torch
+
+def train(model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.update()  # !
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+
+class Scaler:
+    def __init__(self):
+        self._scaler = torch.amp.GradScaler("cuda")
+
+    def __call__(self, loss, optimizer, update=True):
+        self._scaler.scale(loss).backward()
+        if update:
+            self._scaler.unscale_(optimizer)
+            self._scaler.update()  # !
+            self._scaler.step(optimizer)
+""",
+            fixed="""\
+import torch
+
+def train(model, loader, optimizer, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+class Scaler:
+    def __init__(self):
+        self._scaler = torch.amp.GradScaler("cuda")
+
+    def __call__(self, loss, optimizer, update=True):
+        self._scaler.scale(loss).backward()
+        if update:
+            self._scaler.unscale_(optimizer)
+            self._scaler.step(optimizer)
+            self._scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def gan(loader, generator, critic, one, two):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(critic(x)).backward()
+        scaler.step(one)
+        scaler.update()
+        scaler.scale(generator(x)).backward()
+        scaler.step(two)
+        scaler.update()
+
+def last_steps_update(loader, model, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        if i:
+            scaler.update()
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+    scaler.update()
+"""
+        ),
         Good(
             """\
 import torch
@@ -238,6 +315,11 @@ class Gan:
         reported: set[object] = set()
         for trace in facts.traces.all:
             for place, step in enumerate(trace):
+                if step.kind == "update" and step.record not in reported:
+                    late = self._steps_after(trace, place, facts)
+                    if late is not None:
+                        reported |= {step.record, late.record}
+                        yield self._too_early(step, late, facts)
                 if (
                     step.kind != "scaler_step"
                     or step.record in reported
@@ -255,6 +337,40 @@ class Gan:
                     fix = Fix("Update the scaler after the step", "unsafe", (edit,))
                 expr = facts.short(step.call.node)
                 yield self.at(step, expr=expr, scaler=scaler, notes=notes, fix=fix)
+
+    def _steps_after(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
+        """Return the step of the same iteration that an update precedes; None if the update follows a step."""
+        update = trace[place]
+        scope = update.record.scope
+
+        def near(each: TraceStep) -> bool:
+            return each.kind in ("backward", "scaler_step", "passed") and compatible(each.guard, update.guard)
+
+        before = next((each for each in reversed(trace[:place]) if near(each)), None)
+        after = next((each for each in trace[place + 1 :] if near(each)), None)
+        if after is None or after.kind != "scaler_step" or (before is not None and before.kind != "backward"):
+            return None
+        unscaled = any(each.kind == "unscale" and each.record.scope is scope for each in trace[:place])
+        if before is None and not unscaled:
+            return None
+        together = after.record.scope is scope and after.loops == update.loops and not update.guard - after.guard
+        if not together or (before is not None and not set(update.loops) <= set(before.loops)):
+            return None
+        return after if facts.short(after.scaler) == facts.short(update.scaler) else None
+
+    def _too_early(self, update: TraceStep, step: TraceStep, facts: Facts) -> Diagnostic:
+        call, late = update.call, step.call
+        fix = None
+        if call.is_statement and late.is_statement and facts.parent(call.line) is facts.parent(late.line):
+            moved = python_edits.line_after(facts, late.line, late, facts.text(call.node, call))
+            fix = Fix("Update after the step", "unsafe", (python_edits.without_statement(facts, call), moved))
+        return self.at(
+            update,
+            message=f"`{facts.short(call.node)}` comes before `{facts.short(late.node)}`",
+            help="update the scaler after the last `step`",
+            notes=(Note("the step", step.span),),
+            fix=fix,
+        )
 
     def _updated_elsewhere(self, trace: Trace, step: TraceStep, facts: Facts) -> bool:
         """True if the scaler is updated outside the loop, where `update()` raises after one in the loop."""
