@@ -647,6 +647,8 @@ def custom_fwd_dropped(text: str) -> str | None:
 
 # -- FP8 ----------------------------------------------------------------------------------------------
 
+#: Names of modules, as opposed to functions that are compiled (`forward`, `do_teacher`).
+_MODULE = r"(?i)model|net|module|encoder|decoder|backbone|transformer|policy|gpt|dit"
 FLOAT8 = ("from torchao.float8 import convert_to_float8_training", "convert_to_float8_training({0})")
 
 
@@ -668,7 +670,11 @@ def float8_and_compile_dropped(text: str) -> str | None:
                     result += [each for each in line.body.body if "convert_to_float8_training" in code(each)]
                     continue
                 call = expression(line)
-                if called(call, "compile", "^torch$") and isinstance(call.args[0].value, cst.Name):  # type: ignore[union-attr]
+                if (
+                    called(call, "compile", "^torch$")
+                    and isinstance(call.args[0].value, cst.Name)  # type: ignore[union-attr]
+                    and re.search(_MODULE, call.args[0].value.value)  # type: ignore[union-attr]
+                ):
                     self.changes += 1
                     name = call.args[0].value.value  # type: ignore[union-attr]
                     result += [statement(each.format(name)) for each in FLOAT8]

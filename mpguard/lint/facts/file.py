@@ -544,7 +544,7 @@ class Facts(FormerNames, former=_FORMER):
         self._active.add(key)
         try:
             for place in scope.within():
-                if place.kind == "function" and library_names.is_inference(place.name):
+                if place.kind == "function" and library_names.is_inference(place.name) and not _trains(place):
                     return True
             if scope.kind != "function":
                 return False
@@ -614,6 +614,14 @@ class Facts(FormerNames, former=_FORMER):
         """Return a node's code on one line, cut to 60 characters for a message."""
         text = " ".join(cst.Module([]).code_for_node(node).split()) if node is not None else ""
         return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _trains(scope: Scope) -> bool:
+    """True if a function trains whatever its name is: `eval_linear` runs a backward pass, or calls `train(...)`."""
+    return any(
+        call.name == "backward" or (call.receiver is None and library_names.is_training(call.name))
+        for call in scope.calls
+    )
 
 
 @contextlib.contextmanager

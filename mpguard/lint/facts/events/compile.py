@@ -11,13 +11,17 @@ import libcst as cst
 from mpguard.lint.facts.events.event import Event, aliases, called, finds
 from mpguard.lint.facts.syntax.nodes import constant
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible
+from mpguard.lint.facts.syntax.records import Scope, Use
 from mpguard.lint.facts.values import project_words
+from mpguard.lint.facts.values.lattice import Function, Ref
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 #: Functions that may compile, by words in their names: `maybe_compile(model)`.
 _COMPILES = re.compile("|".join(("compile", *project_words.COMPILING_FUNCTIONS)))
+#: Functions that a flag is passed to and that do not compile.
+_ONLY_READS = re.compile(r"(?i)print|log|info|warn|str$|bool$|add_argument|write")
 _COMPILE_OPTIONS = frozenset(
     {"dynamo_backend", "dynamo_plugin", "torch_compile", "torch_compile_backend", "torch_compile_mode"}
 )
@@ -61,21 +65,52 @@ def compiled(facts: Facts, guard: PathCondition = ALWAYS, model: Event | None = 
         if _COMPILES.search(name) and name != "compile" and any(compatible(facts.guard_of(c), guard) for c in calls):
             return True
     return any(
-        use.path.endswith("compile") and compatible(use.guard, guard) and not use.path.startswith(("re.", "regex."))
+        use.path.endswith("compile")
+        and compatible(use.guard, guard)
+        and not use.path.startswith(("re.", "regex."))
+        and _may_compile(facts, use, model)
         for scope in facts.index.scopes
         for uses in scope.uses.values()
         for use in uses
-        if not isinstance(facts.index.parents.get(use.node), cst.Call)
+    )
+
+
+def _may_compile(facts: Facts, use: Use, model: Event | None) -> bool:
+    """True if a use of `torch.compile`, or of a flag with such a name, may compile.
+
+    It is a decorator, is passed on, or is `torch.compile` under another name. A flag that is only tested compiles
+    nothing by itself: what it selects counts.
+    """
+    parent = facts.index.parents.get(use.node)
+    if isinstance(parent, cst.Call):
+        return False
+    if isinstance(parent, cst.Arg):
+        call = facts.index.call_of.get(facts.index.parents.get(parent))  # type: ignore[arg-type]
+        return call is None or not _ONLY_READS.search(call.name)
+    if isinstance(parent, cst.Decorator):
+        decorated = (scope for scope in facts.index.scopes if use.node in scope.decorators)
+        name = model.key.rsplit(".", 1)[-1] if model is not None else ""
+        return not any(_without(name, scope) for scope in decorated)
+    return any(
+        isinstance(each.atom, Ref) and each.atom.path.startswith("torch.") for each in facts.evaluate(use.node, use)
     )
 
 
 def _differ(event: Event, model: Event | None, facts: Facts) -> bool:
     """True if an event compiles definitely another object than the subject of `model`."""
-    return (
-        model is not None
-        and event.call.name == "compile"
-        and facts.traces.differ(event.subject, event.call, model.subject, model.call)
-    )
+    if model is None or event.call.name != "compile":
+        return False
+    if facts.traces.differ(event.subject, event.call, model.subject, model.call):
+        return True
+    atoms = [each.atom for each in facts.evaluate(event.subject, event.call)]
+    name = model.key.rsplit(".", 1)[-1]
+    return bool(atoms) and all(isinstance(atom, Function) and _without(name, atom.scope) for atom in atoms)
+
+
+def _without(name: str, scope: Scope) -> bool:
+    """True if a function neither takes nor reads an object of this (last) name: it is no step of the model."""
+    words = {part for uses in scope.uses.values() for use in uses for part in use.path.split(".")}
+    return bool(name) and name not in words | {param.name for param in scope.params}
 
 
 def launched_compiled(facts: Facts) -> bool:

@@ -154,6 +154,11 @@ def is_inference(name: str) -> bool:
     return bool(words & _INFERS) and not words & _TRAINS
 
 
+def is_training(name: str) -> bool:
+    """True if a function of this name trains: `train`, `fit`, `train_one_epoch`."""
+    return bool({word.lower() for word in _WORDS.findall(name)} & _TRAINS)
+
+
 def canonical(path: str) -> str:
     """Return one name for an object that a library exports under several."""
     for old, new in _MOVED:

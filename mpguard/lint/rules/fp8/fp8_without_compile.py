@@ -11,10 +11,10 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
-    Function,
     Good,
     Note,
     Rule,
+    Scope,
     any_of,
     dotted,
     fp8_facts,
@@ -200,6 +200,57 @@ class Module(lightning.LightningModule):
 lightning.Trainer().fit(Module())
 """,
         ),
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def zeropower(g):
+    return g / g.norm()
+
+zeropower_compiled = torch.compile(zeropower)
+use_compile = False
+model = torch.nn.Linear(4096, 4096).cuda()
+convert_to_float8_training(model)  # !
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+if not use_compile:
+    print("evaluates", use_compile)
+model(torch.randn(8, 4096)).sum().backward()
+optimizer.step()
+""",
+            fixed="""\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def zeropower(g):
+    return g / g.norm()
+
+zeropower_compiled = torch.compile(zeropower)
+use_compile = False
+model = torch.nn.Linear(4096, 4096).cuda()
+convert_to_float8_training(model)
+model = torch.compile(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+if not use_compile:
+    print("evaluates", use_compile)
+model(torch.randn(8, 4096)).sum().backward()
+optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def train_step(model, x):
+    return model(x).sum()
+
+model = torch.nn.Linear(4096, 4096).cuda()
+convert_to_float8_training(model)
+step = torch.compile(train_step)
+step(model, torch.randn(8, 4096)).backward()
+"""
+        ),
         Good(
             """\
 import torch
@@ -369,15 +420,36 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
         call = event.call
         if facts.compiles(facts.guard_of(call), event):
             return True
-        for scope in facts.reachable(call.scope):
-            if facts.of(scope) is not facts and facts.of(scope).compiles():
-                return True
-            for each in scope.calls:
-                for alternative in facts.evaluate(each.func, each):
-                    atom = alternative.atom
-                    if isinstance(atom, Function) and atom.facts is not facts and atom.facts.compiles():
-                        return True
-        return False
+        run = self._same_run(call.scope, facts)
+        others = dict.fromkeys(facts.of(scope) for scope in run)
+        return any(
+            compiled.scope in run for other in others if other is not facts for compiled in other.events("compile")
+        ) or any(
+            "compile" in each.name and each.name != "compile"
+            for scope in run
+            if facts.of(scope) is not facts
+            for each in scope.calls
+        )
+
+    def _same_run(self, scope: Scope, facts: Facts) -> set[Scope]:
+        """Return the functions around a scope: those that lead to it by calls, and all that these call.
+
+        Other scripts that share a helper with it are not among them.
+        """
+        above, pending = {scope}, [scope]
+        while pending:
+            current = pending.pop()
+            outer = [each.scope for each in facts.callers(current)] if current.kind == "function" else []
+            outer += [current.parent] if current.parent is not None else []
+            outer += list(current.descendants()) if current.kind == "class" else []
+            pending += [each for each in dict.fromkeys(outer) if each not in above]
+            above.update(outer)
+        found, pending = set(above), list(above)
+        while pending:
+            inner = [function.scope for each in pending.pop().calls for function in facts.functions(each)]
+            pending += [each for each in dict.fromkeys(inner) if each not in found]
+            found.update(inner)
+        return found
 
     def _fix(self, event: Event, facts: Facts) -> Fix | None:
         call = event.call
