@@ -20,7 +20,7 @@ from mpguard.lint.facts.events.event import Event, is_scaler, last_name
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, MOST_CONDITIONS, Flag, PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope, Use
-from mpguard.lint.facts.values.lattice import Constant, Function, Object
+from mpguard.lint.facts.values.lattice import Atom, Constant, Function, Object
 from mpguard.lint.facts.values.library_names import SCALER_NAMES
 
 if TYPE_CHECKING:
@@ -345,16 +345,13 @@ class Traces:
         """
         atoms = [each.atom for each in self.facts.evaluate(node, at)]
         made = [atom for atom in atoms if not (isinstance(atom, Constant) and atom.value in (None, False))]
-        return bool(made) and all(
-            isinstance(atom, Object)
-            and atom.kind == "scaler"
-            and atom.path.startswith("torch.")
-            and atom.path.rsplit(".", 1)[-1] in SCALER_NAMES
-            for atom in made
-        )
+        torchs = [atom for atom in made if _is_torch_scaler(atom)]
+        return bool(torchs) and all(_is_torch_scaler(atom) or _stands_in(atom) for atom in made)
 
     def like_torch(self, node: cst.CSTNode | None, at: Record) -> bool:
         """True if a scaler is torch's, or may be: not a wrapper's, nor a class of another library or of the tree."""
+        if self.own(node, at):
+            return True
         return dotted(node).split(".", 1)[0] not in ("accelerator", "engine", "fabric") and all(
             not isinstance(each.atom, Object) or each.atom.path.startswith("torch.")
             for each in self.facts.evaluate(node, at)
@@ -391,6 +388,20 @@ class Traces:
         if not made or any(not isinstance(atom, Object) or atom.call is None for atom in made):
             return None
         return {atom.call for atom in made if isinstance(atom, Object) and atom.call is not None}
+
+
+def _is_torch_scaler(atom: Atom) -> bool:
+    return (
+        isinstance(atom, Object)
+        and atom.kind == "scaler"
+        and atom.path.startswith("torch.")
+        and atom.path.rsplit(".", 1)[-1] in SCALER_NAMES
+    )
+
+
+def _stands_in(atom: Atom) -> bool:
+    """True for a class of the tree with the name of torch's, for a torch without it: `except: class GradScaler`."""
+    return isinstance(atom, Object) and atom.cls is not None and atom.cls.name in SCALER_NAMES
 
 
 def between(trace: Trace, first: int, last: int, *kinds: StepKind, guard: PathCondition) -> Iterator[TraceStep]:

@@ -14,6 +14,7 @@ from mpguard.lint.facts.events.event import Event, is_optimizer, is_scaler, last
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.records import Call, Use
 from mpguard.lint.facts.values import project_words
+from mpguard.lint.facts.values.lattice import Object
 from mpguard.lint.facts.values.library_names import SAVES
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ _MODEL = re.compile(
 )
 #: Functions that read a checkpoint; not data, and not a factory (`load_optimizer(args.optimizer)`).
 _LOADS = re.compile(r"(?i)^(?!.*(?:data|batch|optim(?:izer)?s?$)).*(?:load|resume|restore)")
+#: Ends of the names of classes that hold a GradScaler.
+_WRAPPERS = ("GradScaler", "LossScaler", "NativeScaler", "ScalerWithGradNormCount", "AmpScaler", "AMPScaler")
 _WARM_START = re.compile(r"(?i)warm[-_ ]?start")
 #: Functions that write or read a checkpoint, or create its contents.
 _SAVES_OR_RESTORES = re.compile(r"(?i)save|checkpoint|ckpt|snapshot|store|dump|resume|state")
@@ -45,7 +48,7 @@ class Checkpoints:
         assert node is not None
         if isinstance(node, cst.Subscript) and not last_name(node):
             return ""
-        if is_scaler(self.facts, node, event.call):
+        if is_scaler(self.facts, node, event.call) or self._wraps_scaler(node, event.call):
             return "scaler"
         kinds = self.facts.kinds(node, event.call)
         name = last_name(node).lower()
@@ -58,6 +61,13 @@ class Checkpoints:
         if isinstance(node, cst.Call) and dotted(node.func).rsplit(".", 1)[-1] in _UNWRAPS:
             return "model"
         return ""
+
+    def _wraps_scaler(self, node: cst.CSTNode, at: Call) -> bool:
+        """True for an object of a class of the tree that is named after the scaler inside: `NativeScaler`."""
+        atoms = [each.atom for each in self.facts.evaluate(node, at)]
+        return bool(atoms) and all(
+            isinstance(atom, Object) and atom.cls is not None and atom.cls.name.endswith(_WRAPPERS) for atom in atoms
+        )
 
     def saved(self, role: Role) -> list[Event]:
         """Return the states of a role that are written to a file."""
@@ -110,7 +120,18 @@ class Checkpoints:
             call = self.facts.index.call_of.get(node) if isinstance(node, cst.Call) else None
             if call is not None and call is not event.call and SAVES.search(call.name):
                 return True
-        return bool(self.writes(event))
+        return self._saved_by_name(event) or bool(self.writes(event))
+
+    def _saved_by_name(self, event: Event) -> bool:
+        """True if a name that the statement of an event binds is passed to a function of its scope that saves."""
+        statement = event.call.statement
+        targets = statement.targets if isinstance(statement, cst.Assign) else ()
+        names = {dotted(each.target) for each in targets} - {""}
+        return any(
+            SAVES.search(call.name) and call.order > event.order and dotted(given) in names
+            for call in (event.scope.calls if names else ())
+            for given in (*call.positional, *call.keywords.values())
+        )
 
     def is_passed_on(self, uses: str) -> bool:
         """True if an object of this (last) name is passed to code that may save or restore it.

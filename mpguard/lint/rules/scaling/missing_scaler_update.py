@@ -174,6 +174,37 @@ def micro_batches(model, loader, optimizer):
         ),
         Bad(
             """\
+try:
+    from torch.cuda.amp import GradScaler
+except ImportError:
+    class GradScaler:
+        def scale(self, loss):
+            return loss
+
+def train(args, model, loader, optimizer):
+    scaler = GradScaler(enabled=args.mixed_precision)
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)  # !
+""",
+            fixed="""\
+try:
+    from torch.cuda.amp import GradScaler
+except ImportError:
+    class GradScaler:
+        def scale(self, loss):
+            return loss
+
+def train(args, model, loader, optimizer):
+    scaler = GradScaler(enabled=args.mixed_precision)
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Bad(
+            """\
 import torch
 
 def train(model, loader, optimizer, scaler):

@@ -272,6 +272,37 @@ def full_precision(model, loader):
     torch.save(optimizer.state_dict(), "optimizer.pt")
 """
         ),
+        Bad(
+            """\
+import torch
+
+class NativeScaler:
+    def __init__(self):
+        self._scaler = torch.amp.GradScaler("cuda")
+
+    def __call__(self, loss, optimizer):
+        self._scaler.scale(loss).backward()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def state_dict(self):
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state):
+        self._scaler.load_state_dict(state)
+
+def save_model(path, epoch, model, optimizer, loss_scaler):
+    to_save = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}  # !
+    torch.save(to_save, path)
+
+def load_model(path, model, optimizer, loss_scaler):
+    checkpoint = torch.load(path)
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    if "scaler" in checkpoint:
+        loss_scaler.load_state_dict(checkpoint["scaler"])
+"""
+        ),
         Good(
             """\
 import torch
@@ -389,6 +420,11 @@ class Tests:
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         scalers = [event for event in facts.events("scaler") if self._adapts(event, facts)]
         checkpoints = facts.checkpoints
+        if (unsaved := self._loaded_only(facts)) is not None:
+            saved, loaded = unsaved
+            notes = (Note("the scaler's state is loaded here", loaded.span),)
+            yield self.at(saved, expr=facts.short(saved.call.node), notes=notes)
+            return
         if not scalers or not facts.events("state"):
             return
         names = {key.rsplit(".", 1)[-1] for event in scalers for key in self._keys(event, facts)}
@@ -411,6 +447,20 @@ class Tests:
                 message=f"`{facts.short(states[0].call.node)}` is saved, but not loaded with the optimizer's state",
                 notes=(Note("the optimizer's state is loaded here", restored[0].span),),
             )
+
+    def _loaded_only(self, facts: Facts) -> tuple[Event, Event] | None:
+        """Return an optimizer's state that is saved, and the scaler's that is loaded and never saved; or None."""
+        checkpoints = facts.checkpoints
+        delegates = ("state_dict", "load_state_dict")  # methods of a wrapper, which save and load nothing by themselves
+        loaded = [each for each in checkpoints.of("restore", "scaler") if each.scope.name not in delegates]
+        if not loaded or not checkpoints.of("restore", "optimizer"):
+            return None
+        if any(each.scope.name not in delegates for each in checkpoints.of("state", "scaler")):
+            return None
+        if checkpoints.unclear("state"):
+            return None
+        saved = checkpoints.saved("optimizer")
+        return (saved[0], loaded[0]) if saved else None
 
     def _adapts(self, scaler: Event, facts: Facts) -> bool:
         """True if the scale of a scaler changes: the code scales with it and updates it."""

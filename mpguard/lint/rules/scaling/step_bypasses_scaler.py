@@ -396,6 +396,46 @@ def flagged(args, loader, model, optimizer):
             scaler.update()
 """
         ),
+        Bad(
+            """\
+import math
+import sys
+
+import torch
+
+def train(model, loader, optimizer, scaler, args):
+    for i, x in enumerate(loader):
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        if not math.isfinite(loss.item()):
+            sys.exit(1)
+        scaler.scale(loss).backward()
+        print("scale", scaler.get_scale())
+        if (i + 1) % args.update_freq != 0:
+            continue
+        optimizer.step()  # !
+        scaler.update()
+""",
+            fixed="""\
+import math
+import sys
+
+import torch
+
+def train(model, loader, optimizer, scaler, args):
+    for i, x in enumerate(loader):
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        if not math.isfinite(loss.item()):
+            sys.exit(1)
+        scaler.scale(loss).backward()
+        print("scale", scaler.get_scale())
+        if (i + 1) % args.update_freq != 0:
+            continue
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
         Good(
             """\
 import torch
@@ -518,12 +558,12 @@ class DividedOutByAdam:
 
     def _by_hand(self, backward: Call, step: Event, facts: Facts) -> bool:
         """True if the gradients may be unscaled and checked by hand, or the scaler stepped in between."""
-        if any(_CHECKS.search(flag) for flag in step.guard.flags()):
-            return True
+        if any(_CHECKS.search(flag) for flag in PathCondition(step.guard - backward.guard).flags()):
+            return True  # a check of the gradients; one before the backward pass is of the loss
         for call in step.scope.calls:
             between = call.order < step.order and (call.scope is not backward.scope or backward.order < call.order)
             if between and compatible(call.guard, step.guard):
-                if call.name in ("get_scale", "_unscale_grads_"):
+                if call.name in ("get_scale", "_unscale_grads_") and facts.traces.computes_with_scale(call):
                     return True
                 if call.name == "step" and call in {event.call for event in facts.events("scaler_step")}:
                     given = call.positional[0]
