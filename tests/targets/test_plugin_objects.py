@@ -452,6 +452,8 @@ def test_a_config_states_its_strategy(target: str, config: dict[str, Any], strat
         ({"compute_environment": "LOCAL_MACHINE"}, "accelerate"),
         ({"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}, "accelerate"),
         ({"mixed_precision": "bf16", "num_processes": 2}, "accelerate"),
+        ({"distributed_type": "FSDP", "mixed_precision": "bf16"}, "accelerate"),
+        ({"distributed_type": "ddp", "lr": 1e-4, "batch_size": 8, "dtype": "bfloat16"}, None),
         ({"mixed_precision": "bf16", "learning_rate": 1e-4}, None),
         ({"zero_optimization": {"stage": 2}}, "deepspeed"),
         ({"bf16": {"enabled": True}}, "deepspeed"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 #: A placeholder of Jinja: `{{ name }}`, `{% if x %}`.
-_TEMPLATE = re.compile(rb"\{\{ *\w[\w.]*[^{}]*\}\}|\{%.*%\}")
+_TEMPLATE = re.compile(rb"\{\{ *\w[\w.]*[^{}:]*\}\}|\{%.*%\}")
 
 
 def check(data: bytes, context: Context) -> FileCheck:

@@ -77,3 +77,26 @@ def test_a_broken_module_that_a_file_imports_is_read_no_more(tmp_path: Path, mak
     rule = make_rule("MPG901", "alpha", check=check)
     checked = python.check(b"alpha\nimport broken\n", context(tmp_path / "a.py", "python", rule))
     assert places(checked) == [("MPG901", 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("{{cookiecutter.name}}/model.py", b"import torch\nx = alpha {\n"),
+        ("model.py", b"import {{ cookiecutter.name }}\nx = alpha\n"),
+        ("model.py", b"x = alpha\n{% if cookiecutter.torch %}\nimport torch\n{% endif %}\n"),
+    ],
+)
+def test_a_template_is_no_python_file_unless_it_is_named(
+    tmp_path: Path, make_rule: MakeRule, name: str, code: bytes
+) -> None:
+    rule = make_rule("MPG901", "alpha")
+    found = context(tmp_path / name, "python", rule, named=False)
+    named = context(tmp_path / name, "python", rule, named=True)
+    assert places(python.check(code, found)) == []
+    assert [code for code, _ in places(python.check(code, named))] == ["MPG000"]
+
+
+def test_a_syntax_error_near_a_set_of_sets_is_reported(tmp_path: Path, make_rule: MakeRule) -> None:
+    here = context(tmp_path / "a.py", "python", make_rule("MPG901", "alpha"), named=False)
+    assert [code for code, _ in places(python.check(b"x = {{alpha: 1}}\ny = = 1\n", here))] == ["MPG000"]
