@@ -1082,6 +1082,8 @@ def _batch(batch: dict[str, Any]) -> Iterator[str]:
         f" {sum(row['found'] / row['mutants'] for row in rows) / len(rows):.0%}."
     )
     yield ""
+    if "remark" in batch:
+        yield from (batch["remark"], "")
     for rule in HEADLINE:
         of = [row for row in rows if row["rules"][0] == rule]
         if of:
@@ -1101,7 +1103,7 @@ def main() -> int:
     measure = commands.add_parser("run")
     measure.add_argument("folder", type=Path)
     measure.add_argument("kinds", nargs="*", help="only these kinds")
-    measure.add_argument("--half", choices=("open", "held-out", "all"), default="open")
+    measure.add_argument("--half", choices=("open", "held-out", "fresh", "all"), default="open")
     measure.add_argument("--per-kind", type=int, default=40)
     measure.add_argument("-o", "--output", type=Path, required=True)
     commands.add_parser("record").add_argument("seeded", type=Path)

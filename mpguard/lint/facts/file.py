@@ -617,11 +617,8 @@ class Facts(FormerNames, former=_FORMER):
 
 
 def _trains(scope: Scope) -> bool:
-    """True if a function trains whatever its name is: `eval_linear` runs a backward pass, or calls `train(...)`."""
-    return any(
-        call.name == "backward" or (call.receiver is None and library_names.is_training(call.name))
-        for call in scope.calls
-    )
+    """True if a function trains whatever its name is: `eval_linear` calls `train(...)`."""
+    return any(call.receiver is None and library_names.is_training(call.name) for call in scope.calls)
 
 
 @contextlib.contextmanager
