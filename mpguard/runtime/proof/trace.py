@@ -33,9 +33,8 @@ FP8_FUNCTIONS = ("matmul_with_hp_or_float8_args",)
 #: Functions of Transformer Engine that multiply by their weights in kernels that are no operators of torch.
 TE_FUNCTIONS = ("_Linear", "_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
 
-#: The beginnings of names of kernels that inductor generates: of its templates of products, and of those that multiply
-#: no matrices. One of the latter can have a trained matrix among its operands, such as the gradient of an embedding.
-TEMPLATE = "triton_tem_"
+#: The beginnings of names of kernels that inductor generates and that multiply no matrices: its templates do. A trained
+#: matrix can be among their operands, or what has its shape, such as the gradient of an embedding.
 FUSED = ("triton_poi_", "triton_red_", "triton_per_", "triton_for_", "triton_split_scan_")
 
 #: The beginnings of names of events that are no kernels of other libraries.
@@ -218,12 +217,9 @@ def _add(
         flops = _kernel_work(event.raw.shapes(), event.raw.dtypes(), weights)
         if not flops:
             return
-        if event.name in TE_FUNCTIONS:
-            dtype = te_dtype or _operand(event.raw.dtypes())
-        elif event.name.startswith(TEMPLATE):
-            dtype = _operand(event.raw.dtypes())
-        else:
-            dtype, name = None, event.name
+        te = event.name in TE_FUNCTIONS
+        dtype = (te_dtype or _operand(event.raw.dtypes())) if te else None
+        name = "" if te else event.name
     work = Work(dtype, event.attention, event.module, event.compiled, name)
     if event.inside:
         trace.backward.append((work, event.backward, flops))

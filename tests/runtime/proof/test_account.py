@@ -180,6 +180,27 @@ def test_ranges_of_the_program_are_closed_before_the_profiler_starts_again() -> 
     assert trace.read([], set(), None).forward == []
 
 
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "work"),
+    [
+        ("triton_per_fused_embedding_dense_backward_nll_loss_14", "c10::BFloat16", None),
+        ("triton_poi_fused__to_copy_3", "float", None),
+        ("triton_tem_fused_mm_7", "c10::BFloat16", Work("bf16")),
+        ("triton_tem_fused__scaled_mm_2", "c10::Float8_e4m3fn", Work("fp8")),
+        ("my_kernel", "c10::BFloat16", Work(None, name="my_kernel")),
+    ],
+)
+def test_kernels_of_inductor(kernel: str, dtype: str, work: Work | None) -> None:
+    """Its products are templates; in the others a trained matrix, or an embedding's gradient, is not multiplied."""
+    event = SimpleNamespace(
+        name=lambda: kernel, scope=lambda: trace.FUNCTION, sequence_nr=lambda: -1, is_async=lambda: False,
+        start_thread_id=lambda: 1, start_ns=lambda: 1, end_ns=lambda: 2,
+        shapes=lambda: [[8, 32], [32, 64]], dtypes=lambda: [dtype, dtype],
+    )  # fmt: skip
+    found = trace.read([event], {(64, 32), (32, 64)}, None).forward
+    assert [(each, flops) for each, _, flops in found] == ([] if work is None else [(work, 2 * 8 * 64 * 32)])
+
+
 def test_what_torch_2_11_has_not_finished_is_only_in_its_tree() -> None:
     """It has no `structured_input_shapes` either."""
     node = lambda name, end, *children: SimpleNamespace(  # noqa: E731
