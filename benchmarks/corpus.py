@@ -212,8 +212,9 @@ def section() -> Iterator[str]:
         f" its name puts a repository in one of two halves: {is_open} open ones, for which rules may be changed,"
         f" and {len(listed) - is_open - fresh} held out, of which nothing"
         f" was read before the rules were done; {fresh} were added later, after further changes. Of each default rule"
-        " up to 20 findings were drawn by a seed and judged by a reader who did not write the rule ([benchmarks/corpus.json](../benchmarks/corpus.json)); of preview"
-        " rules only some. Intervals are 95 %, by Wilson's formula."
+        " up to 20 findings were drawn by a seed and judged by a reader who did not write the rule"
+        " ([benchmarks/corpus.json](../benchmarks/corpus.json)); of preview rules only some. Intervals are 95 %, by"
+        " Wilson's formula."
     )
     for batch in reversed(batches()):
         yield ""

@@ -31,6 +31,8 @@ _SCALES_NOTHING = frozenset({
     "step", "update", "unscale_", "state_dict", "load_state_dict", "get_scale", "is_enabled", "GradScaler",
     "ShardedGradScaler",
 })  # fmt: skip
+#: A product with a scale: `(loss * scale).backward()`, which MPG212 looks at.
+_SCALED_BY_HAND = re.compile(r"(?i)\*\s*[\w.]*scale|scale\w*(?:\(\))?\s*\*")
 #: Kinds of classes whose base class runs the training loop.
 _RUNS = frozenset({"framework", "trainer"})
 #: Expressions that test whether there is a scaler.
@@ -121,7 +123,9 @@ def may_be_scaled(guard: PathCondition, program: set[Scope], facts: Facts, loss:
 
 
 def _arm_scales(loss: Event, facts: Facts) -> bool:
-    """True if another branch in the function of a backward pass scales a loss: this one is meant not to."""
+    """True if the loss is multiplied by a scale, or another branch in its function scales one: it is meant so."""
+    if _SCALED_BY_HAND.search(facts.short(loss.subject)):
+        return True
     tested = (flag for flag in loss.guard.flags() if _MAY_BE_SCALER.search(flag))
     return any(not compatible(loss.guard, ALWAYS.given(Flag(flag))) for flag in tested) or any(
         scale.scope is loss.scope and not compatible(scale.guard, loss.guard) for scale in facts.events("scale")
