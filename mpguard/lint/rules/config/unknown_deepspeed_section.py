@@ -150,9 +150,7 @@ abilities = {"zero_optimization": True, "torch_autocast": True, "fp8": False}
             yield self.at(entry, key=key, what="ignores this old name if `bf16` is present too", hint="")
         if key in deepspeed_keys.KEYS or not key[:1].isalpha() or "comment" in key.lower():
             return
-        meant = deepspeed_keys.RENAMED.get(key.lower()) or config_edits.likely_key(
-            key.lower(), deepspeed_keys.KEYS, cutoff=0.88
-        )
+        meant = _meant(key)
         if meant is None and not isinstance(entry.value, dict) and not _PRECISION.search(key.lower()):
             return
         hint = " It has no FP8 of its own" if key.lower().startswith("fp8") else ""
@@ -178,7 +176,15 @@ def _of_another_program(document: Document) -> bool:
     It is set on another library's config, or most of its keys are not DeepSpeed's.
     """
     keys = {str(key) for key in document.data}
-    return bool(document.attribute) or len(keys) > 2 * len(keys & deepspeed_keys.KEYS)
+    known = [key for key in keys if key in deepspeed_keys.KEYS or _meant(key) is not None]
+    return bool(document.attribute) or len(keys) > 2 * len(known)
+
+
+def _meant(key: str) -> str | None:
+    """Return the key of DeepSpeed that an unknown one is a misspelling of, or None."""
+    return deepspeed_keys.RENAMED.get(key.lower()) or config_edits.likely_key(
+        key.lower(), deepspeed_keys.KEYS, cutoff=0.88
+    )
 
 
 def _fix(document: Document, entry: Entry, meant: str | None) -> Fix | None:
