@@ -53,6 +53,8 @@ from mpguard.lint.source.source import Chunk, Source
 LARGEST_IMPORTED = 100_000
 #: Folders of tests.
 _TEST_FOLDERS = frozenset({"test", "tests"})
+#: Names of scripts that measure the speed of a training step.
+_MEASURES = frozenset({"bench", "benchmark", "profile"})
 #: Events of training that a framework runs.
 _TRAINS: tuple[EventKind, ...] = ("prepare", "initialize", "trainer")
 #: Receivers that have a `step` method and are not optimizers: schedulers, profilers, environments, progress bars.
@@ -583,8 +585,9 @@ class Facts(FormerNames, former=_FORMER):
 
     @cached_property
     def is_test(self) -> bool:
-        """True for a file in a folder of tests (its own, and two above): its loops measure or test something."""
-        return not _TEST_FOLDERS.isdisjoint(Path(self.path).parts[-4:-1])
+        """True for a file in a folder of tests (its own, and two above), or a benchmark: its loops measure."""
+        path = Path(self.path)
+        return not _TEST_FOLDERS.isdisjoint(path.parts[-4:-1]) or path.stem in _MEASURES
 
     @cached_property
     def may_keep_masters(self) -> bool:

@@ -57,8 +57,8 @@ class MissingGradScaler(Rule):
     outside the linted tree, it is unknown whether a scaler exists, and the rule is silent: for a parameter without a
     known argument, an attribute that is not set in the tree, a base class that is not in the tree. It is silent, too,
     where another branch of the function scales the loss and this one has another flag. BF16 needs no scaler. A model
-    that is cast to FP16 by hand is reported by MPG101. Files under `test` or `tests` are skipped: their loops measure
-    or test something.
+    that is cast to FP16 by hand is reported by MPG101. Files under `test` or `tests`, and scripts called `benchmark`,
+    are skipped: their loops measure or test something.
     """
 
     code, name = "MPG201", "missing-grad-scaler"
@@ -625,6 +625,19 @@ def peak_memory(model):
 """,
             files={"tests/__init__.py": ""},
             name="tests/measure.py",
+        ),
+        Good(
+            """\
+import torch
+
+class TrainBenchmark:
+    def step(self, x):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.model(x).sum()
+        loss.backward()
+        self.optimizer.step()
+""",
+            name="benchmark.py",
         ),
     )
 
