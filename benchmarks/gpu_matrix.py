@@ -388,6 +388,12 @@ def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
     return cell["gpus"], cell["framework"], cell["strategy"], cell["recipe"], cell.get("variant", "")
 
 
+def unmeasured(found: list[dict[str, Any]]) -> list[Cell]:
+    """Return the cells that results do not have."""
+    known = {_key(cell) for cell in found}
+    return [cell for cell in [*cells(1), *cells(2)] if _key(dataclasses.asdict(cell)) not in known]
+
+
 def write(output: Path, found: list[dict[str, Any]]) -> None:
     import torch
 
@@ -400,6 +406,7 @@ def write(output: Path, found: list[dict[str, Any]]) -> None:
         "versions": {**versions, "cuda": torch.version.cuda},
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
         "date": datetime.date.today().isoformat(),
+        "unmeasured": [cell.name for cell in unmeasured(found)],
         "cells": sorted(found, key=lambda cell: order[_key(cell)]),
     }
     lines = ",\n".join(json.dumps(cell) for cell in facts.pop("cells"))
@@ -422,8 +429,8 @@ def main() -> int:
     if options.page:
         from gpu_page import page
 
-        results = (json.loads(path.read_text(encoding="utf-8")) for path in (options.output, COMPILED))
-        PAGE.write_text(page(*results), encoding="utf-8")
+        result, compiled = (json.loads(path.read_text(encoding="utf-8")) for path in (options.output, COMPILED))
+        PAGE.write_text(page(result, compiled), encoding="utf-8")
         return 0
     sys.path[:0] = [str(ROOT)]
     kept = [cell for path in options.merge for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
@@ -434,8 +441,7 @@ def main() -> int:
         bases = [cell.base for cell in chosen if _key(dataclasses.asdict(cell.base)) not in done]
         wanted = [cell for cell in wanted if cell in chosen or cell in bases]
     if options.missing:
-        known = {_key(cell) for cell in kept}
-        wanted = [cell for cell in wanted if _key(dataclasses.asdict(cell)) not in known]
+        wanted = [cell for cell in wanted if cell in unmeasured(kept)]
     matrix = Matrix(options.output, kept, options.jobs, options.budget)
     left = matrix.run(wanted)
     for cell in left:

@@ -82,6 +82,9 @@ def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
         lines.append(
             f"| {recipe} | {_places(where, frameworks, strategies)} | {' '.join(reason.split()).replace('|', '/')} |"
         )
+    if left := result["unmeasured"]:
+        lines += ["", "## Not measured yet", "", "For want of time on a machine with two GPUs:", ""]
+        lines += [f"- {name}" for name in left]
     lines += ["", *KEPT, "", *_compiled(compiled)]
     return "\n".join(lines) + "\n"
 

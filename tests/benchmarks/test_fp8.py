@@ -39,3 +39,13 @@ def test_a_variant_is_measured_next_to_stock(tmp_path: Path) -> None:
     assert row["proof"] == "in force" and row["failures"] == []
     assert row["rows"]["fp8 head"] == "lm_head in fp8" and row["rows"]["parameters"].startswith("bf16")
     assert made["versions"]["torch"] and made["device"] == "cpu" and made["sizes"]["tiny"]
+
+
+def test_the_page_has_the_figures_that_were_measured() -> None:
+    result = json.loads((REPOSITORY / "benchmarks/results/fp8.json").read_text(encoding="utf-8"))
+    page = (REPOSITORY / "docs/fp8.md").read_text(encoding="utf-8")
+    measured = [row for row in result["rows"] if "ratio" in row]
+    assert len(measured) >= 5 and all(f"| {row['ms']:.1f} | {row['ratio']:.2f} |" in page for row in measured)
+    for row in measured:
+        bound = result["bounds"].get(f"{row['size']}, {row['variant']}")
+        assert bound is None or row["ratio"] >= bound

@@ -22,6 +22,12 @@ from mpguard.runtime.proof.inferred import Inferred
 from mpguard.runtime.proof.trace import Work
 
 
+@pytest.fixture(autouse=True)
+def own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test find the range of a step that another one has left open."""
+    monkeypatch.setattr(account, "_steps", account._Steps())
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_program_that_computes_in_another_dtype_is_refused(tmp_path: Path, name: str) -> None:
     recipe, expected, script = WRONG[name]
@@ -211,9 +217,8 @@ def test_what_torch_2_11_has_not_finished_is_only_in_its_tree() -> None:
     assert trace._input_shapes(SimpleNamespace(shapes=lambda: [[2, 3]])) == [[2, 3]]
 
 
-def test_tensors_can_be_exchanged_where_recording_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_can_be_exchanged_where_recording_is_interrupted() -> None:
     """The profiler has weak references to the tensors that it has seen; torch refuses to exchange these."""
-    monkeypatch.setattr(account, "_steps", account._Steps())  # another test may have left a step open
     whole, layer = StepAccount(), nn.Linear(16, 16)
     whole.start()
     assert whole.running
