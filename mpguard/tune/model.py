@@ -16,7 +16,7 @@ State = Literal["measured", "refused", "failed"]
 OUT_OF_MEMORY = "out of memory"
 
 #: Two runs of one program differ by this share, as a standard deviation, even if neither shows it by itself: memory is
-#: laid out differently, kernels are chosen anew, the device is warmer.
+#: laid out differently, other kernels are chosen, the device is warmer.
 RUN_TO_RUN = 0.005
 
 #: A difference that is smaller is none.

@@ -51,7 +51,7 @@ def write(path: Path, winner: TuneCandidate, figures: str) -> None:
 
 
 def _overrides(stored: Mapping[str, Any], winner: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
-    """Return the overrides of a config with those of the winner; without those that have no effect beside them."""
+    """Return the overrides of a config with those of the winner; without those that have no effect with them."""
     remaining = {name: value for name, value in stored.items() if name not in winner}
     return {
         **{name: value for name, value in remaining.items() if policy.explicit(name) or not _matters(name, value)},

@@ -54,7 +54,7 @@ def gan() -> list[float]:
     generator, critic = nn.Linear(4, 16), nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizers = [torch.optim.Adam(each.parameters(), lr=1e-3) for each in (generator, critic)]
     losses = []
-    for _ in range(200):
+    for _ in range(100):
         for number, optimizer in enumerate(optimizers):
             fake = critic(generator(torch.randn(8, 4)))
             loss = nn.functional.softplus(-fake).mean() if number == 0 else nn.functional.softplus(fake).mean()
@@ -66,7 +66,7 @@ def gan() -> list[float]:
     return losses
 
 
-def plain(dtype: torch.dtype | None, steps: int = 300, **options: Any) -> Callable[[], list[float]]:
+def plain(dtype: torch.dtype | None, steps: int = 150, **options: Any) -> Callable[[], list[float]]:
     def run() -> list[float]:
         model = net()
         return loop(model, torch.optim.AdamW(model.parameters(), lr=3e-3, **options), dtype, steps)
@@ -77,7 +77,7 @@ def plain(dtype: torch.dtype | None, steps: int = 300, **options: Any) -> Callab
 def compiled() -> list[float]:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return loop(torch.compile(model, backend="aot_eager"), optimizer, torch.bfloat16, 200)
+    return loop(torch.compile(model, backend="aot_eager"), optimizer, torch.bfloat16, 100)
 
 
 RUNS: dict[str, Callable[[], list[float]]] = {

@@ -31,7 +31,8 @@ SETUPS: Mapping[str, Mapping[str, float]] = {
         "bf16+compile": 99.7, "bf16": 111.0, "torchao-tensorwise+compile": 78.3, "te-tensorwise": 102.6,
         "te-tensorwise+compile": 85.1, "te-delayed": 96.0, "te-blockwise": 108.0, "torchao-rowwise+compile": 91.0,
         "torchao-rowwise_with_gw_hp+compile": 93.0, "torchao-tensorwise+compile+head": 75.5,
-        "torchao-tensorwise+compile+head+fast_accum": 72.7,
+        "torchao-tensorwise+compile+head+fast_accum": 72.7, "bf16+compile+masters": 95.8,
+        "torchao-tensorwise+compile+head+fast_accum+masters": 70.1,
     },
     "1B blocks, few tokens": {
         "bf16+compile": 21.4, "bf16": 30.0, "torchao-tensorwise+compile": 24.7, "te-tensorwise": 100.0,
