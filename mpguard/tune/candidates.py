@@ -69,9 +69,7 @@ TABLE = (
         "torchao-tensorwise+compile",
         1.05,
     ),
-    Variant(
-        "bf16+compile+masters", {**_BF16, "compile": True, "master_weights": "optimizer"}, "bf16+compile", 1.10
-    ),
+    Variant("bf16+compile+masters", {**_BF16, "compile": True, "master_weights": "optimizer"}, "bf16+compile", 1.10),
     Variant("bf16", {**_BF16, "compile": False}, "bf16+compile", 1.15),
     Variant("te-tensorwise", {**_TENSORWISE, **_TE}, "bf16+compile", 2.0),
     Variant("te-tensorwise+compile", {**_TENSORWISE, **_TE, "compile": True}, "te-tensorwise", 1.35),
