@@ -31,6 +31,7 @@ LOOP = PROGRAMS / "loop.py"
 MEAN = 0.5 + 2.0**-11
 
 ENGINES = {
+    "ddp": ("MULTI_CPU", {}),
     "fsdp1": ("FSDP", {"fsdp_config": "{fsdp_version: 1}"}),
     "fsdp2": ("FSDP", {"fsdp_config": "{fsdp_version: 2}"}),
     "zero1": ("DEEPSPEED", {"deepspeed_config": "{zero_stage: 1}"}),

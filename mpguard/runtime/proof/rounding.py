@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 #: Bits of an FP32 mantissa that are zero in a value of the dtype.
 UNUSED_BITS = {"bf16": 16, "fp16": 13}
 
-#: How many values must be looked at. Sums that were not rounded end in that many zeros by chance once in two values.
+#: How many different values must be looked at. Sums that were not rounded end in that many zeros by chance once in two
+#: values; one value that all have, as in the gradients of a constant input, says nothing.
 ENOUGH = 24
 
 #: The least share of values whose last bit is set. In the gradients of inputs such as 1 and 0.5 it rarely is, and such
@@ -25,6 +26,7 @@ def rounded_to(values: torch.Tensor) -> str | None:
     """Return the 16-bit dtype of which all values (FP32, not zero) are; None if there is none, or too few values."""
     import torch
 
+    values = values.unique()
     if values.dtype is not torch.float32 or values.numel() < ENOUGH or not bool(torch.isfinite(values).all()):
         return None
     bits = values.contiguous().view(torch.int32)
