@@ -26,7 +26,7 @@ def rounded_to(values: torch.Tensor) -> str | None:
     """Return the 16-bit dtype of which all values (FP32, not zero) are; None if there is none, or too few values."""
     import torch
 
-    values = values.unique()
+    values = values.unique()  # type: ignore[no-untyped-call]
     if values.dtype is not torch.float32 or values.numel() < ENOUGH or not bool(torch.isfinite(values).all()):
         return None
     bits = values.contiguous().view(torch.int32)
