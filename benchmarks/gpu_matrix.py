@@ -441,7 +441,8 @@ def main() -> int:
         bases = [cell.base for cell in chosen if _key(dataclasses.asdict(cell.base)) not in done]
         wanted = [cell for cell in wanted if cell in chosen or cell in bases]
     if options.missing:
-        wanted = [cell for cell in wanted if cell in unmeasured(kept)]
+        gaps = unmeasured(kept)
+        wanted = [cell for cell in wanted if cell in gaps]
     matrix = Matrix(options.output, kept, options.jobs, options.budget)
     left = matrix.run(wanted)
     for cell in left:

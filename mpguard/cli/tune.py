@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from mpguard.cli import launch
 from mpguard.core.console import Line, print_line, printable, rich_console, write_lines
 from mpguard.core.errors import ConfigError, MissingExtra
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 _HEADER = ("candidate", "ms/step", "interval", "speed", "memory", "loss", "")
 _STYLES = {"measured": "", "refused": "yellow", "failed": "red"}
+
+parse_arguments = launch.parse_arguments
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -74,13 +77,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-write", action="store_true", help="do not change the mp.yaml")
     parser.add_argument("--list", action="store_true", help="list the candidates, and which cannot run here; run none")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
-
-
-def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments unparsed: only accelerate's own parser can tell where the script begins."""
-    if not argv or argv[0] in ("-h", "--help"):
-        parser.parse_args(["--help"])
-    return argparse.Namespace(argv=list(argv))
 
 
 def run(options: argparse.Namespace) -> int:

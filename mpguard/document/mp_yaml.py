@@ -13,9 +13,9 @@ them from there: they receive the whole policy as text.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mpguard.core import settings
 from mpguard.core.errors import ConfigError, PolicyError, UnknownRecipe, did_you_mean
@@ -28,6 +28,8 @@ from mpguard.policy.recipes import AUTO, auto_on
 from mpguard.policy.recipes import recipe as named
 from mpguard.targets.inject import Change
 from mpguard.targets.settings import ABSENT, lookup, show
+
+T = TypeVar("T")
 
 SECTION = "fp8_config"
 RECIPE = f"{SECTION}.mpguard_recipe"
@@ -118,7 +120,7 @@ def stored(document: Document) -> Stored:
     recipe = document.entry(RECIPE)
     if recipe is not None and (not isinstance(recipe.value, str) or not recipe.value):
         raise ConfigError(f"{document.where(RECIPE)}: is {show(recipe.value)}; the name of a recipe is needed")
-    allowed, watch = _allowed(document), _watch(document)
+    allowed, watch = _parsed(document, ALLOW, allowances) or (), _parsed(document, WATCH, watch_level)
     overrides = document.entry(OVERRIDES)
     if overrides is None or overrides.value is None:
         return Stored(recipe.value if recipe else None, {}, allowed, watch)
@@ -128,36 +130,29 @@ def stored(document: Document) -> Stored:
 
 def unknown_deviation(value: Any) -> str:
     """Return what is wrong with a value of `mpguard_allow`; empty if nothing is."""
-    try:
-        allowances(value)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def _allowed(document: Document) -> tuple[Allowance, ...]:
-    entry = document.entry(ALLOW)
-    try:
-        return allowances(entry.value if entry is not None else None)
-    except ConfigError as error:
-        raise ConfigError(f"{document.where(ALLOW)}: {error}") from None
+    return _error_of(allowances, value)
 
 
 def unknown_watch_level(value: Any) -> str:
     """Return what is wrong with a value of `mpguard_watch`; empty if nothing is."""
+    return _error_of(watch_level, value)
+
+
+def _error_of(parse: Callable[[Any], object], value: Any) -> str:
     try:
-        watch_level(value)
+        parse(value)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def _watch(document: Document) -> WatchLevel | None:
-    entry = document.entry(WATCH)
+def _parsed(document: Document, key: str, parse: Callable[[Any], T]) -> T | None:
+    """Return the value of a key, parsed; None where it is not set. The error of a parser gets the place of the key."""
+    entry = document.entry(key)
     try:
-        return watch_level(entry.value) if entry is not None and entry.value is not None else None
+        return parse(entry.value) if entry is not None and entry.value is not None else None
     except ConfigError as error:
-        raise ConfigError(f"{document.where(WATCH)}: {error}") from None
+        raise ConfigError(f"{document.where(key)}: {error}") from None
 
 
 def _check_overrides(document: Document, overrides: Entry, recipe: Entry | None) -> None:

@@ -101,6 +101,7 @@ def prepare(
     kind = _kind(options, config)
     processes = options.num_processes or config.get("num_processes")
     effective = {**config, "distributed_type": kind, "num_processes": processes, **_sections(options, config)}
+    stored = mp_yaml.stored(document)
     plan = Plan(
         policy,
         config=str(path.absolute()),
@@ -109,8 +110,8 @@ def prepare(
         enforce=enforcement(options.enforce, path),
         proof_json=absolute(options.proof_json),
         announced=True,
-        allow=(*mp_yaml.stored(document).allow, *allowances(options.allow)),
-        watch=options.watch or mp_yaml.stored(document).watch,
+        allow=(*stored.allow, *allowances(options.allow)),
+        watch=options.watch or stored.watch,
         watch_json=absolute(options.watch_json),
     )
     changes = differences(config, policy, "accelerate", plan.strategy)

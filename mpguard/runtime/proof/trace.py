@@ -205,11 +205,10 @@ def _add(
     te_dtype: str | None,
 ) -> None:
     """Add an event to a trace if it is a product."""
-    shapes = _input_shapes(event.raw)
     name = ""
     if event.known is not None:
         dtype = products.dtype_of(event.known, event.raw.dtypes())
-        flops = products.work_of(event.known, shapes)
+        flops = products.work_of(event.known, _input_shapes(event.raw))
         if dtype is None or not flops:
             return
         dtype = "fp8" if event.fp8 else dtype
