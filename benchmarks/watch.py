@@ -1,6 +1,9 @@
 """What the watch costs: steps with and without it, interleaved in one run, so that only ratios count.
 
-    python benchmarks/watch.py [--blocks 12] [--width 512] [--rounds 8] [--steps 20] [--output FILE]
+    python benchmarks/watch.py [--blocks 12] [--width 512] [--tokens 1024] [--rounds 8] [--steps 20] [--output FILE]
+
+    python benchmarks/watch.py --blocks 4 --width 4096 --tokens 4096     blocks of an 8B model
+    python benchmarks/watch.py --blocks 16 --width 2048 --tokens 512     a 1B model with short sequences
 
 It runs on the GPU if there is one. Each round trains with `off`, `light` and `full`, in another order each time; the
 result is the median over rounds of a level's time over that of `off` in the same round; on a CPU, of the time for which
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import statistics
 import time
@@ -32,7 +36,7 @@ LEVELS = ("off", "light", "full")
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, 8, batch_first=True)
+        self.norm, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, width // 64, batch_first=True)
         self.mlp = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
@@ -116,7 +120,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(options.width) for _ in range(options.blocks))).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     x = torch.randn(1, options.tokens, options.width, device=device)
     seconds(model, optimizer, x, 3)
     ratios: dict[str, list[float]] = {level: [] for level in LEVELS[1:]}
@@ -135,6 +139,10 @@ def main() -> None:
     result = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "blocks": options.blocks,
+        "width": options.width,
+        "tokens": options.tokens,
         "parameters": sum(own.numel() for own in model.parameters()),
         "step_ms": round(1000 * statistics.median(steps), 3),
         **{f"{level}_percent": round(100 * (statistics.median(found) - 1), 2) for level, found in ratios.items()},
