@@ -14,17 +14,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from workers import Times, Worker, device, device_name, serve, timed_round, versions
+
 LIBRARIES = ("torch", "transformers")
 
 #: Name -> hidden size, FFN, heads, key and value heads, blocks, batch, tokens, vocabulary.
@@ -49,7 +45,7 @@ VARIANTS: dict[str, tuple[dict[str, Any] | None, bool]] = {
 WARM_UP, ROUNDS, STEPS = 5, 3, 6
 
 
-def trainer(sizes: tuple[int, ...], variant: str, device: str) -> Callable[[], float]:
+def trainer(sizes: tuple[int, ...], variant: str) -> Callable[[], Any]:
     """Return a function that trains one step and returns the loss, not read yet."""
     fields, masked = VARIANTS[variant]
     if fields is not None:
@@ -65,16 +61,17 @@ def trainer(sizes: tuple[int, ...], variant: str, device: str) -> Callable[[], f
         hidden_size=hidden, intermediate_size=ffn, num_attention_heads=heads, num_key_value_heads=groups,
         num_hidden_layers=blocks, vocab_size=vocabulary, max_position_embeddings=tokens, use_cache=False,
     )  # fmt: skip
-    with torch.device(device):
+    where = device()
+    with torch.device(where):
         model = LlamaForCausalLM(config).train()
         ids = torch.randint(0, vocabulary, (batch, tokens))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    net = torch.compile(model, backend="inductor" if device == "cuda" else "aot_eager")
+    net = torch.compile(model, backend="inductor" if where == "cuda" else "aot_eager")
     inputs = {"attention_mask": torch.ones_like(ids)} if masked else {}
 
     def step() -> Any:
         optimizer.zero_grad()
-        with torch.autocast(device, dtype=torch.bfloat16):
+        with torch.autocast(where, dtype=torch.bfloat16):
             loss = net(input_ids=ids, labels=ids, **inputs).loss
         loss.backward()
         optimizer.step()
@@ -84,89 +81,44 @@ def trainer(sizes: tuple[int, ...], variant: str, device: str) -> Callable[[], f
 
 
 def work(sizes: tuple[int, ...], variant: str) -> None:
-    """Train in this process: a round for each line on stdin, with its times as JSON on stdout. The first builds it."""
-    import torch
-    import transformers  # noqa: F401  while another size is measured
+    """Train in this process: a round for each line on stdin. The first builds it."""
+    import torch  # noqa: F401  while another size is measured
+    import transformers  # noqa: F401
 
-    sys.stdin.readline()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    began = time.perf_counter()
-    step = trainer(sizes, variant, device)
-    loss = [float(step()) for _ in range(WARM_UP)][-1]
-    print(json.dumps({"loss": loss, "warm": time.perf_counter() - began, "device": name_of(device)}), flush=True)
-    for _ in sys.stdin:
-        ms = []
-        for _ in range(STEPS):
-            begin = time.perf_counter()
-            step()
-            synchronize()
-            ms.append((time.perf_counter() - begin) * 1e3)
-        begin = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        synchronize()
-        print(json.dumps({"ms": ms, "flow": (time.perf_counter() - begin) * 1e3 / STEPS}), flush=True)
+    def prepare() -> tuple[dict[str, Any], Callable[[], Any]]:
+        began = time.perf_counter()
+        step = trainer(sizes, variant)
+        loss = [float(step()) for _ in range(WARM_UP)][-1]
+        facts = {"loss": loss, "warm": time.perf_counter() - began, "device": device_name()}
+        return facts, lambda: timed_round(step, STEPS)
+
+    serve(prepare, dict)
 
 
-def name_of(device: str) -> str:
-    import torch
-
-    return str(torch.cuda.get_device_name()) if device == "cuda" else device
-
-
-def started(sizes: tuple[int, ...]) -> dict[str, subprocess.Popen[str]]:
+def started(sizes: tuple[int, ...]) -> dict[str, Worker]:
     """Start a process for each variant, which waits for its turn."""
-    path = os.pathsep.join((str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "PYTHONPATH": path}
     return {
-        variant: subprocess.Popen(
-            [sys.executable, __file__, "--work", variant, "--sizes", json.dumps(sizes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
+        variant: Worker(variant, [__file__, "--work", variant, "--sizes", json.dumps(sizes)])
         for variant, (_, masked) in VARIANTS.items()
         if not masked or sizes[0] < LARGE
     }
 
 
-def measure(processes: dict[str, subprocess.Popen[str]]) -> list[dict[str, Any]]:
+def measure(workers: dict[str, Worker]) -> list[dict[str, Any]]:
     """Return a row per variant of one size."""
-    for process in processes.values():
-        ask(process)
-    rows = {
-        variant: {"variant": variant, **answer(process, variant), "ms": [], "flow": []}
-        for variant, process in processes.items()
-    }
+    for worker in workers.values():
+        worker.tell()
+    rows = {variant: {"variant": variant, **worker.answer()} for variant, worker in workers.items()}
+    times = {variant: Times() for variant in workers}
     for _ in range(ROUNDS):
-        for variant, process in processes.items():
-            ask(process)
-            found = answer(process, variant)
-            rows[variant]["ms"] += found["ms"]
-            rows[variant]["flow"].append(found["flow"])
-    for row in rows.values():
-        row["lo"], row["hi"] = min(row["ms"]), max(row["ms"])
-        row["ms"], row["flow"] = statistics.median(row["ms"]), statistics.median(row["flow"])
+        for variant, worker in workers.items():
+            times[variant].add(worker.ask())
+    for variant, row in rows.items():
+        row.update(times[variant].row())
     for row in rows.values():
         row["ratio"] = round(rows["stock"]["ms"] / row["ms"], 3)
         row["flow_ratio"] = round(rows["stock"]["flow"] / row["flow"], 3)
     return list(rows.values())
-
-
-def ask(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    print(file=process.stdin, flush=True)
-
-
-def answer(process: subprocess.Popen[str], variant: str) -> Any:
-    """Return the next answer of a process. Raises `SystemExit` if it has ended."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("{"):
-            return json.loads(line)
-    raise SystemExit(f"{variant}: the process ended with status {process.wait()}")
 
 
 def main() -> None:
@@ -181,15 +133,15 @@ def main() -> None:
         return
     sizes = TINY if options.tiny else SIZES
     result: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "versions": {name: metadata.version(name) for name in LIBRARIES},
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "versions": versions(LIBRARIES),
         "sizes": {},
     }
-    processes = {name: started(each) for name, each in sizes.items()}
+    workers = {name: started(each) for name, each in sizes.items()}
     try:
         for name in sizes:
-            rows = result["sizes"][name] = measure(processes[name])
-            end(processes[name])
+            rows = result["sizes"][name] = measure(workers[name])
+            end(workers[name])
             print(name)
             for row in rows:
                 result["device"] = row.pop("device")
@@ -197,16 +149,15 @@ def main() -> None:
                 flow = f"flow {row['flow']:8.1f} ms  x{row['flow_ratio']:.3f}"
                 print(f"  {row['variant']:24} {times}  {flow}  loss {row['loss']:.4f}", flush=True)
     finally:
-        for each in processes.values():
+        for each in workers.values():
             end(each)
     if options.output:
         options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def end(processes: dict[str, subprocess.Popen[str]]) -> None:
-    for process in processes.values():
-        process.kill()
-        process.wait()
+def end(workers: dict[str, Worker]) -> None:
+    for worker in workers.values():
+        worker.end()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
 """How fast FP8 and the opt-ins make an unmodified LlamaForCausalLM, against the same script with torch.compile alone.
 
-    python benchmarks/fp8.py --output benchmarks/results/fp8.json      # one Hopper GPU, under 6 minutes
-    python benchmarks/fp8.py --quick                                   # tries the program itself on a CPU
+    python benchmarks/fp8.py --output benchmarks/results/fp8.json                      # one Hopper GPU, 10 minutes
+    python benchmarks/fp8.py --merge --output FILE --only "fp8, te" "auto"             # some rows, into what is there
+    python benchmarks/fp8.py --gpus 2 --merge --output FILE                            # FSDP2 and ZeRO-2, two GPUs
+    python benchmarks/fp8.py --quick                                                   # tries the program on a CPU
 
 Each variant trains in a process of its own: FP32 weights from a config, BF16 autocast, fused AdamW, random tokens. The
 `stock` process of a size stays alive, and each variant takes turns with it, so that a busy neighbour hits both; the
 ratio is that of the medians of these rounds. `ms` is the time of a step with a synchronization after it, `flow` without
-one, `gpu` the kernels of one step by kind. The process of the next variant imports its libraries meanwhile.
+one, `gpu` the kernels of one step by kind. Up to four variants are built at the same time, so that `first_step_s`, the
+time of the first step with compilation, is an upper bound. A row that fails is a row, with the reason; with `--merge`
+it does not replace one that was measured.
 
-All four blocks of width 4096 are in FP8, because they stand for the many of a deep model: the recipe's first and last
-blocks in BF16 are left out. `auto` is what it is.
+All blocks of width 4096 are in FP8, because they stand for the many of a deep model: the recipe's first and last blocks
+in BF16 are left out. `auto` is what it is.
 """
 
 from __future__ import annotations
@@ -20,27 +24,32 @@ import dataclasses
 import datetime
 import json
 import os
-import queue
 import re
 import statistics
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
-from importlib import metadata
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-LIBRARIES = ("torch", "transformers", "torchao", "transformer-engine", "triton", "mpguard")
+from workers import END, Times, Worker, device, device_name, serve, synchronize, timed_round, versions
+
+LIBRARIES = ("torch", "transformers", "torchao", "transformer-engine", "deepspeed", "triton", "mpguard")
 
 #: Name -> hidden size, FFN, heads, key and value heads, blocks, batch, tokens, vocabulary.
 SIZES = {
     "4 x 8B, 2x4096": (4096, 14336, 32, 8, 4, 2, 4096, 32000),
     "8 x 2048, 1x2048": (2048, 8192, 32, 8, 8, 1, 2048, 32000),
     "12 x 768, 16x1024": (768, 3072, 12, 12, 12, 16, 1024, 32000),
+    "12 x 768, 1x1024": (768, 3072, 12, 12, 12, 1, 1024, 32000),
+    "8 x 2048, 2x4096": (2048, 8192, 32, 8, 8, 2, 4096, 32000),
+    "6 x 3072, 2x4096": (3072, 8192, 24, 8, 6, 2, 4096, 32000),
+    "4 x 8B, 1x1024": (4096, 14336, 32, 8, 4, 1, 1024, 32000),
+    "6 x 8B, 2x4096, FSDP2": (4096, 14336, 32, 8, 6, 2, 4096, 32000),
+    "6 x 8B, 2x4096, ZeRO-2": (4096, 14336, 32, 8, 6, 2, 4096, 32000),
     "tiny": (64, 128, 4, 2, 2, 2, 32, 256),
+    "tiny, FSDP2": (64, 128, 4, 2, 2, 2, 32, 256),
+    "tiny, ZeRO-2": (64, 128, 4, 2, 2, 2, 32, 256),
 }
 
 FP8 = "bf16_with_fp8_current_scaling_mixed"
@@ -71,7 +80,7 @@ VARIANTS = {
     "auto": Variant("auto"),
 }
 
-#: What is measured, the most telling first.
+#: What is measured on one GPU, the most telling first.
 PLAN = (
     ("4 x 8B, 2x4096", "bf16"),
     ("4 x 8B, 2x4096", "fp8"),
@@ -85,8 +94,27 @@ PLAN = (
     ("12 x 768, 16x1024", "bf16"),
     ("4 x 8B, 2x4096", "fp8, not compiled by the script"),
     ("4 x 8B, 2x4096", "fp8, te"),
+    ("4 x 8B, 2x4096", "auto"),
+    ("12 x 768, 1x1024", "auto"),
+    ("8 x 2048, 2x4096", "auto"),
+    ("6 x 3072, 2x4096", "auto"),
+    ("4 x 8B, 1x1024", "auto"),
 )
-QUICK = (("tiny", "bf16"), ("tiny", "fp8, torchao by hand"), ("tiny", "fp8, head, fast, masters"))
+#: What is measured on two.
+TWO_GPUS = (
+    ("6 x 8B, 2x4096, FSDP2", "fp8"),
+    ("6 x 8B, 2x4096, FSDP2", "bf16"),
+    ("6 x 8B, 2x4096, ZeRO-2", "fp8"),
+    ("6 x 8B, 2x4096, ZeRO-2", "bf16"),
+)
+QUICK = (
+    ("tiny", "bf16"),
+    ("tiny", "fp8, torchao by hand"),
+    ("tiny", "fp8, head, fast, masters"),
+    ("tiny", "auto"),
+    ("tiny, FSDP2", "fp8"),
+    ("tiny, ZeRO-2", "fp8"),
+)
 
 #: The bounds that this table has to meet: (size, variant) -> ratio to stock.
 BOUNDS = {
@@ -97,10 +125,20 @@ BOUNDS = {
     ("4 x 8B, 2x4096", "fp8, head, fast, masters"): 1.63,
     ("8 x 2048, 1x2048", "auto"): 1.10,
     ("12 x 768, 16x1024", "auto"): 1.10,
+    ("4 x 8B, 2x4096", "auto"): 0.99,
+    ("12 x 768, 1x1024", "auto"): 0.99,
+    ("8 x 2048, 2x4096", "auto"): 0.99,
+    ("6 x 3072, 2x4096", "auto"): 0.99,
+    ("4 x 8B, 1x1024", "auto"): 0.99,
+    ("6 x 8B, 2x4096, FSDP2", "fp8"): 1.40,
+    ("6 x 8B, 2x4096, ZeRO-2", "fp8"): 1.40,
 }
 
 #: Steps before the first round, and rounds and steps in each.
 WARM_UP, ROUNDS, STEPS = 8, 3, 8
+
+#: Variants that are built at the same time, and the most seconds for that.
+AT_ONCE, BUILT = 4, 200.0
 
 #: Kernels by kind; cuBLAS's names have q for E4M3 and r for E5M2.
 FP8_KERNELS = r"e4m3|e5m2|nvjet_(sm90_)?[qr]{2}|fp8|float8|f8|scaled_mm"
@@ -116,7 +154,12 @@ KINDS = (
 # -- a worker: one variant of one size ---------------------------------------------------------------------------------
 
 
-def policy_of(variant: Variant, device: str) -> Any:
+def strategy_of(size: str) -> str | None:
+    """Return what divides the model among two processes; None for one process."""
+    return next((each for each in ("FSDP2", "ZeRO-2") if size.endswith(each)), None)
+
+
+def policy_of(variant: Variant) -> Any:
     import mpguard
 
     assert variant.recipe is not None
@@ -124,51 +167,60 @@ def policy_of(variant: Variant, device: str) -> Any:
     changes = dict(variant.changes)
     if variant.recipe == FP8:
         changes["first_last_layers_bf16"] = False
-    if policy.fp8 and device == "cpu":
+    if policy.fp8 and device() == "cpu":
         changes |= {"fp8_emulate": True, **TORCHAO}
     return policy.replace(**changes)
 
 
-def convert_by_hand(model: Any, device: str) -> None:
+def convert_by_hand(model: Any) -> None:
     """Convert as torchao's documentation does: every Linear but the head."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = Float8LinearConfig(emulate=device == "cpu")
+    config = Float8LinearConfig(emulate=device() == "cpu")
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "lm_head" not in name)
 
 
-def trainer(sizes: tuple[int, ...], variant: Variant, device: str) -> Callable[[], Any]:
+def trainer(size: str, variant: Variant) -> Callable[[], Any]:
     """Return a function that trains one step and returns the loss, not read yet."""
     if variant.recipe is not None:
         import mpguard
 
         # By hand, mpguard only keeps `is_causal`: the two variants differ in who converts.
-        mpguard.activate(policy_of(variant, device), enforce="off" if variant.by_hand else "warn")
+        mpguard.activate(policy_of(variant), enforce="off" if variant.by_hand else "warn")
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    hidden, ffn, heads, groups, blocks, batch, tokens, vocabulary = sizes
+    hidden, ffn, heads, groups, blocks, batch, tokens, vocabulary = SIZES[size]
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=ffn, num_attention_heads=heads, num_key_value_heads=groups,
         num_hidden_layers=blocks, vocab_size=vocabulary, max_position_embeddings=tokens, use_cache=False,
         tie_word_embeddings=False, attn_implementation="sdpa",
     )  # fmt: skip
-    with torch.device(device):
+    strategy, rank = strategy_of(size), int(os.environ.get("RANK", "0"))
+    where = torch.device(device(), rank) if device() == "cuda" else torch.device("cpu")
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    with where:
         model = LlamaForCausalLM(config).train()
-    generator = torch.Generator().manual_seed(1)
-    batches = [torch.randint(0, vocabulary, (batch, tokens), generator=generator).to(device) for _ in range(4)]
+    generator = torch.Generator().manual_seed(1 + rank)
+    batches = [torch.randint(0, vocabulary, (batch, tokens), generator=generator).to(where) for _ in range(4)]
     if variant.by_hand:
-        convert_by_hand(model, device)
+        convert_by_hand(model)
+    if strategy == "ZeRO-2":
+        return zero2(model, batches, variant)
+    if strategy == "FSDP2":
+        shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    net = torch.compile(model, backend="inductor" if device == "cuda" else "aot_eager") if variant.compiled else model
-    by_hand_on_cpu = variant.by_hand and device == "cpu"  # torchao reads only the state of CUDA's autocast
+    net = compiled(model, variant)
+    by_hand_on_cpu = variant.by_hand and where.type == "cpu"  # torchao reads only the state of CUDA's autocast
+    autocast = strategy is None and not by_hand_on_cpu  # FSDP2 casts itself
     number = 0
 
     def step() -> Any:
         nonlocal number
         ids, number = batches[number % 4], number + 1
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=not by_hand_on_cpu):
+        with torch.autocast(where.type, dtype=torch.bfloat16, enabled=autocast):
             loss = net(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -178,61 +230,90 @@ def trainer(sizes: tuple[int, ...], variant: Variant, device: str) -> Callable[[
     return step
 
 
-def work(sizes: tuple[int, ...], variant: Variant) -> None:
-    """Train in this process: a round for each line on stdin, with its times as JSON on stdout. The first builds it."""
+def compiled(model: Any, variant: Variant) -> Any:
+    """Return the model as the script calls it."""
+    import torch
+
+    return torch.compile(model, backend=_backend()) if variant.compiled else model
+
+
+def _backend() -> str:
+    return "inductor" if device() == "cuda" else "aot_eager"
+
+
+def shard(model: Any) -> None:
+    """Shard the blocks and the model with FSDP2: FP32 shards, products and gathers in BF16, reduction in FP32."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("nccl" if device() == "cuda" else "gloo")
+    mesh = dist.device_mesh.init_device_mesh(device(), (dist.get_world_size(),))
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=mixed)
+    fully_shard(model, mesh=mesh, mp_policy=mixed)
+
+
+def zero2(model: Any, batches: list[Any], variant: Variant) -> Callable[[], Any]:
+    """Return a step of a DeepSpeed engine: ZeRO-2 in BF16, with torch's AdamW over FP32 masters."""
+    import deepspeed
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device() == "cuda")
+    config = {
+        "train_micro_batch_size_per_gpu": len(batches[0]),
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    deepspeed.init_distributed("nccl" if device() == "cuda" else "gloo")
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    if variant.compiled:
+        engine.compile(backend=_backend())
+    number = 0
+
+    def step() -> Any:
+        nonlocal number
+        ids, number = batches[number % 4], number + 1
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def work(size: str, name: str) -> None:
+    """Train in this process: a round for each line on stdin, and kernels and proof at the end. The first builds it."""
     import torch
     import transformers  # noqa: F401  while another variant is measured
 
-    sys.stdin.readline()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    began = time.perf_counter()
-    step = trainer(sizes, variant, device)
-    first = float(step())
-    compiled = time.perf_counter() - began
-    loss = [float(step()) for _ in range(WARM_UP)][-1]
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    say({"loss": [first, loss], "first_step_s": compiled, "device": name_of(device)})
-    for line in sys.stdin:
-        if line.strip() == "end":
-            say({**memory(device), **kernels(step, synchronize, device), **proven(variant)})
-            break
-        ms = []
-        for _ in range(STEPS):
-            begin = time.perf_counter()
-            step()
-            synchronize()
-            ms.append((time.perf_counter() - begin) * 1e3)
-        begin = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        host = (time.perf_counter() - begin) * 1e3 / STEPS
-        synchronize()
-        say({"ms": ms, "flow": (time.perf_counter() - begin) * 1e3 / STEPS, "host": host})
-    sys.stdout.flush()
-    os._exit(0)
+    variant = VARIANTS[name]
+    own: list[Callable[[], Any]] = []
+
+    def prepare() -> tuple[dict[str, Any], Callable[[], Any]]:
+        began = time.perf_counter()
+        own.append(step := trainer(size, variant))
+        first = float(step())
+        took = time.perf_counter() - began
+        loss = [float(step()) for _ in range(WARM_UP)][-1]
+        if device() == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        return {"loss": [first, loss], "first_step_s": took, "device": device_name()}, lambda: timed_round(step, STEPS)
+
+    serve(prepare, lambda: {**memory(), **kernels(own[0]), **proven(variant)})
 
 
-def say(found: Mapping[str, Any]) -> None:
-    print(json.dumps(found), flush=True)
-
-
-def name_of(device: str) -> str:
+def memory() -> dict[str, Any]:
     import torch
 
-    return str(torch.cuda.get_device_name()) if device == "cuda" else device
+    return {"gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)} if device() == "cuda" else {}
 
 
-def memory(device: str) -> dict[str, Any]:
-    import torch
-
-    return {"gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)} if device == "cuda" else {}
-
-
-def kernels(step: Callable[[], Any], synchronize: Callable[[], None], device: str) -> dict[str, Any]:
+def kernels(step: Callable[[], Any]) -> dict[str, Any]:
     """Return the milliseconds of one step's kernels by kind."""
-    if device != "cuda":
+    if device() != "cuda":
         return {}
     from torch.profiler import ProfilerActivity, profile
 
@@ -270,122 +351,80 @@ def proven(variant: Variant) -> dict[str, Any]:
 # -- the parent --------------------------------------------------------------------------------------------------------
 
 
-class Worker:
-    """The process of one variant of one size. It begins when it is asked for the first time."""
-
-    def __init__(self, size: str, variant: str) -> None:
-        path = os.pathsep.join((str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH", "")))
-        self.name = f"{size}, {variant}"
-        self.lines: queue.Queue[str | None] = queue.Queue()
-        self.text: list[str] = []
-        self.started = False
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, "--work", variant, "--size", size],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": path, "NO_COLOR": "1"},
-            text=True,
-        )
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            (self.lines.put(line) if line.startswith("{") else self.text.append(line))
-        self.lines.put(None)
-
-    def ask(self, word: str = "", timeout: float = 150.0) -> dict[str, Any]:
-        """Return the next answer. Raises `RuntimeError` if the process has ended, or is too slow."""
-        assert self.process.stdin is not None
-        try:
-            print(word, file=self.process.stdin, flush=True)
-            line = self.lines.get(timeout=timeout)
-        except (OSError, queue.Empty):
-            line = None
-        if line is None:
-            state = self.process.poll()
-            how = f"no answer in {timeout:.0f} s" if state is None else f"ended with status {state}"
-            self.end()
-            raise RuntimeError(f"{self.name}: {how}: {''.join(self.text)[-1500:]}")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-@dataclasses.dataclass
-class Times:
-    ms: list[float] = dataclasses.field(default_factory=list)
-    flow: list[float] = dataclasses.field(default_factory=list)
-    host: list[float] = dataclasses.field(default_factory=list)
-
-    def add(self, found: Mapping[str, Any]) -> None:
-        self.ms += found["ms"]
-        self.flow.append(found["flow"])
-        self.host.append(found["host"])
-
-    def row(self) -> dict[str, float]:
-        return {
-            "ms": statistics.median(self.ms),
-            "lo": min(self.ms),
-            "hi": max(self.ms),
-            "flow": statistics.median(self.flow),
-            "host": statistics.median(self.host),
-        }
+def worker_of(size: str, variant: str) -> Worker:
+    processes = 1 if strategy_of(size) is None else 2
+    return Worker(f"{size}, {variant}", [__file__, "--work", variant, "--size", size], processes)
 
 
 def pair(stock: Worker, worker: Worker) -> dict[str, Any]:
-    """Return the row of a variant: rounds in turn with those of `stock`."""
-    began = worker.ask()
+    """Return what rounds in turn with those of `stock` give, and what the worker says at its end."""
     own, base = Times(), Times()
     for _ in range(ROUNDS):
         base.add(stock.ask())
         own.add(worker.ask())
-    row = {**began, **own.row(), "stock_ms": statistics.median(base.ms), "stock_flow": statistics.median(base.flow)}
+    row = {**own.row(), "stock_ms": statistics.median(base.ms), "stock_flow": statistics.median(base.flow)}
     row["ratio"] = round(row["stock_ms"] / row["ms"], 3)
     row["flow_ratio"] = round(row["stock_flow"] / row["flow"], 3)
-    return {**row, **worker.ask("end", 60.0)}
+    return {**row, **worker.ask(END, 60.0)}
 
 
-def measure(plan: tuple[tuple[str, str], ...], deadline: float) -> list[dict[str, Any]]:
-    """Return a row per variant. Nothing is begun after the deadline, in seconds."""
-    began, rows = time.monotonic(), []
-    sizes = list(dict.fromkeys(size for size, _ in plan))
-    plan = tuple(each for size in sizes for each in plan if each[0] == size)
-    stock: Worker | None = None
-    ahead: Worker | None = None
+def measure(plan: tuple[tuple[str, str], ...], deadline: float) -> Iterator[dict[str, Any]]:
+    """Yield a row per variant. Nothing is begun after the deadline, in seconds."""
+    began = time.monotonic()
+    for size in dict.fromkeys(size for size, _ in plan):
+        variants = [variant for each, variant in plan if each == size]
+        at_once = AT_ONCE if strategy_of(size) is None else AT_ONCE // 2
+        stock: Worker | None = None
+        try:
+            for first in range(0, len(variants), at_once):
+                some = variants[first : first + at_once]
+                if time.monotonic() - began > deadline:
+                    yield from ({"size": size, "variant": each, "state": "no time"} for each in some)
+                    continue
+                if stock is None or stock.ended:
+                    stock = worker_of(size, "stock")
+                    stock.tell()
+                    yield from together(size, stock, some, fresh=True)
+                else:
+                    yield from together(size, stock, some, fresh=False)
+        finally:
+            if stock is not None:
+                stock.end()
+
+
+def together(size: str, stock: Worker, variants: list[str], *, fresh: bool) -> Iterator[dict[str, Any]]:
+    """Yield a row per variant: all are built at the same time, and then each takes turns with `stock`."""
+    workers = {variant: worker_of(size, variant) for variant in variants}
+    for worker in workers.values():
+        worker.tell()
     try:
-        for place, (size, variant) in enumerate(plan):
-            row: dict[str, Any] = {"size": size, "variant": variant}
-            rows.append(row)
-            if time.monotonic() - began > deadline:
-                row["state"] = "no time"
-                continue
-            worker, ahead = ahead or Worker(size, variant), None
-            try:
-                if stock is None or not stock.name.startswith(f"{size},"):
-                    if stock is not None:
-                        stock.end()
-                    stock = Worker(size, "stock")
-                    first = stock.ask()
-                    rows.insert(len(rows) - 1, {"size": size, "variant": "stock", **first})
-                if place + 1 < len(plan):
-                    ahead = Worker(*plan[place + 1])
-                row.update(pair(stock, worker))
-            except RuntimeError as error:
-                row["state"] = f"failed: {error}"
-                if stock is not None and stock.process.poll() is not None:
-                    stock = None
+        built = {variant: answer(worker) for variant, worker in workers.items()}
+        base = answer(stock) if fresh else {}
+        if fresh:
+            yield {"size": size, "variant": "stock", **base}
+        for variant, worker in workers.items():
+            row = {"size": size, "variant": variant, **built[variant]}
+            if "state" in base:
+                row["state"] = "failed: no stock to compare with"
+            if "state" not in row:
+                try:
+                    row |= pair(stock, worker)
+                except RuntimeError as error:
+                    row["state"] = f"failed: {error}"
             worker.end()
             print(text_of(row), flush=True)
+            yield row
     finally:
-        for each in (stock, ahead):
-            if each is not None:
-                each.end()
-    return rows
+        for worker in workers.values():
+            worker.end()
+
+
+def answer(worker: Worker) -> dict[str, Any]:
+    """Return the first answer of a worker, or why there is none."""
+    try:
+        return worker.answer(BUILT)
+    except RuntimeError as error:
+        return {"state": f"failed: {error}"}
 
 
 def text_of(row: Mapping[str, Any]) -> str:
@@ -406,37 +445,58 @@ def text_of(row: Mapping[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="the JSON file for the result")
+    parser.add_argument("--merge", action="store_true", help="keep the rows of the file that are not measured again")
     parser.add_argument("--quick", action="store_true", help="a tiny model: tries the program, measures nothing")
-    parser.add_argument("--only", default="", help="variants with this in `SIZE, VARIANT`")
-    parser.add_argument("--deadline", type=float, default=300.0, help="seconds after which no variant is begun")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="the plan for so many GPUs")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="ROW", help="rows with one of these in `SIZE, VARIANT`"
+    )
+    parser.add_argument("--deadline", type=float, default=540.0, help="seconds after which no variant is begun")
     parser.add_argument("--work", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--size", choices=SIZES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        work(SIZES[options.size], VARIANTS[options.work])
+        work(options.size, options.work)
         return 0
     began = time.monotonic()
-    plan = tuple(each for each in (QUICK if options.quick else PLAN) if options.only in ", ".join(each))
-    rows = measure(plan, options.deadline)
+    whole = QUICK if options.quick else TWO_GPUS if options.gpus == 2 else PLAN
+    plan = tuple(each for each in whole if any(word in ", ".join(each) for word in options.only))
+    if not plan:
+        parser.error(f"no row has {' or '.join(options.only)} in its name: {'; '.join(map(', '.join, whole))}")
+    rows: list[dict[str, Any]] = []
+    for row in measure(plan, options.deadline):
+        rows.append(row)
+        if options.output:
+            write(options.output, rows, time.monotonic() - began, merge=options.merge)
+    return 1 if any("state" in row for row in rows) else 0
+
+
+def write(path: Path, rows: list[dict[str, Any]], seconds: float, *, merge: bool) -> None:
+    """Write the result; with `merge` rows of the file stay that are not among the new ones, or only failed there."""
+    old = json.loads(path.read_text(encoding="utf-8")) if merge and path.exists() else {"rows": []}
+    stamp = {"date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "versions": versions(LIBRARIES)}
+    own = {(row["size"], row["variant"]): {**row, **stamp} for row in rows}
+    kept = {(row["size"], row["variant"]): row for row in old["rows"]}
+    for row in kept.values():
+        for key in (*stamp, "device"):
+            row.setdefault(key, old[key])
+    merged = kept | {
+        key: row for key, row in own.items() if "state" not in row or "state" in kept.get(key, {"state": 1})
+    }
+    order = {key: place for place, key in enumerate((*PLAN, *TWO_GPUS))}
+    found = sorted(merged.values(), key=lambda row: order.get((row["size"], row["variant"]), -1))
     result = {
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "device": next((row["device"] for row in rows if "device" in row), None),
-        "versions": {name: version(name) for name in LIBRARIES},
-        "sizes": {name: SIZES[name] for name in dict.fromkeys(row["size"] for row in rows)},
+        **stamp,
+        "device": next((row["device"] for row in rows if "device" in row), old.get("device")),
+        "sizes": {name: SIZES[name] for name in dict.fromkeys(row["size"] for row in found)},
         "bounds": {", ".join(key): bound for key, bound in BOUNDS.items()},
         "steps": {"warm_up": WARM_UP, "rounds": ROUNDS, "in_each": STEPS},
-        "seconds": round(time.monotonic() - began),
-        "rows": [{key: value for key, value in row.items() if key != "device"} for row in rows],
+        "seconds": round(seconds) + old.get("seconds", 0),
+        "rows": found,
     }
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 0 if all("ratio" in row or row["variant"] == "stock" for row in rows) else 1
-
-
-def version(name: str) -> str | None:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(name)
-    return None
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    new.replace(path)
 
 
 if __name__ == "__main__":
