@@ -224,9 +224,10 @@ def fp8_backend(hardware: Hardware) -> Backend | None:
 def backend_of(policy: Policy, hardware: Hardware) -> Backend | None:
     """Return the library that runs a policy's FP8 here; None if none of its libraries is installed.
 
-    With `backend: auto` and two that can, it is the faster one: torchao compiled, else Transformer Engine.
+    With `backend: auto` and two that can, it is the faster one: torchao compiled, else Transformer Engine. A wish for
+    parameters in FP8 does not count: it is granted to scripts that have their optimizer from Transformer Engine.
     """
-    if policy.fp8_param:
+    if policy.fp8_param is True:
         return "te"
     installed = [each for each in policy.backends if each in hardware.libraries]
     if "torchao" in installed and policy.compile is not False and importlib.util.find_spec("triton") is not None:

@@ -25,6 +25,7 @@ CURRENT = "fp8: hybrid, fp8_recipe: tensorwise"
     ("fields", "compiled", "expected"),
     [
         (f"{CURRENT}, backend: torchao", "compiled", "compile: auto is on here"),
+        (f"{CURRENT}, fp8_param: auto", "compiled", "compile: auto is on here"),
         (f"{CURRENT}, backend: te", "not compiled", ""),
         ("fp8: hybrid, fp8_recipe: delayed", "not compiled", ""),
     ],

@@ -196,6 +196,7 @@ def test_gpus_are_queried_through_nvml(nvml: Nvml, found: Any, monkeypatch: pyte
         ({"fp8_recipe": "tensorwise", "compile": False}, BOTH, True, "te"),
         ({"fp8_recipe": "tensorwise", "backend": "te"}, BOTH, True, "te"),
         ({"fp8_recipe": "tensorwise", "fp8_param": True}, BOTH, True, "te"),
+        ({"fp8_recipe": "tensorwise", "fp8_param": "auto"}, BOTH, True, "torchao"),
         ({"fp8_recipe": "tensorwise"}, {"te": "2.20"}, True, "te"),
         ({"fp8_recipe": "tensorwise", "compile": False}, {"torchao": "0.18"}, True, "torchao"),
         ({"fp8_recipe": "delayed"}, BOTH, True, "te"),

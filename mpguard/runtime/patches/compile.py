@@ -20,11 +20,14 @@ def compile_models(guard: Guard, optimizer: torch.optim.Optimizer) -> None:
 
     Raises `NotInForce` if a model cannot be compiled and the policy has compile=True.
     """
-    policy = guard.plan.policy
+    from mpguard.nn.fp8.weights import is_kept_in_fp8
+
+    parameters = updated_by(optimizer)
+    policy = guard.plan.policy.decided(fp8_param=any(map(is_kept_in_fp8, parameters)))
     chosen = compilation.wants_compile(policy)
     if not chosen.on or not guard.compiles_models or guard.failure is not None:
         return
-    for model in models_of(updated_by(optimizer)):
+    for model in models_of(parameters):
         if missing := compilation.missing_requirement(model):
             if policy.compile is True:
                 guard.fail(
