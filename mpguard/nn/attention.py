@@ -90,7 +90,8 @@ def skip_while_compiling(original: Callable[..., Any]) -> Callable[..., Any]:
 def drop_without_effect(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function that creates a causal mask: it gets no position ids and no padding mask that change nothing.
 
-    With any padding mask, eager code does not look for packed sequences.
+    With any padding mask, eager code does not look for packed sequences. A function that dynamo would compile alone,
+    because it leaves the caller's loop over FSDP2's blocks to eager code, is eager as well.
     """
     import torch
     from torch._dynamo.comptime import comptime
@@ -98,15 +99,20 @@ def drop_without_effect(original: Callable[..., Any]) -> Callable[..., Any]:
     names = list(inspect.signature(original).parameters)
     embeds = next(name for name in names if name.endswith("embeds"))
     decided = torch.compiler.assume_constant_result(_decided)  # type: ignore[no-untyped-call]
+    eager = torch.compiler.disable(original)
 
     @functools.wraps(original)
     def create_mask(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False), **kwargs)
+        if not _switch.on or getattr(given.get("config"), "_attn_implementation", None) != SDPA:
+            return original(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            return eager(*args, **kwargs)
         if not _applies(torch):
             return original(*args, **kwargs)
-        given = dict(zip(names, args, strict=False), **kwargs)
+        comptime(_skip_if_alone)
         position_ids, attention_mask = given.get("position_ids"), given.get("attention_mask")
-        implementation = getattr(given.get("config"), "_attn_implementation", None)
-        if implementation == SDPA and _is_empty(given.get("past_key_values")):
+        if _is_empty(given.get("past_key_values")):
             if attention_mask is None and position_ids is not None:
                 comptime(_decide_positions)
                 if decided():
@@ -146,6 +152,19 @@ def _decide_positions(context: Any) -> None:
 
 def _decide_mask(context: Any) -> None:
     _decide(_is_all_ones, context, "attention_mask")
+
+
+def _skip_if_alone(context: Any) -> None:
+    """Leave the function that dynamo traces to eager code, if it is not part of another one."""
+    from torch._dynamo.exc import SkipFrame
+
+    try:
+        alone = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().parent is None
+    except AttributeError as error:
+        log.debug("mpguard: attention: the function that dynamo traces is not known", exc_info=error)
+        return
+    if alone:
+        raise SkipFrame("the values of masks are known in eager code")
 
 
 def _decide(holds: Callable[[Node], bool], context: Any, name: str) -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/convergence.py: an arm is really trained with a tiny model on the CPU; verdicts and plot on made losses."""
+"""benchmarks/convergence.py: an arm is trained with a tiny model on the CPU; verdicts and plot of losses made up."""
 
 from __future__ import annotations
 

@@ -161,6 +161,15 @@ def test_position_ids_are_dropped_only_if_the_graph_shows_that_they_count_up() -
     assert model.check(attention_mask=four) == {"mask"}
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_masks_are_eager_where_the_loop_over_blocks_is(packed: bool) -> None:
+    """As under FSDP2: a hook of each block, which dynamo cannot trace, leaves the loop around it to eager code."""
+    model = Compiled(made("Llama"))
+    for block in model.model.model.layers:  # type: ignore[union-attr]
+        block.register_forward_pre_hook(torch.compiler.disable(lambda _module, _inputs: None))
+    assert model.check(**({"position_ids": PACKED} if packed else {})) == ({"mask"} if packed else {"is_causal"})
+
+
 class Counting(nn.Module):
     """A script's own model around one of transformers, which makes the position ids."""
 

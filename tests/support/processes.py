@@ -107,7 +107,9 @@ _SERVER = multiprocessing.get_context("forkserver")
 _PRELOADED = ["torch", "accelerate", "mpguard.run"]
 if not Path("/dev/nvidiactl").exists():
     _PRELOADED += [
-        "torch._dynamo", "torch._functorch.aot_autograd", "torchao.float8", "transformers.trainer", "deepspeed",
+        "torch._dynamo", "torch._functorch.aot_autograd", "torch._functorch.compilers", "torch._inductor.lowering",
+        "torch._inductor.pattern_matcher", "torch._dynamo.repro.after_aot", "torch._dynamo.testing",
+        "torch.export._trace", "torchao.float8", "transformers.trainer", "deepspeed",
     ]  # fmt: skip
 _SERVER.set_forkserver_preload(_PRELOADED)
 
