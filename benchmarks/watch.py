@@ -6,8 +6,8 @@
     python benchmarks/watch.py --blocks 16 --width 2048 --tokens 512     a 1B model with short sequences
 
 It runs on the GPU if there is one. Each round trains with `off`, `light` and `full`, in another order each time; the
-result is the median over rounds of a level's time over that of `off` in the same round; on a CPU, of the time for which
-the process was running, so that other processes matter less. The operators of torch that a level adds to a step, and
+result is the median over rounds of a level's time over that of `off` in the same round. `host` is the same of the time
+for which the process was running: other processes matter less to it, and on a CPU it is the result. The operators of torch that a level adds to a step, and
 how often it waits for the GPU, are counted apart from that.
 """
 
@@ -56,18 +56,18 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
     optimizer.zero_grad()
 
 
-def seconds(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, steps: int) -> float:
-    """Return the time of one step, over `steps` of them."""
+def seconds(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, steps: int) -> tuple[float, float]:
+    """Return the time of one step, over `steps` of them, and that of the host until the last one is queued."""
     cuda = x.device.type == "cuda"
-    clock = time.perf_counter if cuda else time.process_time
     if cuda:
         torch.cuda.synchronize()
-    began = clock()
+    began, host = time.perf_counter(), time.process_time()
     for _ in range(steps):
         train_step(model, optimizer, x)
+    host = time.process_time() - host
     if cuda:
         torch.cuda.synchronize()
-    return (clock() - began) / steps
+    return (time.perf_counter() - began) / steps if cuda else host / steps, host / steps
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # so are torch's own classes of modes
@@ -124,6 +124,7 @@ def main() -> None:
     x = torch.randn(1, options.tokens, options.width, device=device)
     seconds(model, optimizer, x, 3)
     ratios: dict[str, list[float]] = {level: [] for level in LEVELS[1:]}
+    host: dict[str, list[float]] = {level: [] for level in LEVELS[1:]}
     steps = []
     for number in range(options.rounds):
         order = LEVELS[number % 3 :] + LEVELS[: number % 3]
@@ -133,9 +134,10 @@ def main() -> None:
             seconds(model, optimizer, x, 25)  # beyond the first steps, at which norms are always computed
             times[level] = seconds(model, optimizer, x, options.steps)
         mpguard.watch(level="off")
-        steps.append(times["off"])
-        for level, found in ratios.items():
-            found.append(times[level] / times["off"])
+        steps.append(times["off"][0])
+        for level in LEVELS[1:]:
+            ratios[level].append(times[level][0] / times["off"][0])
+            host[level].append(times[level][1] / times["off"][1])
     result = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -146,6 +148,7 @@ def main() -> None:
         "parameters": sum(own.numel() for own in model.parameters()),
         "step_ms": round(1000 * statistics.median(steps), 3),
         **{f"{level}_percent": round(100 * (statistics.median(found) - 1), 2) for level, found in ratios.items()},
+        **{f"{level}_host_percent": round(100 * (statistics.median(found) - 1), 2) for level, found in host.items()},
         **counts(model, optimizer, x, options.steps),
         "spread_percent": {
             level: [round(100 * (each - 1), 2) for each in sorted(found)] for level, found in ratios.items()
