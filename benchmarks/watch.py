@@ -7,8 +7,8 @@
 
 It runs on the GPU if there is one. Each round trains with `off`, `light` and `full`, in another order each time; the
 result is the median over rounds of a level's time over that of `off` in the same round. `host` is the same of the time
-for which the process was running: other processes matter less to it, and on a CPU it is the result. The operators of torch that a level adds to a step, and
-how often it waits for the GPU, are counted apart from that.
+for which the process was running: other processes matter less to it, and on a CPU it is the result. The operators of
+torch that a level adds to a step, and how often it waits for the GPU, are counted apart from that.
 """
 
 from __future__ import annotations
