@@ -249,11 +249,12 @@ class Decoder:
         if config.flag("norm_topk_prob", config.architecture == "mixtral"):
             weights = tape.mul(weights, tape.pointwise(tape.mean(weights, tokens), "reciprocal", "output"))
         weights = tape.gathered(tape.cast(weights, logits.width), chosen, chosen)
-        into = tape.parameter("mlp.experts.gate_up_proj", (number, 2 * width, hidden), "expert")
-        out = tape.parameter("mlp.experts.down_proj", (number, hidden, width), "expert")
-        both = tape.product(tape.gathered(x, chosen * hidden, chosen), into, chosen * 2 * width)
+        both = tape.expert_product(
+            tape.gathered(x, chosen * hidden, chosen), "gate_up_proj", (number, 2 * width, hidden)
+        )
         gate, up = (tape.part(both, both.count // 2) for _ in range(2))
-        y = tape.product(tape.mul(layers.activation(tape, gate, self.act), up), out, chosen * hidden)
+        y = tape.mul(layers.activation(tape, gate, self.act), up)
+        y = tape.expert_product(y, "down_proj", (number, hidden, width))
         y = tape.gathered(tape.mul(y, weights), chosen * hidden, chosen)
         y = tape.cast(tape.mean(y, tokens * hidden), x.width)
         if config.architecture != "qwen2_moe":

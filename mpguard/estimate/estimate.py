@@ -134,13 +134,22 @@ def _tape(request: Request) -> Tape:
     weights = weight_bytes(policy, request.strategy)
     compute = HALF if policy.low_precision else FULL
     fp8 = _fp8_width(policy, request.gpu)
-    blocks = _block_names(request.config) if fp8 else []
-    layers = functools.partial(_is_fp8, policy, blocks) if fp8 else None
+    blocks = _block_names(request.config) if fp8 or policy.fp8_experts else []
+    chosen = functools.partial(_is_fp8, policy, blocks)
+    experts = policy.fp8_experts and hardware.named(architecture(request.gpu)).lacks("grouped") is None
     batch = Batch(request.batch, request.length)
     return record(
         request.config,
         batch,
-        TapeDtypes(weights, compute, fp8, layers, 0 if request.compiled else request.length, cuda=True),
+        TapeDtypes(
+            weights,
+            compute,
+            fp8,
+            chosen if fp8 else None,
+            chosen if experts else None,
+            row=0 if request.compiled else request.length,
+            cuda=True,
+        ),
         request.compiled,
     )
 

@@ -19,6 +19,9 @@ Kind = Literal["linear", "embedding", "expert", "vector"]
 #: Bytes of an element: FP32, the 16-bit compute dtype, integers (of indices), masks.
 FULL, HALF, INDEX, MASK = 4, 2, 8, 1
 
+#: Rows of FP8 products are multiples of it.
+PADDED = 16
+
 #: Operators that torch.compile never fuses with others.
 PRODUCTS = ("linear", "attention", "embedding")
 
@@ -82,8 +85,9 @@ class TapeDtypes:
     weights: bytes of an element of the parameters that the forward pass sees; compute: bytes of an element of what
     matrix products read. They differ under autocast, which casts both for each product. fp8: bytes that Transformer
     Engine saves for an element of the weight of an FP8 layer; 0 without it (torchao's layers save what others save).
-    fp8_layers: which Linear layers are FP8: a function of name, inputs and outputs. row: tokens in a row if attention
-    with grouped queries stores all scores in FP32, as on CUDA, which has no other kernel for it; 0 on the CPU.
+    fp8_layers, fp8_experts: which Linear layers, and which experts, are FP8: functions of name, inputs and outputs.
+    row: tokens in a row if attention with grouped queries stores all scores in FP32, as on CUDA, which has no other
+    kernel for it; 0 on the CPU.
     cuda: `pow` is in FP32 under autocast, which it is on CUDA only.
     """
 
@@ -91,6 +95,7 @@ class TapeDtypes:
     compute: int = FULL
     fp8: int = 0
     fp8_layers: Callable[[str, int, int], bool] | None = None
+    fp8_experts: Callable[[str, int, int], bool] | None = None
     row: int = 0
     cuda: bool = False
 
@@ -270,6 +275,23 @@ class Tape:
         bias = [self._compute_copy(each) for each in more]
         saved = [x, *([copy] if x.grad else [])]
         return self._new("linear", [x, copy, *bias], (count, self.precision.compute), saved)
+
+    def expert_product(self, x: Value, name: str, stacked: tuple[int, int, int]) -> Value:
+        """A grouped product of rows with the matrices of their experts. stacked: experts, outputs and inputs.
+
+        In FP8 the rows of each expert are padded to multiples of 16, and the weights are saved as they are; the
+        backward pass rounds them again.
+        """
+        number, outputs, inputs = stacked
+        weight, rows = self.parameter(f"mlp.experts.{name}", stacked, "expert"), x.count // inputs
+        fp8 = self.precision.fp8_experts
+        if fp8 is None or not fp8(f"{self._prefix}mlp.experts", inputs, outputs):
+            return self.product(x, weight, rows * outputs)
+        padded = -(-rows // PADDED) * PADDED + PADDED * number
+        wide = self.gathered(self.cast(x, self.precision.compute), padded * inputs, rows)
+        both = [wide, weight]
+        y = self._new("linear", both, (padded * outputs, self.precision.compute), both, workspace=weight.count)
+        return self.gathered(y, rows * outputs, padded)
 
     def layer_norm(self, x: Value, name: str, width: int, bias: bool = True) -> Value:
         """`nn.LayerNorm`, which autocast computes in FP32."""

@@ -74,6 +74,14 @@ NEEDS: Mapping[str, Needs] = {
     "blockwise": Needs(
         "FP8 block scaling", (9, 0), cuda=(12, 9), source="TE is_fp8_block_scaling_available", multiple=16
     ),
+    "grouped": Needs(
+        "FP8 products of experts",
+        (9, 0),
+        (10, 0),
+        cuda=(12, 1),
+        source="torch._scaled_grouped_mm, rowwise",
+        multiple=16,
+    ),
     "mxfp8": Needs("MXFP8", (10, 0), (12, 0), source="TE is_mxfp8_available", multiple=32),
     "nvfp4": Needs("NVFP4", (10, 0), source="TE is_nvfp4_available", multiple=16),
 }

@@ -98,6 +98,7 @@ class Policy:
         fp8_required: False: a model without layers for FP8 runs in the compute dtype, which is reported.
         fp8_exclude: name patterns (`fnmatch`, on the qualified module name) kept out of FP8.
         fp8_head: the output head in FP8 too.
+        fp8_experts: the experts of a mixture in FP8 too: E4M3 with a scale per row, whatever `fp8_recipe`.
         fp8_fast_accum: fast accumulation in the gradient products as well.
         fp8_emulate: torchao computes FP8 in software, which needs no FP8 GPU.
         first_last_layers_bf16, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: blocks
@@ -152,6 +153,7 @@ class Policy:
     fp8_required: bool = True
     fp8_exclude: tuple[str, ...] = DEFAULT_FP8_EXCLUDE
     fp8_head: bool = False
+    fp8_experts: bool = False
     fp8_fast_accum: bool = False
     fp8_emulate: bool = False
     first_last_layers_bf16: bool = False
@@ -273,6 +275,7 @@ class Policy:
             ("fp8_required", low is not None, "fp8 or fp4"),
             ("fp8_exclude", low is not None, "fp8 or fp4"),
             ("fp8_head", low is not None, "fp8 or fp4"),
+            ("fp8_experts", "torchao" in self.backends, "fp8 with a recipe and a backend of torchao"),
             ("fp8_fast_accum", bool(self.fp8), "fp8"),
             ("fp8_emulate", bool(self.fp8), "fp8"),
             ("first_last_layers_bf16", low is not None, "fp8 or fp4"),

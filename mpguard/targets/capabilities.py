@@ -17,7 +17,7 @@ GUARDED_TARGETS = ("accelerate", "deepspeed")
 #: The fields that mpguard itself enforces in these runs: which layers become FP8, which compute in FP32, and where the
 #: master weights are.
 CONVERTER_FIELDS = frozenset({
-    "fp32_modules", "fp8_exclude", "fp8_head", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
+    "fp32_modules", "fp8_exclude", "fp8_head", "fp8_experts", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16", "master_weights",
 })  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("transformers", minversion="5")
 from memory import Memory, saved_tensors
 from tiny_models import TINY, inputs, tiny
 
+import mpguard
 from mpguard.estimate import FAMILIES, ModelConfig
 from mpguard.estimate.decoders import Batch
 from mpguard.estimate.families import record
@@ -83,6 +85,29 @@ def test_saved_tensors_are_those_of_autograd(name: str, mode: str) -> None:
     found = sum(each.size for each in kept if each.kind not in ("weight", "input"))
     exact = mode == "fp32" and name not in ("bert", "roberta", "xlm-roberta", "distilbert", "vit", "bart")
     assert abs(found - real) <= (256 if exact else 0.02 * real), f"estimated {found}, real {real}"
+
+
+@pytest.mark.parametrize("mode", ["bf16", "autocast"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_in_fp8_save_padded_rows_and_no_copy_of_their_weights(name: str, mode: str) -> None:
+    pytest.importorskip("torchao")
+    precision, dtype, autocast = MODES[mode]
+    model, config = tiny(name)
+    model, batch = model.to(dtype), inputs(name, dtype, ROWS, LENGTH)
+    exclude = ("*_proj", "*lm_head")
+    policy = mpguard.Policy(bf16=True, fp8="hybrid", fp8_emulate=True, fp8_experts=True, fp8_exclude=exclude)
+    assert mpguard.convert(model, policy).converted == ()
+    with saved_tensors([*model.parameters(), *model.buffers(), *batch.values()]) as saved:
+        loss = forward(model, batch, autocast)
+    real = saved()
+    del loss
+    found = {}
+    for experts in (None, lambda *_: True):
+        tape = recorded(config, dataclasses.replace(precision, fp8_experts=experts))
+        kept = {storage for op in tape.ops for storage in op.saved}
+        found[experts is None] = sum(each.size for each in kept if each.kind not in ("weight", "input"))
+    assert abs(found[False] - real) <= 0.02 * real, f"estimated {found[False]}, real {real}"
+    assert found[True] > found[False] or mode == "bf16"
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -137,6 +137,22 @@ def test_fp8_of_transformer_engine_saves_inputs_in_one_byte() -> None:
     assert delayed.per_gpu["fp8"] > 0 and delayed.per_gpu["activations"] < one().per_gpu["activations"]
 
 
+def test_experts_in_fp8_need_no_copies_of_their_weights() -> None:
+    config = ModelConfig(built_in()["mixtral-8x7b"], "x")
+    policy = mpguard.recipe("bf16_with_fp8_rowwise_mixed").decided()
+    forward = {
+        (gpu, experts): sum(
+            estimate(Request(config, policy.replace(fp8_experts=experts), batch=1, length=1024, gpu=gpu))
+            .moments["forward"]
+            .values()
+        )
+        for gpu in ("h200", "b200")
+        for experts in (False, True)
+    }
+    assert forward["h200", True] < forward["h200", False]
+    assert forward["b200", True] == forward["b200", False], "only Hopper multiplies experts in FP8"
+
+
 def test_the_largest_batch_fits_and_a_larger_one_does_not() -> None:
     request = Request(ModelConfig(LLAMA, "x"), BF16, length=1024, gpu="a100-80gb")
     batch = largest_batch(request)

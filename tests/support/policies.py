@@ -40,6 +40,7 @@ CANDIDATES: dict[str, tuple[Any, ...]] = {
     "fp8_required": (True, False),
     "fp8_exclude": ((), ("*lm_head", "*mlp*")),
     "fp8_head": (True, False),
+    "fp8_experts": (True, False),
     "fp8_fast_accum": (True, False),
     "fp8_emulate": (True, False),
     "first_last_layers_bf16": (True, False),

@@ -19,7 +19,7 @@ from torch import nn
 from mpguard.core.errors import NotCarried, NotInForce, PolicyError
 from mpguard.nn import compile as compilation
 from mpguard.nn import fp32
-from mpguard.nn.fp8 import filters, weights
+from mpguard.nn.fp8 import experts, filters, weights
 from mpguard.nn.fp8.amax_history import restore_pending
 from mpguard.nn.fp8.padding import Padded, Padding, PaddingState
 from mpguard.nn.fp8.report import Conversion
@@ -91,7 +91,8 @@ def convert_named(model: nn.Module, modules: filters.Named, policy: Policy) -> C
             f"convert: `{policy.name}` keeps blocks at the ends in {policy.compute_dtype}, and the model has no "
             "ModuleList or Sequential of blocks. Name the layers in fp8_exclude, and set first_last_layers_bf16=False"
         )
-    reasons = filters.reasons(modules, policy)
+    of_experts = experts.reasons(modules, policy) if policy.fp8_experts else {}
+    reasons = {**filters.reasons(modules, policy), **of_experts}
     names: dict[int, str] = {}
     layers: dict[int, nn.Linear] = {}
     for name, module in modules:
@@ -99,12 +100,14 @@ def convert_named(model: nn.Module, modules: filters.Named, policy: Policy) -> C
             names[id(module)], layers[id(module)] = name, cast(nn.Linear, module)
     before = {key: layer for key, layer in layers.items() if MARK in layer.__dict__}
     _check_policy(names, before, policy)
-    todo = {key: layer for key, layer in layers.items() if not reasons[key] and key not in before}
-    skipped = tuple((names[key], reasons[key]) for key in layers if reasons[key] and key not in before)
-    others = filters.others(modules)
-    if not todo and not before:
-        why = [f"{name or 'the model'}: {reason}" for name, reason in skipped[:5]] or ["it has no Linear layer"]
-        why += [f"{kind}, {100 * share:.0f} % of the weights: no Linear layers" for kind, share in others]
+    new = {key: layer for key, layer in layers.items() if not reasons[key] and key not in before}
+    todo = {key: layer for key, layer in new.items() if key not in of_experts}
+    left = {key: reasons[key] for key in layers if reasons[key] and key not in before}
+    if not new and not before:
+        why = [f"{names[key] or 'the model'}: {left[key]}" for key in list(left)[:5]] or ["it has no Linear layer"]
+        why += [
+            f"{kind}, {100 * share:.0f} % of the weights: no Linear layers" for kind, share in filters.others(modules)
+        ]
         raise NotInForce(f"convert: nothing in the model can be FP8: {'; '.join(why)}")
     backend, library = _library(policy)
     padding = next((layer.__dict__[MARK].padding for layer in before.values()), Padding(filters.multiple(policy)))
@@ -126,12 +129,17 @@ def convert_named(model: nn.Module, modules: filters.Named, policy: Policy) -> C
         ],
         library.kind_of,
     )
+    for key in new.keys() - todo.keys():
+        experts.convert(layers[key], PaddingState(names[key], policy, padding, plain=type(layers[key])))
     if backend == "te":
         library.around(model, policy)
     return Conversion(
         backend, str(policy.low_bit_recipe), policy.compute_dtype.short, policy.fp8_emulate,
-        tuple(names[key] for key in todo), tuple(names[key] for key in before), skipped, others,
-        kept=bool(policy.fp8_param),
+        tuple(names[key] for key in todo), tuple(names[key] for key in before if key not in of_experts),
+        tuple((names[key], reason) for key, reason in left.items() if key not in of_experts),
+        filters.others(modules), kept=bool(policy.fp8_param),
+        experts=tuple((names[key], "" if key in before else reason) for key, reason in of_experts.items()),
+        more=experts.hint(modules, policy),
     )  # fmt: skip
 
 
@@ -216,7 +224,7 @@ def restore_class(layer: nn.Linear) -> None:
 def keep_plain_weights(model: nn.Module) -> None:
     """Convert the weights of a model that are stored in FP8 back to plain ones, with the exact values."""
     for layer in model.modules():
-        if MARK in layer.__dict__ and weights.exact_of(layer.weight) is not None:
+        if MARK in layer.__dict__ and weights.exact_of(layer._parameters.get("weight")) is not None:
             weights.to_plain_weights(cast(nn.Linear, layer))
             state: PaddingState = layer.__dict__[MARK]
             state.policy = state.policy.replace(fp8_param=False, name=state.policy.name)

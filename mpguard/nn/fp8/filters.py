@@ -25,6 +25,9 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 #: transformers' Linear with a transposed weight, as in GPT-2.
 CONV1D = "transformers.pytorch_utils.Conv1D"
 
+#: The module of transformers in which experts with stacked weights are computed.
+EXPERTS = "transformers.integrations.moe"
+
 #: Classes whose Linear layers select experts: their few logits decide the expert of every token.
 ROUTERS = re.compile(r"(Router|Gate|Gating)$")
 
@@ -101,7 +104,8 @@ def others(modules: Named) -> tuple[tuple[str, float], ...]:
     for module in {id(module): module for _, module in modules}.values():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        kind = "" if is_linear(module) or is_of(module, "transformer_engine") else type(module).__name__
+        fp8 = is_linear(module) or is_of(module, "transformer_engine") or _is_converted(module)
+        kind = "" if fp8 else type(module).__name__
         own = [each for each in module._parameters.values() if each is not None and not nn.parameter.is_lazy(each)]
         shapes = [getattr(each, "ds_shape", each.shape) for each in own]
         sizes[kind] = sizes.get(kind, 0) + sum(math.prod(shape) for shape in shapes if len(shape) > 1)
@@ -138,6 +142,8 @@ def check_patterns(modules: Named, policy: Policy) -> None:
         if not any(pattern_around(name, (pattern,)) for name, _ in modules):
             raise PolicyError(f"fp32_modules: `{pattern}` matches no module")
     linear = [name for name, module in modules if is_linear(module)]
+    if policy.fp8_experts:
+        linear += [name for name, module in modules if is_experts(module)]
     for pattern in policy.fp8_exclude:
         if pattern in DEFAULT_FP8_EXCLUDE or any(fnmatch(name, pattern) for name in linear):
             continue  # the default patterns may match nothing: not every model has a router
@@ -194,6 +200,16 @@ def is_linear(module: nn.Module) -> bool:
     from torch import nn
 
     return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """True for a module whose `forward` transformers dispatches to an implementation of experts, or that is converted.
+
+    All its architectures with the stacked weights of all experts do so, through a decorator of the class.
+    """
+    forward: Any = type(module).forward
+    defined = getattr(forward, "__globals__", {}).get("__name__")
+    return defined == f"{__package__}.experts" or (defined == EXPERTS and hasattr(module, "config"))
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -107,7 +107,8 @@ def to_fp8_weights(layer: nn.Linear, fp8_weight: Any) -> None:
 
 def to_plain_weights(layer: nn.Linear) -> None:
     """Convert the weight of a layer back to a parameter with the exact values."""
-    weight, exact = layer.weight, exact_of(layer.weight)
+    weight: Any = layer._parameters.get("weight")  # experts have none of that name
+    exact = exact_of(weight)
     if exact is not None:
         _swap(weight, nn.Parameter(exact.value.to(weight.device, weight.dtype, copy=True)), exact.inner)
 

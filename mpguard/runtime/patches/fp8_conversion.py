@@ -54,7 +54,7 @@ def convert_before_ddp(guard: Guard, model: nn.Module) -> None:
 
 def _convert(guard: Guard, root: nn.Module, policy: Policy, optimizer: Any = None) -> None:
     from mpguard.nn.fp8 import convert as conversion
-    from mpguard.nn.fp8 import filters
+    from mpguard.nn.fp8 import experts, filters
 
     modules = [(plain_name(name), module) for name, module in root.named_modules()]
     without_ends = not policy.fp8_required and policy.first_last_layers_bf16 and not filters.stacks(modules)
@@ -62,7 +62,8 @@ def _convert(guard: Guard, root: nn.Module, policy: Policy, optimizer: Any = Non
         policy = policy.replace(first_last_layers_bf16=False, name=policy.name)
     if conversion.has_others(modules, policy):
         return
-    reasons = list(dict.fromkeys(filters.reasons(modules, policy).values()))
+    of_experts = experts.reasons(modules, policy) if policy.fp8_experts else {}
+    reasons = list(dict.fromkeys([*filters.reasons(modules, policy).values(), *of_experts.values()]))
     if "" not in reasons:
         if not policy.fp8_required:
             guard.leave_out("fp8", f"no layer can be FP8: {'; '.join(reasons) or 'no Linear layer'}", optimizer)

@@ -654,7 +654,7 @@ def _fp8(seen: Observed, plan: Plan) -> list[Row]:
     wrong += ["not the same in every layer"] if fp8.mixed else []
     if fp8.entered is False:
         wrong.append("FP8 autocast not entered around each of them")
-    elif fp8.backend in policy.backends:
+    elif fp8.backend in policy.backends and fp8.converted:
         wrong += _other_recipe(fp8, plan)
     found = f"{len(fp8.converted)} of {len(fp8.converted) + len(fp8.left)} Linear ({fp8.backend}"
     found += f" {fp8.recipe['recipe']}" if fp8.recipe else ""
@@ -668,6 +668,7 @@ def _fp8(seen: Observed, plan: Plan) -> list[Row]:
     else:
         rows.append(_fp8_share(seen, plan))
     rows += _fp8_heads(fp8, plan)
+    rows += _fp8_experts(seen, fp8, plan)
     rows += _fp8_weights(fp8, plan)
     compute = policy.compute_dtype.short
     explained = [name for name, reason in fp8.left.items() if reason]
@@ -714,6 +715,23 @@ def _fp8_heads(fp8: Fp8Layers, plan: Plan) -> list[Row]:
         return [Row("fp8 head", f"{_names(list(fp8.heads))} in fp8", "in fp8", True)]
     reasons = [f"{name}: {reason}" for name, reason in left.items()]
     return [Row("fp8 head", f"left in {plan.policy.compute_dtype.short} ({_names(reasons)})", "", None)]
+
+
+def _fp8_experts(seen: Observed, fp8: Fp8Layers, plan: Plan) -> list[Row]:
+    """Show which experts are in FP8, with `fp8_experts`. Fails if those that should be multiplied in another dtype."""
+    if not plan.policy.fp8_experts:
+        return []
+    name, inside = "fp8 experts", [each for each, reason in fp8.experts.items() if not reason]
+    reasons = [f"{each}: {reason}" for each, reason in fp8.experts.items() if reason]
+    ran = {each.module: each.dtype for each in sorted(seen.computed, key=lambda each: each.dtype == "fp8")}
+    plain = [each for each in inside if ran.get(each, "fp8") not in ("fp8", None)]
+    if plain:
+        return [Row(name, f"{_names(plain, seen)} multiplied in {plan.policy.compute_dtype.short}", "in fp8", False)]
+    if not fp8.experts:
+        return [Row(name, "no experts of transformers in the model", "", None)]
+    found = [f"{_names(inside, seen)} in fp8 (e4m3, a scale per row)"] if inside else []
+    found += [f"left in {plan.policy.compute_dtype.short} ({_names(reasons)})"] if reasons else []
+    return [Row(name, "; ".join(found), "" if reasons else "in fp8", None if reasons else True)]
 
 
 def _fp8_weights(fp8: Fp8Layers, plan: Plan) -> list[Row]:

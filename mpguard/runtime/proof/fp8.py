@@ -41,7 +41,8 @@ class Fp8Layers:
     why it is not FP8; "" if it is.
     kept: number of weights that are kept in FP8, by the class of their quantizer. masters: number of their exact
     values, by dtype. inexact: layers that are trained, and whose exact values no optimizer has.
-    beside: FP8 layers that were not called while other code multiplied their weights.
+    beside: FP8 layers that were not called while other code multiplied their weights. experts: with `fp8_experts`, the
+    modules with experts, each with the reason why it is not FP8; "" if it is.
     """
 
     backend: str
@@ -58,6 +59,7 @@ class Fp8Layers:
     inexact: list[str] = dataclasses.field(default_factory=list)
     beside: list[str] = dataclasses.field(default_factory=list)
     heads: dict[str, str] = dataclasses.field(default_factory=dict)
+    experts: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def find_fp8_layers(
@@ -79,7 +81,8 @@ def find_fp8_layers(
         elif is_linear(module):
             plain.append((name, module))
     backend = "torchao" if layers["torchao"] else "te"
-    if not layers[backend]:
+    mixtures = _experts(modules)
+    if not layers[backend] and not any(is_converted(module) for module in mixtures.values()):
         return None
     found = Fp8Layers(backend, [name for name, _ in layers[backend]])
     reasons = filters.reasons(modules, policy)
@@ -90,22 +93,26 @@ def find_fp8_layers(
         named = [name for name, module in modules if id(module) in heads or matches(name, HEADS)]
         every = {**found.left, **dict.fromkeys(found.converted, "")}
         found.heads = {name: every[name] for name in named if name in every}
+    if policy.fp8_experts:
+        _add_experts(found, mixtures, modules, policy)
     ends = filters.in_end_blocks(modules, policy)
     found.against = [
         name
-        for name, module in layers[backend]
+        for name, module in [*layers[backend], *((name, each) for name, each in mixtures.items() if is_converted(each))]
         if id(module) in ends
         or matches(name, policy.kept_out_of_fp8)
         or pattern_around(name, policy.fp32_modules) is not None
     ]
     if backend == "torchao":
         configs = [module.config for _, module in layers["torchao"]]
-        found.emulated = all(config.emulate for config in configs)
+        emulated = [is_emulated(module) for _, module in layers["torchao"]]
+        emulated += [is_emulated(module) for module in mixtures.values() if is_converted(module)]
+        found.emulated = all(emulated)
         found.recipe = {
             "recipe": " and ".join(dict.fromkeys(map(_torchao_recipe, configs))),
             FAST_ACCUMULATION: all(map(_accumulates_fast, configs)),
         }
-        found.mixed = any(config.emulate != found.emulated for config in configs)
+        found.mixed = any(each != found.emulated for each in emulated)
     else:
         inside = [recipe for recipe in te_recipes if recipe]
         found.entered = bool(te_recipes) and len(inside) == len(te_recipes)
@@ -116,6 +123,30 @@ def find_fp8_layers(
     users = [pattern for pattern in policy.fp8_exclude if pattern not in DEFAULT_FP8_EXCLUDE]
     found.unmatched = [pattern for pattern in users if not any(fnmatch(name, pattern) for name in names)]
     return found
+
+
+def _experts(modules: list[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
+    """Return the modules with experts of transformers, by name."""
+    return {name: module for name, module in modules if filters.is_experts(module)}
+
+
+def is_converted(module: nn.Module) -> bool:
+    """True if `convert` has converted a module."""
+    return "_mpguard_fp8" in vars(module)
+
+
+def _add_experts(
+    found: Fp8Layers, mixtures: dict[str, nn.Module], modules: list[tuple[str, nn.Module]], policy: Policy
+) -> None:
+    """Add which experts are FP8. Those without a reason why they are not are among the layers that should be."""
+    from mpguard.nn.fp8 import experts
+
+    reasons = experts.reasons(modules, policy)
+    found.experts = {name: reasons[id(module)] for name, module in mixtures.items()}
+    for name, module in mixtures.items():
+        if not is_converted(module) and not found.experts[name]:
+            found.left[name] = ""
+            del found.experts[name]
 
 
 def add_fp8_weights(found: Fp8Layers, modules: list[tuple[str, nn.Module]], updated: set[int]) -> None:
@@ -152,8 +183,9 @@ def is_fp8(module: nn.Module) -> bool:
 
 
 def is_emulated(module: nn.Module) -> bool:
-    """True for a float8 module of torchao that multiplies in FP32, in software."""
-    return is_torchao(module) and bool(getattr(getattr(module, "config", None), "emulate", False))
+    """True for a float8 module of torchao, or experts, that multiply in software."""
+    own = bool(getattr(module, "emulated", False)) and is_converted(module)
+    return own or (is_torchao(module) and bool(getattr(getattr(module, "config", None), "emulate", False)))
 
 
 def is_te(module: nn.Module) -> bool:

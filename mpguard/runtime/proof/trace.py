@@ -28,7 +28,7 @@ COMPILING = "(dynamo_timed)"
 COMPILED = ("CompiledFunction", "Torch-Compiled Region", "## Call CompiledFxGraph")
 
 #: Functions of autograd whose products are in FP8, in software where FP8 is emulated.
-FP8_FUNCTIONS = ("matmul_with_hp_or_float8_args",)
+FP8_FUNCTIONS = ("matmul_with_hp_or_float8_args", "EmulatedGroupedMM")
 
 #: Functions of Transformer Engine that multiply by their weights in kernels that are no operators of torch.
 TE_FUNCTIONS = ("_Linear", "_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
@@ -38,7 +38,7 @@ TE_FUNCTIONS = ("_Linear", "_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear"
 FUSED = ("triton_poi_", "triton_red_", "triton_per_", "triton_for_", "triton_split_scan_")
 
 #: The beginnings of names of events that are no kernels of other libraries.
-NO_KERNELS = ("aten::", "autograd::", "c10d", MODULE, "## ", *FUSED)
+NO_KERNELS = ("aten::", "autograd::", "torchao::triton_", "c10d", MODULE, "## ", *FUSED)
 
 #: Scopes of events: an operator, or a node of autograd's graph.
 FUNCTION, BACKWARD = 0, 1

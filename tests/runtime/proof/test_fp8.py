@@ -120,6 +120,37 @@ def test_heads_of_transformers_are_in_fp8_tied_ones_too(vocabulary: int, tied: b
     assert (row.found, row.ok) == (found, ok)
 
 
+def test_experts_have_a_row_with_what_they_multiplied_in() -> None:
+    pytest.importorskip("torchao")
+    transformers = pytest.importorskip("transformers")
+    plain = mpguard.Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True)
+    asked = plain.replace(fp8_experts=True)
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2,
+    )  # fmt: skip
+    model, name = transformers.MixtralForCausalLM(config), "model.layers.0.mlp.experts"
+
+    def rows(policy: mpguard.Policy, dtype: str = "fp8") -> dict[str, Any]:
+        computed = [Computed(True, dtype, 1000, name, name), Computed(True, "fp8", 1000, "fc", "fc")]
+        layers = fp8.find_fp8_layers(list(model.named_modules()), policy, [])
+        return {row.name: row for row in compare(Observed(fp8=layers, computed=computed), Plan(policy))}
+
+    mpguard.convert(model, plain)
+    assert (rows(asked)["not in fp8"].ok, "fp8 experts" in rows(plain)) == (False, False)
+    assert name in rows(asked)["not in fp8"].found
+    mpguard.convert(mpguard.revert(model), asked)
+    found = rows(asked)
+    assert found["fp8"].ok and found["fp8 experts"].ok and "not in fp8" not in found
+    assert found["fp8 experts"].found == f"{name}, model.layers.1.mlp.experts in fp8 (e4m3, a scale per row)"
+    assert rows(asked, "bf16")["fp8 experts"].found == f"{name} multiplied in bf16"
+    assert rows(asked, "bf16")["fp8 experts"].ok is False
+    assert rows(asked.replace(fp8_exclude=("*layers.0.mlp.experts",)))["fp8_exclude"].ok is False, "in FP8 all the same"
+    model.set_experts_implementation("eager")
+    left = rows(asked)["fp8 experts"]
+    assert left.ok is None and left.found.startswith(f"left in bf16 ({name}: are computed by the implementation eager")
+
+
 def share(fp8_flops: int, *, required: bool = True) -> Any:
     policy = mpguard.Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True, fp8_required=required)
     computed = [
