@@ -80,7 +80,7 @@ def find_fp8_layers(
                 layers["te"].append((name, module))
         elif is_linear(module):
             plain.append((name, module))
-    backend = "torchao" if layers["torchao"] else "te"
+    backend = "te" if layers["te"] and not layers["torchao"] else "torchao"
     mixtures = _experts(modules)
     if not layers[backend] and not any(is_converted(module) for module in mixtures.values()):
         return None
@@ -108,10 +108,11 @@ def find_fp8_layers(
         emulated = [is_emulated(module) for _, module in layers["torchao"]]
         emulated += [is_emulated(module) for module in mixtures.values() if is_converted(module)]
         found.emulated = all(emulated)
-        found.recipe = {
-            "recipe": " and ".join(dict.fromkeys(map(_torchao_recipe, configs))),
-            FAST_ACCUMULATION: all(map(_accumulates_fast, configs)),
-        }
+        if configs:
+            found.recipe = {
+                "recipe": " and ".join(dict.fromkeys(map(_torchao_recipe, configs))),
+                FAST_ACCUMULATION: all(map(_accumulates_fast, configs)),
+            }
         found.mixed = any(each != found.emulated for each in emulated)
     else:
         inside = [recipe for recipe in te_recipes if recipe]

@@ -146,6 +146,12 @@ def test_experts_have_a_row_with_what_they_multiplied_in() -> None:
     assert rows(asked, "bf16")["fp8 experts"].found == f"{name} multiplied in bf16"
     assert rows(asked, "bf16")["fp8 experts"].ok is False
     assert rows(asked.replace(fp8_exclude=("*layers.0.mlp.experts",)))["fp8_exclude"].ok is False, "in FP8 all the same"
+    alone = asked.replace(fp8_exclude=("*_proj", "*lm_head"))
+    mpguard.convert(mpguard.revert(model), alone)
+    found = rows(alone)
+    assert (found["fp8"].ok, found["fp8"].found) == (True, "0 of 9 Linear (torchao, emulated)")
+    assert found["fp8 experts"].ok
+    mpguard.convert(mpguard.revert(model), asked)
     model.set_experts_implementation("eager")
     left = rows(asked)["fp8 experts"]
     assert left.ok is None and left.found.startswith(f"left in bf16 ({name}: are computed by the implementation eager")
