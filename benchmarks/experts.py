@@ -1,6 +1,7 @@
 """What FP8 experts bring (`fp8_experts`): mixtures of two layers, compiled, against the same in BF16 under mpguard.
 
-    python benchmarks/experts.py --output benchmarks/results/experts.json     # one Hopper GPU, 30 s of steps and builds
+    python benchmarks/experts.py --output benchmarks/results/experts.json     # one Hopper GPU; most of it compiles
+    python benchmarks/experts.py --only Mixtral                               # one of the two
     python benchmarks/experts.py --quick                                      # tries the program on a CPU
 
 All variants of a size are built at the same time, and then train in turns, as in benchmarks/fp8.py, whose loops these
@@ -25,9 +26,9 @@ from workers import END, Times, Worker, device, device_name, serve, timed_round,
 
 #: Name -> class of transformers, its config, batch and tokens. Few large experts, and many small ones.
 SIZES: Mapping[str, tuple[str, Mapping[str, Any], int, int]] = {
-    "Mixtral, 8 of 7168, 2x4096": (
+    "Mixtral, 8 of 6144, 2x4096": (
         "Mixtral",
-        {"hidden_size": 4096, "intermediate_size": 7168, "num_local_experts": 8, "num_key_value_heads": 8,
+        {"hidden_size": 4096, "intermediate_size": 6144, "num_local_experts": 8, "num_key_value_heads": 8,
          "num_attention_heads": 32, "vocab_size": 16000},
         2, 4096,
     ),
@@ -165,13 +166,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="the JSON file for the result")
     parser.add_argument("--quick", action="store_true", help="a tiny model: tries the program, measures nothing")
+    parser.add_argument("--only", default="", metavar="SIZE", help="sizes with this in their name")
     parser.add_argument("--work", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--size", choices=SIZES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         work(options.size, options.work)
         return 0
-    sizes = ["tiny"] if options.quick else [name for name in SIZES if name != "tiny"]
+    sizes = ["tiny"] if options.quick else [name for name in SIZES if name != "tiny" and options.only in name]
     rows = [row for size in sizes for row in measure(size)]
     if options.output:
         result = {

@@ -34,6 +34,7 @@ elif engine == "fsdp2":
     from torch.distributed.fsdp import fully_shard
     mesh = init_device_mesh("cpu", (2,))
     for block in model.model.layers:
+        fully_shard(block.mlp.experts, mesh=mesh)
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

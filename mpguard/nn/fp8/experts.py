@@ -189,7 +189,7 @@ def _torchao() -> Any:
 
     try:
         return getattr(importlib.import_module(TORCHAO), PRODUCT, None) if has_triton() else None
-    except (ImportError, OSError, RuntimeError, AssertionError):
+    except Exception:  # a prototype, whose modules compile kernels for several GPUs when they are imported
         return None
 
 
