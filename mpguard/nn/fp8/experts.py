@@ -49,15 +49,18 @@ LARGEST, LEAST = 448.0, 1e-12
 def reasons(modules: filters.Named, policy: Policy) -> dict[int, str]:
     """Return why experts cannot be FP8 under a policy, by the id of the module; "" for those that can."""
     names: dict[int, list[str]] = {}
+    mixtures: dict[int, nn.Module] = {}
     for name, module in modules:
-        names.setdefault(id(module), []).append(name)
+        if filters.is_experts(module):
+            names.setdefault(id(module), []).append(name)
+            mixtures[id(module)] = module
+    if not mixtures:
+        return {}  # without a look at torchao's prototype, which takes seconds to import
     ends = filters.in_end_blocks(modules, policy)
     missing = _missing(policy)
     found: dict[int, str] = {}
-    for _, module in modules:
+    for module in mixtures.values():
         own_names = names[id(module)]
-        if id(module) in found or not filters.is_experts(module):
-            continue
         if any(filters.pattern_around(name, policy.fp32_modules) for name in own_names):
             found[id(module)] = filters.FP32
         elif any(filters.matches(name, policy.kept_out_of_fp8) for name in own_names):

@@ -232,6 +232,13 @@ def test_what_is_left_out_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(found) == 1 and wanted in found.pop()
 
 
+def test_a_model_without_experts_imports_no_prototype(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr(experts, "_missing", lambda _policy: looks.append(1) or "")
+    assert experts.reasons(list(nn.Sequential(nn.Linear(16, 16)).named_modules()), POLICY) == {} and not looks
+    assert experts.reasons(list(model().named_modules()), POLICY) and looks
+
+
 def test_only_experts_in_fp8_train_as_in_bf16() -> None:
     """Their weights are saved for the backward pass as they are, without the copy that autocast makes."""
     losses = []
