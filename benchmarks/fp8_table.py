@@ -1,11 +1,13 @@
 """Measure where FP8 pays: a block of Llama in BF16 and in FP8, by its width and the tokens of a step.
 
     python benchmarks/fp8_table.py --output benchmarks/results/fp8_table.json     # one Hopper GPU, 4 minutes
+    python benchmarks/fp8_table.py --predictions benchmarks/results/fp8_table.json    # writes the package's table
     python benchmarks/fp8_table.py --tiny                                         # tries the program itself on a CPU
 
-It is what the recipe `auto` decides by. Forward and backward pass of the blocks alone, without head and optimizer,
-whose time is the same in both: so the sign of a difference holds for a model of any depth. A process per cell builds
-all of its arms, some cells at the same time; then each cell times its arms in turns while all others wait.
+It is what the recipe `auto` decides by: `--predictions` writes the ratios to mpguard/policy/fp8_speed.json. Measured
+are forward and backward pass of the blocks alone, without head and optimizer, whose time is the same in both: so the
+sign of a difference holds for a model of any depth. A process per cell builds all of its arms, some cells at the same time;
+then each cell times its arms in turns while all others wait.
 
 `flow` is the time of a pass without synchronization, so that a host that cannot keep up counts, per block.
 
@@ -43,6 +45,14 @@ TOKENS = {1024: (1, 1024), 4096: (2, 2048), 16384: (8, 2048)}
 TINY = {"tiny": (64, 128, 4, 2, 2)}, {64: (1, 64)}
 
 ARMS = ("bf16", "torchao", "torchao, wide layers", "bf16, not compiled", "te, not compiled")
+
+#: The ratios that the package has: kind of FP8 -> arm, and the arm of BF16 that the same script would run.
+RATIOS = {
+    "torchao": ("torchao", "bf16"),
+    "torchao without narrow layers": ("torchao, wide layers", "bf16"),
+    "te": ("te, not compiled", "bf16, not compiled"),
+}
+PREDICTIONS = Path(__file__).parent.parent / "mpguard" / "policy" / "fp8_speed.json"
 
 #: Passes before the first round, rounds, and passes in each; cells that are built at the same time, and the most
 #: seconds for that.
@@ -191,6 +201,17 @@ def _answered(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"state": f"failed: {error}"}
 
 
+def predictions(result: dict[str, Any]) -> dict[str, Any]:
+    """Return how many times as fast FP8 is as BF16, by kind, width and tokens, for the package."""
+    ratios: dict[str, dict[str, dict[str, float]]] = {kind: {} for kind in RATIOS}
+    for row in result["rows"]:
+        for kind, (fp8, bf16) in RATIOS.items():
+            by_tokens = ratios[kind].setdefault(str(row["hidden"]), {})
+            by_tokens[str(row["tokens"])] = round(row["us"][bf16] / row["us"][fp8], 3)
+    (gpu,) = {row["device"] for row in result["rows"]}
+    return {"gpu": gpu, "date": result["date"], "versions": result["versions"], "ratios": ratios}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="the JSON file; cells that it has are kept")
@@ -198,10 +219,15 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="CELL", help="cells with one of these in `SIZE, TOKENS`"
     )
+    parser.add_argument("--predictions", type=Path, metavar="FILE", help="write the package's ratios from a JSON file")
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         work(*map(tuple, options.work))
+        return 0
+    if options.predictions:
+        made = predictions(json.loads(options.predictions.read_text(encoding="utf-8")))
+        PREDICTIONS.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
         return 0
     sizes, tokens = TINY if options.tiny else (SIZES, TOKENS)
     path = options.output

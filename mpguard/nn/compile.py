@@ -143,4 +143,6 @@ def _compile(model: nn.Module) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    model._compiled_call_impl = torch.compile(call, backend=BACKEND)
+    from mpguard.nn.fp8 import first_batch
+
+    model._compiled_call_impl = first_batch.telling(model, torch.compile(call, backend=BACKEND))

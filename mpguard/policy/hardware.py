@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import os
 import re
 from collections.abc import Mapping
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mpguard.core.errors import PolicyError, did_you_mean
-from mpguard.policy.policy import BACKENDS, Backend, Policy
+from mpguard.policy import speed
+from mpguard.policy.policy import Backend, Policy
 
 Version = tuple[int, ...]
 
@@ -100,6 +100,7 @@ _LIBRARIES = {
     "accelerate": "accelerate",
     "deepspeed": "deepspeed",
     "torch": "torch",
+    "triton": "triton",
 }
 
 
@@ -108,7 +109,7 @@ class Hardware:
     """The hardware and libraries of one machine.
 
     gpu: the GPU's name; None without a GPU. capability: None without a GPU, or if it could not be queried. gpus: how
-    many there are. cuda: the CUDA version that torch was built with. libraries: backend -> version.
+    many there are. cuda: the CUDA version that torch was built with. libraries: backend, or other library -> version.
     """
 
     gpu: str | None = None
@@ -160,12 +161,19 @@ class Hardware:
     def refuses(self, policy: Policy) -> str | None:
         """Return why a policy cannot run on this machine; None if it can.
 
-        Without a GPU, BF16, FP32 and FP16 (with a GradScaler) run in software; TF32 and FP8 do not exist there.
+        Without a GPU, BF16, FP32 and FP16 (with a GradScaler) run in software; TF32 and FP8 do not exist there. A wish
+        for FP8 (`fp8_required: false`) refuses nothing: the run goes without it.
         """
+        if policy.low_bit_recipe is not None and policy.fp8_required:
+            return self.refuses_low_bits(policy)
+        missing = self.lacks("bf16") if policy.bf16 and self.gpu is not None else None
+        return missing or (self.lacks("tf32") if policy.tf32 else None)
+
+    def refuses_low_bits(self, policy: Policy) -> str | None:
+        """Return why a policy's FP8 or FP4 cannot run on this machine; None if it can, or the policy has none."""
         recipe = policy.low_bit_recipe
         if recipe is None:
-            missing = self.lacks("bf16") if policy.bf16 and self.gpu is not None else None
-            return missing or (self.lacks("tf32") if policy.tf32 else None)
+            return None
         if not policy.fp8_emulate and (reason := self.lacks(recipe)):
             return reason
         if not any(backend in self.libraries for backend in policy.backends):
@@ -187,7 +195,7 @@ def named(name: str) -> Hardware:
     capability = (int(match[1]), int(match[2])) if match else GPUS.get(text)
     if capability is None or capability < GENERATIONS[0].low:
         raise PolicyError(f"there is no GPU `{name}`{did_you_mean(name, GPUS)} (or a capability such as sm_90)")
-    return Hardware(name, capability, 1, (99,), dict.fromkeys(LIBRARY_NAMES, "any"))
+    return Hardware(name, capability, 1, (99,), dict.fromkeys((*LIBRARY_NAMES, "triton"), "any"))
 
 
 @functools.cache
@@ -205,13 +213,18 @@ def best(hardware: Hardware | None = None) -> tuple[str, str]:
         return "fp32", "no GPU"
     if here.capability is None:
         return "fp32", f"{here.gpu}: its compute capability could not be determined"
-    backend = fp8_backend(here)
     if here.capability >= (9, 0):
         reason = here.lacks("tensorwise")
+        backend = backend_of(Policy(bf16=True, fp8="hybrid"), here)
         if backend is None:
             reason = "neither Transformer Engine nor torchao is installed"
+        if reason is None and not speed.is_measured_on(here.capability):
+            reason = f"{speed.NOT_MEASURED}; name an FP8 recipe to have it"
         if reason is None and backend is not None:
-            return "bf16_with_fp8_current_scaling_mixed", f"{here.generation}: FP8, with {LIBRARY_NAMES[backend]}"
+            return (
+                "bf16_with_fp8_current_scaling_mixed",
+                f"{here.generation}: FP8, with {LIBRARY_NAMES[backend]}, for models that are faster in it",
+            )
         return "bf16_mixed", f"{here.generation} has FP8, but: {reason}"
     if here.lacks("bf16") is None:
         return "bf16_mixed", f"{here.generation}: BF16"
@@ -220,25 +233,17 @@ def best(hardware: Hardware | None = None) -> tuple[str, str]:
     return "fp32", f"{here.generation} has no tensor cores: FP32"
 
 
-def fp8_backend(hardware: Hardware) -> Backend | None:
-    """Return the library with which `auto` runs FP8; None if there is none.
-
-    Compiled torchao, which `compile: auto` compiles, was the faster one in every model measured, and the only one
-    that small models do not pay for: Transformer Engine takes the CPU 0.9 ms per layer and step.
-    """
-    return next((each for each in reversed(BACKENDS["tensorwise"]) if each in hardware.libraries), None)
-
-
 def backend_of(policy: Policy, hardware: Hardware) -> Backend | None:
     """Return the library that runs a policy's FP8 here; None if none of its libraries is installed.
 
-    With `backend: auto` and two that can, it is the faster one: torchao compiled, else Transformer Engine. A wish for
-    parameters in FP8 does not count: it is granted to scripts that have their optimizer from Transformer Engine.
+    With `backend: auto` and two that can, it is the faster one: torchao where it is compiled, which was the faster one
+    in every model measured, else Transformer Engine. A wish for parameters in FP8 does not count: it is granted to
+    scripts that have their optimizer from Transformer Engine.
     """
     if policy.fp8_param is True:
         return "te"
     installed = [each for each in policy.backends if each in hardware.libraries]
-    if "torchao" in installed and policy.compile is not False and importlib.util.find_spec("triton") is not None:
+    if "torchao" in installed and policy.compile is not False and "triton" in hardware.libraries:
         return "torchao"
     return next(iter(installed), None)
 

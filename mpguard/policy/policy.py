@@ -84,7 +84,7 @@ class Policy:
             everything in them: norms, routers, output heads.
 
     FP8 and FP4 (all need bf16 or fp16, the dtype of every other product):
-        fp8: "hybrid" (E4M3 forward, E5M2 backward) or "e4m3"; None is off.
+        fp8: "hybrid" (E4M3 forward, E5M2 backward) or "e4m3"; None is off. "auto": "hybrid" with `fp8_required` False.
         fp8_recipe: how scales are computed: "delayed" (history of maxima), "tensorwise" (current
             maximum), "blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp".
         backend: "te", "torchao", or "auto", the faster one that can run the recipe (`BACKENDS`): torchao compiled.
@@ -95,7 +95,8 @@ class Policy:
         fp8_param, fp8_param_gather: parameters stored, all-gathered in FP8; both are one setting.
             True: a run that cannot is refused. "auto" (what a recipe has): where strategy and optimizer
             can keep them, else off, and reported.
-        fp8_required: False: a model without layers for FP8 runs in the compute dtype, which is reported.
+        fp8_required: False: FP8 is a wish: a model that is not faster in it, by measurements of the GPU's generation
+            (`mpguard.policy.speed`), or that has no layers for it, runs in the compute dtype, which is reported.
         fp8_exclude: name patterns (`fnmatch`, on the qualified module name) kept out of FP8.
         fp8_head: the output head in FP8 too.
         fp8_experts: the experts of a mixture in FP8 too: E4M3 with a scale per row, whatever `fp8_recipe`.
@@ -138,7 +139,7 @@ class Policy:
     tf32: bool | None = None
     fp32_modules: tuple[str, ...] = ()
 
-    fp8: Fp8Format | None = None
+    fp8: Fp8Format | Wish | None = None
     fp8_recipe: Fp8Recipe = "tensorwise"
     backend: Backend = "auto"
     fp8_margin: int = 0
@@ -178,6 +179,9 @@ class Policy:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             self._fill(field.name, coerce(field.name, getattr(self, field.name), _TYPES[field.name]))
+        if self.fp8 == "auto":
+            self._fill("fp8", "hybrid")
+            self._fill("fp8_required", False)
         if self.bf16 and self.fp16:
             raise PolicyError("bf16 and fp16 are both True; a run computes in one of them. Set one to False")
         self._fill_defaults()

@@ -231,7 +231,7 @@ def blackwell_bf16_with_mxfp8_mixed() -> Policy:
 
 @register
 def auto() -> Policy:
-    """The fastest that this machine's GPU supports: FP8 (Hopper and newer, with a backend), BF16, FP16 or FP32.
+    """The fastest that this machine's GPU supports: FP8 (Hopper, where the model is faster in it), BF16, FP16 or FP32.
 
     It refuses no model, optimizer or strategy: what one cannot have is left out, and reported.
     """
@@ -242,5 +242,4 @@ def auto_on(here: hardware.Hardware) -> Policy:
     """Return the policy of `auto` on some hardware. What a model cannot have of it is left out, and reported."""
     name, _why = hardware.best(here)
     found = recipe(name).decided()
-    fp8 = {"backend": hardware.fp8_backend(here) or "auto", "fp8_required": False} if found.fp8 else {}
-    return found.replace(name=f"{AUTO}{name}", **fp8)
+    return found.replace(name=f"{AUTO}{name}", **({"fp8": "auto"} if found.fp8 else {}))

@@ -17,7 +17,7 @@ from mpguard.policy import hardware
 from mpguard.policy.hardware import Hardware
 from mpguard.targets.plugin import plugins
 
-H100 = Hardware("NVIDIA H100", (9, 0), 8, (12, 8), {"te": "2.20", "torchao": "0.18"})
+H100 = Hardware("NVIDIA H100", (9, 0), 8, (12, 8), {"te": "2.20", "torchao": "0.18", "triton": "3.6"})
 
 
 @pytest.fixture
@@ -52,7 +52,8 @@ def test_on_a_hopper_what_runs_is_another(capsys: pytest.CaptureFixture[str], on
     assert rows["bf16_with_fp8_current_scaling_mixed"].endswith("yes")
     assert "needs CUDA 12.9" in rows["bf16_with_fp8_subchannel_scaling_mixed"]
     assert "needs compute capability 10.0 or higher for MXFP8" in rows["bf16_with_mxfp8_mixed"]
-    assert rows["auto"].endswith("yes: bf16_with_fp8_current_scaling_mixed, Hopper: FP8, with torchao")
+    wish = "FP8, with torchao, for models that are faster in it"
+    assert rows["auto"].endswith(f"yes: bf16_with_fp8_current_scaling_mixed, Hopper: {wish}")
 
 
 def test_json_of_all(capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,6 +161,14 @@ def revert(model: nn.Module) -> nn.Module:
     """Undo `convert`: plain `nn.Linear` layers with the same parameters. Returns the model."""
     if not isinstance(model, nn.Module):
         raise PolicyError(f"revert: {model!r:.60} is not a torch.nn.Module; a model is needed")
+    plain_layers(model)
+    compilation.undo(model)
+    fp32.release(model)
+    return model
+
+
+def plain_layers(model: nn.Module) -> None:
+    """Make plain layers of all that `convert` has converted, with the same parameters. Raises `PolicyError`."""
     layers = [module for module in model.modules() if MARK in module.__dict__]
     for layer in layers:
         if not type(layer).__module__.startswith(__package__):
@@ -176,14 +184,11 @@ def revert(model: nn.Module) -> nn.Module:
             raise PolicyError(
                 f"revert: {name}: {IN_USE}. Revert when these are gone; state_dict() is exact too"
             ) from error
-    compilation.undo(model)
-    fp32.release(model)
     for hooks in (model._forward_pre_hooks, model._forward_hooks):
         for key, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)
             if type(owner).__module__ == f"{__package__}.te":
                 del hooks[key]
-    return model
 
 
 def not_carried(policy: Policy) -> list[str]:
@@ -270,7 +275,7 @@ def _check_policy(names: dict[int, str], before: dict[int, nn.Linear], policy: P
 def _library(policy: Policy) -> tuple[str, ModuleType]:
     """Return the backend that is installed, and the module that implements its layer."""
     here = hardware.detect()
-    if reason := here.refuses(policy):
+    if reason := here.refuses_low_bits(policy):
         raise NotInForce(f"convert: the policy `{policy.name}` does not run here: {reason}")
     backend = hardware.backend_of(policy, here)
     assert backend is not None  # else the hardware refuses the policy

@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import PolicyError
-from mpguard.policy import hardware
+from mpguard.policy import hardware, speed
 from mpguard.policy.hardware import NEEDS
 from mpguard.policy.policy import DEFAULT_FP8_EXCLUDE, Policy
 
@@ -32,6 +32,7 @@ EXPERTS = "transformers.integrations.moe"
 ROUTERS = re.compile(r"(Router|Gate|Gating)$")
 
 EXCLUDED, HEAD, ROUTER, END, FP32 = "fp8_exclude", "output head", "MoE router", "first_last_layers_bf16", "fp32_modules"
+NARROW = "too narrow to be faster in FP8"
 
 
 def multiple(policy: Policy) -> int:
@@ -51,6 +52,7 @@ def reasons(modules: Named, policy: Policy) -> dict[int, str]:
     by_name = dict(modules)
     output_heads = set() if policy.fp8_head else heads(modules)
     ends = in_end_blocks(modules, policy)
+    without_narrow = speed.leaves_out_narrow(policy, hardware.backend_of(policy.decided(), hardware.detect()))
     found: dict[int, str] = {}
     for _, module in modules:
         if not is_linear(module) or id(module) in found:
@@ -67,7 +69,12 @@ def reasons(modules: Named, policy: Policy) -> dict[int, str]:
         elif id(module) in ends:
             found[id(module)] = END
         else:
-            found[id(module)] = _adapter(own_names) or _unfit(module, multiple(policy)) or _transposed(module, policy)
+            found[id(module)] = (
+                _adapter(own_names)
+                or _unfit(module, multiple(policy))
+                or _transposed(module, policy)
+                or (NARROW if without_narrow and speed.is_narrow(*sizes_of(module)) else "")
+            )
     if policy.fp8_param:
         _keep_shared_exact(modules, found)
     return found

@@ -5,13 +5,17 @@ Every training loop creates an optimizer, whatever framework it uses, and its pa
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from mpguard.core.console import print_line
-from mpguard.core.errors import NotInForce
+from mpguard.core.errors import NotInForce, PolicyError
+from mpguard.nn.fp8 import filters
 from mpguard.nn.fp8.filters import plain_name
+from mpguard.policy import hardware, speed
 from mpguard.policy.policy import Policy
+from mpguard.runtime.containment import contained_hook
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.proof.observe import engine_of, models_of, updated_by
 from mpguard.runtime.ranks import rank, world_size
@@ -54,7 +58,7 @@ def convert_before_ddp(guard: Guard, model: nn.Module) -> None:
 
 def _convert(guard: Guard, root: nn.Module, policy: Policy, optimizer: Any = None) -> None:
     from mpguard.nn.fp8 import convert as conversion
-    from mpguard.nn.fp8 import experts, filters
+    from mpguard.nn.fp8 import experts, first_batch
 
     modules = [(plain_name(name), module) for name, module in root.named_modules()]
     without_ends = not policy.fp8_required and policy.first_last_layers_bf16 and not filters.stacks(modules)
@@ -67,6 +71,10 @@ def _convert(guard: Guard, root: nn.Module, policy: Policy, optimizer: Any = Non
     if "" not in reasons:
         if not policy.fp8_required:
             guard.leave_out("fp8", f"no layer can be FP8: {'; '.join(reasons) or 'no Linear layer'}", optimizer)
+        return
+    expected = _expected(modules, policy)
+    if not policy.fp8_required and isinstance(expected, str) and expected:
+        guard.leave_out("fp8", expected, optimizer)
         return
     if without_ends:
         guard.leave_out("first_last_layers_bf16", "the model has no ModuleList or Sequential of blocks", optimizer)
@@ -85,7 +93,61 @@ def _convert(guard: Guard, root: nn.Module, policy: Policy, optimizer: Any = Non
             guard.leave_out("fp8", str(error).removeprefix("convert: "), optimizer)
         return
     if report.converted and rank() == 0:
-        print_line(f"mpguard: {str(report).splitlines()[0]}")
+        faster = f"; {expected}" if isinstance(expected, speed.Prediction) and not policy.fp8_required else ""
+        print_line(f"mpguard: {str(report).splitlines()[0]}{faster}")
+    if isinstance(expected, speed.Prediction):
+        first_batch.tell(root, contained_hook(_Decision(guard, root, modules, policy, optimizer), "the first batch"))
+
+
+def _expected(modules: filters.Named, policy: Policy, tokens: int | None = None) -> speed.Prediction | str:
+    """Return how fast the layers that are, or can be, FP8 will be; or why they should not be FP8, if FP8 is a wish."""
+    if policy.fp8_emulate:
+        return ""  # to try things out
+    here = hardware.detect()
+    backend = hardware.backend_of(policy, here)
+    if backend is None or not speed.is_measured_on(here.capability):
+        return speed.NOT_MEASURED
+    reasons = filters.reasons(modules, policy)
+    layers = {id(module): filters.sizes_of(module) for _, module in modules if reasons.get(id(module)) == ""}
+    found = speed.predict(policy, backend, layers.values(), tokens)
+    if found is None:
+        return f"its speed was not measured with {policy.fp8_recipe} scales of {backend}, compile={policy.compile}"
+    return found if found.pays or policy.fp8_required else str(found)
+
+
+@dataclasses.dataclass(eq=False)
+class _Decision:
+    """What the first batch of a model decides: a wish for FP8 may be too slow, and for a demand that is reported.
+
+    Ranks have different batches, and one precision: with several, the widths of the layers have decided alone.
+    """
+
+    guard: Guard
+    model: nn.Module
+    modules: filters.Named
+    policy: Policy
+    optimizer: Any
+
+    def __call__(self, tokens: int | None) -> None:
+        from mpguard.nn.fp8 import convert as conversion
+
+        demanded = self.policy.fp8_required
+        if tokens is None or (world_size()[0] > 1 and not demanded):
+            return
+        found = _expected(self.modules, self.policy, tokens)
+        if isinstance(found, speed.Prediction):
+            if demanded and found.ratio < 1:
+                self.guard.reporter.print_once(
+                    f"mpguard: BF16 would be faster here: {found}. Recipe `auto` takes the faster one, or `bf16_mixed`"
+                )
+            return
+        try:
+            with self.guard.recorder.account.interrupted():
+                conversion.plain_layers(self.model)
+        except PolicyError as error:
+            self.guard.reporter.print_once(f"mpguard: fp8 stays on here, though {found}: {error}")
+        else:
+            self.guard.leave_out("fp8", found, self.optimizer)
 
 
 def keeps_fp8_weights(

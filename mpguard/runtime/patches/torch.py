@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from mpguard.nn import attention
+from mpguard.nn.fp8 import first_batch
 from mpguard.runtime import casts
 from mpguard.runtime import guard as guards
 from mpguard.runtime.exit_hooks import drain_gloo_threads
@@ -185,7 +186,8 @@ def _module_compile(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self._compiled_call_impl = attention.reading_masks(self, self._compiled_call_impl)
+        call = attention.reading_masks(self, self._compiled_call_impl)
+        self._compiled_call_impl = first_batch.telling(self, call)
 
     return compile
 
@@ -193,6 +195,7 @@ def _module_compile(original: AnyFunction) -> AnyFunction:
 def _optimized_module(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        first_batch.seen(self._orig_mod, args, kwargs)
         attention.read_mask(self._orig_mod, kwargs.get("attention_mask"))
         return original(self, *args, **kwargs)
 

@@ -20,6 +20,7 @@ from torch import nn
 import mpguard
 from mpguard.cli import main
 from mpguard.nn.fp8 import convert as conversion
+from mpguard.nn.fp8 import first_batch
 from mpguard.nn.fp8.weights import exact_of
 from mpguard.policy import hardware
 from mpguard.policy.policy import Policy
@@ -28,6 +29,7 @@ from mpguard.runtime import guard as guards
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.launch import launcher
 from mpguard.runtime.patches import fp8_conversion
+from mpguard.runtime.patches.torch import _optimized_module
 from mpguard.runtime.patches.transformer_engine import _adam_init
 from mpguard.runtime.plan import Plan
 from mpguard.targets.capabilities import left_out_at_start, require_supported
@@ -148,6 +150,8 @@ def outcome(policy: Policy, strategy: str, make: Callable[..., Any], use: Use) -
 
 def expected(policy: Policy, strategy: str, optimizer: str) -> str:
     """Return what the table says: the reason why parameters are not kept in FP8, if the recipe would like it."""
+    if policy.fp8 and not policy.fp8_required:
+        return "fp8 off: no layer can be FP8: first_last_layers_bf16; too narrow to be faster in FP8"
     if not policy.fp8_param:
         return ""
     if strategy not in ("single", "ddp") or policy.fp8_recipe == "mxfp8":
@@ -191,7 +195,7 @@ def test_init_and_launch_accept_each_recipe_under_each_strategy(
                 continue
             words = ["init", name, "--strategy", strategy, "--num-processes", "1" if strategy == "single" else "2"]
             assert main([*words, "--force"]) == 0, capsys.readouterr().err
-            printed = capsys.readouterr().out
+            printed = capsys.readouterr().err
             prepared = launcher.prepare(["--config", "mp.yaml", "train.py"], launch_command_parser)
             assert prepared is not None and prepared.plan.strategy == strategy
             assert prepared.plan.policy == mpguard.recipe(name)
@@ -312,9 +316,21 @@ def test_a_wish_is_off_without_the_library_or_under_ddp_that_came_first(
 
 
 class SimpleBlocks(nn.Module):
-    def __init__(self) -> None:
+    """Layers that are faster in FP8 if they are wide; the number of token ids says how many rows they would have."""
+
+    def __init__(self, width: int = 2048) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        rows = torch.zeros(16, self.up.in_features) + input_ids.flatten()[:16, None]
+        return self.down(self.up(rows))  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width)) for _ in range(3))
 
 
 @pytest.mark.parametrize(
@@ -323,7 +339,9 @@ class SimpleBlocks(nn.Module):
         (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 10)), "fp8"),
         (lambda: nn.Conv2d(3, 8, 3), "fp8"),
         (SimpleBlocks, "first_last_layers_bf16"),
-        (Net, ""),
+        (lambda: Stack(2048), ""),
+        (lambda: Stack(1536), "fp8"),  # not faster with the tokens that are usual
+        (Net, "fp8"),
     ],
 )
 def test_auto_refuses_no_model(
@@ -348,13 +366,80 @@ def test_auto_goes_on_in_the_compute_dtype_where_its_library_does_not_import(
 
     monkeypatch.setattr(conversion, "_library", broken)
     on(monkeypatch, MACHINES["h100"])
-    guard, net = Guard(Plan(auto_on(MACHINES["h100"]))), Net()
+    guard, net = Guard(Plan(auto_on(MACHINES["h100"]))), Stack(2048)
     optimizer = torch.optim.AdamW(net.parameters())
     fp8_conversion.convert(guard, optimizer)
     assert guard.left_out_for[optimizer] == {"fp8": "torchao is installed and cannot be imported"}
     with pytest.raises(mpguard.NotInForce):
         demanding = mpguard.recipe("hopper_bf16_with_fp8_mixed")
         fp8_conversion.convert(Guard(Plan(demanding)), torch.optim.AdamW(net.parameters()))
+
+
+def _called(net: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    return net(input_ids)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("call", ["eager", "torch.compile", "Module.compile", "compiled around", "evaluated first"])
+def test_the_first_training_batch_decides(
+    call: str, monkeypatch: pytest.MonkeyPatch, use: Use, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on(monkeypatch, MACHINES["h100"])
+    for tokens in (512, 8192):
+        guard, net = Guard(Plan(auto_on(MACHINES["h100"]))), SimpleBlocks()
+        use(guard, net)
+        optimizer = torch.optim.AdamW(net.parameters())
+        fp8_conversion.convert(guard, optimizer)
+        assert all(conversion.MARK in vars(each) for each in (net.up, net.down))
+        ids = torch.ones(4, tokens // 4, dtype=torch.int64)
+        run: Any = net
+        if call == "torch.compile":
+            run = torch.compile(net, backend="eager", fullgraph=tokens < 4096)
+            run = _optimized_module(type(run).__call__).__get__(run)  # its patch is not applied here
+        elif call == "Module.compile":
+            net.compile(backend="eager")
+            net._compiled_call_impl = first_batch.telling(net, net._compiled_call_impl)
+        elif call == "compiled around":
+            run = torch.compile(functools.partial(_called, net), backend="eager")
+        elif call == "evaluated first":
+            net.eval()(ids)
+            net.train()
+        run(input_ids=ids).sum().backward()
+        decided = call != "compiled around"
+        stays = tokens > 4096 or not decided
+        assert all((conversion.MARK in vars(each)) is stays for each in (net.up, net.down))
+        assert ("fp8" in guard.left_out_for[optimizer]) is not stays
+        assert bool(net._forward_pre_hooks) is not decided, "the hook is gone"
+    printed = capsys.readouterr().err
+    assert "2 of 2 Linear layers in FP8 (te tensorwise); layers of width 2048 are 1.04 times as fast in FP8" in printed
+    late = "fp8 is off here: layers of width 2048 are 0.70 times as fast in FP8 as in BF16 at 512 tokens (fp8_table)"
+    assert (late in printed) is (call != "compiled around")
+
+
+def test_a_recipe_that_is_named_is_kept_and_its_speed_said(
+    monkeypatch: pytest.MonkeyPatch, use: Use, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on(monkeypatch, MACHINES["h100"])
+    policy = mpguard.recipe("hopper_bf16_with_fp8_mixed").replace(fp8_param=False)
+    for tokens, said in ((512, True), (16384, False)):
+        guard, net = Guard(Plan(policy)), SimpleBlocks()
+        use(guard, net)
+        fp8_conversion.convert(guard, torch.optim.AdamW(net.parameters()))
+        net(torch.ones(1, tokens, dtype=torch.int64))
+        assert all(conversion.MARK in vars(each) for each in (net.up, net.down))
+        printed = capsys.readouterr().err
+        assert ("mpguard: BF16 would be faster here: layers of width 2048 are 0.63 times as fast" in printed) is said
+
+
+def test_a_wish_for_fp8_is_none_where_the_hardware_has_none(monkeypatch: pytest.MonkeyPatch, use: Use) -> None:
+    policy = mpguard.recipe("bf16_mixed").replace(fp8="auto")
+    for machine, why in (("a100", "measured on Hopper only"), ("b200", "measured on Hopper only"), ("cpu", "Hopper")):
+        on(monkeypatch, MACHINES[machine])
+        assert MACHINES[machine].refuses(policy) is None
+        guard, net = Guard(Plan(policy)), Stack(2048)
+        use(guard, net)
+        optimizer = torch.optim.AdamW(net.parameters())
+        fp8_conversion.convert(guard, optimizer)
+        assert why in guard.left_out_for[optimizer]["fp8"]
 
 
 # -- the proof ---------------------------------------------------------------------------------------------------------

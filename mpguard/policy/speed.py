@@ -1,0 +1,115 @@
+"""How fast FP8 is against BF16, predicted from a table of measurements by the width of the layers and the tokens.
+
+The table, `fp8_speed.json`, is made by benchmarks/fp8_table.py from measurements of blocks of Llama on one H200.
+Between its rows the ratio is interpolated in the logarithms of width and tokens. Outside it the nearest row is taken:
+FP8 gains with both, so that it is slower than predicted only where the prediction is slow already.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpguard.policy.policy import Policy
+
+#: The compute capabilities of the GPU generation that was measured, Hopper: from the first to below the second.
+MEASURED = ((9, 0), (10, 0))
+
+#: The reason for BF16 on others.
+NOT_MEASURED = "where FP8 is faster was measured on Hopper only"
+
+#: FP8 is worth it from this ratio on: intervals of the measurements are up to 3 % wide.
+MARGIN = 1.03
+
+#: The tokens of a step on one GPU that are assumed where they are not known.
+USUAL_TOKENS = 4096
+
+#: torchao's own rule for layers whose product gains less than the casts cost (float8_linear_utils.py, tensorwise).
+NARROW_IN, NARROW_OUT = 4096, 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """How many times as fast as BF16 the FP8 layers of a model are. width, tokens: what was looked up."""
+
+    ratio: float
+    width: int
+    tokens: int
+
+    @property
+    def pays(self) -> bool:
+        return self.ratio >= MARGIN
+
+    def __str__(self) -> str:
+        layers, tokens = f"layers of width {self.width}", f"at {self.tokens} tokens (fp8_table)"
+        return f"{layers} are {self.ratio:.2f} times as fast in FP8 as in BF16 {tokens}"
+
+
+def is_measured_on(capability: Sequence[int] | None) -> bool:
+    """True for GPUs of the generation that was measured."""
+    return capability is not None and MEASURED[0] <= tuple(capability) < MEASURED[1]
+
+
+def leaves_out_narrow(policy: Policy, backend: str | None) -> bool:
+    """True if layers that are too narrow to gain stay out of FP8: it is a wish, with torchao's tensorwise scales."""
+    return (
+        not policy.fp8_required
+        and backend == "torchao"
+        and policy.fp8_recipe == "tensorwise"
+        and not policy.fp8_emulate
+    )
+
+
+def is_narrow(features_in: int, features_out: int) -> bool:
+    """True for a layer that torchao's rule leaves in the compute dtype."""
+    return features_in <= NARROW_IN and features_out <= NARROW_OUT
+
+
+def predict(policy: Policy, backend: str, layers: Iterable[tuple[int, int]], tokens: int | None) -> Prediction | None:
+    """Return the prediction for layers of (features in, features out) on a Hopper GPU; None for what was not measured.
+
+    The width of a layer is the smaller of its sizes; that of a model is the mean, weighted by the sizes of the weights.
+    """
+    if policy.fp8 is None or policy.fp8_recipe != "tensorwise" or policy.fp8_emulate:
+        return None
+    if backend == "torchao" and policy.compile is False:
+        return None
+    sizes = list(layers)
+    total = sum(one * other for one, other in sizes)
+    if not total:
+        return None
+    kind = "torchao without narrow layers" if leaves_out_narrow(policy, backend) else backend
+    width = round(sum(min(one, other) * one * other for one, other in sizes) / total)
+    tokens = USUAL_TOKENS if tokens is None else tokens
+    return Prediction(ratio(kind, width, tokens), width, tokens)
+
+
+def ratio(kind: str, width: int, tokens: int) -> float:
+    """Return how many times as fast as BF16 a kind of FP8 is."""
+    rows = {
+        int(each): _interpolate(math.log(max(tokens, 1)), {math.log(int(key)): value for key, value in row.items()})
+        for each, row in _table()["ratios"][kind].items()
+    }
+    return _interpolate(math.log(max(width, 1)), {math.log(each): value for each, value in rows.items()})
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("fp8_speed.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _interpolate(at: float, points: dict[float, float]) -> float:
+    """Return the value at a point between others, linear; that of the nearest one outside them."""
+    known = sorted(points)
+    if at <= known[0] or at >= known[-1]:
+        return points[known[0] if at <= known[0] else known[-1]]
+    right = bisect.bisect(known, at)
+    low, high = known[right - 1], known[right]
+    return points[low] + (points[high] - points[low]) * (at - low) / (high - low)
