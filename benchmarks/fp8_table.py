@@ -6,8 +6,8 @@
 
 It is what the recipe `auto` decides by: `--predictions` writes the ratios to mpguard/policy/fp8_speed.json. Measured
 are forward and backward pass of the blocks alone, without head and optimizer, whose time is the same in both: so the
-sign of a difference holds for a model of any depth. A process per cell builds all of its arms, some cells at the same time;
-then each cell times its arms in turns while all others wait.
+sign of a difference holds for a model of any depth. A process per cell builds all of its arms, some cells at the same
+time; then each cell times its arms in turns while all others wait.
 
 `flow` is the time of a pass without synchronization, so that a host that cannot keep up counts, per block.
 
