@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpguard.policy import hardware
@@ -36,6 +36,16 @@ NEVER = "Transformer Engine refuses delayed scaling under torch.compile"
 
 #: The reason for torchao's layers.
 PAYS = "torchao's casts cost more than its products gain, unless they are compiled"
+
+
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that dynamo neither traces nor compiles, nor what it calls: a hook of an optimizer's step.
+
+    A script may compile its step. `torch.compiler.disable` would import dynamo here, this does at the first call.
+    """
+    from torch._compile import _disable_dynamo
+
+    return _disable_dynamo(hook)
 
 
 def conflict(policy: Policy) -> str | None:

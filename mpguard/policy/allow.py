@@ -23,6 +23,9 @@ LOCAL_SGD, FROZEN, FP32 = "local_sgd", "frozen", "fp32"
 #: The deviations that have a name -> what follows the name; empty if nothing does.
 KINDS = {LOCAL_SGD: "", FROZEN: "a dtype", FP32: "a pattern of module names"}
 
+#: Dtypes of quantized parts that are not trained, as the proof names them; a policy has none of these.
+QUANTIZED = ("int8", "uint8", "int16", "int32")
+
 _EXAMPLES = {LOCAL_SGD: "local_sgd", FROZEN: "frozen: fp16", FP32: "fp32: '*lm_head'"}
 
 
@@ -73,9 +76,11 @@ def _checked(kind: str, value: Any) -> Allowance:
     if bool(value) != bool(KINDS[kind]) or not isinstance(value, str):
         needed = f"{KINDS[kind]} is needed" if KINDS[kind] else "nothing may follow the name"
         raise ConfigError(f"allow: `{kind}` has the value {value!r}; {needed}: `{_EXAMPLES[kind]}`")
-    if kind == FROZEN:
+    if kind == FROZEN and value.removeprefix("torch.") in QUANTIZED:
+        value = value.removeprefix("torch.")
+    elif kind == FROZEN:
         try:
             value = Dtype.parse(value).short
         except PolicyError as error:
-            raise ConfigError(f"allow: `{kind}`: {error}") from None
+            raise ConfigError(f"allow: `{kind}`: {error}, and none of {', '.join(QUANTIZED)}") from None
     return Allowance(kind, value)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import NotInForce
+from mpguard.nn.compile import untraced
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import given
 from mpguard.runtime import casts
@@ -31,11 +33,14 @@ from mpguard.runtime.messages import overridable
 from mpguard.runtime.meter import Meter
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Budget, Progress
-from mpguard.runtime.proof import compare, consensus
+from mpguard.runtime.proof import account, compare, consensus
 from mpguard.runtime.proof.compare import Proof, Row
+from mpguard.runtime.proof.inferred import Inferred, products_behind
 from mpguard.runtime.proof.observe import Observed, innermost, observe, updated_by
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
+from mpguard.runtime.proof.script_updates import ScriptSteps
+from mpguard.runtime.ranks import world_size
 from mpguard.runtime.reporter import Reporter, unproven_at_exit
 from mpguard.targets.capabilities import left_out_at_start
 
@@ -60,6 +65,9 @@ UNREAD_LIMIT = 32
 
 #: Steps of the other optimizers for which the step of an optimizer is waited for that was created, or stepped, late.
 NEWCOMER_STEPS = 64
+
+#: Graphs of backward passes that are read, while nothing is recorded, for an optimizer that has not stepped yet.
+UNRECORDED_PASSES = 64
 
 #: Backward passes without an optimizer step before the run counts as not proven: far beyond any gradient accumulation.
 BACKWARD_LIMIT = 10_000
@@ -100,12 +108,18 @@ class Guard:
         self.run: list[Progress] = []
         self.budget = Budget()
         self.meter: Meter | None = None
+        self._script = ScriptSteps()
         self._listening = False
         self._previous_proof: Proof | None = None  # the proof before a checkpoint was loaded
         self._progress: weakref.WeakKeyDictionary[Any, Progress] = weakref.WeakKeyDictionary()
         #: The outermost models of an optimizer: finding them takes longer than the rest of a look.
         self._models: weakref.WeakKeyDictionary[Any, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
         self._looking: set[Progress] = set()  # the step that runs now is looked at
+        #: Optimizers that have not stepped yet: what the graphs of backward passes imply that reach their parameters.
+        self._implied: weakref.WeakKeyDictionary[Any, Inferred] = weakref.WeakKeyDictionary()
+        self._unstepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        #: What was observed at a step that was not recorded, from those graphs.
+        self._unrecorded: dict[Progress, tuple[tuple[Row, ...], Observed]] = {}
         self._newcomer_steps = 0
         self._recording = 0  # the number of the recorder
         self._whole = True  # the recorder was started between the steps of all optimizers
@@ -124,7 +138,8 @@ class Guard:
             return
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        register_optimizer_step_post_hook(contained_hook(self._optimizer_stepped, "the look at an optimizer step"))
+        look = contained_hook(self._optimizer_stepped, "the look at an optimizer step")
+        register_optimizer_step_post_hook(untraced(look))
         self.recorder.start(self.plan.policy)
         self._listening = True
 
@@ -133,8 +148,11 @@ class Guard:
         self.process, self.spawned, self.finished = os.getpid(), True, False
         self.proof = self.failure = self._previous_proof = None
         self.step_calls = self.switches = self._newcomer_steps = self._repetition = 0
-        self.run, self.budget = [], Budget()
-        for known in (self._progress, self._models, self._looking, self._rounds, self._observed, self._pending):
+        self.run, self.budget, self._script = [], Budget(), ScriptSteps()
+        for known in (
+            self._progress, self._models, self._looking, self._rounds, self._observed, self._pending, self._implied,
+            self._unstepped, self._unrecorded,
+        ):  # fmt: skip
             known.clear()
         self._open.clear()
         if self._listening:
@@ -163,6 +181,7 @@ class Guard:
         if progress is None:
             progress = self._progress[optimizer] = Progress(type(optimizer).__name__)
             self.run.append(progress)
+            self._unstepped.pop(optimizer, None)
         return progress
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -171,8 +190,15 @@ class Guard:
             raise NotInForce(self.failure)  # at every step, for a script that catches it
         if self.plan.enforce == "off":
             return
+        around = account.steps_around(optimizer)
+        if any(each is optimizer for each in around):
+            return  # it has called the step of its base class, and is not finished
+        parameters = {id(parameter) for parameter in updated_by(optimizer)}
+        if account.is_updated_by_others(optimizer, parameters):
+            return  # each of them has its own proof
         if self.recorder.active:
-            self.recorder.account.applied({id(parameter) for parameter in updated_by(optimizer)})
+            self.recorder.account.applied(parameters)
+            self.recorder.share_scaler(optimizer, around)
         if self.engine_depth:  # the engine reports whether the step was applied
             if self.recorder.active:
                 self.recorder.record_step(optimizer)
@@ -262,6 +288,7 @@ class Guard:
         """Prove an optimizer that has not been proven, or not since a checkpoint was loaded."""
         if not (self.recorder.active and (self._whole or progress.recording == self._recording)):
             progress.unrecorded = True
+            self._observe_unrecorded(optimizer, progress)
             self._await(progress, in_step=True)
             return
         if model is None and not self.recorder.record_step(optimizer):
@@ -286,6 +313,28 @@ class Guard:
             if progress.agrees and progress.number is None:
                 progress.number = next(_numbers)
             self._conclude(pending, everywhere, progress)
+
+    def backward_unrecorded(self, outputs: Any) -> None:
+        """Read the graph of a backward pass that was not recorded, if it reaches an optimizer that never stepped."""
+        for optimizer, read in list(self._unstepped.items()):
+            parameters = updated_by(optimizer)
+            reached = any(own.grad is not None for own in parameters[:: max(1, len(parameters) // 8)])
+            if reached and read < UNRECORDED_PASSES:
+                self._unstepped[optimizer] = read + 1
+                implied = products_behind(outputs)
+                if implied.leaves & {id(own) for own in parameters}:
+                    self._implied.setdefault(optimizer, Inferred()).add(implied)
+
+    def _observe_unrecorded(self, optimizer: Any, progress: Progress) -> None:
+        """Observe a step of which only graphs were read: it counts if no step follows that is recorded."""
+        implied = self._implied.pop(optimizer, None)
+        if implied is None or world_size()[0] > 1:
+            return
+        recorder = Recorder(self.recorder)
+        recorder.account.imply(implied)
+        recorder.record_step(optimizer)
+        seen = observe(recorder, [], optimizer, policy=self.plan.policy, step=progress.applied + progress.skipped)
+        self._unrecorded[progress] = compare.compare(seen, self.plan), seen
 
     def _publish(self, optimizer: Any, progress: Progress, model: nn.Module | None) -> _Pending:
         """Observe the first applied step of an optimizer, and publish the failures of this rank."""
@@ -323,11 +372,51 @@ class Guard:
             return
         if self.recorder.backwards <= 1:
             consensus.remember_group()
+        if self._without_optimizer and self._script.passes > 1 and self._script.is_proof_due():
+            self._prove_script_update()
         if self.recorder.backwards > BACKWARD_LIMIT:
             self._conclude_unproven(
                 f"{self.recorder.backwards} backward passes without a step of a torch.optim.Optimizer. Step an "
                 "optimizer that is derived from it"
             )
+
+    @property
+    def _without_optimizer(self) -> bool:
+        """True if nothing is proven yet, and there is nothing whose step could be."""
+        return self.proof is None and not (self.optimizers or self.recorder.engines or self.run)
+
+    def backward_ended(self, leaves: list[torch.Tensor]) -> None:
+        """Observe a backward pass of a script without optimizers, which may update its weights itself.
+
+        leaves: those whose gradients it has made.
+        """
+        if not (self.waiting and self._without_optimizer and leaves):
+            return
+        script = self._script
+        script.record_pass(leaves)
+        if script.due:
+            with self.recorder.ignoring_collectives():
+                self.recorder.record_step(script.update)
+                script.seen = observe(self.recorder, [], script.update, policy=self.plan.policy, step=script.passes)
+        if script.due or not self.recorder.account.active:
+            self.recorder.account.restart()
+            self.recorder.account.resume()
+
+    def _prove_script_update(self, wait: float = consensus.AGREEMENT_WAIT) -> None:
+        """Prove what was observed, after the script itself has updated the weights."""
+        seen = self._script.seen
+        assert seen is not None
+        progress = self._progress_of(self._script.update)
+        progress.applied = seen.step
+        rows = compare.compare(seen, self.plan)
+        failures = compare.failures(rows, self.plan, seen)
+        with self.recorder.ignoring_collectives():
+            name = self._next_round(self._script.update, seen)
+            agreement = consensus.Round(name, failures, _fingerprint(seen), self.recorder.backwards)
+            everywhere = agreement.result(wait)
+        progress.prove(agrees=False)
+        self.recorder.stop()
+        self._conclude(_Pending(rows, seen, agreement, progress), everywhere, progress)
 
     def _check_skipped(self, progress: Progress) -> None:
         """Raise `NotInForce` if too many steps in a row were skipped: of one optimizer, or before any was proven."""
@@ -474,6 +563,7 @@ class Guard:
     def optimizer_created(self, optimizer: Any) -> None:
         """Register an optimizer; one that is created after the first proof is proven at its own first step."""
         self.optimizers.add(optimizer)
+        self._unstepped[optimizer] = 0
         if self._listening and self.proof is not None and self.failure is None and not self.engine_depth:
             self._await(self._progress_of(optimizer))
 
@@ -501,7 +591,7 @@ class Guard:
         """Report that weights of an optimizer were cast, and refuse its next step. what: the cast, and where it is."""
         progress = self._progress[optimizer]
         if progress.cast is None:
-            optimizer.register_step_pre_hook(self._refuse_cast)
+            optimizer.register_step_pre_hook(untraced(functools.partial(self._refuse_cast)))
         progress.cast = what
         self.reporter.report_cast(what, self.plan.enforce)
 
@@ -511,7 +601,8 @@ class Guard:
             self._fail_alone(progress, f"weights: {progress.cast}, and training continued with them. {casts.ADVICE}")
 
     def weights_loaded(self, module: nn.Module) -> None:
-        """Forget casts of weights that were loaded since."""
+        """Forget casts of weights that were loaded since, and values from before."""
+        self._script.forget()
         trained = self.trained_parameters() if any(progress.cast for progress in self.run) else {}
         for parameter in module.parameters() if trained else ():
             if id(parameter) in trained:
@@ -598,6 +689,8 @@ class Guard:
     @property
     def trained(self) -> bool:
         """True if this process has computed gradients, and there is no first proof yet."""
+        if self._without_optimizer and self._script.is_idle():
+            return False  # gradients of a model that is not trained
         return self.waiting and self.proof is None and bool(self.recorder.backwards or self.recorder.updated)
 
     def finalize(self, status: int) -> None:
@@ -609,6 +702,8 @@ class Guard:
             with contextlib.suppress(Exception):
                 if progress.unread:
                     self._count_unread(progress, but_last=False)
+        if not status and self._without_optimizer and self._script.is_proof_due():
+            self._prove_script_update(consensus.FINAL_WAIT)
         if self.proof is not None:
             self._finalize_unrecorded(status)
             self.reporter.report_run(self.proof, self.run)
@@ -625,6 +720,7 @@ class Guard:
             enforced=enforced,
             trained=trained,
             without_gradients=bool(self.step_calls) and not self.recorder.updated,
+            without_optimizer=bool(self._script.passes) and self._without_optimizer,
             skipped=self.skipped,
             status=status,
         )
@@ -653,6 +749,12 @@ class Guard:
         """Fail if an optimizer has stepped, but never while its step was recorded."""
         if status or self.failure is not None or not (self.proof and self.proof.in_force):
             return
+        for progress, (rows, seen) in self._unrecorded.items():
+            if progress.unrecorded:
+                progress.prove(agrees=False)
+                failures = compare.failures(rows, self.plan, seen)
+                agreement = consensus.Round(self._next_round(progress, seen), failures, None)
+                self._conclude(_Pending(rows, seen, agreement, progress), failures, progress)
         unseen = [progress for progress in self.run if progress.unrecorded]
         if not unseen:
             return

@@ -215,11 +215,14 @@ def _unwritable(path: str, error: OSError) -> ConfigError:
     return ConfigError(f"{path}: the proof cannot be written: {error.strerror}")
 
 
-def unproven_at_exit(*, enforced: bool, trained: bool, without_gradients: bool, skipped: int, status: int) -> str:
+def unproven_at_exit(
+    *, enforced: bool, trained: bool, without_gradients: bool, without_optimizer: bool, skipped: int, status: int
+) -> str:
     """Return the message for a run that ends without a proof.
 
     trained: True if gradients were computed. without_gradients: True if optimizers were stepped and none of their
-    parameters had a gradient. skipped: steps that were skipped. status: the script's exit status.
+    parameters had a gradient. without_optimizer: True if there was none. skipped: steps that were skipped. status: the
+    script's exit status.
     """
     if not enforced:
         reason = "enforce is off"
@@ -230,6 +233,12 @@ def unproven_at_exit(*, enforced: bool, trained: bool, without_gradients: bool, 
             "an optimizer was stepped, but none of its parameters had gradients: they are not the parameters of the "
             "model that was trained. Create the optimizer after the code that replaces parameters (fully_shard, FSDP, "
             "a copy, a new layer)"
+        )
+    elif without_optimizer:
+        reason = (
+            "the run computed gradients without an optimizer of torch, and its weights no longer exist, so that it "
+            "does not show if they were updated. Step an optimizer that is derived from torch.optim.Optimizer, or keep "
+            "the model until the script ends"
         )
     else:
         reason = "the run computed gradients and ended before an optimizer step was applied"

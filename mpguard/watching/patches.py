@@ -11,6 +11,7 @@ import inspect
 from types import ModuleType
 from typing import Any
 
+from mpguard.nn.compile import untraced
 from mpguard.runtime.patches import import_hooks
 from mpguard.runtime.patches.patch import AnyFunction, Patch
 from mpguard.runtime.patches.table import apply_patch
@@ -49,8 +50,8 @@ def _hook_optimizers(_torch: ModuleType) -> None:
             with CONTAINMENT.contained("the end of a step"), no_grad():
                 watch.after_step(optimizer)
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    register_optimizer_step_pre_hook(untraced(before))
+    register_optimizer_step_post_hook(untraced(after))
 
 
 def no_grad() -> contextlib.AbstractContextManager[Any]:

@@ -20,6 +20,7 @@ FROZEN, HEAD = Allowance("frozen", "fp16"), Allowance("fp32", "*lm_head")
         ([{"frozen": "fp16"}, {"fp32": "*lm_head"}], (FROZEN, HEAD)),
         ({"fp32": ["*lm_head", "gate"], "local_sgd": None}, (HEAD, Allowance("fp32", "gate"), Allowance("local_sgd"))),
         ([FROZEN], (FROZEN,)),
+        (["frozen: torch.int8", {"frozen": "int8"}], (Allowance("frozen", "int8"),)),
     ],
 )
 def test_every_form_is_read(given: object, expected: tuple[Allowance, ...]) -> None:

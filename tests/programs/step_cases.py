@@ -607,7 +607,134 @@ def steps_once_when_created_in_fp32() -> None:
 
 @case("single")
 def steps_once_late() -> None:
+    _late(8, 100, 12, True)
+
+
+@case("single")
+def steps_once_late_in_fp32() -> None:
     _late(8, 100, 12, False)
+
+
+# -- optimizers that call others, or clear gradients ---------------------------------------------
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Sharpness-aware minimization: the gradients elsewhere are computed in `step`, and another optimizer applies them.
+
+    dtype: of the copies of the weights.
+    """
+
+    def __init__(self, params: Any, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+        self.dtype = dtype
+
+    def own(self) -> list[torch.Tensor]:
+        return [own for group in self.param_groups for own in group["params"] if own.grad is not None]
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        for own in self.own():
+            self.state[own]["before"] = own.to(self.dtype, copy=True)
+            own.add_(own.grad, alpha=0.05)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for own in self.own():
+            own.copy_(self.state[own]["before"])
+        self.base.step()
+        self.zero_grad()
+
+
+class ClearsGradients(torch.optim.AdamW):
+    """Calls the step of its base class, which has hooks of its own, and clears gradients."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        result = super().step(closure)
+        self.zero_grad()
+        return result
+
+
+def _sharpness(dtype: torch.dtype, enabled: bool = True) -> None:
+    model, inputs = net(), batches(1)[0]
+    optimizer = Sharpness(model.parameters(), dtype)
+    for _ in range(3):
+        loss_of(model, inputs, enabled).backward()
+        optimizer.step(lambda: loss_of(model, inputs, enabled).backward())
+
+
+@case("single")
+def another_optimizer_steps() -> None:
+    _sharpness(torch.float32)
+
+
+@case("single")
+def another_optimizer_steps_in_fp32() -> None:
+    _sharpness(torch.float32, enabled=False)
+
+
+@case("single")
+def states_in_bf16_around_another_optimizer() -> None:
+    _sharpness(torch.bfloat16)
+
+
+@case("single")
+def clears_gradients_in_its_step() -> None:
+    adam(net())  # so that the class itself has hooks
+    model = net()
+    train(model, ClearsGradients(model.parameters()))
+
+
+@case("single")
+def clears_gradients_in_its_step_in_fp32() -> None:
+    model = net()
+    train(model, ClearsGradients(model.parameters()), enabled=False)
+
+
+@case()
+def ddp_clears_gradients_in_its_step() -> None:
+    model = DDP(net())
+    train(model, ClearsGradients(model.parameters()))
+
+
+# -- without an optimizer ------------------------------------------------------------------------
+
+
+def _by_hand_without_optimizer(model: nn.Module, enabled: bool = True, every: int = 1) -> None:
+    for step in range(1, 2 * every + 2):
+        loss_of(model, batches(1)[0], enabled).backward()
+        if step % every == 0:
+            with torch.no_grad():
+                for own in model.parameters():
+                    own.data.add_(own.grad, alpha=-0.1)
+                    own.grad.zero_()
+
+
+@case("single")
+def updates_by_hand() -> None:
+    _by_hand_without_optimizer(net())
+
+
+@case("single")
+def updates_by_hand_in_fp32() -> None:
+    _by_hand_without_optimizer(net(), enabled=False)
+
+
+@case("single")
+def updates_by_hand_every_fourth_time() -> None:
+    _by_hand_without_optimizer(net(), every=4)
+
+
+@case("single")
+def updates_by_hand_and_forgets() -> None:
+    model = net()
+    loss_of(model, batches(1)[0]).backward()
+
+
+@case()
+def ddp_updates_by_hand() -> None:
+    _by_hand_without_optimizer(DDP(net()))
 
 
 # -- TF32 ----------------------------------------------------------------------------------------

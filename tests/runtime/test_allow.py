@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="the real library runs here")
 
 from processes import mp_yaml, proof, ranks_in_fork, transcript
+from short_programs import run
 
 import mpguard
 from mpguard.core.errors import ConfigError, PolicyError
@@ -48,6 +49,22 @@ def test_local_sgd(tmp_path: Path, allowed: bool) -> None:
         return
     row = proof(tmp_path / "proof.json")["rows"]["local sgd"]
     assert (row["found"], row["allowed"]) == ("the gradients differ between ranks", "local_sgd"), transcript(first)
+
+
+INT8 = """
+class Int8(nn.Module):
+    def __init__(s): super().__init__(); s.register_buffer("w", torch.randint(-8, 8, (32, 32), dtype=torch.int8))
+    def forward(s, x): return torch._int_mm((x.detach() * 8).to(torch.int8), s.w).float() / 64
+x = torch.randn(32, 32); m = nn.Sequential(Int8(), nn.Linear(32, 8)); train(m, adam(m))
+"""
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_quantized_frozen_parts(tmp_path: Path, allowed: bool) -> None:
+    ended = run(tmp_path, INT8, *(["--allow", "frozen:int8"] if allowed else []))
+    row = proof(tmp_path / "proof.json")["rows"]["frozen parts"]
+    assert (ended.returncode, row["ok"]) == ((0, None) if allowed else (1, False)), transcript(ended)
+    assert allowed or "accept it: mpguard_allow: [{frozen: int8}]" in ended.stderr, transcript(ended)
 
 
 def test_workers_inherit_what_is_allowed() -> None:

@@ -134,10 +134,12 @@ def test_a_failure_that_does_not_end_the_run_is_a_warning_or_a_line(capsys: pyte
         ({"enforced": False}, "not proven: enforce is off; what"),
         ({"trained": False}, "not proven: no training was seen in this process; what"),
         ({"without_gradients": True}, "not proven: an optimizer was stepped, but none of its parameters had gradients"),
+        ({"without_optimizer": True}, "without an optimizer of torch, and its weights no longer exist"),
         ({"skipped": 2}, "applied (2 steps were skipped); what was in force could not be observed"),
         ({"status": 3}, "could not be observed; the script ended with status 3"),
     ],
 )
 def test_the_message_of_a_run_that_ends_unproven(changes: dict[str, bool], message: str) -> None:
-    state = {"enforced": True, "trained": True, "without_gradients": False, "skipped": 0, "status": 0, **changes}
+    state = {"enforced": True, "trained": True, "without_gradients": False, "without_optimizer": False, **changes}
+    state = {"skipped": 0, "status": 0, **state}
     assert message in unproven_at_exit(**state)  # type: ignore[arg-type]

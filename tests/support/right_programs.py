@@ -149,6 +149,16 @@ for epoch in range(2):
         loss.backward(); o.step(); o.zero_grad()
 """
 
+COMPILED_STEP = """
+m = net(); o = adam(m, lr=torch.tensor(0.01)); s = torch.optim.lr_scheduler.LinearLR(o, total_iters=3)
+def update(): o.step(); s.step()
+update = torch.compile(update, backend="aot_eager")
+for _ in range(3):
+    with amp(): loss = m(x).float().pow(2).mean()
+    loss.backward(); update(); o.zero_grad()
+assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 and s.last_epoch == 3
+"""
+
 RIGHT: dict[str, tuple[str, str]] = {
     "ordinary_loop": ("bf16_mixed", "m = net(); train(m, adam(m))"),
     "fp32_loop": ("fp32", "m = net(); train(m, adam(m), enabled=False)"),
@@ -160,6 +170,7 @@ RIGHT: dict[str, tuple[str, str]] = {
     "gan": ("bf16_mixed", GAN),
     "activation_checkpointing": ("bf16_mixed", CHECKPOINTING),
     "compiled": ("bf16_mixed", "m = torch.compile(net()); train(m, adam(m))"),
+    "compiled_step": ("bf16_mixed", COMPILED_STEP),
     "compiled_blocks": ("bf16_mixed", REGIONAL),
     "gradient_accumulation": ("bf16_mixed", ACCUMULATION),
     "parameters_exchanged_after_a_forward_pass": ("bf16_mixed", EXCHANGED),

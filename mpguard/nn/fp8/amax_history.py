@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpguard.core.errors import MpguardWarning, PolicyError
+from mpguard.nn.compile import untraced
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.nn.fp8.padding import PaddingState
 
@@ -141,7 +142,7 @@ def watch(layers: Iterable[AmaxHistoryMixin]) -> None:
 @functools.cache
 def register_step_hook() -> None:
     """Register one hook permanently, because torch cannot remove a hook while it is being called."""
-    register_optimizer_step_pre_hook(_stepping)
+    register_optimizer_step_pre_hook(untraced(_stepping))
 
 
 def _stepping(optimizer: Any, _args: Any, _kwargs: Any) -> None:

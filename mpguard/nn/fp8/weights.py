@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mpguard.core.errors import MpguardWarning, NotInForce
+from mpguard.nn.compile import untraced
 from mpguard.nn.fp8 import amax_history
 from mpguard.nn.fp8.padding import PaddingState
 from mpguard.targets.capabilities import FUSED_ADAM
@@ -184,8 +185,8 @@ def without_masters(optimizer: Any) -> str | None:
 def _register_step_hooks() -> None:
     """Register two hooks permanently, after that of `amax_history`, which must find the optimizer's restored state."""
     amax_history.register_step_hook()
-    register_optimizer_step_pre_hook(_stepping)
-    register_optimizer_step_post_hook(_stepped)
+    register_optimizer_step_pre_hook(untraced(_stepping))
+    register_optimizer_step_post_hook(untraced(_stepped))
 
 
 def _weights(optimizer: Any) -> Iterator[tuple[Any, MasterCopy]]:

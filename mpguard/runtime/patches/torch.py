@@ -161,11 +161,16 @@ def _backward(original: AnyFunction) -> AnyFunction:
         if guard is not None and guard.meter is not None and accumulates:
             guard.meter.record_loss(t_outputs, scaled=guard.plan.policy.fp16)
         if guard is None or not guard.waiting:
-            return original(t_outputs, *args, **kwargs)
+            result = original(t_outputs, *args, **kwargs)
+            if guard is not None and guard.listening and accumulates:
+                guard.backward_unrecorded(t_outputs)
+            return result
         guard.check_limits()
         watched = guard.recorder.gradients.during_backward(t_outputs, accumulates)
-        with guard.recorder.record_backward(t_outputs, accumulates, list(guard.optimizers)), watched:
-            return original(t_outputs, *args, **kwargs)
+        with guard.recorder.record_backward(t_outputs, accumulates, list(guard.optimizers)), watched as leaves:
+            result = original(t_outputs, *args, **kwargs)
+        guard.backward_ended(leaves)
+        return result
 
     return run
 
@@ -335,12 +340,12 @@ def _counted_step(hooked: AnyFunction) -> AnyFunction:
     """Return the step of a class of optimizers, around the range that torch opens in the profiler."""
 
     @functools.wraps(hooked)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        account.step_begins()
-        try:
-            result = hooked(*args, **kwargs)
-        finally:
-            account.step_ends()
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is not None and guard.waiting:
+            guard.recorder.begin_step(self)
+        with account.step_of(self):
+            result = hooked(self, *args, **kwargs)
         guard = guards.current()
         if guard is not None:
             guard.recorder.account.resume()

@@ -329,6 +329,11 @@ class StepAccount:
                 rest.append((work, nodes, flops))
         self._pending = rest
 
+    def imply(self, inferred: Inferred) -> None:
+        """Add a backward pass that was not recorded, of which the graph was read."""
+        self._ended += 1
+        self._passes.append(_Pass(inferred, number=self._ended))
+
     # -- the result --------------------------------------------------------------------------
 
     def begin_step(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -413,25 +418,55 @@ class _Steps:
     """The ranges that torch opens around the steps of optimizers. cut: True if one was open when a profiler stopped.
 
     Until it is closed, no profiler may start: it holds a pointer into the events of the one that was stopped.
+    running: the optimizers whose steps run; one may call another's, which updates its parameters for it.
     """
 
     def __init__(self) -> None:
-        self.running = 0
+        self.running: list[_Step] = []
         self.cut = False
+
+
+@dataclasses.dataclass(eq=False)
+class _Step:
+    """The step of an optimizer, while it runs. updated: ids of parameters for which it has called another's step."""
+
+    optimizer: Any
+    updated: set[int] = dataclasses.field(default_factory=set)
 
 
 _steps = _Steps()
 
 
-def step_begins() -> None:
-    """Record that the step of an optimizer begins; one may call another."""
-    _steps.running += 1
+@contextlib.contextmanager
+def step_of(optimizer: Any) -> Iterator[None]:
+    """Record the step of an optimizer around its range; one may call another."""
+    step = _Step(optimizer)
+    _steps.running.append(step)
+    try:
+        yield
+    finally:
+        _steps.running.remove(step)
+        _steps.cut = _steps.cut and bool(_steps.running)
 
 
-def step_ends() -> None:
-    """Record that the step of an optimizer has ended, and its range is closed."""
-    _steps.running -= 1
-    _steps.cut = _steps.cut and _steps.running > 0
+def steps_around(optimizer: Any) -> list[Any]:
+    """Return the optimizers whose steps run now and have called that of an optimizer; itself if it calls its base's."""
+    running = [step.optimizer for step in _steps.running]
+    last = max((index for index, each in enumerate(running) if each is optimizer), default=0)
+    return running[:last]
+
+
+def is_updated_by_others(optimizer: Any, parameters: set[int]) -> bool:
+    """True if the step of an optimizer has called steps of others for all its parameters. parameters: ids.
+
+    Else it is recorded for the steps around it that it has updated the parameters.
+    """
+    step = next((step for step in reversed(_steps.running) if step.optimizer is optimizer), None)
+    updated = set() if step is None else step.updated
+    for around in _steps.running:
+        if around.optimizer is not optimizer:
+            around.updated |= parameters
+    return bool(parameters) and parameters <= updated
 
 
 # -- torch's profiler ------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 from mpguard.nn import compile as compilation
 from mpguard.nn.fp8.filters import pattern_around
-from mpguard.policy.allow import FP32, FROZEN, LOCAL_SGD, Allowance
+from mpguard.policy.allow import FP32, FROZEN, LOCAL_SGD, QUANTIZED, Allowance
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.runtime.containment import has_failed
@@ -308,7 +308,8 @@ def _advice(row: Row, plan: Plan, seen: Observed) -> str:
     if row.name == "attention":
         return ". Cast the queries, keys and values to the policy's dtype, or remove the cast before the attention"
     if row.name == "frozen parts":
-        known = [dtype for dtype in _by_dtype(_frozen_narrower(seen, plan)) if Dtype.spelled(dtype)]
+        narrower = _by_dtype(_frozen_narrower(seen, plan))
+        known = [dtype for dtype in narrower if dtype in QUANTIZED or Dtype.spelled(dtype)]
         accepted = f": mpguard_allow: [{{frozen: {known[0]}}}]" if known else " with --enforce warn"
         return (
             ". What they compute goes into the trained part with less precision than the policy has. Load or cast them "

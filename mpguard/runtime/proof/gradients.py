@@ -48,7 +48,8 @@ class Gradients:
     backward passes that added. rounded: the number of sampled parameters whose FP32 sums were rounded to a 16-bit
     dtype, by that dtype. loss: the value from which the last backward pass began. sent: elements by origin, dtype and
     process group, see `collectives.origin`; of the script's only those that hold gradients. reduced: ids of the
-    parameters whose gradients the script has sent. starts: by the id of a parameter, a sum of some of its values
+    parameters whose gradients the script has sent. made: by the id of a leaf, the dtype of the gradient that a backward
+    pass has made, since the last step began. starts: by the id of a parameter, a sum of some of its values
     before the first step.
     """
 
@@ -60,6 +61,7 @@ class Gradients:
         self.loss: Any = None
         self.sent: Counter[tuple[str, str, str]] = Counter()
         self.reduced: set[int] = set()
+        self.made: dict[int, str] = {}
         self.starts: dict[int, Any] = {}
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self._sampled: set[int] = set()
@@ -74,17 +76,20 @@ class Gradients:
     # -- backward ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def during_backward(self, outputs: Iterable[Any], accumulates: bool) -> Iterator[None]:
-        """Watch the leaves of a backward pass around its call. accumulates: False for `torch.autograd.grad`."""
+    def during_backward(self, outputs: Iterable[Any], accumulates: bool) -> Iterator[list[torch.Tensor]]:
+        """Watch the leaves of a backward pass around its call, and yield them; none of a pass within another.
+
+        accumulates: False for `torch.autograd.grad`.
+        """
         watched = accumulates and not is_capturing()
         leaves = (_safely(self._find_leaves, list(outputs)) or []) if watched else []
         if not leaves or self._depth:  # activation checkpoints run passes within the pass
-            yield
+            yield []
             return
         before = _safely(self._samples, leaves)
         self._depth += 1
         try:
-            yield
+            yield leaves
         finally:
             self._depth -= 1
         if before is not None:
@@ -101,7 +106,7 @@ class Gradients:
         new = [leaf for leaf in leaves if id(leaf) not in self._leaves]
         self._leaves |= {id(leaf): weakref.ref(leaf) for leaf in new}
         if dist.is_available() and dist.is_initialized():
-            self.starts |= {id(leaf): sample(leaf).double().sum() for leaf in new if _is_allocated(leaf)}
+            self.starts |= {id(leaf): sample(leaf).double().sum() for leaf in new if is_allocated(leaf)}
         if len(self._sampled) < MODELS * LEAVES:
             self._sampled |= {id(leaf) for leaf in new[:: max(1, len(new) // LEAVES)]}
         return leaves
@@ -119,6 +124,7 @@ class Gradients:
         for leaf in leaves:
             if leaf.grad is None:
                 continue
+            self.made[id(leaf)] = short(leaf.grad.dtype)
             if had_gradient and id(leaf) in before:
                 self._check_sum(leaf, before[id(leaf)])
             elif self._is_sampled(leaf):
@@ -231,7 +237,7 @@ def sample(tensor: Any, values: int = VALUES) -> torch.Tensor:
     return flat[:: max(1, flat.numel() // values)][:values]
 
 
-def _is_allocated(tensor: Any) -> bool:
+def is_allocated(tensor: Any) -> bool:
     """True if a tensor has its memory: between uses FSDP frees that of its parameters."""
     own = local(tensor)
     return bool(own.numel()) and own.untyped_storage().nbytes() >= own.numel() * own.element_size()

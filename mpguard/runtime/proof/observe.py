@@ -19,7 +19,7 @@ from mpguard.nn.fp8.filters import plain_name
 from mpguard.policy.policy import Policy
 from mpguard.runtime.containment import report_own_failure
 from mpguard.runtime.proof import fp8, reductions, tf32
-from mpguard.runtime.proof.account import Products
+from mpguard.runtime.proof.account import Products, steps_around
 from mpguard.runtime.proof.fp32_modules import Fp32Modules, find_fp32_modules
 from mpguard.runtime.proof.inferred import ATTENTION, UNNAMED, Inferred
 from mpguard.runtime.proof.optimizer_state import state_dtypes
@@ -409,7 +409,10 @@ def _add_optimizer(seen: Observed, recorder: Recorder, optimizer: Any, roots: li
         recorder.record_step(optimizer)
     seen.masters, seen.gradients = map(dict, recorder.updated.get(id(optimizer), ({}, {})))
     copies = [own for root in roots for own in root.parameters()]
-    seen.states = state_dtypes(optimizer, updated_by(optimizer), copies)
+    states = Counter(state_dtypes(optimizer, updated_by(optimizer), copies))
+    for around in steps_around(optimizer):
+        states |= Counter(state_dtypes(around, updated_by(around), copies))
+    seen.states = dict(states)
 
 
 def _add_accumulation(seen: Observed, recorder: Recorder, updated: list[torch.Tensor]) -> None:

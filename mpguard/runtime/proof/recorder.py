@@ -173,7 +173,19 @@ class Recorder:
 
     # -- optimizers --------------------------------------------------------------------------
 
-    def record_step(self, optimizer: torch.optim.Optimizer) -> bool:
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record which gradients an optimizer has when its step begins: the step may clear them."""
+        groups = optimizer.param_groups
+        own = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+        self.gradients.made = {id(parameter): short(parameter.grad.dtype) for parameter in own}
+
+    def share_scaler(self, optimizer: Any, around: Iterable[Any]) -> None:
+        """Record for an optimizer the scaler of the one that has called its step. around: those whose steps run."""
+        for each in around:
+            if id(each) in self.scalers:
+                self.scalers.setdefault(id(optimizer), self.scalers[id(each)])
+
+    def record_step(self, optimizer: Any) -> bool:
         """Record the dtypes of the weights that an optimizer updated, and of their gradients; False if it had none."""
         from mpguard.nn import master_weights
         from mpguard.nn.fp8.weights import master_of
@@ -182,11 +194,13 @@ class Recorder:
         gradients: Counter[str] = Counter()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.is_floating_point() and parameter.grad is not None:
+                made = self.gradients.made.get(id(parameter))
+                made = made if parameter.grad is None else short(parameter.grad.dtype)
+                if parameter.is_floating_point() and made is not None:
                     kept = master_weights.master_of(parameter)
                     updated = master_of(parameter) if kept is None else kept.value
                     masters[short(updated.dtype)] += parameter.numel()
-                    gradients[short(parameter.grad.dtype)] += parameter.grad.numel()
+                    gradients[made] += parameter.numel()
         if gradients:
             self.updated[id(optimizer)] = masters, gradients
             self.gradients.stepped(own for group in optimizer.param_groups for own in group["params"])

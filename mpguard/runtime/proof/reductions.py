@@ -87,7 +87,7 @@ def coverage(optimizer: Any, roots: Sequence[nn.Module], engines: Iterable[Any],
     whole = any(_is_optimizer_of(engine, optimizer) for engine in engines)
     sharded_modules = _has_fsdp2(roots)
     for number, own in enumerate(parameters):
-        if own.grad is None:
+        if own.grad is None and id(own) not in gradients.made:
             continue
         name = names.get(id(own), f"parameter {number}")
         if id(own) in replicated:

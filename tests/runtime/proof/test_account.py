@@ -54,6 +54,11 @@ def test_an_ordinary_program_is_proven(tmp_path: Path, name: str) -> None:
         assert "their events True" in ended.stdout, transcript(ended)
 
 
+def test_gradients_of_a_model_that_is_not_trained_are_no_training(tmp_path: Path) -> None:
+    ended = run(tmp_path, "m = net(); x.requires_grad_()\nfor _ in range(3): m(x).sum().backward()")
+    assert ended.returncode == 0 and "no training was seen in this process" in ended.stderr, transcript(ended)
+
+
 @pytest.mark.parametrize(
     ("script", "module"),
     [

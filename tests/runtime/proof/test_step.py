@@ -53,12 +53,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 RIGHT = {
     1: (
         "accumulates", "accumulates_the_same_batch", "own_buffers_in_fp32", "masters_add_in_fp32", "states_in_fp32",
-        "steps_every_fifth_time", "steps_once_when_created", "fp32", "tf32_in_cudnn", "switches_of_both_kinds",
+        "steps_every_fifth_time", "steps_once_when_created", "steps_once_late", "another_optimizer_steps",
+        "clears_gradients_in_its_step", "updates_by_hand", "updates_by_hand_every_fourth_time",
+        "fp32", "tf32_in_cudnn", "switches_of_both_kinds",
     ),
     2: (
         "ddp", "ddp_on_the_same_data", "ddp_compresses_as_asked", "by_hand_in_fp32", "ddp_accumulates",
         "flat_in_fp32_and_a_metric_in_bf16", "tensor_parallel", "ddp_ignores_a_weight_of_each_rank",
-        "head_outside_reduced_by_hand", "fsdp1", "fsdp2", "zero1", "zero2", "zero3",
+        "head_outside_reduced_by_hand", "ddp_clears_gradients_in_its_step", "ddp_updates_by_hand",
+        "fsdp1", "fsdp2", "zero1", "zero2", "zero3",
     ),
 }  # fmt: skip
 
@@ -73,7 +76,12 @@ WRONG = {
         "states_in_slots": "optimizer: Nested, weights fp32, states bf16",
         "steps_every_fifth_time_in_fp32": "compute: fp32",
         "steps_once_when_created_in_fp32": "compute: fp32",
-        "steps_once_late": "not proven: AdamW stepped only once, or rarely, after the others were proven",
+        "steps_once_late_in_fp32": "compute: fp32",
+        "another_optimizer_steps_in_fp32": "compute: fp32",
+        "states_in_bf16_around_another_optimizer": "states fp32 50 %, bf16 50 %",
+        "clears_gradients_in_its_step_in_fp32": "compute: fp32",
+        "updates_by_hand_in_fp32": "compute: fp32",
+        "updates_by_hand_and_forgets": "not proven: the run computed gradients without an optimizer of torch",
         "tf32_by_the_new_names": "tf32: none: the model is on the CPU",
         "bf16_in_onednn": "tf32: off; oneDNN products in bf16",
     },
