@@ -146,6 +146,10 @@ class Gradients:
         repeated = (1 / ratio - (1 / ratio).round()).abs() < 1e-6
         shows = (earlier != 0) & (now != earlier) & (now != 0) & ~repeated
         dtype = rounding.rounded_to(now[shows])
+        # Gradients in BF16 add up in FP32 to numbers that FP16 has too, unless the last one is much smaller.
+        smaller = shows & ((now - earlier).abs() < now.abs() / 16)
+        if dtype == "fp16" and int(smaller.sum()) < rounding.ENOUGH:
+            return
         if dtype is not None and id(leaf) not in self._rounded:
             self._rounded.add(id(leaf))
             self.rounded[dtype] += 1

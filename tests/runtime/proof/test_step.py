@@ -159,6 +159,33 @@ def test_a_sum_shows_the_dtype_of_its_additions(dtype: torch.dtype, found: str |
     assert rounding.summed_in(torch.randn(64), terms.sum(0), terms.abs().sum(0), 8) is None, "another sum"
 
 
+@pytest.mark.parametrize(
+    ("factor", "rounded", "found"),
+    [(0.2, False, {}), (0.2, True, {}), (0.03, False, {}), (0.03, True, {"fp16": 1})],
+)
+def test_sums_of_gradients_in_bf16_that_fp16_can_hold_are_not_taken_for_rounded(
+    factor: float, rounded: bool, found: dict[str, int]
+) -> None:
+    torch.manual_seed(0)
+    leaf, watch = nn.Parameter(torch.zeros(64)), gradients.Gradients()
+    first = torch.randn(64).bfloat16().float()
+    second = (first * factor).bfloat16().float()
+
+    def through_fp16(own: torch.Tensor) -> None:
+        assert own.grad is not None
+        own.grad.copy_(own.grad.half())
+
+    if rounded:
+        leaf.register_post_accumulate_grad_hook(through_fp16)
+    for each in (first, second):
+        loss = (leaf * each).sum()
+        with watch.during_backward([loss], True):
+            loss.backward()
+    assert leaf.grad is not None
+    assert (rounding.rounded_to(leaf.grad) == "fp16") == (rounded or factor == 0.2), "as the bits show"
+    assert watch.rounded == found
+
+
 # -- which tensors hold gradients ----------------------------------------------------------------
 
 
