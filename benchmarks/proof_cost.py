@@ -1,11 +1,13 @@
-"""Measure what the proof costs a training loop: between looks, at a look, and over a whole run.
+"""Measure what the proof costs a training loop: the first step, between looks, at a look, and over a whole run.
 
-    python benchmarks/proof_cost.py [--rounds 5] [-o benchmarks/results/proof_cost.json]
+    python benchmarks/proof_cost.py [--device cpu|cuda] [--processes 2] [--rounds 3] [-o benchmarks/results/...json]
 
-The same loop runs without and with `mpguard.activate("bf16_mixed")`, in processes of their own and in turn. Steps are
-measured in CPU time, which does not count when a busy machine runs something else. A ratio is that of two neighbouring
-processes; the result has the median of these ratios, and the smallest and largest. `between_looks` compares the lower
-quartiles of the steps of a process; `whole_run` the sums of the steps after the first, in which looks are.
+The same two loops run without and with `mpguard.activate("bf16_mixed")`, in processes of their own and in turn; several
+processes train under DDP. Steps are measured in CPU time on the CPU, which does not count when a busy machine runs
+something else, and in time until the device is done on a GPU. A ratio is that of two neighbouring runs; the result has
+the median of these ratios, and the smallest and largest. `between_looks` compares the fastest tenths of the steps of a
+run; `whole_run` the sums of the steps after the first, in which looks are. The result is added to those of other
+machines in the file. With one GPU it takes a minute or more, with two a little longer.
 """
 
 from __future__ import annotations
@@ -20,15 +22,53 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: Width, layers, batch and steps of the models: a step of the small one takes about a millisecond.
-MODELS = {"small": (128, 4, 64, 2048), "medium": (1024, 8, 64, 64)}
+#: Width, layers, batch and steps of the models. A step of the small one takes a few milliseconds.
+MODELS = {
+    "cpu": {"small": (128, 4, 64, 2048), "medium": (1024, 8, 64, 64)},
+    "cuda": {"small": (512, 4, 64, 2048), "large": (4096, 16, 4096, 256)},
+}
 
 
-def train(kind: str, guarded: bool) -> list[float]:
-    """Return the CPU seconds of each step of a loop."""
+def clock(device: str) -> Callable[[], float]:
+    """Return the function that reads the time after a step."""
+    import torch
+
+    def when_done() -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return when_done if device == "cuda" else time.process_time
+
+
+def train(device: str, shape: tuple[int, int, int, int]) -> list[float]:
+    """Return the seconds of each step of a loop."""
+    import torch
+
+    torch.manual_seed(0)
+    width, layers, batch, steps = shape
+    blocks = [part for _ in range(layers) for part in (torch.nn.Linear(width, width), torch.nn.ReLU())]
+    model: torch.nn.Module = torch.nn.Sequential(*blocks).to(device)
+    if torch.distributed.is_initialized():
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    inputs, times, now = torch.randn(batch, width, device=device), [], clock(device)
+    for _ in range(steps):
+        began = now()
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = model(inputs).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        times.append(now() - began)
+    return times
+
+
+def work(device: str, guarded: bool) -> None:
+    """Print the seconds of each step of each loop, in a process of its own."""
     if guarded:
         import mpguard
 
@@ -36,50 +76,55 @@ def train(kind: str, guarded: bool) -> list[float]:
     import torch
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    width, layers, batch, steps = MODELS[kind]
-    blocks = [part for _ in range(layers) for part in (torch.nn.Linear(width, width), torch.nn.ReLU())]
-    model = torch.nn.Sequential(*blocks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    inputs, times = torch.randn(batch, width), []
-    for _ in range(steps):
-        began = time.process_time()
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(inputs).float().pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        times.append(time.process_time() - began)
-    return times
+    rank = int(os.environ.get("RANK") or 0)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.zeros(1, device=device) @ torch.zeros(1, device=device)  # the first product loads cuBLAS
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    times = {name: train(device, shape) for name, shape in MODELS[device].items()}
+    if rank == 0:
+        print(json.dumps(times))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
-def once(kind: str, guarded: bool) -> list[float]:
-    """Return the CPU seconds of each step of a loop in a new process."""
-    command = [sys.executable, __file__, "--worker", kind, "guarded" if guarded else "stock"]
+def once(device: str, processes: int, guarded: bool) -> dict[str, list[float]]:
+    """Return the seconds of each step of each loop in new processes."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += [__file__, "--worker", device, "guarded" if guarded else "stock"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MPGUARD_")}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    if guarded and f"in force at steps 1-{MODELS[kind][3]}" not in done.stderr:
-        raise SystemExit(f"the run was not proven:\n{done.stderr}")
-    return list(json.loads(done.stdout))
+    done = subprocess.run(
+        command, env={**environment, "OMP_NUM_THREADS": "1"}, check=False, capture_output=True, text=True
+    )
+    if done.returncode or (guarded and ("in force at steps 1-" not in done.stderr or "1 other" not in done.stderr)):
+        raise SystemExit(f"the run failed, or was not proven:\n{done.stderr}")
+    return dict(json.loads(done.stdout))
 
 
-def compared(kind: str, rounds: int) -> dict[str, Any]:
-    """Return what the proof costs with a model."""
+def compared(runs: list[tuple[list[float], list[float]]]) -> dict[str, Any]:
+    """Return what the proof costs in a loop. runs: the seconds of each step without and with it."""
     ratios: dict[str, list[float]] = {"between_looks": [], "whole_run": []}
-    looks, steps = list[float](), list[float]()
-    for _ in range(rounds):
-        stock, guarded = once(kind, False), once(kind, True)
+    first, looks, steps = list[float](), list[float](), list[float]()
+    for stock, guarded in runs:
         looked = [2**power - 1 for power in range(1, len(guarded).bit_length())]
-        quiet = [taken for number, taken in enumerate(guarded) if number not in looked and number]
-        ratios["between_looks"].append(_quartile(quiet) / _quartile(stock[1:]))
+        involved = {0, *looked, *(number - 1 for number in looked)}  # a look begins when the step before has ended
+        quiet = [taken for number, taken in enumerate(guarded) if number not in involved]
+        more = {number: guarded[number] - statistics.median(quiet) for number in involved if number}
+        ratios["between_looks"].append(_fast(quiet) / _fast(stock[1:]))
         ratios["whole_run"].append(sum(guarded[1:]) / sum(stock[1:]))
-        looks += [guarded[number] - statistics.median(quiet) for number in looked]
+        first.append(guarded[0] - stock[0])
+        looks += [more[number] + more.get(number - 1, 0.0) for number in looked]
         steps.append(statistics.median(stock))
     return {
-        "steps": MODELS[kind][3],
+        "steps": len(runs[0][0]),
         "looks": len(looked) + 1,
         "step_ms": round(1000 * statistics.median(steps), 3),
+        "first_step_more_ms": round(1000 * statistics.median(first), 1),
         "look_ms": round(1000 * statistics.median(looks), 3),
+        "slowest_look_ms": round(1000 * max(looks), 3),
         **{f"{name}_ratio": round(statistics.median(values), 4) for name, values in ratios.items()},
         "smallest_and_largest": {
             name: [round(min(values), 4), round(max(values), 4)] for name, values in ratios.items()
@@ -87,30 +132,55 @@ def compared(kind: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def _quartile(times: list[float]) -> float:
-    return statistics.quantiles(times, n=4)[0]
+def _fast(times: list[float]) -> float:
+    return statistics.quantiles(times, n=10)[0]
+
+
+def hardware(device: str) -> dict[str, Any]:
+    """Return what the numbers were measured on."""
+    found: dict[str, Any] = {"cores": os.cpu_count(), "load_average": [round(load, 2) for load in os.getloadavg()]}
+    if device == "cuda":
+        import torch
+
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
-        print(json.dumps(train(sys.argv[2], sys.argv[3] == "guarded")))
+        work(sys.argv[2], sys.argv[3] == "guarded")
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=list(MODELS), default="cpu")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent / "results" / "proof_cost.json")
     options = parser.parse_args()
+    runs = [
+        (once(options.device, options.processes, False), once(options.device, options.processes, True))
+        for _ in range(options.rounds)
+    ]
     result = {
-        "what": "CPU time of training steps with mpguard against those without, bf16_mixed, one process, one thread",
+        "what": f"time of training steps with mpguard against those without, bf16_mixed, {options.processes} process"
+        + ("es, DDP" if options.processes > 1 else ""),
         "rounds": options.rounds,
-        "models": {kind: compared(kind, options.rounds) for kind in MODELS},
+        "models": {
+            name: {
+                "width_layers_batch": shape[:3],
+                **compared([(stock[name], guarded[name]) for stock, guarded in runs]),
+            }
+            for name, shape in MODELS[options.device].items()
+        },
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "hardware": {"cores": os.cpu_count(), "load_average": [round(load, 2) for load in os.getloadavg()]},
+        "hardware": hardware(options.device),
         "versions": {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in ("mpguard", "torch")},
         },
     }
-    options.output.write_text(json.dumps(result, indent=2) + "\n")
+    results = json.loads(options.output.read_text()) if options.output.exists() else {}
+    results[f"{options.device}, {options.processes}"] = result
+    options.output.write_text(json.dumps(results, indent=2) + "\n")
     print(json.dumps(result["models"], indent=2))
     return 0
 

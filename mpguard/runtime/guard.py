@@ -193,11 +193,10 @@ class Guard:
         around = account.steps_around(optimizer)
         if any(each is optimizer for each in around):
             return  # it has called the step of its base class, and is not finished
-        parameters = {id(parameter) for parameter in updated_by(optimizer)}
-        if account.is_updated_by_others(optimizer, parameters):
+        if account.is_updated_by_others(optimizer):
             return  # each of them has its own proof
         if self.recorder.active:
-            self.recorder.account.applied(parameters)
+            self.recorder.account.applied({id(parameter) for parameter in updated_by(optimizer)})
             self.recorder.share_scaler(optimizer, around)
         if self.engine_depth:  # the engine reports whether the step was applied
             if self.recorder.active:
@@ -316,6 +315,8 @@ class Guard:
 
     def backward_unrecorded(self, outputs: Any) -> None:
         """Read the graph of a backward pass that was not recorded, if it reaches an optimizer that never stepped."""
+        if not self._unstepped:
+            return
         for optimizer, read in list(self._unstepped.items()):
             parameters = updated_by(optimizer)
             reached = any(own.grad is not None for own in parameters[:: max(1, len(parameters) // 8)])

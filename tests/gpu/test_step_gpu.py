@@ -24,6 +24,8 @@ EXPECTED = {
     "by_hand_in_fp32": None,
     "tensor_parallel": None,
     "head_outside_reduced_by_hand": None,
+    "ddp_clears_gradients_in_its_step": None,
+    "ddp_updates_by_hand": None,
     "fsdp1": None,
     "fsdp2": None,
     "ddp_compresses_in_cpp": "reduction: fp16",
@@ -64,6 +66,37 @@ def test_tf32_of_cudnn_is_compared_on_a_gpu(tmp_path: Path) -> None:
     assert failures["fp32"] == failures["tf32_by_the_new_names"] == failures["accumulates"] == []
     assert failures["tf32_in_cudnn"][0].startswith("tf32: cuBLAS off, cuDNN convolutions on")
     assert failures["own_buffers_in_bf16"][0].startswith("accumulation: rounded to bf16")
+
+
+def test_every_kind_of_step_is_proven_on_a_gpu(tmp_path: Path) -> None:
+    right = ["another_optimizer_steps", "clears_gradients_in_its_step", "steps_once_late", "updates_by_hand"]
+    wrong = ["another_optimizer_steps_in_fp32", "steps_once_late_in_fp32", "updates_by_hand_in_fp32"]
+    run = in_fork([*right, *wrong], cwd=tmp_path, program=programs, timeout=seconds(300), STEP_DEVICE="cuda")
+    assert results(run), transcript(run)
+    cases = results(run)[0]["cases"]
+    assert all(cases[name]["verdict"] == "in force" for name in right), cases
+    assert all(cases[name]["failures"][0].startswith("compute: ") for name in wrong), cases
+
+
+COMPILED = """
+import torch
+from torch import nn
+net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).cuda()
+optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.01))
+scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
+def update(): optimizer.step(); scheduler.step()
+update = torch.compile(update)
+for _ in range(4):
+    with torch.autocast("cuda", torch.bfloat16): loss = net(torch.randn(16, 64, device="cuda")).float().pow(2).mean()
+    loss.backward(); update(); optimizer.zero_grad()
+"""
+
+
+def test_a_compiled_step_is_proven_on_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(COMPILED)
+    config = mp_yaml(tmp_path, recipe="bf16_mixed", mixed_precision="bf16", use_cpu="false")
+    run = in_fork(["--config", config, "t.py"], cwd=tmp_path, timeout=seconds(300))
+    assert run.returncode == 0 and "in force at steps 1-4 (3 looks)" in run.stderr, transcript(run)
 
 
 GRAPH = """

@@ -456,17 +456,19 @@ def steps_around(optimizer: Any) -> list[Any]:
     return running[:last]
 
 
-def is_updated_by_others(optimizer: Any, parameters: set[int]) -> bool:
-    """True if the step of an optimizer has called steps of others for all its parameters. parameters: ids.
+def is_updated_by_others(optimizer: Any) -> bool:
+    """True if the step of an optimizer has called steps of others for all its parameters.
 
     Else it is recorded for the steps around it that it has updated the parameters.
     """
     step = next((step for step in reversed(_steps.running) if step.optimizer is optimizer), None)
-    updated = set() if step is None else step.updated
-    for around in _steps.running:
-        if around.optimizer is not optimizer:
-            around.updated |= parameters
-    return bool(parameters) and parameters <= updated
+    others = [around for around in _steps.running if around.optimizer is not optimizer]
+    if not others and (step is None or not step.updated):
+        return False
+    parameters = {id(own) for group in optimizer.param_groups for own in group["params"]}
+    for around in others:
+        around.updated |= parameters
+    return step is not None and bool(parameters) and parameters <= step.updated
 
 
 # -- torch's profiler ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from mpguard.runtime.proof.gradients import LEAVES, is_allocated, sample
+from mpguard.runtime.proof.gradients import LEAVES, is_allocated, is_capturing, sample
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ class ScriptSteps:
 
     def is_applied(self) -> bool:
         """True if sampled values have changed since the last pass."""
-        return any(
+        return not is_capturing() and any(
             leaf is not None and is_allocated(leaf) and not _equal(sample(leaf), before)
             for leaf, before in ((reference(), before) for reference, before in self._samples)
         )
