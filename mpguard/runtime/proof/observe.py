@@ -324,7 +324,7 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
             in_fp8 = emulated and ran.compiled and ran.dtype == "fp32" and "fp32" not in in_graphs
             work = dataclasses.replace(ran, dtype="fp8") if in_fp8 else ran
             for module, part in _modules_of(work, flops, recorder).items():
-                name, place = places.get(module, (None, _unnamed(work, module)))
+                name, place = places.get(module) or (None, _unnamed(work, module))
                 inside = name is not None and module not in trainable
                 whole[Computed(trained, work.dtype, 0, name, work.name or place, work.attention, inside)] += part
         seen.computed += [dataclasses.replace(found, flops=flops) for found, flops in whole.most_common()]
