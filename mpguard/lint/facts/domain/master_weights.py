@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 #: The events that name an optimizer that steps.
 _STEPS: tuple[EventKind, ...] = ("step", "scaler_step")
-#: What the code of an optimizer with FP32 masters contains: `param_groups_fp32`, `master_params`, `p.clone().float()`.
-_KEEPS_MASTERS = re.compile(r"(?i)master|_fp32\b|\bfp32_|clone\(\)\.float\(|\.float\(\)\.clone")
+#: What the code of an optimizer with FP32 masters contains: `param_groups_fp32`, `master_params`, `p.clone().float()`;
+#: `p_data_fp32` of Rectified Adam lives for one step.
+_KEEPS_MASTERS = re.compile(r"(?i)master|(?<!data)_fp32\b|\bfp32_|clone\(\)\.float\(|\.float\(\)\.clone")
 _GRAD = re.compile(r"\.grad\b")
 
 

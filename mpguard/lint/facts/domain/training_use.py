@@ -50,6 +50,8 @@ _PARSES = frozenset({"parse_args_into_dataclasses", "parse_args_and_config"})
 _OTHER_LAUNCH = frozenset({"config_file", "use_fsdp", "use_deepspeed"})
 _OTHER_FLAGS = re.compile(r"(?i)^--(?:deepspeed|fsdp|optim|load_in|use_)|lora|peft|quant|bits|\.(?:json|ya?ml)$")
 _SHARDING_ARGUMENTS = frozenset({"deepspeed", "fsdp", "fsdp_config"})
+#: What gives the tensors of a checkpoint.
+_LOADS = frozenset({"state_dict", "load", "load_file", "safe_open"})
 #: Profiler markers: a script that contains one only measures.
 _PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
 
@@ -256,9 +258,26 @@ class TrainingUse:
                 return True
         if isinstance(cast.subject, cst.Call) and dotted(cast.subject.func).endswith("deepcopy"):
             return True
-        records = self.facts.flow.backward(cast.subject, cast.call, depth=1) if cast.subject is not None else []
-        return any(
-            getattr(record, "name", "") in ("state_dict", "load", "load_file", "safe_open") for record in records
+        return cast.subject is not None and self._from_checkpoint(cast.subject, cast.call)
+
+    def _from_checkpoint(self, node: cst.CSTNode, at: Record, depth: int = 6) -> bool:
+        """True if a value is a checkpoint or a part of one: `state["weight"]`, `v` in `for k, v in state.items()`."""
+        if isinstance(node, cst.Call):
+            call = self.facts.index.call_of.get(node)
+            if call is None or call.name in _LOADS:
+                return call is not None
+            returns = [each for function in self.facts.functions(call) for each in function.scope.returns]
+            parts = [(each.value, each) for each in returns] or [(call.receiver, at)]
+        elif isinstance(node, cst.Subscript):
+            parts = [(node.value, at)]
+        else:
+            bindings = self.facts.values.reaching(dotted(node), at.scope, at.order, at.guard)
+            parts = [(each.value, each) for each in bindings if each.kind != "param"]
+        return depth > 0 and any(
+            part is not None
+            and record.scope in self.facts.index.scopes
+            and self._from_checkpoint(part, record, depth - 1)
+            for part, record in parts
         )
 
     def _by_engine(self, sink: Sink) -> bool:
@@ -444,6 +463,10 @@ class TrainingUse:
         That is a backward pass with a step, `prepare`, or a Trainer.
         """
         near = self.facts.reachable(call.scope)
+        if (
+            call.scope.kind == "module"
+        ):  # what is done on import holds for all functions of the file, whoever calls them
+            near = near | set(self.facts.scopes)
         for kind in _TRAINS:
             for event in self.facts.events_around(kind, call.scope):
                 together = event.scope in near and compatible(event.guard, self.facts.guard_of(call))

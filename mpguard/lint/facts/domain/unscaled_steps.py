@@ -29,7 +29,7 @@ _BRINGS_SCALER = _HAS_OWN_SCALER | {"engine_optimizer", "apex_optimizer", "frame
 #: Methods of a scaler that scale no loss.
 _SCALES_NOTHING = frozenset({
     "step", "update", "unscale_", "state_dict", "load_state_dict", "get_scale", "is_enabled", "GradScaler",
-    "ShardedGradScaler",
+    "ShardedGradScaler", "val", "avg",  # the last two are of a meter that reads the scale
 })  # fmt: skip
 #: A product with a scale: `(loss * scale).backward()`, which MPG212 looks at.
 _SCALED_BY_HAND = re.compile(r"(?i)\*\s*[\w.]*scale|scale\w*(?:\(\))?\s*\*")
@@ -79,14 +79,17 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
     return unknown
 
 
-def may_be_scaled(guard: PathCondition, program: set[Scope], facts: Facts, loss: Event | None = None) -> bool:
+def may_be_scaled(
+    guard: PathCondition, program: set[Scope], facts: Facts, loss: Event | None = None, step: Event | None = None
+) -> bool:
     """True if a scaler, or an object with one of its own, may be used in the program under a path condition.
 
     loss: a backward pass whose loss is computed in its own function: only this function, and those that it calls, can
-    scale it.
+    scale it; where the step is in it, too, the base class of a trainer cannot.
     """
     if loss is not None:
-        if _arm_scales(loss, facts) or (loss.scope.owner is not None and facts.class_kind(loss.scope.owner) in _RUNS):
+        owner = loss.scope.owner if step is None or step.scope is not loss.scope else None
+        if _arm_scales(loss, facts) or (owner is not None and facts.class_kind(owner) in _RUNS):
             return True
         program = _called_by(loss.scope, facts)
     for scope in program:

@@ -68,6 +68,18 @@ def main(args, loader):
         optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+
+torch.set_default_dtype(torch.float16)  # !
+
+def train_one_epoch(model, loader, optimizer):
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
         Good(
             """\
 import contextlib

@@ -329,6 +329,69 @@ def one_of_two(loader, database):
         database.eval(encoder)  # another object's `eval`
 """,
         ),
+        Bad(
+            """\
+import torch
+import yaml
+
+def main(args):
+    config = yaml.load(open(args.config), yaml.Loader)
+    loader = create_loader(config["files"])
+    head = torch.nn.Linear(8, 8)
+    restart(args.checkpoint, state_dict=head)
+    head.half()  # !
+    optimizer = torch.optim.SGD(head.parameters(), 0.1)
+    for x in loader:
+        x = x.cuda().half()  # !
+        head(x).sum().backward()
+        optimizer.step()
+
+def create_loader(files):
+    return torch.utils.data.DataLoader(torch.load(files))
+
+def restart(path, **objects):
+    state = torch.load(path)
+    for key, value in objects.items():
+        value.load_state_dict(state[key])
+
+def halve(path, loader):
+    state = torch.load(path)
+    state = {key: value.half() for key, value in state["model"].items()}
+    for x in loader:
+        model(x, state).sum().backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+import yaml
+
+def main(args):
+    config = yaml.load(open(args.config), yaml.Loader)
+    loader = create_loader(config["files"])
+    head = torch.nn.Linear(8, 8)
+    restart(args.checkpoint, state_dict=head)
+    optimizer = torch.optim.SGD(head.parameters(), 0.1)
+    for x in loader:
+        x = x.cuda()
+        head(x).sum().backward()
+        optimizer.step()
+
+def create_loader(files):
+    return torch.utils.data.DataLoader(torch.load(files))
+
+def restart(path, **objects):
+    state = torch.load(path)
+    for key, value in objects.items():
+        value.load_state_dict(state[key])
+
+def halve(path, loader):
+    state = torch.load(path)
+    state = {key: value.half() for key, value in state["model"].items()}
+    for x in loader:
+        model(x, state).sum().backward()
+        optimizer.step()
+""",
+        ),
         Good(
             """\
 import torch

@@ -472,6 +472,55 @@ class Trainer(BaseTrainer):
                 "    def train_on_batch(self, x):\n        self.scaler.scale(self.model(x).sum()).backward()\n",
             },
         ),
+        Bad(
+            """\
+import torch
+from detectron2.engine import SimpleTrainer
+
+class AMPTrainer(SimpleTrainer):
+    def run_step(self):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = sum(self.model(next(self._data_loader_iter)).values())
+        self.optimizer.zero_grad()
+        loss.backward()  # !
+        self.loss_scale_meter.update(self.loss_scale_meter.val)
+        self.optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from radam import RAdam
+
+def train(loader, model):
+    optimizer = RAdam(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from radam import RAdam
+
+def train(loader, model):
+    optimizer = RAdam(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            files={
+                "pyproject.toml": "",
+                "radam.py": "import torch\n\nclass RAdam(torch.optim.Optimizer):\n    def step(self):\n"
+                "        for p in self.param_groups[0]['params']:\n            p_data_fp32 = p.data.float()\n"
+                "            p_data_fp32.add_(p.grad, alpha=-1e-3)\n            p.data.copy_(p_data_fp32)\n",
+            },
+        ),
         Good(
             """\
 import torch
@@ -569,6 +618,9 @@ class Mine(BaseTrainer):
         with torch.cuda.amp.autocast():
             loss = self.model(x).sum()
         loss.backward()
+        self.apply(optimizer)
+
+    def apply(self, optimizer):
         optimizer.step()
 """
         ),
@@ -654,7 +706,7 @@ class TrainBenchmark:
                 step = unscaled_steps.plain_step(backward, guard, program, facts)
                 if step is None or (direct is None and facts.base_unknown(backward.scope.owner)):
                     continue
-                if unscaled_steps.may_be_scaled(guard.joined(step.guard), program, facts, direct):
+                if unscaled_steps.may_be_scaled(guard.joined(step.guard), program, facts, direct, step):
                     continue
                 reported |= {scope for scope in program if scope.kind != "module"}
                 notes = (
