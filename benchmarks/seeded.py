@@ -343,7 +343,10 @@ CLIP = r"clip_grad_(norm|value)_"
 
 
 def _clips(line: cst.CSTNode) -> bool:
-    return any(called(expression(line), f"clip_grad_{which}_") for which in ("norm", "value"))
+    """True if the line clips: `clip_grad_value_(parameters, None)` of VITS and its relatives returns the norm only."""
+    call = expression(line)
+    clips = any(called(call, f"clip_grad_{which}_") for which in ("norm", "value"))
+    return clips and not any(code(each.value) == "None" for each in call.args)  # type: ignore[union-attr]
 
 
 @kind("205", r"[sS]caler\.unscale_\(", r"clip_grad_(norm|value)_\(", r"\.scale\(.*\)\.backward\(")
@@ -635,6 +638,8 @@ def custom_fwd_dropped(text: str) -> str | None:
             halves = re.split(r"def backward\(", code(updated_node))
             if len(halves) != 2 or not all(re.search(products, each) for each in halves):
                 return updated_node
+            if re.search(r"\.(to|float|half|type|type_as)\(|dtype=|is_autocast_enabled", "".join(halves)):
+                return updated_node  # it sets its dtypes itself
             self.changes += 1
             return updated_node.with_deep_changes(updated_node.body, body=[
                 each.with_changes(decorators=[one for one in each.decorators if "custom_" not in code(one)])
@@ -985,7 +990,7 @@ def programs(folder: Path, which: str) -> dict[str, list[Program]]:
                     text = path.read_text("utf-8")
                 except ValueError:
                     continue
-                if path.suffix != ".py" or WORDS.search(text):
+                if path.suffix != ".py" or (WORDS.search(text) and re.search(r"\btorch\b|lightning|transformers", text)):
                     found[path.suffix].append(Program(repository.name, path, text))
 
     def order(program: Program) -> str:

@@ -48,8 +48,8 @@ SCALER_NAMES = frozenset({"GradScaler", "ShardedGradScaler"})
 #: Ends of the class names of loss scalers, of DeepSpeed, apex and others.
 _SCALERS = ("GradScaler", "LossScaler", *project_words.SCALERS)
 CLIPS = frozenset(
-    f"torch.nn.utils.{module}{name}"
-    for module in ("", "clip_grad.")
+    f"{module}.{name}"
+    for module in ("torch.nn.utils", "torch.nn.utils.clip_grad", "apex.contrib.clip_grad")
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
 )
 NO_GRAD = frozenset(

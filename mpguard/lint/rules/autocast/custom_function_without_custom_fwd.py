@@ -15,6 +15,7 @@ from mpguard.lint import (
     Good,
     Note,
     Object,
+    Record,
     Region,
     Rule,
     Scope,
@@ -37,7 +38,7 @@ class CustomFunctionWithoutCustomFwd(Rule):
     ## What it does
     Reports a subclass of `torch.autograd.Function` whose `forward` and `backward` both contain a matrix product, and
     whose `apply` is called inside an autocast region of the file, or in the `forward` of a module that is part of a
-    model which is.
+    model which is; or anywhere in a file that imports or uses `custom_fwd`, and so is meant for use under autocast.
 
     ## Why is this bad
     Autocast is active in `forward`, which saves its FP32 inputs and returns a 16-bit result, but not in `backward`: the
@@ -49,14 +50,15 @@ class CustomFunctionWithoutCustomFwd(Rule):
     "cuda" if it is unknown.
 
     ## Known limits
-    Not reported if the function is applied in another file, or sets its dtypes itself (a cast, its own region).
+    Not reported if the function is applied in another file and this one has no `custom_fwd`, if another `Function`
+    applies it, or if it sets its dtypes itself (a cast, its own region).
     """
 
     code, name = "MPG312", "custom-function-without-custom-fwd"
     severity = "warning"
     message = "`{function}` computes matrix products under autocast, and its backward pass runs without autocast"
     help = "decorate forward with torch.amp.custom_fwd and backward with torch.amp.custom_bwd"
-    triggers = (any_of(b"Function)", b"Function,"), any_of(b"autocast"), any_of(b".apply"), any_of(b"def backward"))
+    triggers = (any_of(b"Function)", b"Function,"), any_of(b"autocast", b"custom_fwd"), any_of(b".apply"), any_of(b"def backward"))
     examples = (
         Bad(
             """\
@@ -226,6 +228,88 @@ def main(loader, device):
         loss.backward()
 """,
         ),
+        Bad(
+            """\
+import torch
+from torch.amp import custom_bwd, custom_fwd
+
+class Product(torch.autograd.Function):  # !
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x
+
+class Inner(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x
+
+class Outer(torch.autograd.Function):
+    @staticmethod
+    @custom_fwd(device_type="cuda")
+    def forward(ctx, x, w):
+        return Inner.apply(x, w)
+
+    @staticmethod
+    @custom_bwd(device_type="cuda")
+    def backward(ctx, grad):
+        return grad, None
+
+product = Product.apply
+""",
+            fixed="""\
+import torch
+from torch.amp import custom_bwd, custom_fwd
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x
+
+class Inner(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x
+
+class Outer(torch.autograd.Function):
+    @staticmethod
+    @custom_fwd(device_type="cuda")
+    def forward(ctx, x, w):
+        return Inner.apply(x, w)
+
+    @staticmethod
+    @custom_bwd(device_type="cuda")
+    def backward(ctx, grad):
+        return grad, None
+
+product = Product.apply
+""",
+        ),
         Good(
             """\
 import torch
@@ -294,6 +378,14 @@ class Elementwise(torch.autograd.Function):
     def backward(ctx, grad):
         return grad * 2
 
+with torch.autocast("cuda"):
+    y = Settled.apply(x, w) + Casts.apply(x, w) + Elementwise.apply(x)
+"""
+        ),
+        Good(
+            """\
+import torch
+
 class NotHere(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
@@ -306,7 +398,6 @@ class NotHere(torch.autograd.Function):
         return grad @ w, grad.t() @ x
 
 with torch.autocast("cuda"):
-    y = Settled.apply(x, w) + Casts.apply(x, w) + Elementwise.apply(x)
     with torch.autocast("cuda", enabled=False):
         z = NotHere.apply(x.float(), w)
 z = NotHere.apply(x, w)
@@ -323,10 +414,14 @@ z = NotHere.apply(x, w)
                 continue
             if not all(self._lacks_dtype(scope) for scope in (forward, backward)):
                 continue
-            found = next(self._applied_under_autocast(cls, facts), None)
-            if found is not None:
-                call, region = found
-                notes = (Note("applied under autocast here", call.span),)
+            call, region = next(self._applied_under_autocast(cls, facts), (None, None))
+            supported = None if call else next(self._supports_autocast(facts), None)
+            if call is not None or (supported is not None and self._used(cls, facts)):
+                notes = (
+                    Note("applied under autocast here", call.span)
+                    if call is not None
+                    else Note("the file is meant for use under autocast", supported.span),
+                )
                 fix = self._fix(forward, backward, region, facts)
                 binding = next(b for b in (cls.parent or cls).bindings[cls.name] if b.defines is cls)
                 start = facts.span(cls.node, binding)[0]
@@ -340,6 +435,21 @@ z = NotHere.apply(x, w)
             return False
         work = [c for c in scope.calls if c.name in autocast_ops.LOWERED and c.receiver is not None]
         return bool(scope.products or work)
+
+    def _supports_autocast(self, facts: Facts) -> Iterator[Record]:
+        """Yield the imports and uses of `custom_fwd`: the file's functions are meant for use under autocast."""
+        for scope in facts.scopes:
+            yield from (b for bs in scope.bindings.values() for b in bs if b.kind == "from" and b.name == "custom_fwd")
+            yield from (use for uses in scope.uses.values() for use in uses if use.path.endswith(".custom_fwd"))
+
+    def _used(self, cls: Scope, facts: Facts) -> bool:
+        """True if its `apply` is used in the file, not counting the methods of another `Function`."""
+        return any(
+            use.path == f"{cls.name}.apply"
+            for scope in facts.scopes
+            if scope.owner is None or not _FUNCTIONS & set(facts.ancestry(scope.owner))
+            for use in scope.uses.get(cls.name, ())
+        )
 
     def _applied_under_autocast(self, cls: Scope, facts: Facts) -> Iterator[tuple[Call, Region]]:
         """Yield the calls of its `apply` under autocast, also through an alias or in a module's `forward`."""
@@ -376,11 +486,11 @@ z = NotHere.apply(x, w)
                 if call not in creating and call.path and any(atom.call in creating for atom in made):
                     yield call
 
-    def _fix(self, forward: Scope, backward: Scope, region: Region, facts: Facts) -> Fix | None:
+    def _fix(self, forward: Scope, backward: Scope, region: Region | None, facts: Facts) -> Fix | None:
         torch = python_edits.name_of_torch(facts)
         if torch is None:
             return None
-        device = region.device or "cuda"
+        device = (region.device if region is not None else None) or "cuda"
         edits = []
         for scope, name in ((forward, "custom_fwd"), (backward, "custom_bwd")):
             node = scope.node

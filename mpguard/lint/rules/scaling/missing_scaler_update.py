@@ -54,7 +54,7 @@ class MissingScalerUpdate(Rule):
     severity = "error"
     message = "`{expr}` is never followed by `{scaler}.update()`"
     help = "call `update()` once per step, after the last `step`"
-    triggers = (any_of(b"GradScaler"), any_of(b".scale("), any_of(b".step("))
+    triggers = (any_of(b"GradScaler", b".update("), any_of(b".scale("), any_of(b".step("))
     examples = (
         Bad(
             """\
@@ -251,6 +251,34 @@ class Scaler:
             self._scaler.update()
 """,
         ),
+        Bad(
+            """\
+def train(model, loader, optimizer, scaler, max_norm):
+    for x in loader:
+        if scaler is None:
+            model(x).backward()
+            optimizer.step()
+            continue
+        scaler.scale(model(x)).backward()
+        if max_norm > 0:
+            scaler.unscale_(optimizer)
+        scaler.update()  # !
+        scaler.step(optimizer)
+""",
+            fixed="""\
+def train(model, loader, optimizer, scaler, max_norm):
+    for x in loader:
+        if scaler is None:
+            model(x).backward()
+            optimizer.step()
+            continue
+        scaler.scale(model(x)).backward()
+        if max_norm > 0:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
         Good(
             """\
 import torch
@@ -373,6 +401,8 @@ class Gan:
         """Return the step of the same iteration that an update precedes; None if the update follows a step."""
         update = trace[place]
         scope = update.record.scope
+        if not facts.traces.like_torch(update.scaler, update.record):
+            return None
 
         def near(each: TraceStep) -> bool:
             return each.kind in ("backward", "scaler_step", "passed") and compatible(each.guard, update.guard)

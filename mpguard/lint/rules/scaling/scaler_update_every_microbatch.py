@@ -61,6 +61,19 @@ for i, x in enumerate(loader):
         ),
         Bad(
             """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for i, x in enumerate(loader):
+    scaler.scale(model(x).sum() / 4).backward()
+    if (i + 1) % 4 == 0 or (i + 1) == len(loader):
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    scaler.update()  # !
+"""
+        ),
+        Bad(
+            """\
 def train(args, model, loader, optimizer, scaler):
     for i, x in enumerate(loader):
         accumulated = (i + 1) % args.accumulate == 0
@@ -139,6 +152,6 @@ def critic_now_and_then(generator, critic, loader, one, two, scaler):
 
     def _only_when_accumulated(self, each: TraceStep, than: TraceStep) -> bool:
         return any(
-            all(_ACCUMULATES.search(flag) for flag in PathCondition([condition]).flags())
+            any(_ACCUMULATES.search(flag) for flag in PathCondition([condition]).flags())  # `... or last`
             for condition in each.guard - than.guard
         )
