@@ -730,9 +730,8 @@ def autocast_under_accelerator(text: str) -> str | None:
                 return body
             for i, line in enumerate(body):
                 call = expression(line)
-                if isinstance(call, cst.Call | cst.Attribute) and re.match(
-                    r"(unet|model|net|transformer)\(", code(call)
-                ):
+                found = re.match(r"(unet|model|net|transformer)\(", code(call)) if call is not None else None
+                if found and re.search(rf"accelerator\.prepare\([^)]*\b{found[1]}\b", text):
                     self.changes += 1
                     region = cst.parse_statement('with torch.autocast("cuda"):\n    pass\n')
                     assert isinstance(region, cst.With)
@@ -742,7 +741,13 @@ def autocast_under_accelerator(text: str) -> str | None:
     return changed(text, Around())
 
 
-@kind("504", r"deepspeed\.initialize\(", r"\boptimizer=optimizer\b", r"\b\w*engine\w*\.step\(\)")
+@kind(
+    "504",
+    r"deepspeed\.initialize\(",
+    r"\boptimizer=optimizer\b",
+    r"\b\w*engine\w*\.step\(\)",
+    never=r"\boptimizer\b.*= *deepspeed\.initialize",  # there, the name is that of the engine's optimizer
+)
 def step_outside_deepspeed(text: str) -> str | None:
     return re.sub(r"\b\w*engine\w*\.step\(\)", "optimizer.step()", text)
 
@@ -990,7 +995,9 @@ def programs(folder: Path, which: str) -> dict[str, list[Program]]:
                     text = path.read_text("utf-8")
                 except ValueError:
                     continue
-                if path.suffix != ".py" or (WORDS.search(text) and re.search(r"\btorch\b|lightning|transformers", text)):
+                if path.suffix != ".py" or (
+                    WORDS.search(text) and re.search(r"\btorch\b|lightning|transformers", text)
+                ):
                     found[path.suffix].append(Program(repository.name, path, text))
 
     def order(program: Program) -> str:

@@ -296,12 +296,15 @@ def receiver_at(wrap: Wrap, at: Record, facts: Facts) -> str | None:
 def other_way(guard: PathCondition, own: str) -> bool:
     """True if code under a path condition may belong to a run without `own` (`accelerat`, `deepspeed`).
 
-    By the names of the flags: `if args.use_accelerate:` selects it, the `else` branch does not.
+    By the names of the flags: `if args.use_accelerate:` selects it, the `else` branch does not. What an object of it
+    says selects nothing: `accelerator.num_processes > 1`.
     """
+    of_object = re.compile(rf"(?i){own}\w*\.\w")
     for condition in guard:
         if isinstance(condition, Flag) and condition.equals is None and own in condition.name.lower():
             continue
-        if any(_FRAMEWORK_FLAG.search(flag) for flag in PathCondition([condition]).flags()):
+        flags = (flag for flag in PathCondition([condition]).flags() if not of_object.search(flag))
+        if any(map(_FRAMEWORK_FLAG.search, flags)):
             return True
     return False
 

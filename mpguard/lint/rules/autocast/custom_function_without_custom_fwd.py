@@ -58,7 +58,12 @@ class CustomFunctionWithoutCustomFwd(Rule):
     severity = "warning"
     message = "`{function}` computes matrix products under autocast, and its backward pass runs without autocast"
     help = "decorate forward with torch.amp.custom_fwd and backward with torch.amp.custom_bwd"
-    triggers = (any_of(b"Function)", b"Function,"), any_of(b"autocast", b"custom_fwd"), any_of(b".apply"), any_of(b"def backward"))
+    triggers = (
+        any_of(b"Function)", b"Function,"),
+        any_of(b"autocast", b"custom_fwd"),
+        any_of(b".apply"),
+        any_of(b"def backward"),
+    )
     examples = (
         Bad(
             """\

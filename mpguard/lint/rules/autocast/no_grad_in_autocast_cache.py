@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, With, any_of, constant
+from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, With, any_of, compatible, constant
 
 #: The first version of torch with which the weights were observed to get their gradients.
 _FIXED = (2, 11)
@@ -81,6 +81,12 @@ for x in loader:
         with torch.no_grad():
             first = net(x)
         loss = net(x)
+    with torch.autocast("cuda"):
+        if not training:
+            with torch.no_grad():
+                score = net(x)
+        if training:
+            loss = net(x)
     with torch.autocast("cuda", enabled=False):
         with torch.no_grad():
             first = net(x)
@@ -133,6 +139,8 @@ with torch.autocast("cuda"):
 
     def _trains(self, later: Call, call: Call, item: With, facts: Facts) -> bool:
         if later.path != call.path or later.order <= call.order or item not in later.withs or facts.is_inference(later):
+            return False
+        if not compatible(later.guard, call.guard):
             return False
         between = (c.order for c in facts.calls.get("clear_autocast_cache", ()))
         return not any(call.order < order < later.order for order in between)

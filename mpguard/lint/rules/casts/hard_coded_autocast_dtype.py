@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import libcst as cst
+
 from mpguard.lint import (
     HALF_DTYPES,
     Bad,
@@ -83,6 +85,8 @@ def train(model, loader):
             model(x)
         with torch.autocast("cuda", dtype=torch.float32):
             model(x)
+        with {"bf16": torch.autocast("cuda", dtype=torch.bfloat16), "fp32": nullcontext()}[args.precision]:
+            model(x)
 """
         ),
         Good(
@@ -107,6 +111,8 @@ def train(model, loader):
                 and library_names.DTYPES.get(f"torch.{dotted(given).rsplit('.', 1)[-1]}") in HALF_DTYPES
             )
             if not low or not dotted(given).count("."):
+                continue
+            if isinstance(facts.parent(event.call.node), cst.DictElement):  # `{"bf16": autocast(...)}[args.precision]`
                 continue
             root = facts.resolve(dotted(given).split(".", 1)[0], event.scope, event.order)
             if not all(isinstance(each.atom, Ref) and each.atom.path == "torch" for each in root):

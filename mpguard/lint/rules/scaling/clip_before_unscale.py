@@ -372,7 +372,7 @@ def of_ones_own(model, loader, optimizer, scaler):
 
     def _of_torch(self, clip: TraceStep, facts: Facts) -> bool:
         atoms = [each.atom for each in facts.evaluate(clip.call.func, clip.call)]
-        if any(isinstance(atom, Ref) and atom.path.startswith("torch.nn.utils.") for atom in atoms):
+        if any(isinstance(atom, Ref) and atom.path in library_names.CLIPS for atom in atoms):
             return True
         if any(isinstance(atom, Method) and atom.owner.path.endswith("FullyShardedDataParallel") for atom in atoms):
             return True  # the wrapper's own `clip_grad_norm_`
