@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import hashlib
 import html
 import importlib.util
@@ -225,6 +226,27 @@ def page() -> str:
     )) + "\n"  # fmt: skip
 
 
+def of_rule(code: str) -> str:
+    """Return the section of a rule's page: what was found and judged of it in all packages and repositories."""
+    corpus = _program("corpus")
+    batches = corpus.batches()
+    judged = [each["verdict"] for each in (*verdicts().values(), *corpus.verdicts().values()) if each["code"] == code]
+    mutants = [row for batch in _program("seeded").batches() for row in batch["kinds"].values() if code in row["rules"]]
+    everywhere = f"[{len(packages())} packages and {len(corpus.repositories())} repositories](../evidence.md)"
+    if judged:
+        said = f"Of its findings in {everywhere} {len(judged)} were judged, {sum(judged)} of them right."
+    elif any(code in batch["findings"] for batch in batches):
+        said = f"It has findings in {everywhere}; none of them was judged."
+    else:
+        said = f"It reported nothing in {everywhere}: what it looks for was not found there."
+    if mutants:
+        said += " Mistakes that were seeded into real programs show how much of them it sees."
+    elif not judged:
+        said += " It is tested by its examples only."
+    return f"## Evidence\n{said}\n"
+
+
+@functools.cache
 def _program(name: str) -> ModuleType:
     """Return another program of this folder, which is no package, as a module."""
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")

@@ -1055,7 +1055,6 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
 
 
 def record(data: dict[str, Any]) -> None:
-    batches = json.loads(RESULTS.read_text("utf-8"))["batches"] if RESULTS.exists() else []
     outcomes = [Outcome(*each) for each in data.pop("outcomes")]
     data["programs"] = len({(each.repository, each.path) for each in outcomes})
     data["repositories"] = len({each.repository for each in outcomes})
@@ -1064,7 +1063,11 @@ def record(data: dict[str, Any]) -> None:
     data["missed"] = [
         [each.kind, each.repository, each.path] for each in outcomes if not set(each.found) & set(wanted[each.kind])
     ]
-    RESULTS.write_text(json.dumps({"batches": [*batches, data]}, indent=1) + "\n", "utf-8")
+    RESULTS.write_text(json.dumps({"batches": [*batches(), data]}, indent=1) + "\n", "utf-8")
+
+
+def batches() -> list[dict[str, Any]]:
+    return json.loads(RESULTS.read_text("utf-8"))["batches"] if RESULTS.exists() else []
 
 
 def section() -> Iterator[str]:
@@ -1077,10 +1080,9 @@ def section() -> Iterator[str]:
         " for a finding of a rule that has to see it ([benchmarks/seeded.json](../benchmarks/seeded.json) lists each"
         " mutant that was missed). Intervals are 95 %, by Wilson's formula."
     )
-    if RESULTS.exists():
-        for batch in reversed(json.loads(RESULTS.read_text("utf-8"))["batches"]):
-            yield ""
-            yield from _batch(batch)
+    for batch in reversed(batches()):
+        yield ""
+        yield from _batch(batch)
 
 
 def _batch(batch: dict[str, Any]) -> Iterator[str]:

@@ -39,12 +39,17 @@ GPUS = ("V100", "A100", "H100", "B200")
 
 def pages() -> dict[str, str]:
     """Return the generated pages: path below docs/ -> text."""
+    evidence = _benchmark("evidence")
+    rules = {
+        name: f"{text.rstrip()}\n\n{evidence.of_rule(code)}" if (code := Path(name).stem).startswith("MPG") else text
+        for name, text in rule_docs.pages().items()
+    }
     return {
-        **rule_docs.pages(),
+        **rules,
         "recipes.md": recipes_page(),
         "targets.md": targets_page(),
         "cli.md": cli_page(),
-        "evidence.md": _benchmark("evidence").page(),
+        "evidence.md": evidence.page(),
         "gpu.md": gpu_page(),
     }
 

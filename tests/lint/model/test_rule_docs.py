@@ -15,8 +15,9 @@ PAGES = rule_docs.pages()
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_committed_page_is_what_the_rules_say(name: str) -> None:
+    """What follows in a committed page is the evidence for the rule, which docs/generate.py adds."""
     path = DOCS / name
-    assert path.exists() and path.read_text("utf-8") == PAGES[name], "run `python -m mpguard.lint.model.rule_docs`"
+    assert path.exists() and path.read_text("utf-8").startswith(PAGES[name].rstrip()), "run `make docs`"
 
 
 def test_no_page_of_a_rule_that_is_gone() -> None:

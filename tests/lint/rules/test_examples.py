@@ -6,6 +6,7 @@ Each example becomes files in a folder. Exactly the marked lines must be reporte
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 from pathlib import Path
@@ -20,6 +21,16 @@ from mpguard.lint.run.engine import Engine, Options
 from mpguard.lint.source.files import Target, kind_of
 
 RULES = rules(own_only=True)
+WORDS = {
+    "BF16": re.compile(r"(?i)bf_?16|bfloat_?16"),
+    # An autocast on CUDA and a scaler are FP16 without saying so.
+    "FP16": re.compile(r"(?i)(?<!b)fp_?16|(?<!b)float_?16|\bhalf|autocast\(|scaler|scale_loss|loss_scale|['\"]16"),
+}
+#: Messages that name a dtype which the program chooses without naming it.
+IMPLIED = {
+    "MPG704": '"medium" is BF16',
+    "MPG825": "the dtype that torch_autocast has by default",
+}
 EXAMPLES = [
     pytest.param(rule, example, id=f"{code}-{number}-{type(example).__name__.lower()}")
     for code, rule in RULES.items()
@@ -142,3 +153,45 @@ def test_the_driver_fails_on(wrong: Example, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         check(RULES["MPG801"], wrong, tmp_path / "project")
     check(RULES["MPG801"], Bad(WIZARD.format("  # !"), fixed=READ), tmp_path / "project")
+
+
+def to_fp16(text: str) -> str:
+    return re.sub("bf16", "fp16", re.sub("bfloat16", "float16", text)).replace("BF16", "FP16")
+
+
+def to_bf16(text: str) -> str:
+    text = text.replace(".half()", ".bfloat16()").replace("torch.half", "torch.bfloat16")
+    return re.sub(r"(?<!b)fp16", "bf16", re.sub(r"(?<!b)float16\b", "bfloat16", text))
+
+
+def absent(program: str) -> list[str]:
+    return [word for word, of in WORDS.items() if not of.search(program if word == "BF16" else without_bf16(program))]
+
+
+def without_bf16(program: str) -> str:
+    return WORDS["BF16"].sub("", program)
+
+
+def wrong_messages(rule: type[BaseRule], example: Bad, folder: Path) -> list[str]:
+    missing = absent(example.code + "".join(example.files.values()))
+    if not missing:
+        return []
+    findings = lint(rule, example, unmarked(example.code), folder).findings
+    return [
+        each.message
+        for each in findings
+        if each.code == rule.code
+        and not re.search("(?i)fp8|float8", each.message)  # FP8 is compared with what the run would be without it
+        and any(re.search(rf"\b{word}\b", each.message) for word in missing)
+    ]
+
+
+@pytest.mark.parametrize("code", [code for code in RULES if code not in IMPLIED])
+def test_messages_name_the_dtype_of_the_program(code: str, tmp_path: Path) -> None:
+    """Each bad example is linted as it is, and with FP16 and BF16 exchanged, which the rule may still report or not."""
+    for number, example in enumerate(each for each in RULES[code].examples if isinstance(each, Bad)):
+        for change in (str, to_fp16, to_bf16):
+            files = {name: change(text) for name, text in example.files.items()}
+            changed = dataclasses.replace(example, code=change(example.code), files=files)
+            if change is str or changed != example:
+                assert wrong_messages(RULES[code], changed, tmp_path / f"{number}-{change.__name__}") == []

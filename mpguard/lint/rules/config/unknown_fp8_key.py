@@ -259,12 +259,13 @@ model:
                 yield self.at(entry, section=name, key=entry.key, hint=did_you_mean(entry.key, own), help=help)
             return
         meant = section.renamed.get(bare) or config_edits.likely_key(bare, section.keys, cutoff=0.9)
+        prefix = entry.key.removesuffix(bare)  # as the file writes it: `fsdp_backward_prefetch`
         if meant is None:
-            hint = did_you_mean(bare, section.keys) if len(bare) > 3 else ""
+            hint = did_you_mean(entry.key, [prefix + key for key in section.keys]) if len(bare) > 3 else ""
         elif meant in present:
-            hint = f"; `{meant}`, which is read, is present too. Remove one"
+            hint = f"; `{prefix}{meant}`, which is read, is present too. Remove one"
         else:
-            hint = f"; the key that is read is `{meant}`"
+            hint = f"; the key that is read is `{prefix}{meant}`"
         yield self.at(entry, section=name, key=entry.key, hint=hint, fix=_rename(document, entry, meant, present))
 
 
