@@ -52,6 +52,8 @@ _OTHER_FLAGS = re.compile(r"(?i)^--(?:deepspeed|fsdp|optim|load_in|use_)|lora|pe
 _SHARDING_ARGUMENTS = frozenset({"deepspeed", "fsdp", "fsdp_config"})
 #: What gives the tensors of a checkpoint.
 _LOADS = frozenset({"state_dict", "load", "load_file", "safe_open"})
+#: Names of checkpoints: they may come from anywhere.
+_CHECKPOINT = re.compile(r"(?i)state_?dict|ckpt|checkpoint|(?:^|_)sd$")
 #: Profiler markers: a script that contains one only measures.
 _PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
 
@@ -270,6 +272,8 @@ class TrainingUse:
             parts = [(each.value, each) for each in returns] or [(call.receiver, at)]
         elif isinstance(node, cst.Subscript):
             parts = [(node.value, at)]
+        elif _CHECKPOINT.search(dotted(node)):
+            return True
         else:
             bindings = self.facts.values.reaching(dotted(node), at.scope, at.order, at.guard)
             parts = [(each.value, each) for each in bindings if each.kind != "param"]

@@ -360,6 +360,14 @@ def halve(path, loader):
     for x in loader:
         model(x, state).sum().backward()
         optimizer.step()
+
+def convert(old_sd, loader):
+    state, source = {}, old_sd
+    for key, value in source.items():
+        state[key] = value.data.half()
+    for x in loader:
+        model(x, state).sum().backward()
+        optimizer.step()
 """,
             fixed="""\
 import torch
@@ -387,6 +395,14 @@ def restart(path, **objects):
 def halve(path, loader):
     state = torch.load(path)
     state = {key: value.half() for key, value in state["model"].items()}
+    for x in loader:
+        model(x, state).sum().backward()
+        optimizer.step()
+
+def convert(old_sd, loader):
+    state, source = {}, old_sd
+    for key, value in source.items():
+        state[key] = value.data.half()
     for x in loader:
         model(x, state).sum().backward()
         optimizer.step()
