@@ -277,10 +277,10 @@ class TrainingUse:
         else:
             bindings = self.facts.values.reaching(dotted(node), at.scope, at.order, at.guard)
             parts = [(each.value, each) for each in bindings if each.kind != "param"]
+            if not parts and isinstance(node, cst.Attribute):  # v.data
+                parts = [(node.value, at)]
         return depth > 0 and any(
-            part is not None
-            and record.scope in self.facts.index.scopes
-            and self._from_checkpoint(part, record, depth - 1)
+            part is not None and self.facts.of(record) is self.facts and self._from_checkpoint(part, record, depth - 1)
             for part, record in parts
         )
 
