@@ -38,12 +38,13 @@ LIST, BATCHES = HERE / "corpus.txt", HERE / "corpus.json"
 #: They report imports and calls that are everywhere, so they would hide what the others do.
 FREQUENT = ("MPG302", "MPG305")
 SEED = 15
+HALVES = ("open", "held-out", "fresh", "latest")
 
 Key = tuple[str, str, int, str]
 
 
 class Repository(NamedTuple):
-    """A repository at a commit. later: the set that it was added in after the halves were fixed: `fresh`."""
+    """A repository at a commit. later: the set that it was added in after the halves were fixed: `fresh`, `latest`."""
 
     name: str
     commit: str
@@ -203,15 +204,15 @@ def section() -> Iterator[str]:
     """Yield the lines of docs/evidence.md about the repositories, the latest batch first."""
     listed = repositories()
     is_open = sum(each.half == "open" for each in listed)
-    fresh = sum(each.half == "fresh" for each in listed)
+    later = sum(bool(each.later) for each in listed)
     yield "## Public repositories"
     yield ""
     yield (
         f"{len(listed)} public repositories with training code, each at one commit"
         " ([benchmarks/corpus.txt](../benchmarks/corpus.txt)), are linted by `python benchmarks/corpus.py`. The hash of"
         f" its name puts a repository in one of two halves: {is_open} open ones, for which rules may be changed,"
-        f" and {len(listed) - is_open - fresh} held out, of which nothing"
-        f" was read before the rules were done; {fresh} were added later, after further changes. Of each default rule"
+        f" and {len(listed) - is_open - later} held out, of which nothing"
+        f" was read before the rules were done; {later} were added later, after further changes. Of each default rule"
         " up to 20 findings were drawn by a seed and judged by a reader who did not write the rule"
         " ([benchmarks/corpus.json](../benchmarks/corpus.json)); of preview rules only some. Intervals are 95 %, by"
         " Wilson's formula."
@@ -226,6 +227,7 @@ def heading(batch: dict[str, Any]) -> str:
         "open": "The open half",
         "held-out": "The half that was held out",
         "fresh": "Repositories that were chosen after the rules were done",
+        "latest": "Repositories that were in no list before",
         "all": "All",
     }[batch["half"]]
     return f"### {where}, {batch['date']}, commit {batch['linter'][:7]}"
@@ -274,7 +276,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("fetch", "lint", "sample"):
         commands.add_parser(name).add_argument("folder", type=Path)
-    commands.choices["lint"].add_argument("--half", choices=("open", "held-out", "fresh", "all"), default="open")
+    commands.choices["lint"].add_argument("--half", choices=(*HALVES, "all"), default="open")
     commands.choices["lint"].add_argument("-o", "--output", type=Path, required=True)
     commands.choices["sample"].add_argument("found", type=Path)
     commands.choices["sample"].add_argument("codes", nargs="*")

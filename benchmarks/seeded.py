@@ -1117,7 +1117,7 @@ def main() -> int:
     measure = commands.add_parser("run")
     measure.add_argument("folder", type=Path)
     measure.add_argument("kinds", nargs="*", help="only these kinds")
-    measure.add_argument("--half", choices=("open", "held-out", "fresh", "all"), default="open")
+    measure.add_argument("--half", choices=(*corpus.HALVES, "all"), default="open")
     measure.add_argument("--per-kind", type=int, default=40)
     measure.add_argument("-o", "--output", type=Path, required=True)
     commands.add_parser("record").add_argument("seeded", type=Path)

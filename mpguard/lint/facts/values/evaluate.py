@@ -129,10 +129,14 @@ class Values:
             return True
         return False
 
-    def _finish(self, what: object) -> None:
-        """End the evaluation of `what`: results that were incomplete because of it are complete for its caller."""
-        del self._search.active[what]
-        self._search.cuts.discard(what)
+    @staticmethod
+    def _finish(search: _Search, what: object) -> None:
+        """End the evaluation of `what`: results that were incomplete because of it are complete for its caller.
+
+        search: the one in which it began. An import that is read meanwhile may have shared another with this file.
+        """
+        del search.active[what]
+        search.cuts.discard(what)
 
     def _evaluate(self, node: cst.CSTNode, scope: Scope, order: int) -> Alternatives:
         literal = constant(node)
@@ -301,11 +305,12 @@ class Values:
         """Return the alternatives that a binding gives to its name."""
         if self._must_stop(binding):
             return NOTHING_KNOWN
-        self._search.active[binding] = None
+        search = self._search
+        search.active[binding] = None
         try:
             found = self._bound(binding)
         finally:
-            self._finish(binding)
+            self._finish(search, binding)
         return restrict(found, binding.guard)
 
     def _bound(self, binding: Binding) -> Alternatives:
@@ -423,7 +428,8 @@ class Values:
         """Return the alternatives of a call's result."""
         if self._must_stop(call):
             return NOTHING_KNOWN
-        self._search.active[call] = None
+        search = self._search
+        search.active[call] = None
         try:
             found: list[Alternative] = []
             for alternative in self.evaluate(call.func, call.scope, call.order):
@@ -432,7 +438,7 @@ class Values:
                     break
             return tuple(found) or NOTHING_KNOWN
         finally:
-            self._finish(call)
+            self._finish(search, call)
 
     def _called(self, atom: Atom, call: Call) -> Alternatives:
         if isinstance(atom, Ref):
