@@ -17,7 +17,7 @@ class RnnInBfloat16Autocast(Rule):
     ## Why is this bad
     Autocast's kernel for cuDNN's RNNs casts to FP16, whatever the region's dtype is (torch 2.13, `AutocastRNN.cpp`,
     observed on an H200). A script for BF16 does not scale the loss: gradients below 6e-8 become zero, and activations
-    above 65504 infinite. `mpguard launch` corrects it.
+    above 65504 infinite; code that expects BF16 or FP32 stops (rwth-i6/returnn#1529). `mpguard launch` corrects it.
 
     ## Known limits
     The module must be created and called in the same file. Cells (`nn.LSTMCell`) compute in the region's dtype.

@@ -19,7 +19,7 @@ class LowPrecisionAccumulation(ConfigRule):
     ## Why is this bad
     Without the key DeepSpeed 0.19.8 accumulates in the dtype of the weights (`engine.get_data_types`). BF16 has 8 bits
     of mantissa: a gradient that is 256 times smaller than the sum so far is lost. Of 512 equal gradients, the sum is
-    half of what it should be (observed under ZeRO 1).
+    half of what it should be (observed under ZeRO 1). Users saw runs diverge (DeepSpeed#2768, DeepSpeed#1800).
 
     ## Fix safety
     Unsafe: the sums need 4 bytes per parameter instead of 2, and ZeRO 1 uses another optimizer class.

@@ -36,9 +36,9 @@ class LightningClipping(Rule):
     ## Why is this bad
     A fused optimizer unscales the gradients inside its step, so Lightning cannot unscale them before it clips: it stops
     with "does not allow for gradient clipping because it performs unscaling of gradients internally", also in BF16
-    (Lightning 2.6.6, observed). In manual optimization Lightning unscales in `optimizer.step()`, after the clipping in
-    `training_step`: what is clipped is 65536 times too large, and the step is as small as if everything were clipped
-    (Lightning 2.6.6, observed; pytorch-lightning#18089).
+    (Lightning 2.6.6, observed; pytorch-lightning#21435). In manual optimization Lightning unscales in
+    `optimizer.step()`, after the clipping in `training_step`: what is clipped is 65536 times too large, and the step is
+    as small as if everything were clipped (Lightning 2.6.6, observed; pytorch-lightning#18089).
 
     ## Fix safety
     Safe: without `fused=True` the optimizer computes the same, in more kernels.
