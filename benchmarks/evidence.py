@@ -232,7 +232,7 @@ def of_rule(code: str) -> str:
     batches = corpus.batches()
     judged = [each["verdict"] for each in (*verdicts().values(), *corpus.verdicts().values()) if each["code"] == code]
     mutants = [row for batch in _program("seeded").batches() for row in batch["kinds"].values() if code in row["rules"]]
-    everywhere = f"[{len(packages())} packages and {len(corpus.repositories())} repositories](../evidence.md)"
+    everywhere = "[published packages and public repositories](../evidence.md)"
     if judged:
         said = f"Of its findings in {everywhere} {len(judged)} were judged, {sum(judged)} of them right."
     elif any(code in batch["findings"] for batch in batches):
