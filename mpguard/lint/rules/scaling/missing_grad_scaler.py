@@ -490,10 +490,19 @@ class AMPTrainer(SimpleTrainer):
         Bad(
             """\
 import torch
-from radam import RAdam
+
+class Adaptive(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p_data_fp32 = p.data.float()
+            p_data_fp32.add_(p.grad, alpha=-1e-3)
+            p.data.copy_(p_data_fp32)
 
 def train(loader, model):
-    optimizer = RAdam(model.parameters())
+    optimizer = Adaptive(model.parameters())
     for x in loader:
         with torch.autocast("cuda", dtype=torch.float16):
             loss = model(x).sum()
@@ -502,10 +511,19 @@ def train(loader, model):
 """,
             fixed="""\
 import torch
-from radam import RAdam
+
+class Adaptive(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p_data_fp32 = p.data.float()
+            p_data_fp32.add_(p.grad, alpha=-1e-3)
+            p.data.copy_(p_data_fp32)
 
 def train(loader, model):
-    optimizer = RAdam(model.parameters())
+    optimizer = Adaptive(model.parameters())
     scaler = torch.amp.GradScaler("cuda")
     for x in loader:
         with torch.autocast("cuda", dtype=torch.float16):
@@ -514,12 +532,6 @@ def train(loader, model):
         scaler.step(optimizer)
         scaler.update()
 """,
-            files={
-                "pyproject.toml": "",
-                "radam.py": "import torch\n\nclass RAdam(torch.optim.Optimizer):\n    def step(self):\n"
-                "        for p in self.param_groups[0]['params']:\n            p_data_fp32 = p.data.float()\n"
-                "            p_data_fp32.add_(p.grad, alpha=-1e-3)\n            p.data.copy_(p_data_fp32)\n",
-            },
         ),
         Good(
             """\
