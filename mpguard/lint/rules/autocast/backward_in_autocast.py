@@ -189,6 +189,28 @@ def train(args, model, loader, optimizer):
         ),
         Good(
             """\
+import contextlib
+
+import torch
+
+@contextlib.contextmanager
+def torch_autocast(device_type="cuda", **kwargs):
+    with torch.amp.autocast(device_type=device_type, **kwargs):
+        yield
+
+class Whiten(torch.autograd.Function):
+    @staticmethod
+    def backward(ctx, x_grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            with torch_autocast(enabled=False):
+                x = x.to(torch.float32).detach().requires_grad_()
+                metric(x).backward()
+        return x_grad + x.grad
+"""
+        ),
+        Good(
+            """\
 import torch
 
 def helper(loss):
