@@ -42,6 +42,8 @@ RESULTS = Path(__file__).with_name("seeded.json")
 HEADLINE = ("MPG101", "MPG201", "MPG401")
 LARGEST = 100 << 10
 PER_REPOSITORY = 3
+#: The programs of one repository that are tried for a kind: one with a hundred recipes must not take all the time.
+TRIES = 12
 
 Mutate = Callable[[str], "str | None"]
 
@@ -1020,13 +1022,16 @@ def run(folder: Path, which: str, per_kind: int, kinds: Iterable[Kind]) -> Itera
     clean: dict[Path, bool] = {}
     alone: dict[tuple[str, str], bool] = {}
     for each in kinds:
-        count, of = 0, collections.Counter[str]()
+        count, of, tried = 0, collections.Counter[str](), collections.Counter[str]()
         for program in (one for suffix in each.suffixes for one in every.get(suffix, ())):
             if count >= per_kind:
                 break
             if of[program.repository] >= PER_REPOSITORY or not each.fits(program.text):
                 continue
             if each.alone and words_of(folder, program.repository, each.alone, alone):
+                continue
+            tried[program.repository] += 1
+            if tried[program.repository] > TRIES:
                 continue
             try:
                 mutant = each.mutate(program.text)

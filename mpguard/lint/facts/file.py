@@ -54,7 +54,7 @@ LARGEST_IMPORTED = 100_000
 #: Folders of tests.
 _TEST_FOLDERS = frozenset({"test", "tests"})
 #: Names of scripts that measure the speed of a training step.
-_MEASURES = frozenset({"bench", "benchmark", "profile"})
+_MEASURES = frozenset({"bench", "benchmark", "measure", "profile"})
 #: Events of training that a framework runs.
 _TRAINS: tuple[EventKind, ...] = ("prepare", "initialize", "trainer")
 #: Receivers that have a `step` method and are not optimizers: schedulers, profilers, environments, progress bars.

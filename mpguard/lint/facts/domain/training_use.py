@@ -264,6 +264,7 @@ class TrainingUse:
 
     def _from_checkpoint(self, node: cst.CSTNode, at: Record, depth: int = 6) -> bool:
         """True if a value is a checkpoint or a part of one: `state["weight"]`, `v` in `for k, v in state.items()`."""
+        parts: list[tuple[cst.BaseExpression | None, Record]]
         if isinstance(node, cst.Call):
             call = self.facts.index.call_of.get(node)
             if call is None or call.name in _LOADS:

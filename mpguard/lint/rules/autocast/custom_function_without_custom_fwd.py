@@ -420,13 +420,11 @@ z = NotHere.apply(x, w)
             if not all(self._lacks_dtype(scope) for scope in (forward, backward)):
                 continue
             call, region = next(self._applied_under_autocast(cls, facts), (None, None))
-            supported = None if call else next(self._supports_autocast(facts), None)
-            if call is not None or (supported is not None and self._used(cls, facts)):
-                notes = (
-                    Note("applied under autocast here", call.span)
-                    if call is not None
-                    else Note("the file is meant for use under autocast", supported.span),
-                )
+            supported = next(self._supports_autocast(facts), None) if self._used(cls, facts) else None
+            shows = call or supported
+            if shows is not None:
+                what = "applied under autocast here" if call else "the file is meant for use under autocast"
+                notes = (Note(what, shows.span),)
                 fix = self._fix(forward, backward, region, facts)
                 binding = next(b for b in (cls.parent or cls).bindings[cls.name] if b.defines is cls)
                 start = facts.span(cls.node, binding)[0]
