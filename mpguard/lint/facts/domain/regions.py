@@ -147,9 +147,9 @@ class Regions:
                     and atom.facts is not None
                 ):
                     for given in atom.cls.returns:
-                        for region in atom.facts.regions(given):
-                            path = atom.facts.called_path(region.call) if region.call is not None else ""
-                            region = self._pass_arguments(region, item, path)
+                        for own in atom.facts.regions(given):
+                            path = atom.facts.called_path(own.call) if own.call is not None else ""
+                            region = self._pass_arguments(own, item, path)
                             found.append(dataclasses.replace(region, guard=region.guard.joined(item.guard, each.guard)))
                 elif isinstance(atom, Object) and atom.kind in _REGIONS:
                     region = self._pass_arguments(self._region(each), item, atom.path)
