@@ -122,6 +122,22 @@ def decode(model, x, stack):
     return model(x)
 """
         ),
+        Bad(
+            """\
+import torch
+
+def train(model, loader, scaler, optimizer):
+    for x in loader:
+        try:
+            torch.autocast("cuda", dtype=torch.float16)  # !
+            loss = model(x).sum()
+            scaler.scale(loss).backward()
+        except RuntimeError:
+            continue
+        scaler.step(optimizer)
+        scaler.update()
+"""
+        ),
         Good(
             """\
 import torch
@@ -187,7 +203,7 @@ def mine(autocast):
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for call in self._created(facts):
-            if self._is_probe(call):
+            if self._is_probe(call, facts):
                 continue
             dropped = self._dropped(call, facts)
             if dropped is not None:
@@ -203,10 +219,12 @@ def mine(autocast):
             if any(isinstance(atom, Object) and atom.kind == "accelerator_autocast" for atom in atoms):
                 yield call
 
-    def _is_probe(self, call: Call) -> bool:
-        return any(flag.startswith("try#") for flag in call.guard.flags()) or any(
-            _PROBES.search(text_of(item.expr)) for item in call.withs
-        )
+    def _is_probe(self, call: Call, facts: Facts) -> bool:
+        """True if the call only tries whether there is such an autocast: alone in a `try`, or in `pytest.raises`."""
+        block = facts.parent(call.line)
+        alone = isinstance(block, cst.IndentedBlock) and len(block.body) == 1
+        tried = any(flag.startswith("try#") for flag in call.guard.flags())
+        return (tried and alone) or any(_PROBES.search(text_of(item.expr)) for item in call.withs)
 
     def _dropped(self, call: Call, facts: Facts) -> cst.BooleanOperation | None:
         """Return the `and` that drops this call, its left operand: a context is truthy."""
