@@ -38,8 +38,8 @@ from mpguard.lint.run.engine import Engine, Options
 from mpguard.lint.source.files import Target, kind_of
 from mpguard.server.session import TYPING
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from editor import Editor, editor
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from lsp_client import Editor, editor
 
 #: The targets for a file of 1,000 lines, after the first check.
 BOUND_MS = 100
