@@ -163,9 +163,13 @@ def ranks_in_fork(
 
 
 def run_python(words: list[str]) -> int:
-    """Run `python WORDS` in this process: a script, or a module behind `-m`."""
+    """Run `python WORDS` in this process: a script, a module behind `-m`, or code behind `-c`."""
     if words[:2] == ["-m", "mpguard.run"]:
         return run_module(words[2:])
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        return 0
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -173,6 +177,19 @@ def run_python(words: list[str]) -> int:
     sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
     runpy.run_path(words[0], run_name="__main__")
     return 0
+
+
+def launch(
+    *arguments: object, cwd: Path, timeout: float | None = None, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `mpguard launch ARGUMENTS` in a fork; the workers that it starts are new processes."""
+    return in_fork(["launch", *arguments], cwd=cwd, timeout=timeout, program=_run_mpguard, **more)
+
+
+def _run_mpguard(words: list[str]) -> int:
+    from mpguard.cli import main
+
+    return main(words)
 
 
 def on_ranks(

@@ -6,13 +6,12 @@ import ast
 import importlib.metadata
 import importlib.util
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from limits import seconds
+from processes import in_fork, run_python
 
 from mpguard.document.schemas.accelerate import (
     ARGUMENTS,
@@ -36,6 +35,18 @@ assert SPEC is not None and SPEC.origin is not None
 PACKAGE = Path(SPEC.origin).parent
 LAUNCHERS = [ast.parse((PACKAGE / name).read_text()) for name in ("commands/launch.py", "utils/launch.py")]
 WIZARD = ast.parse((PACKAGE / "commands/config/cluster.py").read_text())
+
+
+def python(*words: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run `python WORDS` without a GPU, with what accelerate imports there already."""
+    return in_fork(words, cwd=cwd, timeout=seconds(240), program=run_python, CUDA_VISIBLE_DEVICES="", **more)
+
+
+def printed(code: str) -> str:
+    """What Python code prints."""
+    done = python("-c", code, cwd=PACKAGE)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def arguments_read() -> set[str]:
@@ -100,11 +111,10 @@ def test_keys_are_the_arguments_that_launchers_read(section: Section) -> None:
 
 
 def test_deepspeed_keys_and_arguments_are_read() -> None:
-    options = subprocess.run(
-        [sys.executable, "-c", "from accelerate.commands.launch import launch_command_parser as p\n"
-         "print(*(action.dest for action in p()._actions))"],
-        capture_output=True, text=True, timeout=seconds(120), check=True,
-    ).stdout.split()  # fmt: skip
+    options = printed(
+        "from accelerate.commands.launch import launch_command_parser as p\n"
+        "print(*(action.dest for action in p()._actions))"
+    ).split()
     own = {
         name for name in options if "deepspeed" in name or "zero" in name or name.startswith(("gradient_", "offload_"))
     }
@@ -118,10 +128,7 @@ def test_top_level_keys_are_the_fields_of_the_config_classes() -> None:
         "from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig\n"
         "print(*ClusterConfig.__dataclass_fields__)\nprint(*SageMakerConfig.__dataclass_fields__)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(120), check=True
-    )
-    cluster, sagemaker = (set(line.split()) for line in done.stdout.splitlines())
+    cluster, sagemaker = (set(line.split()) for line in printed(code).splitlines())
     assert cluster == TOP
     assert sagemaker == SAGEMAKER
     tree = ast.parse((PACKAGE / "commands/config/config_args.py").read_text())
@@ -137,10 +144,7 @@ def test_top_level_keys_are_the_fields_of_the_config_classes() -> None:
 
 def test_fp8_backends_are_those_of_the_enum() -> None:
     code = "from accelerate.utils.dataclasses import FP8BackendType as t\nprint(*(each.value for each in t))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(120), check=True
-    )
-    assert set(FP8_BACKENDS.values()) == set(done.stdout.split()) - {"NO"}
+    assert set(FP8_BACKENDS.values()) == set(printed(code).split()) - {"NO"}
 
 
 @pytest.mark.parametrize(
@@ -177,11 +181,7 @@ def exported(tmp_path: Path, config: str) -> dict[str, str]:
     (tmp_path / "show.py").write_text(
         "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('ACCELERATE_')}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "mp.yaml", "show.py"],
-        cwd=tmp_path, capture_output=True, text=True,
-        timeout=seconds(240), env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    done = python("-m", "accelerate.commands.launch", "--config_file", "mp.yaml", "show.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ACCELERATE_MIXED_PRECISION") == 1, "one process"
     result: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
@@ -192,11 +192,7 @@ def refused(tmp_path: Path, config: str) -> str:
     """The error of the real `accelerate launch` for a config that it refuses."""
     (tmp_path / "mp.yaml").write_text(config)
     (tmp_path / "show.py").write_text("print('started')")
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "mp.yaml", "show.py"],
-        cwd=tmp_path, capture_output=True, text=True,
-        timeout=seconds(240), env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    done = python("-m", "accelerate.commands.launch", "--config_file", "mp.yaml", "show.py", cwd=tmp_path)
     assert done.returncode != 0 and "started" not in done.stdout
     return done.stderr
 
@@ -268,10 +264,7 @@ def test_behaviour_of_backend_spellings(tmp_path: Path) -> None:
     )
     assert variables["ACCELERATE_FP8_BACKEND"] == "te"
     code = "from accelerate import Accelerator; Accelerator(cpu=True).fp8_backend"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, timeout=seconds(240), env={**os.environ, **variables},
-    )  # fmt: skip
+    done = python("-c", code, cwd=tmp_path, **variables)
     assert "'te' is not a valid FP8BackendType" in done.stderr
 
 
@@ -286,7 +279,7 @@ def test_behaviour_of_dynamo_under_deepspeed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_behaviour_of_torchao_with_low_memory_loading(on: bool) -> None:
+def test_behaviour_of_torchao_with_low_memory_loading(tmp_path: Path, on: bool) -> None:
     """The claim of MPG808, observed in a process that assumes a GPU."""
     code = f"""
 from accelerate import Accelerator
@@ -298,10 +291,7 @@ PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
 plugin = Plugin(fsdp_version=2, cpu_ram_efficient_loading={on})
 print("BUILT", Accelerator(mixed_precision="fp8", fsdp_plugin=plugin).distributed_type)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(240),
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_FP8_BACKEND": "AO"},
-    )  # fmt: skip
+    done = python("-c", code, cwd=tmp_path, ACCELERATE_FP8_BACKEND="AO")
     refused = "torchao with FSDP2 and cpu_ram_efficient_loading is not supported" in done.stderr
     assert refused is on, done.stderr
     assert ("BUILT" in done.stdout) is not on

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import command, mp_yaml
+from processes import launch, mp_yaml
 
 from mpguard.runtime.launch.build_locks import extensions_folder, stale_locks
 
@@ -55,6 +55,6 @@ def test_launch_names_a_stale_lock_and_goes_on(tmp_path: Path) -> None:
     (build / "lock").touch()
     (tmp_path / "train.py").write_text("print('trained')\n")
     config = mp_yaml(tmp_path)
-    run = command("mpguard", "launch", "--config", config, "train.py", cwd=tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    run = launch("--config", config, "train.py", cwd=tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert run.returncode == 0 and "trained" in run.stdout, run.stderr
     assert f"mpguard: {build / 'lock'}: a build of a torch extension was killed" in run.stderr

@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 
 from accelerate.commands.launch import launch_command_parser
 from paths import PROGRAMS
-from processes import command, free_port, in_fork, mp_yaml, proof, results, started, torchrun, transcript
+from processes import command, free_port, in_fork, launch, mp_yaml, proof, results, started, torchrun, transcript
 
 from mpguard.cli import main
 from mpguard.core.errors import NotInForce
@@ -46,7 +46,7 @@ def test_one_process(tmp_path: Path) -> None:
 
 def test_two_processes_that_stock_accelerate_would_not_start(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
-    run = command("mpguard", "launch", "--config", config, "--proof-json", "proof.json", SCRIPT, cwd=tmp_path)
+    run = launch("--config", config, "--proof-json", "proof.json", SCRIPT, cwd=tmp_path)
     assert run.returncode == 0, transcript(run)
     assert [(found["rank"], found["world"], found["compute"]) for found in results(run)] == [
         (0, 2, "torch.bfloat16"),
@@ -78,7 +78,7 @@ def test_the_status_is_the_scripts(tmp_path: Path) -> None:
 
 def test_the_status_is_that_of_the_first_rank_that_failed(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
-    run = command("mpguard", "launch", "--config", config, SCRIPT, "--exit", 1, 7, cwd=tmp_path)
+    run = launch("--config", config, SCRIPT, "--exit", 1, 7, cwd=tmp_path)
     assert run.returncode == 7 and "mpguard:" not in run.stderr, transcript(run)
 
 
@@ -166,7 +166,7 @@ def test_another_precision_in_the_script_is_overridden_and_logged(tmp_path: Path
 def test_another_precision_in_the_file_is_overridden_and_printed(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, mixed_precision="'no'  # old")
     before = config.read_text()
-    run = command("mpguard", "launch", "--config", config, SCRIPT, cwd=tmp_path)
+    run = launch("--config", config, SCRIPT, cwd=tmp_path)
     assert run.returncode == 0 and results(run)[0]["mode"] == "bf16", transcript(run)
     assert "mixed_precision  no -> bf16" in run.stderr
     assert config.read_text() == before, "the file is the user's"
@@ -391,7 +391,7 @@ def test_flags_override_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_enforce_warn_starts_what_would_be_refused(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, deepspeed_config="{mixed_precision: fp16}")
-    run = command("mpguard", "launch", "--enforce", "warn", "--config", config, SCRIPT, cwd=tmp_path)
+    run = launch("--enforce", "warn", "--config", config, SCRIPT, cwd=tmp_path)
     assert run.returncode == 0 and "continuing: enforce is warn" in run.stderr, transcript(run)
     assert results(run)[0]["mode"] == "bf16", "and the policy is put in all the same"
 
