@@ -36,7 +36,7 @@ from mpguard.runtime.progress import Budget, Progress
 from mpguard.runtime.proof import account, compare, consensus
 from mpguard.runtime.proof.compare import Proof, Row
 from mpguard.runtime.proof.inferred import Inferred, products_behind
-from mpguard.runtime.proof.observe import Observed, innermost, observe, updated_by
+from mpguard.runtime.proof.observe import Observed, existing_optimizers, innermost, observe, updated_by
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.script_updates import ScriptSteps
@@ -394,6 +394,12 @@ class Guard:
         if not (self.waiting and self._without_optimizer and leaves):
             return
         script = self._script
+        if not script.passes:
+            # Those that were created before mpguard was activated, and that the pass reached.
+            earlier = (each for each in existing_optimizers() if any(own.grad is not None for own in updated_by(each)))
+            self.optimizers.update(earlier)
+            if self.optimizers:
+                return
         script.record_pass(leaves)
         if script.due:
             with self.recorder.ignoring_collectives():

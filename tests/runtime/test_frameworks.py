@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 
 import torch
 from paths import PROGRAMS
-from processes import command, free_port, in_fork, launch, mp_yaml, on_ranks, proof, results, transcript
+from processes import command, free_port, in_fork, launch, mp_yaml, on_ranks, proof, results, run_python, transcript
 
 import mpguard
 from mpguard.policy import hardware
@@ -127,6 +127,11 @@ def test_an_engine_built_before_activation_is_not_in_force(
     assert run.returncode == 1 and results(run) == [], transcript(run)
     assert "mpguard: not in force: " in run.stderr and expected in run.stderr, transcript(run)
     assert ["NotInForce" in (tmp_path / f"raised.{rank}").read_text() for rank in (0, 1)] == [True, True]
+
+
+def test_an_optimizer_that_was_built_before_activation_is_proven(tmp_path: Path) -> None:
+    run = in_fork([LOOP, "plain", "--activate", "bf16_mixed"], cwd=tmp_path, program=run_python)
+    assert run.returncode == 0 and "step 1 proven in force on 1 process" in run.stderr, transcript(run)
 
 
 def test_a_communication_hook_is_observed_at_the_collective(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpguard.nn.compile import is_compiled
 from mpguard.nn.fp8.filters import plain_name
@@ -32,6 +32,8 @@ from mpguard.runtime.ranks import world_size
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+T = TypeVar("T")
 
 
 #: The rows of the proof that are observed; `compare` has the processes too, which need no model.
@@ -250,15 +252,7 @@ def models_of(parameters: list[torch.Tensor]) -> list[nn.Module]:
     """
     import torch
 
-    def all_modules() -> list[nn.Module]:
-        # Not `isinstance`: it reads `__class__`, and lazy proxies of other libraries then load their objects.
-        return [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
-
-    modules = all_modules()
-    if gc.get_freeze_count():  # `gc.get_objects` does not return frozen objects
-        gc.unfreeze()
-        modules = all_modules()
-        gc.freeze()
+    modules = _objects(torch.nn.Module)
     ids = {id(parameter) for parameter in parameters}
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
@@ -278,6 +272,28 @@ def models_of(parameters: list[torch.Tensor]) -> list[nn.Module]:
         if id(module) not in parents:
             roots[id(module)] = module
     return list(roots.values())
+
+
+def existing_optimizers() -> list[torch.optim.Optimizer]:
+    """Return the optimizers of torch that exist, without wrappers of other libraries."""
+    import torch
+
+    return [each for each in _objects(torch.optim.Optimizer) if "param_groups" in vars(each)]
+
+
+def _objects(kind: type[T]) -> list[T]:
+    """Return the objects of a class among all of the garbage collector."""
+
+    def found() -> list[T]:
+        # Not `isinstance`: it reads `__class__`, and lazy proxies of other libraries then load their objects.
+        return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+    objects = found()
+    if gc.get_freeze_count():  # `gc.get_objects` does not return frozen objects
+        gc.unfreeze()
+        objects = found()
+        gc.freeze()
+    return objects
 
 
 def engine_of(roots: list[nn.Module], recorder: Recorder, world: int) -> str:

@@ -195,7 +195,7 @@ def test_init_and_launch_accept_each_recipe_under_each_strategy(
                 continue
             words = ["init", name, "--strategy", strategy, "--num-processes", "1" if strategy == "single" else "2"]
             assert main([*words, "--force"]) == 0, capsys.readouterr().err
-            printed = capsys.readouterr().err
+            printed = capsys.readouterr().out
             prepared = launcher.prepare(["--config", "mp.yaml", "train.py"], launch_command_parser)
             assert prepared is not None and prepared.plan.strategy == strategy
             assert prepared.plan.policy == mpguard.recipe(name)
