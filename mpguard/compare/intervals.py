@@ -13,12 +13,8 @@ import operator
 from collections.abc import Sequence
 from itertools import accumulate
 
-#: A block has at least this many points, and there are at least this many blocks: with fewer, intervals are too short.
-MIN_BLOCK, MIN_BLOCKS = 25, 20
-#: More blocks than this gain nothing.
-_MOST_BLOCKS = 200
-#: For the autocorrelation, longer series are first averaged into so many bins.
-_MOST_BINS = 8192
+#: A block has at least this many points, and so many times the memory of the series; and there are so many blocks.
+MIN_BLOCK, MIN_MEMORIES, MIN_BLOCKS = 25, 5, 20
 #: Half the width, in points, of the moving average that correlation is computed around.
 _TREND = 25
 
@@ -39,42 +35,40 @@ class MeanEstimate:
 
 
 def block_mean_estimate(values: Sequence[float]) -> MeanEstimate:
-    """Return the mean of an autocorrelated series, and its error from the means of all circular blocks.
+    """Return the mean of a series, and its error from how neighbouring blocks differ.
 
-    The error is that of the circular block bootstrap, whose variance has this closed form: nothing is drawn at random,
-    so the same logs give the same verdict. A block is at least twice as long as the autocorrelation time.
+    The difference of two losses on one batch is what these two models differ by on average, which moves slowly, and
+    chance of the batch, which is independent from step to step: only the chance is an error of the mean. What moves
+    more slowly than a block is a property of the two runs and cancels out between neighbours (von Neumann's mean square
+    successive difference, of the means of blocks). All pairs of neighbouring blocks count: nothing is drawn at random,
+    so the same logs give the same verdict.
     """
     n = len(values)
     if n < 2:
         return MeanEstimate(values[0] if values else math.nan, math.inf, 1, MIN_BLOCK, False)
-    needed = max(MIN_BLOCK, math.ceil(2 * autocorrelation_time(values)))
-    enough = n // needed >= MIN_BLOCKS
-    block = max(needed, n // _MOST_BLOCKS) if enough else max(1, min(needed, n // 2))
+    needed = max(MIN_BLOCK, math.ceil(MIN_MEMORIES * memory(values)))
+    block = max(1, min(needed, n // 3))
     mean = math.fsum(values) / n
-    sums = list(accumulate([value - mean for value in (*values, *values[:block])], initial=0.0))
-    variance = math.fsum(((sums[i + block] - sums[i]) / block) ** 2 for i in range(n)) / n
-    freedom = max(1.0, n / block - 1)
-    return MeanEstimate(mean, math.sqrt(variance / freedom), freedom, needed, enough)
+    sums = list(accumulate((value - mean for value in values), initial=0.0))
+    means = [(sums[i + block] - sums[i]) / block for i in range(n - block + 1)]
+    changes = [(after - before) ** 2 for before, after in zip(means, means[block:], strict=False)]
+    variance = math.fsum(changes) / len(changes) / 2
+    blocks = n / block
+    return MeanEstimate(mean, math.sqrt(variance / blocks), max(1.0, blocks - 1), needed, n // needed >= MIN_BLOCKS)
 
 
-def autocorrelation_time(values: Sequence[float]) -> float:
-    """Return the integrated autocorrelation time in points: 1 for independent values.
+def memory(values: Sequence[float]) -> float:
+    """Return over how many points a series remembers chance, by its correlation with its successor; 1: not at all.
 
-    The sum of autocorrelations is cut off where it stops to be signal: at five times itself (Sokal).
+    Losses that the logger has smoothed have a long memory, and so has a difference that is nearly all drift.
     """
-    size = max(1, len(values) // _MOST_BINS)
-    bins = [math.fsum(values[i : i + size]) / size for i in range(0, len(values) - size + 1, size)]
-    mean = math.fsum(bins) / len(bins)
-    centered = [value - mean for value in bins]
+    mean = math.fsum(values) / len(values)
+    centered = [value - mean for value in values]
     variance = math.fsum(map(operator.mul, centered, centered))
     if variance == 0:
         return 1.0
-    time = 1.0
-    for lag in range(1, len(centered) // 2):
-        time += 2 * sum(map(operator.mul, centered, centered[lag:])) / variance
-        if lag >= 5 * time:
-            break
-    return max(1.0, time) * size if size > 1 else max(1.0, time)
+    correlation = math.fsum(map(operator.mul, centered, centered[1:])) / variance
+    return max(1.0, (1 + correlation) / max(1 - correlation, 1e-9))  # that of a process of first order
 
 
 def correlation_around_trend(one: Sequence[float], other: Sequence[float]) -> float:

@@ -83,8 +83,8 @@ class _Measured:
     spacing: float = 0.0
     #: The runs of the smaller arm, where the unit is the run.
     runs: int = 1
-    #: Mean difference in the last quarter of the window.
-    at_end: float | None = None
+    #: The difference in the last quarter of the window.
+    at_end: MeanEstimate | None = None
 
 
 def compare(
@@ -256,9 +256,9 @@ def _paired_steps(run: RunLog, base: RunLog, margin: Margin, warm_up: WarmUp) ->
     scale = _scale([base], steps, margin)
     gaps = [(run.loss[step] - base.loss[step]) / scale for step in steps]
     estimate = block_mean_estimate(gaps)
-    quarter = gaps[-max(1, len(gaps) // 4) :]
+    at_end = block_mean_estimate(gaps[-max(1, len(gaps) // 4) :])
     spacing = (steps[-1] - steps[0]) / (len(steps) - 1)
-    return _Measured(estimate, method, window=window, spacing=spacing, at_end=math.fsum(quarter) / len(quarter))
+    return _Measured(estimate, method, window=window, spacing=spacing, at_end=at_end)
 
 
 def _paired_runs(pairs: Sequence[tuple[RunLog, RunLog]], window: Sequence[int], margin: Margin) -> _Measured:
@@ -377,7 +377,11 @@ def _outcome(
             reason += f": the difference drifts, over {estimate.block} records and more"
         return "inconclusive", reason, _needed_steps(found, criteria, 0.0)
     low, high = interval
+    at_end = found.at_end
     if low > margin.value or high < -margin.value:
+        if at_end is not None and abs(at_end.mean) + at_end.half_width(alpha) < margin.value:
+            reason = f"the mean is outside of ±{margin}, but the last quarter is at {margin.shown(at_end.mean)}"
+            return "inconclusive", reason, _needed_steps(found, criteria, 0.0)
         return "different", f"outside of ±{margin}", None
     if low < -margin.value or high > margin.value:
         return (
@@ -385,8 +389,8 @@ def _outcome(
             f"the interval reaches over the margin of ±{margin}",
             _needed(found, estimate, criteria, alpha),
         )
-    if found.at_end is not None and abs(found.at_end) > margin.value:
-        reason = f"the mean is inside of ±{margin}, but the last quarter is at {margin.shown(found.at_end)}"
+    if at_end is not None and abs(at_end.mean) > margin.value:
+        reason = f"the mean is inside of ±{margin}, but the last quarter is at {margin.shown(at_end.mean)}"
         return "inconclusive", reason, _needed_steps(found, criteria, 0.0)
     return "same", f"inside of ±{margin}", None
 

@@ -26,9 +26,9 @@ def test_pairs_without_a_difference_are_not_called_different() -> None:
     assert different + diverged <= 5
 
 
-def test_all_that_diverged_are_found_and_nothing_worse_is_called_the_same() -> None:
+def test_all_that_diverged_are_found_and_nothing_one_per_cent_worse_is_called_the_same() -> None:
     assert counts("diverged") == [0, 0, 0, 30]
-    assert counts("loss times 1.01")[0] == counts("spoiled")[0] == 0
+    assert counts("loss times 1.01")[0] == counts("spoiled", "bf16 weights", "5-bit products")[0] == 0
 
 
 def test_the_page_states_what_was_measured() -> None:
@@ -46,6 +46,11 @@ def test_the_page_states_what_was_measured() -> None:
         line = next(line for line in PAGE.splitlines() if line.startswith(f"| {start}"))
         stated = [int(cell.strip(" *")) for cell in line.split("|")[2:-1]]
         assert stated == expected, line
+    longer = RESULT["longer pairs that differ by noise"]["loss times 1.01"]
+    tuned = RESULT["with the seeds that the test was made on"]["loss times 1.01"]
+    outside = RESULT["loss times 1.01, beyond the margin by their means"]
+    assert f"({longer['different']} of {sum(longer.values())})" in PAGE
+    assert f"was made on {tuned['different']}," in PAGE and f"{outside} are outside of the margin" in PAGE
     alarms = RESULT["alarms of other tests on pairs that differ by noise"]
     for name, words in (("t-test, raw", "in {} %"), ("t-test, smoothed", "**{} %**"), ("blocks, no margin", "in {} %")):
         assert words.format(round(100 * alarms[name])) in PAGE, name

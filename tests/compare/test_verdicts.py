@@ -102,6 +102,15 @@ def test_a_drift_that_the_mean_hides_is_not_the_same() -> None:
     assert found.verdict == "inconclusive" and "the last quarter" in found.reason
 
 
+def test_a_gap_that_closes_is_not_different() -> None:
+    base = losses(seed=2, noise=0.02)
+    early = {step: value * (1.03 if 50 < step <= 1000 else 1) for step, value in losses(seed=1, noise=0.02).items()}
+    found = verdict(log(early), log(base))
+    assert found.verdict == "inconclusive" and "the mean is outside of ±0.5 %, but the last quarter" in found.reason
+    lasting = {step: value * (1.03 if step > 50 else 1) for step, value in losses(seed=1, noise=0.02).items()}
+    assert verdict(log(lasting), log(base)).verdict == "different"
+
+
 # -- other seeds, other order -----------------------------------------------------------------------------------------
 
 
