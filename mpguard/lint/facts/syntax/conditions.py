@@ -20,6 +20,10 @@ from mpguard.lint.facts.syntax.path_condition import (
 )
 from mpguard.lint.facts.syntax.records import Scope
 
+_EQUAL: frozenset[type] = frozenset({cst.Is, cst.Equal})
+_EQUALITY = _EQUAL | {cst.IsNot, cst.NotEqual}
+_MEMBERSHIP: frozenset[type] = frozenset({cst.In, cst.NotIn})
+
 
 class Conditions:
     """The conditions of one file."""
@@ -52,15 +56,15 @@ class Conditions:
                 if path in place.conditions:
                     return place.conditions[path]
             return Flag(path.rsplit(".", 1)[-1])
-        if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Not):
+        if type(node) is cst.UnaryOperation and type(node.operator) is cst.Not:
             return negated(self.of(node.expression, scope))
-        if isinstance(node, cst.BooleanOperation):
+        if type(node) is cst.BooleanOperation:
             if node not in self._formulas:
                 self._formulas[node] = self._formula(node, scope)
             return self._formulas[node]
-        if isinstance(node, cst.Comparison) and len(node.comparisons) == 1:
+        if type(node) is cst.Comparison and len(node.comparisons) == 1:
             return self._comparison(node, scope)
-        if isinstance(node, cst.Call):
+        if type(node) is cst.Call:
             name = dotted(node.func).rsplit(".", 1)[-1]
             args = [arg.value for arg in node.args]
             if name == "bool" and len(args) == 1:
@@ -74,28 +78,28 @@ class Conditions:
         parts = (self.of(node.left, scope), self.of(node.right, scope))
         if sum(part.leaves for part in parts) > MOST_FLAGS:
             return Flag(text_of(node))
-        return All(parts) if isinstance(node.operator, cst.And) else Any(parts)
+        return All(parts) if type(node.operator) is cst.And else Any(parts)
 
     def _comparison(self, node: cst.Comparison, scope: Scope) -> Condition:
         operator, right = node.comparisons[0].operator, node.comparisons[0].comparator
         value = constant(right)
         subject = _subject(node.left)
-        if value is not None and isinstance(operator, (cst.Is, cst.IsNot, cst.Equal, cst.NotEqual)):
+        if value is not None and type(operator) in _EQUALITY:
             if value[0] is None or value[0] is False:
                 found = negated(self.of(node.left, scope))
             elif value[0] is True:
                 found = self.of(node.left, scope)
             else:
                 found = Flag(subject, value[0])
-            return found if isinstance(operator, (cst.Is, cst.Equal)) else negated(found)
-        if _member(right) and isinstance(operator, (cst.Is, cst.IsNot, cst.Equal, cst.NotEqual)):
+            return found if type(operator) in _EQUAL else negated(found)
+        if _member(right) and type(operator) in _EQUALITY:
             found = Flag(subject, _member(right)[0])
-            return found if isinstance(operator, (cst.Is, cst.Equal)) else negated(found)
-        if isinstance(operator, (cst.In, cst.NotIn)) and isinstance(right, (cst.Tuple, cst.List, cst.Set)):
+            return found if type(operator) in _EQUAL else negated(found)
+        if type(operator) in _MEMBERSHIP and isinstance(right, (cst.Tuple, cst.List, cst.Set)):
             values = [constant(each.value) or _member(each.value) for each in right.elements]
             if all(values):
                 found = Any(tuple(Flag(subject, each[0]) for each in values if each))
-                return found if isinstance(operator, cst.In) else negated(found)
+                return found if type(operator) is cst.In else negated(found)
         return Flag(text_of(node))
 
 
@@ -104,7 +108,7 @@ def _subject(node: cst.CSTNode) -> str:
     path = dotted(node)
     if path:
         return path.rsplit(".", 1)[-1]
-    if isinstance(node, cst.Subscript) and len(node.slice) == 1 and isinstance(node.slice[0].slice, cst.Index):
+    if type(node) is cst.Subscript and len(node.slice) == 1 and type(node.slice[0].slice) is cst.Index:
         key = constant(node.slice[0].slice.value)
         if key and isinstance(key[0], str):
             return key[0]
@@ -119,13 +123,13 @@ def _member(node: cst.CSTNode) -> tuple[str, ...]:
 
 def _is_formula(node: cst.CSTNode) -> bool:
     """True if an expression is a condition over flags that is worth recording for the name that it is bound to."""
-    if isinstance(node, cst.Comparison):
+    if type(node) is cst.Comparison:
         return True
-    if isinstance(node, cst.BooleanOperation):
+    if type(node) is cst.BooleanOperation:
         return _is_formula(node.left) or _is_formula(node.right) or bool(dotted(node.left))
-    if isinstance(node, cst.UnaryOperation):
-        return isinstance(node.operator, cst.Not)
-    if isinstance(node, cst.Call):
+    if type(node) is cst.UnaryOperation:
+        return type(node.operator) is cst.Not
+    if type(node) is cst.Call:
         return dotted(node.func) in ("bool", "getattr")
     path = dotted(node)
     return bool(path) and constant(node) is None

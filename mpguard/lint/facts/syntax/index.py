@@ -93,19 +93,19 @@ class Indexer:
         return ends
 
     def _suite(self, suite: cst.CSTNode) -> bool:
-        if isinstance(suite, cst.SimpleStatementSuite):
+        if type(suite) is cst.SimpleStatementSuite:
             before = self.guard
             ends = self._small(suite.body, suite)
             self.guard = before
             return ends
-        assert isinstance(suite, cst.IndentedBlock)
+        assert type(suite) is cst.IndentedBlock
         for statement in suite.body:
             self.parents[statement] = suite
         return self._block(suite.body)
 
     def _statement(self, node: cst.CSTNode) -> bool:
         self.line = self.statement = node
-        if isinstance(node, cst.SimpleStatementLine):
+        if type(node) is cst.SimpleStatementLine:
             return self._small(node.body, node)
         handler = _COMPOUND.get(type(node))
         return handler(self, node) if handler else False
@@ -115,42 +115,41 @@ class Indexer:
         for statement in body:
             self.statement, self.line = statement, line
             self.parents[statement] = line
-            if isinstance(statement, cst.Expr):
+            if type(statement) is cst.Expr:
                 self._expr(statement.value, statement)
                 ends = ends or ends_process(statement.value)
-            elif isinstance(statement, cst.Assign):
+            elif type(statement) is cst.Assign:
                 self._assign(statement)
-            elif isinstance(statement, cst.AnnAssign):
+            elif type(statement) is cst.AnnAssign:
                 if statement.value is not None:
                     self._expr(statement.value, statement)
                 self._target(statement.target, statement.value, statement)
-            elif isinstance(statement, cst.AugAssign):
+            elif type(statement) is cst.AugAssign:
                 self._expr(statement.value, statement)
                 self._read(statement.target)
                 key = dotted(statement.target)
                 if key:
                     self._bind(key, "augmented", statement, value=statement.value)
-            elif isinstance(statement, cst.Return):
+            elif type(statement) is cst.Return:
                 if statement.value is not None:
                     self._expr(statement.value, statement)
                 self.scope.returns.append(Return(*self._place(statement), value=statement.value))
                 ends = True
-            elif isinstance(statement, (cst.Raise, cst.Continue, cst.Break)):
+            elif type(statement) in _EXITS:
                 for child in children(statement):
                     self._expr(child, statement)
                 self.scope.exits.append(Exit(*self._place(statement)))
                 ends = True
-            elif isinstance(statement, cst.Import):
+            elif type(statement) is cst.Import:
                 self._import(statement)
-            elif isinstance(statement, cst.ImportFrom):
+            elif type(statement) is cst.ImportFrom:
                 self._import_from(statement)
-            elif isinstance(statement, (cst.Global, cst.Nonlocal)):
-                if isinstance(statement, cst.Global):
-                    self.scope.globals.update(item.name.value for item in statement.names)
-            elif isinstance(statement, cst.Assert):
+            elif type(statement) is cst.Global:
+                self.scope.globals.update(item.name.value for item in statement.names)
+            elif type(statement) is cst.Assert:
                 self._expr(statement.test, statement)
                 self.guard = self.guard.given(self._condition(statement.test))
-            elif isinstance(statement, cst.Del):
+            elif type(statement) is cst.Del:
                 key = dotted(statement.target)
                 if key:
                     self._bind(key, "del", statement)
@@ -169,7 +168,7 @@ class Indexer:
     def _target(
         self, target: cst.CSTNode, value: cst.BaseExpression | None, node: cst.CSTNode, index: tuple[int, ...] = ()
     ) -> None:
-        if isinstance(target, (cst.Tuple, cst.List)):
+        if type(target) is cst.Tuple or type(target) is cst.List:
             for place, element in enumerate(target.elements):
                 self._target(element.value, value, node, (*index, place))
             return
@@ -242,7 +241,7 @@ class Indexer:
         return False
 
     def _loop_target(self, target: cst.CSTNode, value: cst.BaseExpression, index: tuple[int, ...] = ()) -> None:
-        if isinstance(target, (cst.Tuple, cst.List)):
+        if type(target) is cst.Tuple or type(target) is cst.List:
             for place, element in enumerate(target.elements):
                 self._loop_target(element.value, value, (*index, place))
         elif key := dotted(target):
@@ -407,10 +406,10 @@ class Indexer:
         for arg in node.args:
             self.parents[arg] = node
             self._expr(arg.value, arg)
-        if isinstance(func, cst.Attribute):
+        if type(func) is cst.Attribute:
             name, receiver = func.attr.value, func.value
         else:
-            name, receiver = func.value if isinstance(func, cst.Name) else "", None
+            name, receiver = func.value if type(func) is cst.Name else "", None
         call = Call(
             *self._place(node),
             name=name,
@@ -461,6 +460,7 @@ class Indexer:
 
 _HEADER = re.compile(r"^(async[ \t]+def|def|class)[ \t]+(\w+)[ \t]*(?:\(([^()]*)\))?", re.MULTILINE)
 _COMPREHENSIONS = frozenset({cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp})
+_EXITS = frozenset({cst.Raise, cst.Continue, cst.Break})
 _LEAVES = frozenset({cst.SimpleString, cst.Integer, cst.Float, cst.Imaginary, cst.Ellipsis})
 _COMPOUND: dict[type, Any] = {
     cst.If: Indexer._if,

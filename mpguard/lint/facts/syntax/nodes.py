@@ -1,10 +1,15 @@
-"""Helpers for LibCST nodes: dotted names, literals, code."""
+"""Helpers for LibCST nodes: dotted names, literals, code.
+
+They compare types: LibCST's nodes are abstract base classes, of which `isinstance` takes ten times as long where it is
+False, and no node class of a tree has subclasses.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import libcst as cst
 
@@ -13,11 +18,13 @@ from mpguard.lint.source.libcst_internals import node_code
 
 def dotted(node: cst.CSTNode | None) -> str:
     """Return `a.b.c` for a chain of names; an empty string for any other node."""
+    if type(node) is cst.Name:
+        return node.value
     parts: list[str] = []
-    while isinstance(node, cst.Attribute):
+    while type(node) is cst.Attribute:
         parts.append(node.attr.value)
         node = node.value
-    if not isinstance(node, cst.Name):
+    if not parts or type(node) is not cst.Name:
         return ""
     parts.append(node.value)
     return ".".join(reversed(parts))
@@ -30,19 +37,20 @@ def text_of(node: cst.CSTNode) -> str:
 
 def constant(node: cst.CSTNode | None) -> tuple[object] | None:
     """Return the value of a literal in a tuple (None is a literal too); None for any other node."""
-    if isinstance(node, cst.Name):
-        return {"True": (True,), "False": (False,), "None": (None,)}.get(node.value)
-    if isinstance(node, (cst.SimpleString, cst.ConcatenatedString)):
+    if type(node) is cst.Name:
+        return _KEYWORDS.get(node.value)
+    if type(node) is cst.SimpleString or type(node) is cst.ConcatenatedString:
         value = node.evaluated_value
         return (value,) if isinstance(value, str) else None
-    if isinstance(node, (cst.Integer, cst.Float)):
+    if type(node) is cst.Integer or type(node) is cst.Float:
         return (node.evaluated_value,)
-    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Minus):
+    if type(node) is cst.UnaryOperation and type(node.operator) is cst.Minus:
         inner = constant(node.expression)
         return (-inner[0],) if inner and isinstance(inner[0], (int, float)) else None
     return None
 
 
+_KEYWORDS: dict[str, tuple[object]] = {"True": (True,), "False": (False,), "None": (None,)}
 _SKIPPED = (
     "whitespace", "lpar", "rpar", "comma", "equal", "semicolon", "operator", "lbrace", "rbrace", "lbracket",
     "rbracket",
@@ -56,21 +64,28 @@ def _fields(kind: type) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(kind) if not f.name.startswith(_SKIPPED))
 
 
+@functools.cache
+def _is_node(kind: type) -> bool:
+    return issubclass(kind, cst.CSTNode)
+
+
 def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """Yield the children of a node that can hold expressions."""
     for field in _fields(type(node)):
-        value = getattr(node, field)
-        if isinstance(value, cst.CSTNode):
+        value: Any = getattr(node, field)
+        kind: Any = type(value)
+        if _is_node(kind):
             yield value
-        elif isinstance(value, (list, tuple)):
+        elif kind is tuple or kind is list:
             for each in value:
-                if isinstance(each, cst.CSTNode):
+                kind = type(each)
+                if _is_node(kind):
                     yield each
 
 
 def ends_process(node: cst.CSTNode) -> bool:
     """True if a call ends the process, so that no code after it runs."""
-    return isinstance(node, cst.Call) and dotted(node.func) in ("sys.exit", "exit", "quit", "os._exit", "os.abort")
+    return type(node) is cst.Call and dotted(node.func) in ("sys.exit", "exit", "quit", "os._exit", "os.abort")
 
 
 def assigned(node: cst.CSTNode) -> set[str]:
@@ -79,26 +94,33 @@ def assigned(node: cst.CSTNode) -> set[str]:
     stack: list[cst.CSTNode] = [node]
     while stack:
         current = stack.pop()
-        if isinstance(current, cst.SimpleStatementLine):
+        if type(current) is cst.SimpleStatementLine:
             for statement in current.body:
-                targets = [t.target for t in statement.targets] if isinstance(statement, cst.Assign) else []
-                if isinstance(statement, cst.AnnAssign):
-                    targets = [statement.target]
-                for target in targets:
-                    elements = (
-                        [e.value for e in target.elements] if isinstance(target, (cst.Tuple, cst.List)) else [target]
-                    )
-                    found.update(dotted(each).rsplit(".", 1)[-1] for each in elements)
-        elif isinstance(
-            current,
-            (cst.If, cst.For, cst.While, cst.With, cst.Try, cst.TryStar, cst.Else, cst.Finally, cst.ExceptHandler),
-        ):
-            stack.append(current.body)
-            for field in ("orelse", "finalbody"):
+                for target in _targets(statement):
+                    found.update(dotted(each).rsplit(".", 1)[-1] for each in _elements(target))
+        elif type(current) is cst.IndentedBlock:
+            stack += current.body
+        elif type(current) in _COMPOUND:
+            for field in ("body", "orelse", "finalbody"):
                 other = getattr(current, field, None)
                 if other is not None:
                     stack.append(other)
             stack += getattr(current, "handlers", ())
-        elif isinstance(current, cst.IndentedBlock):
-            stack += current.body
     return found - {""}
+
+
+_COMPOUND: frozenset[type] = frozenset(
+    {cst.If, cst.For, cst.While, cst.With, cst.Try, cst.TryStar, cst.Else, cst.Finally, cst.ExceptHandler}
+)
+
+
+def _targets(statement: cst.CSTNode) -> list[cst.BaseAssignTargetExpression]:
+    if type(statement) is cst.Assign:
+        return [each.target for each in statement.targets]
+    return [statement.target] if type(statement) is cst.AnnAssign else []
+
+
+def _elements(target: cst.BaseAssignTargetExpression) -> list[cst.BaseExpression]:
+    if type(target) is cst.Tuple or type(target) is cst.List:
+        return [each.value for each in target.elements]
+    return [target]
