@@ -55,27 +55,48 @@ class Project:
         self._broken: set[str] = set()
         #: The file that is being checked: modules that import it get its own facts, and are not kept for other files.
         self._linted: tuple[str, Facts] | None = None
-        self._share_linted = False
         self._by_path: dict[str, Facts] = {}
+        #: Module -> the modules whose facts its own refer to.
+        self._used: dict[str, set[str]] = {}
         self._nearby: tuple[str, tuple[bytes, ...]] | None = None
         self._trees: dict[str, dict[str, list[Tree]]] = {}
 
     def forget(self, path: str) -> None:
         """Forget an imported module that does not parse, and the facts that depend on it."""
         self._broken.add(os.path.realpath(path))
+        self._drop_facts()
+
+    def _drop_facts(self) -> None:
         self._modules.clear()
         self._by_path.clear()
+        self._used.clear()
+
+    def _drop_users(self, keys: set[str]) -> None:
+        """Drop the facts that refer to those of some modules, directly or through others."""
+        found: set[str] = set()
+        pending = keys
+        while pending:
+            pending = {user for user, used in self._used.items() if user not in found and used & pending}
+            found |= pending
+        for key in found:
+            self._used.pop(key, None)
+            facts = self._modules.pop(key, None)
+            if facts is not None:
+                self._by_path.pop(facts.path, None)
 
     def begin(self, path: str) -> None:
         """Begin another file."""
         # Facts that were computed after the budget was spent may lack what a full budget would give.
-        if self._exhausted or self._share_linted or self._kept_bytes > MOST_KEPT:
-            self._modules.clear()
-            self._by_path.clear()
+        if self._exhausted or self._kept_bytes > MOST_KEPT:
+            self._drop_facts()
+        else:
+            # A file that is being checked is known in more detail than one that is imported.
+            before = {self._linted[0]} if self._linted is not None else set()
+            self._drop_users({*before, os.path.realpath(path)})
         if self._kept_bytes > MOST_KEPT:
             self._trees.clear()
             self._kept_bytes = 0
-        self._linted, self._share_linted, self._nearby = None, False, None
+        self._linted, self._nearby = None, None
         self._budget_modules, self._budget_bytes, self._exhausted = MOST_MODULES, MOST_BYTES, False
         self._counted = {path}
 
@@ -220,8 +241,8 @@ class Project:
         """Return the facts of a module; None if it does not parse or the budget of the linted file is spent."""
         tracked_fs.add_dependency(from_path, path)
         key = os.path.realpath(path)
+        self._used.setdefault(os.path.realpath(from_path), set()).add(key)
         if self._linted is not None and key == self._linted[0]:
-            self._share_linted = True
             return self._linted[1]
         if key in self._broken:
             return None
@@ -236,7 +257,7 @@ class Project:
             self._budget_bytes -= size
         if key not in self._modules:
             self._modules[key] = None  # while it is read: imports may be circular
-            self._modules[key] = self._read(path, key)
+            self._modules[key] = self._read(path)
         if (found := self._modules[key]) is not None:
             self._by_path[found.path] = found
         return found
@@ -253,9 +274,17 @@ class Project:
         with tracked_fs.recording_for(path):
             return summaries.may_derive(tree.top_of(file.parent), file, name)
 
-    def _read(self, path: str, key: str) -> Facts | None:
-        from mpguard.lint.facts.file import Facts
+    def parser_of(self, path: str, size: int) -> Callable[[str], Tree]:
+        """Return what parses the statements of a file, once for its own check and for those of files that use it."""
         from mpguard.lint.source import incremental
+
+        key = os.path.realpath(path)
+        if key not in self._trees:
+            self._kept_bytes += size
+        return _kept_parser(self._trees.setdefault(key, {}), incremental.parse)
+
+    def _read(self, path: str) -> Facts | None:
+        from mpguard.lint.facts.file import Facts
         from mpguard.lint.source.source import Source
         from mpguard.lint.source.text import Unparsable
 
@@ -263,11 +292,9 @@ class Project:
             with tracked_fs.recording_for(path):
                 data = tracked_fs.read(path)
             source = Source.parse(data, path, check_syntax=False)
+            source.tree_of = self.parser_of(path, len(data))
         except (OSError, Unparsable, RecursionError):
             return None
-        if key not in self._trees:
-            self._kept_bytes += len(data)
-        source.tree_of = _kept_parser(self._trees.setdefault(key, {}), incremental.parse)
         return Facts(source, self, imported=True)
 
 

@@ -17,6 +17,7 @@ from mpguard.lint.project import project as module
 from mpguard.lint.project.launch_configs import launch_config
 from mpguard.lint.project.project import Project
 from mpguard.lint.run.engine import Engine, Options
+from mpguard.lint.source import incremental
 from mpguard.lint.source.files import Target, collect
 
 
@@ -319,6 +320,35 @@ def test_trees_of_modules_are_not_kept_for_ever(tmp_path: Path, monkeypatch: pyt
     project.begin(path)
     again = project.source_of("helper", path)
     assert again is not None and again is not found
+
+
+def test_facts_that_refer_to_the_file_that_is_checked_are_made_again() -> None:
+    """Others are kept: they are those that any file gets."""
+    make({"pyproject.toml": "", "train.py": "", "shared.py": "import train\n", "other.py": "", "above.py": ""})
+    project = Project()
+    project.begin("eval.py")
+    above, shared, other = (project.source_of(name, "eval.py") for name in ("above", "shared", "other"))
+    assert project.source_of("shared", "above.py") is shared
+    assert project.source_of("train", "shared.py") is not None
+    project.begin("train.py")
+    assert project.source_of("other", "train.py") is other is not None
+    assert project.source_of("shared", "train.py") is not shared
+    assert project.source_of("above", "train.py") is not above, "it refers to it through another"
+
+
+def test_a_statement_is_parsed_once_for_a_file_and_those_that_import_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = "def step(scaler, loss):\n    scaler.scale(loss).backward()\n"
+    make({"pyproject.toml": "", "steps.py": step, "train.py": "from steps import step\n\nstep(scaler, autocast)\n"})
+    parsed: list[str] = []
+    parse = incremental.parse
+    monkeypatch.setattr(incremental, "parse", lambda code: parsed.append(code) or parse(code))
+    engine = Engine(rules(), Options())
+    for name in ("steps.py", "train.py"):
+        engine.check(Target(name, "python", size=len(step)))
+        facts = engine.project.source_of("steps", "train.py")
+        assert facts is not None
+        facts.need("step")
+    assert parsed.count(step) == 1
 
 
 def test_a_note_names_the_file_of_a_reexported_region() -> None:

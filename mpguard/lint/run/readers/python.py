@@ -45,6 +45,8 @@ def check(data: bytes, context: Context) -> FileCheck:
         if rules or dict_rules:
             if context.trees is not None:
                 source.tree_of = context.trees.begin(source.path).parse
+            else:
+                source.tree_of = context.project.parser_of(source.path, len(data))
             facts = Facts(source, context.project)
             diagnostics, defects = context.run_rules(rules, facts, (Unparsable,))
             if dict_rules:
