@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from mpguard.lint.source.text import STRING, Text, Unparsable
@@ -85,6 +86,7 @@ def _indented(text: str, place: int) -> int:
     return place
 
 
+@functools.lru_cache(maxsize=128)
 def suspect(text: str) -> bool:
     """True if the text may exceed a limit. This is cheap, and false for ordinary files of moderate size."""
     if re.search(r"[(\[{](?:[^()\[\]{}]*[(\[{]){60}", text) or re.search(r"^[ \t]{100}", text, re.MULTILINE):

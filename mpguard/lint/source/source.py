@@ -7,10 +7,11 @@ are computed per statement and on demand.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import warnings
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import libcst as cst
@@ -69,17 +70,7 @@ class Chunk:
         text = self.text
         if self.defines is None or not re.search(r"^class\b", text, re.MULTILINE):
             return ()
-        lines = logical_lines(text)
-        members = next((line.indent for line in lines if line.indent), "")
-        found: list[MethodText] = []
-        for index, (start, _, indent) in enumerate(lines):
-            header = _METHOD.match(text, start + len(indent)) if indent and indent == members else None
-            below = lines[index + 1 :]
-            if header is None or not below or len(below[0].indent) <= len(indent):
-                continue
-            end = next((line.start for line in below if len(line.indent) <= len(indent)), len(text))
-            found.append(MethodText(header.group(1), start, below[0].start, end, below[0].indent))
-        return tuple(method for method in found if method.end - method.body > len(method.indent) + len("...\n"))
+        return _methods(text)
 
     @cached_property
     def defines(self) -> str | None:
@@ -136,24 +127,8 @@ class Source(Text):
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """The top-level statements in order; each decorated definition is one, with its comments above."""
-        text, depth, starts = self.normal, 0, [0]
-        for match in _SPLIT.finditer(text):
-            if match.lastindex == 1:
-                depth += 1 if match.group(1) in "([{" else -1
-            elif match.lastindex == 2 and depth == 0:
-                place = match.end()
-                if not _CONTINUES.match(text, place):
-                    starts.append(place)
-        if depth:
-            return (Chunk(self, 0, len(text)),)
-        joined: list[int] = []
-        for start in starts:
-            if not (joined and text[joined[-1]] == "@"):
-                joined.append(start)
-            elif _DEFINES.match(text, start) and text[start] != "@":
-                joined.append(-joined.pop() - 1)  # negative: its definition was found
-        bounds = [start if start >= 0 else -start - 1 for start in joined]
-        return tuple(Chunk(self, *pair) for pair in zip(bounds, [*bounds[1:], len(text)], strict=True))
+        bounds = _bounds(self.normal)
+        return tuple(Chunk(self, *pair) for pair in itertools.pairwise(bounds))
 
     @cached_property
     def whole(self) -> Chunk:
@@ -174,3 +149,42 @@ class Source(Text):
                 raise Unparsable(f"syntax error: {error.msg}", line, max(error.offset or 1, 1)) from None
         except (RecursionError, MemoryError, ValueError) as error:
             raise Unparsable(f"parse limit: {error or type(error).__name__}") from None
+
+
+# A file is read again for each file that imports it: what follows from its text alone is kept.
+@lru_cache(maxsize=128)
+def _bounds(text: str) -> list[int]:
+    """Return where the top-level statements begin, and the end of the text."""
+    depth, starts = 0, [0]
+    for match in _SPLIT.finditer(text):
+        if match.lastindex == 1:
+            depth += 1 if match.group(1) in "([{" else -1
+        elif match.lastindex == 2 and depth == 0:
+            place = match.end()
+            if not _CONTINUES.match(text, place):
+                starts.append(place)
+    if depth:
+        return [0, len(text)]
+    joined: list[int] = []
+    for start in starts:
+        if not (joined and text[joined[-1]] == "@"):
+            joined.append(start)
+        elif _DEFINES.match(text, start) and text[start] != "@":
+            joined.append(-joined.pop() - 1)  # negative: its definition was found
+    return [*(start if start >= 0 else -start - 1 for start in joined), len(text)]
+
+
+@lru_cache(maxsize=128)
+def _methods(text: str) -> tuple[MethodText, ...]:
+    """Return the methods of a class in their order, without those on one line."""
+    lines = logical_lines(text)
+    members = next((line.indent for line in lines if line.indent), "")
+    found: list[MethodText] = []
+    for index, (start, _, indent) in enumerate(lines):
+        header = _METHOD.match(text, start + len(indent)) if indent and indent == members else None
+        below = lines[index + 1 :]
+        if header is None or not below or len(below[0].indent) <= len(indent):
+            continue
+        end = next((line.start for line in below if len(line.indent) <= len(indent)), len(text))
+        found.append(MethodText(header.group(1), start, below[0].start, end, below[0].indent))
+    return tuple(method for method in found if method.end - method.body > len(method.indent) + len("...\n"))
