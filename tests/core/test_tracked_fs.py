@@ -12,7 +12,19 @@ from mpguard.core.tracked_fs import clear_run_caches
 
 PACKAGE = Path(mpguard.__file__).parent
 #: Cached functions whose result depends on their arguments and the installation alone.
-PURE = {"_fields", "_joined", "_consistent", "documentation_url", "_parser", "_spec", "_plan"}
+PURE = {
+    "_fields",
+    "_joined",
+    "_consistent",
+    "documentation_url",
+    "_parser",
+    "_spec",
+    "_plan",
+    "_bounds",
+    "_is_node",
+    "_methods",
+    "suspect",
+}
 
 
 def test_every_cached_function_of_the_lint_path_is_pure_or_cached_per_run() -> None:
