@@ -82,19 +82,7 @@ def trainer(size: str, variant: Variant) -> Callable[[], Any]:
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(1, config.vocab_size, (batch, tokens), generator=generator).to(device()) for _ in range(4)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    number = 0
-
-    def step() -> Any:
-        nonlocal number
-        ids, number = batches[number % 4], number + 1
-        with torch.autocast(device(), dtype=torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
+    return fp8.training_step(model, optimizer, batches)
 
 
 def work(size: str, name: str) -> None:

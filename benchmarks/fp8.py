@@ -216,12 +216,19 @@ def trainer(size: str, variant: Variant) -> Callable[[], Any]:
     net = compiled(model, variant)
     by_hand_on_cpu = variant.by_hand and where.type == "cpu"  # torchao reads only the state of CUDA's autocast
     autocast = strategy is None and not by_hand_on_cpu  # FSDP2 casts itself
+    return training_step(net, optimizer, batches, autocast)
+
+
+def training_step(net: Any, optimizer: Any, batches: list[Any], autocast: bool = True) -> Callable[[], Any]:
+    """Return a step of a plain loop over some batches. autocast: False for engines that cast themselves."""
+    import torch
+
     number = 0
 
     def step() -> Any:
         nonlocal number
         ids, number = batches[number % 4], number + 1
-        with torch.autocast(where.type, dtype=torch.bfloat16, enabled=autocast):
+        with torch.autocast(device(), dtype=torch.bfloat16, enabled=autocast):
             loss = net(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()

@@ -89,13 +89,13 @@ def _keep_shared_exact(modules: Named, found: dict[int, str]) -> None:
         if found.get(id(module)) == "":
             others = holders[id(module.weight)]
             plain = next(
-                (name for name, other in others if found.get(id(other), "other") and not _is_converted(other)), None
+                (name for name, other in others if found.get(id(other), "other") and not is_converted(other)), None
             )
             if plain is not None:
                 found[id(module)] = f"shares its weight with {plain}, which is not FP8"
 
 
-def _is_converted(module: nn.Module) -> bool:
+def is_converted(module: nn.Module) -> bool:
     """True if `convert` has converted a module."""
     return hasattr(module, "_mpguard_fp8")
 
@@ -111,7 +111,7 @@ def others(modules: Named) -> tuple[tuple[str, float], ...]:
     for module in {id(module): module for _, module in modules}.values():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        fp8 = is_linear(module) or is_of(module, "transformer_engine") or _is_converted(module)
+        fp8 = is_linear(module) or is_of(module, "transformer_engine") or is_converted(module)
         kind = "" if fp8 else type(module).__name__
         own = [each for each in module._parameters.values() if each is not None and not nn.parameter.is_lazy(each)]
         shapes = [getattr(each, "ds_shape", each.shape) for each in own]

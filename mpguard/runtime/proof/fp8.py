@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 from mpguard.nn.fp8 import filters
-from mpguard.nn.fp8.filters import is_linear, is_of, is_torchao, matches, pattern_around
+from mpguard.nn.fp8.filters import is_converted, is_linear, is_of, is_torchao, matches, pattern_around
 from mpguard.policy.policy import DEFAULT_FP8_EXCLUDE, Policy
 from mpguard.runtime.proof.products import short
 
@@ -82,7 +82,8 @@ def find_fp8_layers(
             plain.append((name, module))
     backend = "te" if layers["te"] and not layers["torchao"] else "torchao"
     mixtures = _experts(modules)
-    if not layers[backend] and not any(is_converted(module) for module in mixtures.values()):
+    converted = [(name, module) for name, module in mixtures.items() if is_converted(module)]
+    if not layers[backend] and not converted:
         return None
     found = Fp8Layers(backend, [name for name, _ in layers[backend]])
     reasons = filters.reasons(modules, policy)
@@ -98,15 +99,14 @@ def find_fp8_layers(
     ends = filters.in_end_blocks(modules, policy)
     found.against = [
         name
-        for name, module in [*layers[backend], *((name, each) for name, each in mixtures.items() if is_converted(each))]
+        for name, module in [*layers[backend], *converted]
         if id(module) in ends
         or matches(name, policy.kept_out_of_fp8)
         or pattern_around(name, policy.fp32_modules) is not None
     ]
     if backend == "torchao":
         configs = [module.config for _, module in layers["torchao"]]
-        emulated = [is_emulated(module) for _, module in layers["torchao"]]
-        emulated += [is_emulated(module) for module in mixtures.values() if is_converted(module)]
+        emulated = [is_emulated(module) for _, module in [*layers["torchao"], *converted]]
         found.emulated = all(emulated)
         if configs:
             found.recipe = {
@@ -129,11 +129,6 @@ def find_fp8_layers(
 def _experts(modules: list[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
     """Return the modules with experts of transformers, by name."""
     return {name: module for name, module in modules if filters.is_experts(module)}
-
-
-def is_converted(module: nn.Module) -> bool:
-    """True if `convert` has converted a module."""
-    return "_mpguard_fp8" in vars(module)
 
 
 def _add_experts(

@@ -468,9 +468,7 @@ class TrainingUse:
         That is a backward pass with a step, `prepare`, or a Trainer.
         """
         near = self.facts.reachable(call.scope)
-        if (
-            call.scope.kind == "module"
-        ):  # what is done on import holds for all functions of the file, whoever calls them
+        if call.scope.kind == "module":  # code that runs on import affects all functions of the file
             near = near | set(self.facts.scopes)
         for kind in _TRAINS:
             for event in self.facts.events_around(kind, call.scope):
