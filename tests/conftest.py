@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import limits
@@ -54,3 +56,18 @@ def no_forced_colors(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a plain shell, also where CI sets them."""
     for name in ("FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def no_module_hooks_left() -> Iterator[None]:
+    """Fail a test that leaves hooks on all modules: later tests in this process would run, and compile, with them."""
+    yield
+    modules = sys.modules.get("torch.nn.modules.module")
+    if modules is not None and modules._has_any_global_hook():
+        tables = [
+            each for name, each in vars(modules).items() if name.startswith("_global_") and isinstance(each, dict)
+        ]
+        left = [repr(value) for table in tables for value in table.values() if callable(value)]
+        for table in tables:
+            table.clear()
+        pytest.fail(f"hooks on all modules are left: {', '.join(left)}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fake_machines import FAKE_TORCH, H100, TORCH, Fake
 
-from mpguard.doctor import Diagnosis, MachineProblem, diagnose
+from mpguard.doctor import MachineProblem, diagnose
 
 #: name -> the machine, words that the cause contains, words of the command; no words: the machine has no fault.
 MACHINES: dict[str, tuple[Fake, tuple[str, ...], tuple[str, ...]]] = {
@@ -35,7 +35,7 @@ MACHINES: dict[str, tuple[Fake, tuple[str, ...], tuple[str, ...]]] = {
         ("whl/cu126", "580"),
     ),
     "ROCm torch": (Fake([H100], cuda=None, hip="6.4"), ("built for AMD GPUs",), ("whl/cu130",)),
-    "nvidia-smi hangs": (Fake(smi="sleep 60"), ("does not answer",), ("dmesg", "reboot")),
+    "nvidia-smi hangs": (Fake(smi="sleep 60", limit=1.5), ("does not answer",), ("dmesg", "reboot")),
     "driver not loaded": (
         Fake(smi="echo 'NVIDIA-SMI has failed because it couldn'\"'\"'t communicate with the NVIDIA driver.'; exit 9"),
         ("kernel module is not loaded",),
@@ -155,7 +155,12 @@ MACHINES: dict[str, tuple[Fake, tuple[str, ...], tuple[str, ...]]] = {
         ("pip install --force-reinstall torch",),
     ),
     "torch hangs": (
-        Fake([H100], modules={"torch/__init__.py": "import time\ntime.sleep(100)"}, packages={"torch": "2.13.0+cu130"}),
+        Fake(
+            [H100],
+            modules={"torch/__init__.py": "import time\ntime.sleep(100)"},
+            packages={"torch": "2.13.0+cu130"},
+            limit=3.0,
+        ),
         ("torch cannot be imported", "did not end"),
         ("pip install --force-reinstall torch",),
     ),
@@ -192,11 +197,10 @@ def is_right(problems: tuple[MachineProblem, ...], cause: tuple[str, ...], comma
 
 
 def test_cause_and_command_are_right_on_faked_machines(tmp_path: Path) -> None:
-    def diagnosed(number: int, fake: Fake) -> Diagnosis:
-        return diagnose(fake.system(tmp_path / str(number)))
-
+    # All are written before one is run: a script that is open for writing while a thread forks is "Text file busy".
+    systems = [fake.system(tmp_path / str(number)) for number, (fake, _, _) in enumerate(MACHINES.values())]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        reports = list(pool.map(diagnosed, range(len(MACHINES)), [fake for fake, _, _ in MACHINES.values()]))
+        reports = list(pool.map(diagnose, systems))
     wrong = {
         name: [(each.what, each.fix) for each in report.problems]
         for (name, (_, cause, command)), report in zip(MACHINES.items(), reports, strict=True)

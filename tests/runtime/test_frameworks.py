@@ -14,16 +14,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the real library runs here")
 
-import torch
 from paths import PROGRAMS
 from processes import command, free_port, in_fork, launch, mp_yaml, on_ranks, proof, results, run_python, transcript
-
-import mpguard
-from mpguard.policy import hardware
-from mpguard.policy.policy import Policy
-from mpguard.runtime import activation
-from mpguard.runtime import guard as guards
-from mpguard.runtime.plan import Plan
 
 LOOP = PROGRAMS / "loop.py"
 
@@ -189,97 +181,39 @@ def test_the_deepspeed_launcher(tmp_path: Path) -> None:
     assert run.returncode == 0 and "proven in force on all 2 ranks" in run.stderr, transcript(run)
 
 
-@pytest.fixture
-def activated(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Activate a policy in this process without proving it; the patches remain, and do nothing after the test."""
-
-    def activate(recipe: str, **plan: object) -> None:
-        monkeypatch.setattr(guards, "_current", None)
-        activation.start(Plan(mpguard.recipe(recipe), enforce="off", announced=True, **plan))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(guards, "_current", None)
-    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "ACCELERATE_USE_DEEPSPEED"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    return activate
+def activated(case: str, folder: Path) -> tuple[Any, str]:
+    """Return what the libraries get after a policy was activated, and stderr; in a fork, as patches are not undone."""
+    run = in_fork([PROGRAMS / "activated.py", case], cwd=folder, program=run_python)
+    assert run.returncode == 0, transcript(run)
+    return json.loads(run.stdout.splitlines()[-1]), run.stderr
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_accelerate_gets_the_fsdp_policy(activated, monkeypatch: pytest.MonkeyPatch, caplog, version: int) -> None:  # type: ignore[no-untyped-def]
+def test_accelerate_gets_the_fsdp_policy(tmp_path: Path) -> None:
     """The arguments only: accelerate applies FSDP on a GPU only."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    given = FullyShardedDataParallelPlugin(fsdp_version=version, mixed_precision_policy="fp16")
-    activated("bf16_mixed")
-    AcceleratorState._reset_state(True)
-    seen = {}
-    real = AcceleratorState.__init__
-    monkeypatch.setattr(AcceleratorState, "__init__", lambda self, *a, **k: (seen.update(k), real(self, *a, **k))[1])
-    try:
-        Accelerator(cpu=True, fsdp_plugin=given)
-    finally:
-        AcceleratorState._reset_state(True)
-    policy = seen["fsdp_plugin"].mixed_precision_policy
-    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-    assert seen["mixed_precision"] == "bf16"
-    assert "fsdp_plugin.mixed_precision_policy" in caplog.text, "the override is logged"
+    found, errors = activated("fsdp", tmp_path)
+    assert found == [["torch.bfloat16", "torch.float32", "bf16"]] * 2
+    assert errors.count("fsdp_plugin.mixed_precision_policy: ") == 2, "each override is logged"
 
 
-def test_training_arguments_get_the_precision_of_the_deepspeed_config(  # type: ignore[no-untyped-def]
-    activated, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_arguments_get_the_precision_of_the_deepspeed_config(tmp_path: Path) -> None:
     """transformers refuses different values; mpguard puts the policy's into both."""
-    from transformers import TrainingArguments
-    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
-
-    def mismatches(**fields: bool) -> list[str]:
-        config = HfTrainerDeepSpeedConfig({"bf16": {"enabled": True}})
-        arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-        for name, value in fields.items():
-            setattr(arguments, name, value)
-        config.trainer_config_process(arguments)
-        return list(config.mismatches)
-
-    assert len(mismatches()) == 1, "the control: without mpguard"
-    activated("bf16_mixed")
-    assert mismatches() == []
-    assert mismatches(fp16=True) == [] and "fp16: true -> false" in caplog.text
+    pytest.importorskip("transformers", reason="the real library runs here")
+    (stock, agreed, overridden), errors = activated("training_arguments", tmp_path)
+    assert len(stock) == 1, "the control: without mpguard"
+    assert agreed == [] and overridden == [] and "fp16: true -> false" in errors
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        ({"fp8": "hybrid", "backend": "torchao"}, None, "INDUCTOR", "compile: auto is on here: torchao's casts"),
-        ({"fp8": "hybrid", "backend": "torchao"}, "aot_eager", "AOT_EAGER", ""),
-        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "inductor", "NO", "refuses delayed scaling under torch.compile"),
-        ({"fp8": "hybrid", "backend": "te"}, "inductor", "INDUCTOR", ""),
-        ({"fp8": "hybrid", "backend": "torchao", "compile": False}, None, "NO", ""),
-        ({}, None, "NO", ""),
-    ],
-)
-def test_compile_auto_is_passed_to_accelerate_and_reported(  # type: ignore[no-untyped-def]
-    activated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str],
-    case: tuple[dict[str, Any], str | None, str, str],
-) -> None:  # fmt: skip
-    """Fields of the policy, the backend of the script, and the backend that is used."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    fields, asked, backend, expected = case
-    here = hardware.Hardware("NVIDIA H200", (9, 0), 1, (13, 0), {"te": "2.20.2", "torchao": "0.18.0"})
-    monkeypatch.setattr(hardware, "detect", lambda: here)
-    monkeypatch.setattr(mpguard, "recipe", lambda _name: Policy(bf16=True, **fields))
-    activated("")
-    AcceleratorState._reset_state(True)
-    try:
-        made = Accelerator(cpu=True, dynamo_backend=asked)
-        assert made.state.dynamo_plugin.backend.name == backend
-    finally:
-        AcceleratorState._reset_state(True)
-    output = caplog.text + capsys.readouterr().err
-    assert expected in output if expected else "compile" not in output
+def test_compile_auto_is_passed_to_accelerate_and_reported(tmp_path: Path) -> None:
+    found, errors = activated("compiled", tmp_path)
+    _, *parts = errors.split("-- ")
+    reported = {name: text for name, _, text in (part.partition("\n") for part in parts) if "compile" in text}
+    assert found == {
+        "torchao": "INDUCTOR", "torchao, the script's backend": "AOT_EAGER", "delayed": "NO", "te": "INDUCTOR",
+        "switched off": "NO", "bf16": "NO",
+    }  # fmt: skip
+    assert reported.keys() == {"torchao", "delayed"}
+    assert "compile: auto is on here: torchao's casts" in reported["torchao"]
+    assert "refuses delayed scaling under torch.compile" in reported["delayed"]
 
 
 def test_a_checkpoint_that_transformers_loads_in_bf16_is_refused_with_the_line_to_change(tmp_path: Path) -> None:

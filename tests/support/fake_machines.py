@@ -48,7 +48,7 @@ class Fake:
     smi: a shell script instead of an answer with `gpus`. driver_cuda: as nvidia-smi's header shows it. loaded: the
     kernel module in /proc. packages: name -> version. cuda: in torch/version.py; None for a CPU wheel. hip: its ROCm.
     requires: requirements in torch's metadata. modules: path -> code, importable by probes.
-    variables: environment variables.
+    variables: environment variables. limit: seconds after which a probe is killed; low where one must be.
     """
 
     gpus: list[str] | None = None
@@ -62,6 +62,7 @@ class Fake:
     modules: dict[str, str] = dataclasses.field(default_factory=dict)
     variables: dict[str, str] = dataclasses.field(default_factory=dict)
     wsl: bool = False
+    limit: float = 60.0
 
     def system(self, folder: Path) -> System:
         """Write the machine below a folder, and return it as the doctor sees it."""
@@ -82,7 +83,7 @@ class Fake:
             "TORCH_EXTENSIONS_DIR": str(folder), **self.variables,
         }  # fmt: skip
         # -S: no site-packages, so that probes see the fake packages only.
-        return System(variables, (str(site),), root, (sys.executable, "-S"), limit=3.0, smi_limit=1.5)
+        return System(variables, (str(site),), root, (sys.executable, "-S"), limit=self.limit, smi_limit=self.limit)
 
     def _add_smi(self, binaries: Path) -> None:
         script = self.smi

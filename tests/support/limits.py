@@ -10,7 +10,7 @@ REFERENCE = 0.05
 #: Set by the session for its workers, or by hand for a machine that is slower than it seems.
 VARIABLE = "MPGUARD_TEST_TIME_SCALE"
 #: No limit becomes shorter than it is written, and none longer than this many times.
-SMALLEST, LARGEST = 2.0, 20.0
+SMALLEST, LARGEST = 4.0, 20.0
 
 
 def scale() -> float:

@@ -183,11 +183,14 @@ def test_ranges_of_the_program_are_closed_before_the_profiler_starts_again() -> 
     """Else the range writes into the events of the first profiler, which are gone."""
     whole = StepAccount()
     whole.start()
-    with torch.profiler.record_function("epoch"):
-        assert whole._cut(resume=True) is not None
-        assert not whole.running
-        whole.start()
-        assert not whole.running
+    try:
+        with torch.profiler.record_function("epoch"):
+            assert whole._cut(resume=True) is not None
+            assert not whole.running
+            whole.start()
+            assert not whole.running
+    finally:
+        whole.stop()
     assert trace.read([], set(), None).forward == []
 
 
