@@ -67,7 +67,7 @@ def main() -> None:
     run("mpguard init bf16_mixed --strategy ddp --num-processes 2 -o demo-run/mp.yaml", expected=0)
 
     title("3. A GPT trains with two processes, and what runs is compared with the policy")
-    run("mpguard launch --config demo-run/mp.yaml examples/train_accelerate.py --steps 60", expected=0)
+    run("mpguard launch --config demo-run/mp.yaml examples/train_accelerate.py --steps 20", expected=0)
 
     title("4. The stock launcher: the same file, two processes in the config, one is started, without a message")
     run("accelerate launch --config_file demo-run/mp.yaml examples/train_accelerate.py --steps 1", expected=0)

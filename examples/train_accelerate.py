@@ -1,6 +1,6 @@
 """Accelerate: the precision is not in this script. It is in mp.yaml.
 
-mpguard launch --config examples/mp_accelerate.yaml examples/train_accelerate.py --steps 60
+mpguard launch --config examples/mp_accelerate.yaml examples/train_accelerate.py --steps 20
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gpt import GPT, loader, loss_of
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lr", type=float, default=1e-3)
     options = parser.parse_args()
 

@@ -67,14 +67,16 @@ def _convert(guard: Guard, root: nn.Module, policy: Policy, optimizer: Any = Non
     if conversion.has_others(modules, policy):
         return
     of_experts = experts.reasons(modules, policy) if policy.fp8_experts else {}
-    reasons = list(dict.fromkeys([*filters.reasons(modules, policy).values(), *of_experts.values()]))
+    of_linear = filters.reasons(modules, policy)
+    reasons = list(dict.fromkeys([*of_linear.values(), *of_experts.values()]))
     if "" not in reasons:
         if not policy.fp8_required:
             guard.leave_out("fp8", f"no layer can be FP8: {'; '.join(reasons) or 'no Linear layer'}", optimizer)
         return
-    expected = _expected(modules, policy)
-    if not policy.fp8_required and isinstance(expected, str) and expected:
-        guard.leave_out("fp8", expected, optimizer)
+    layers = [filters.sizes_of(module) for _, module in modules if of_linear.get(id(module)) == ""]
+    prediction, against = _predict(layers, policy)
+    if against and not policy.fp8_required:
+        guard.leave_out("fp8", against, optimizer)
         return
     if without_ends:
         guard.leave_out("first_last_layers_bf16", "the model has no ModuleList or Sequential of blocks", optimizer)
@@ -93,26 +95,30 @@ def _convert(guard: Guard, root: nn.Module, policy: Policy, optimizer: Any = Non
             guard.leave_out("fp8", str(error).removeprefix("convert: "), optimizer)
         return
     if report.converted and rank() == 0:
-        faster = f"; {expected}" if isinstance(expected, speed.Prediction) and not policy.fp8_required else ""
+        faster = f"; {prediction}" if prediction is not None and not policy.fp8_required else ""
         print_line(f"mpguard: {str(report).splitlines()[0]}{faster}")
-    if isinstance(expected, speed.Prediction):
-        first_batch.tell(root, contained_hook(_Decision(guard, root, modules, policy, optimizer), "the first batch"))
+    if prediction is not None:
+        first_batch.tell(root, contained_hook(_Decision(guard, root, layers, policy, optimizer), "the first batch"))
 
 
-def _expected(modules: filters.Named, policy: Policy, tokens: int | None = None) -> speed.Prediction | str:
-    """Return how fast the layers that are, or can be, FP8 will be; or why they should not be FP8, if FP8 is a wish."""
+def _predict(
+    layers: Iterable[tuple[int, int]], policy: Policy, tokens: int | None = None
+) -> tuple[speed.Prediction | None, str]:
+    """Return how fast layers will be in FP8, None if that was not measured; and what speaks against FP8, or "".
+
+    layers: inputs and outputs of each.
+    """
     if policy.fp8_emulate:
-        return ""  # to try things out
+        return None, ""  # to try things out
     here = hardware.detect()
     backend = hardware.backend_of(policy, here)
     if backend is None or not speed.is_measured_on(here.capability):
-        return speed.NOT_MEASURED
-    reasons = filters.reasons(modules, policy)
-    layers = {id(module): filters.sizes_of(module) for _, module in modules if reasons.get(id(module)) == ""}
-    found = speed.predict(policy, backend, layers.values(), tokens)
+        return None, speed.NOT_MEASURED
+    found = speed.predict(policy, backend, layers, tokens)
     if found is None:
-        return f"its speed was not measured with {policy.fp8_recipe} scales of {backend}, compile={policy.compile}"
-    return found if found.pays or policy.fp8_required else str(found)
+        combination = f"{policy.fp8_recipe} scales of {backend}, compile={policy.compile}"
+        return None, f"its speed was not measured with {combination}"
+    return found, "" if found.pays else str(found)
 
 
 @dataclasses.dataclass(eq=False)
@@ -124,7 +130,7 @@ class _Decision:
 
     guard: Guard
     model: nn.Module
-    modules: filters.Named
+    layers: list[tuple[int, int]]
     policy: Policy
     optimizer: Any
 
@@ -134,20 +140,23 @@ class _Decision:
         demanded = self.policy.fp8_required
         if tokens is None or (world_size()[0] > 1 and not demanded):
             return
-        found = _expected(self.modules, self.policy, tokens)
-        if isinstance(found, speed.Prediction):
-            if demanded and found.ratio < 1:
+        prediction, against = _predict(self.layers, self.policy, tokens)
+        if demanded:
+            if prediction is not None and prediction.ratio < 1:
                 self.guard.reporter.print_once(
-                    f"mpguard: BF16 would be faster here: {found}. Recipe `auto` takes the faster one, or `bf16_mixed`"
+                    f"mpguard: BF16 would be faster here: {prediction}. Recipe `auto` takes the faster one, or "
+                    "`bf16_mixed`"
                 )
+            return
+        if not against:
             return
         try:
             with self.guard.recorder.account.interrupted():
                 conversion.plain_layers(self.model)
         except PolicyError as error:
-            self.guard.reporter.print_once(f"mpguard: fp8 stays on here, though {found}: {error}")
+            self.guard.reporter.print_once(f"mpguard: fp8 stays on here, though {against}: {error}")
         else:
-            self.guard.leave_out("fp8", found, self.optimizer)
+            self.guard.leave_out("fp8", against, self.optimizer)
 
 
 def keeps_fp8_weights(
