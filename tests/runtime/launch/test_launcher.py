@@ -16,7 +16,19 @@ pytest.importorskip("torch", reason="the real library runs here")
 
 from accelerate.commands.launch import launch_command_parser
 from paths import PROGRAMS
-from processes import command, free_port, in_fork, launch, mp_yaml, proof, results, started, torchrun, transcript
+from processes import (
+    command,
+    free_port,
+    in_fork,
+    launch,
+    mp_yaml,
+    on_ranks,
+    proof,
+    results,
+    started,
+    torchrun,
+    transcript,
+)
 
 from mpguard.cli import main
 from mpguard.core.errors import NotInForce
@@ -414,7 +426,7 @@ def test_torchrun_that_becomes_something_else_is_not_in_force(
     tmp_path: Path, keys: dict[str, str], variables: dict[str, str], expected: str
 ) -> None:
     config = mp_yaml(tmp_path, num_processes=2, main_process_port=free_port(), **keys)
-    run = torchrun("-m", "mpguard.run", "--config", config, SCRIPT, cwd=tmp_path, **variables)
+    run = on_ranks("-m", "mpguard.run", "--config", config, SCRIPT, cwd=tmp_path, **variables)
     assert run.returncode == 1 and expected in run.stderr and results(run) == [], transcript(run)
     assert "mpguard: not in force: " in run.stderr
 
@@ -428,5 +440,5 @@ def test_a_script_that_is_not_there_is_refused_before_anything_starts(
 
 def test_torchrun_uses_the_cpu_where_the_config_says_so(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
-    run = torchrun("-m", "mpguard.run", "--config", config, PROGRAMS / "accelerated.py", cwd=tmp_path)
+    run = on_ranks("-m", "mpguard.run", "--config", config, PROGRAMS / "accelerated.py", cwd=tmp_path)
     assert run.returncode == 0 and "proven in force on all 2 ranks" in run.stderr, transcript(run)

@@ -69,6 +69,17 @@ class Environment:
         ).stdout.strip()
 
 
+#: What a script of recipe bf16_mixed gets.
+POLICY = '{"name": "bf16_mixed", "bf16": true}'
+
+
+def light(folder: Path) -> Path:
+    """Write a script that prints its arguments and policy, and imports no torch."""
+    path = folder / "light.py"
+    path.write_text("import os, sys\nprint(sys.argv[1:], os.environ.get('MPGUARD_POLICY'))\n")
+    return path
+
+
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     pytest.importorskip("accelerate", reason="the real library runs here")
@@ -108,8 +119,8 @@ def test_a_line_of_an_earlier_version_is_reported_still_works_and_is_replaced(
     assert status.returncode == 1 and f"Outdated: {bare.hook}: " in status.stdout, transcript(status)
     assert "Run `mpguard hook install`\n" in status.stdout
     mp_yaml(tmp_path)
-    run = bare.run("accelerate", "launch", "--config", "mp.yaml", SCRIPT, cwd=tmp_path)
-    assert run.returncode == 0 and "proven in force" in run.stderr, transcript(run)
+    run = bare.run("accelerate", "launch", "--config", "mp.yaml", light(tmp_path), cwd=tmp_path)
+    assert run.returncode == 0 and run.stdout == f"[] {POLICY}\n", transcript(run)
     assert run.stderr.count("Run `mpguard hook install` to replace it") == 1, "in the launcher, not in workers"
     installed = bare.run("mpguard", "hook", "install", cwd=tmp_path)
     assert installed.returncode == 0 and "Replaced the line of an earlier version" in installed.stdout
@@ -139,10 +150,7 @@ def test_the_hook_imports_no_patches(bare: Environment) -> None:
     "words",
     [
         ("accelerate", "launch", "--config", "mp.yaml"),
-        ("accelerate", "launch", "--config=mp.yaml"),
-        ("accelerate", "launch", "--config_file", "mp.yaml"),
         ("python", "-m", "accelerate.commands.launch", "--config", "mp.yaml"),
-        ("accelerate-launch", "--num_cpu_threads_per_process", "1", "--config", "mp.yaml"),
     ],
 )
 def test_accelerate_launch_puts_the_policy_in_force(
@@ -154,6 +162,22 @@ def test_accelerate_launch_puts_the_policy_in_force(
     (found,) = results(run)
     assert found["arguments"] == ["--lr", "0.01"] and found["compute"] == "torch.bfloat16"
     assert run.stderr.count("recipe bf16_mixed") == 2 and "proven in force" in run.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("accelerate", "launch", "--config=mp.yaml"),
+        ("accelerate", "launch", "--config_file", "mp.yaml"),
+        ("accelerate-launch", "--num_cpu_threads_per_process", "1", "--config", "mp.yaml"),
+    ],
+)
+def test_other_forms_hand_the_policy_to_the_script(hooked: Environment, tmp_path: Path, words: tuple[str, ...]) -> None:
+    mp_yaml(tmp_path)
+    run = hooked.run(*words, light(tmp_path), "--lr", "0.01", cwd=tmp_path)
+    assert run.returncode == 0, transcript(run)
+    assert run.stdout == f"['--lr', '0.01'] {POLICY}\n"
+    assert run.stderr.startswith("mpguard ") and "recipe bf16_mixed" in run.stderr
 
 
 def test_accelerate_launch_starts_the_number_of_processes_in_the_config(hooked: Environment, tmp_path: Path) -> None:
@@ -202,9 +226,9 @@ def test_without_an_mp_yaml_nothing_changes(hooked: Environment, tmp_path: Path)
     )
     assert hooked.output(tmp_path / "accelerate") == "[]"
     stock = mp_yaml(tmp_path, "stock.yaml", recipe=None)
-    run = hooked.run("accelerate", "launch", "--config_file", stock, SCRIPT, cwd=tmp_path)
-    assert run.returncode == 0 and "mpguard" not in run.stderr and results(run)[0]["policy"] is None, transcript(run)
-    run = hooked.run("accelerate", "launch", "--config", stock, SCRIPT, cwd=tmp_path)
+    run = hooked.run("accelerate", "launch", "--config_file", stock, light(tmp_path), cwd=tmp_path)
+    assert run.returncode == 0 and run.stdout == "[] None\n" and "mpguard" not in run.stderr, transcript(run)
+    run = hooked.run("accelerate", "launch", "--config", stock, light(tmp_path), cwd=tmp_path)
     assert run.returncode == 2 and "unrecognized arguments: --config" in run.stderr, "accelerate's own refusal"
 
 
