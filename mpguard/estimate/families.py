@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from mpguard.core.errors import ConfigError, did_you_mean
+from mpguard.core.errors import ConfigError
 from mpguard.estimate import decoders, others
 from mpguard.estimate.compiled import fuse
 from mpguard.estimate.decoders import Batch
@@ -37,10 +37,9 @@ def record(config: ModelConfig, batch: Batch, precision: TapeDtypes | None = Non
     program = FAMILIES.get(config.architecture)
     if program is None:
         raise ConfigError(
-            f"{config.path}: the architecture `{config.architecture}` is not known"
-            f"{did_you_mean(config.architecture, FAMILIES)}. "
-            "An estimate needs the program of the model; for one of the same shape (llama for most decoders), set "
-            "`model_type` in a copy of the config.json"
+            f"{config.path}: the architecture `{config.architecture}` is not known; known are "
+            f"{', '.join(sorted(FAMILIES))}. An estimate needs the program of the model; for one of the same "
+            "shape (llama for most decoders), set `model_type` in a copy of the config.json"
         )
     most = most_positions(config)
     if most is not None and batch.length > most:

@@ -135,7 +135,7 @@ def _object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is no JSON: {error}") from None
+        raise ConfigError(f"{path}: is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: has no JSON object; a config.json of transformers is needed")
     return values

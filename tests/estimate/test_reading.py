@@ -54,12 +54,12 @@ def written(tmp_path: Path, values: Any) -> str:
         ({**LLAMA, "num_hidden_layers": True}, "`num_hidden_layers` is True"),
         ({**LLAMA, "intermediate_size": -1}, "`intermediate_size` is -1"),
         ({**LLAMA, "attention_bias": "yes"}, "`attention_bias` is 'yes'; true or false is needed"),
-        ({**LLAMA, "model_type": "lama"}, "the architecture `lama` is not known; did you mean `llama`"),
+        ({**LLAMA, "model_type": "lama"}, "the architecture `lama` is not known; known are bart, bert, "),
         ({**LLAMA, "model_type": "mamba"}, "An estimate needs the program of the model"),
         ({"hidden_size": 64}, "there is no `model_type`"),
         ([1, 2], "has no JSON object"),
-        ('{"model_type": "llama", ', "is no JSON"),
-        ("", "is no JSON"),
+        ('{"model_type": "llama", ', "is not JSON"),
+        ("", "is not JSON"),
     ],
 )
 def test_what_cannot_be_read_is_named(values: Any, message: str, tmp_path: Path) -> None:
