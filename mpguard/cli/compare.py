@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--margin", default="0.5%", help="the largest difference that counts as the same: 0.5%% or 0.01 (of the loss)"
     )
-    parser.add_argument("--warmup", default="20%", help="the beginning that is left out: 20%% or 500 (steps)")
+    parser.add_argument("--warmup", default="10%", help="the beginning that is left out: 10%% (default) or 500 (steps)")
     parser.add_argument("--loss", metavar="COLUMN", help="column or tag of the loss, if it is not recognized")
     parser.add_argument(
         "--same-start", action="store_true", help="the runs began with the same weights, though the logs begin later"

@@ -73,8 +73,11 @@ def _hidden_by_trainer(run: RunLog) -> int | None:
 def _large_to_the_end(run: Mapping[int, float], base: Mapping[int, float], steps: Sequence[int]) -> str | None:
     parts = _parts(steps, max(_MIN_POINTS, len(steps) // _PARTS))
     gaps = [_relative_gap(run, base, part) for part in parts]
-    noise = _noise(gaps)
-    least = max(LARGE_GAP, LARGE_DEVIATIONS * noise)
+    # A run that leaps up and down is noisy because it diverged: the noise that counts is at most that of two runs which
+    # are as noisy as the baseline, and have other batches.
+    level = math.fsum(base[step] for step in steps) / len(steps)
+    usual = _noise([math.fsum(base[step] for step in part) / len(part) for part in parts]) / abs(level or 1.0)
+    least = max(LARGE_GAP, LARGE_DEVIATIONS * min(_noise(gaps), math.sqrt(2) * usual))
     first = len(gaps)
     while first and gaps[first - 1] >= least:
         first -= 1

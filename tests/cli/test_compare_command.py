@@ -40,7 +40,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         ["bf16", "baseline"], ["fp8", "same"], ["worse", "different"], ["lost", "diverged"]
     ]  # fmt: skip
     assert "20" in lines[4] and "3 GiB" in lines[4] and "1 overflow" in lines[4] and "xxx" in lines[4]
-    assert "fp8: same: inside of ±0.5 % (paired steps, steps 302 to 1500)" in out
+    assert "fp8: same: inside of ±0.5 % (paired steps, steps 152 to 1500)" in out
     assert "lost: diverged: loss nan at step 900" in out
     assert len({len(line) for line in lines[:2]}) <= 2 and "\x1b" not in out
 

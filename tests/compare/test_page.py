@@ -40,7 +40,7 @@ def test_the_page_has_verdicts_and_data() -> None:
         "loss": 3, "difference": 2, "grad_norm": 1, "loss_scale": 1
     }  # fmt: skip
     assert found["events"] == [{"run": "fine", "color": 1, "step": 7, "kind": "skipped_step", "text": ""}]
-    assert found["plots"]["loss"][2]["values"][-1] == "nan" and found["from"] == 302
+    assert found["plots"]["loss"][2]["values"][-1] == "nan" and found["from"] == 152
 
 
 def test_the_page_loads_nothing() -> None:
