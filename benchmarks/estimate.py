@@ -6,7 +6,8 @@
 Each case, in a process of its own, trains a model of random weights for three steps, and compares
 `torch.cuda.max_memory_allocated` with the estimate: 5 % (10 % compiled or in FP8). Then the allocator is limited to
 shares of the estimate: 95 % must run out of memory, and `trains_at` is the least share that trains; what is above
-100 % was lost to fragments. Needs one GPU with 80 GB, and about four minutes.
+100 % was lost to fragments. `fits` is true if that is at most what `mpguard estimate` counts, `needed`. Needs one GPU
+with 80 GB, and about four minutes. With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it shows what that saves.
 """
 
 from __future__ import annotations
@@ -242,9 +243,12 @@ def compared(case: Case) -> dict[str, Any]:
         "moments": {name: sum(parts.values()) for name, parts in found.moments.items()},
     }
     if not case.compiled:  # compiling again and again takes minutes
-        tried = (share for share in SHARES if peak(case, config, int(found.allocated * share)) is not None)
-        result["trains_at"] = next(tried, None)
-        result["fits"] = result["trains_at"] in SHARES[1:]
+        needed = round((found.needed - found.per_gpu["context"]) / found.allocated, 4)
+        shares = sorted({*SHARES, needed})
+        tried = (share for share in shares if peak(case, config, int(found.allocated * share)) is not None)
+        trains_at = next(tried, None)
+        result["needed"], result["trains_at"] = needed, trains_at
+        result["fits"] = trains_at is not None and SHARES[0] < trains_at <= needed
     return result | {"seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -342,6 +346,7 @@ def main() -> int:
         "wrong": wrong,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "hardware": {"gpu": torch.cuda.get_device_name(), "memory": torch.cuda.get_device_properties(0).total_memory},
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
         "versions": {"python": platform.python_version(), **{
             name: importlib.metadata.version(name) for name in ("mpguard", "torch", "transformers")}},
     }  # fmt: skip

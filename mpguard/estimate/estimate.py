@@ -23,9 +23,9 @@ from mpguard.policy import Policy, hardware
 #: Outside of torch's allocator: CUDA's context and the kernels of torch (758 MiB on an H200 with CUDA 13:
 #: benchmarks/results/estimate.json); NCCL's channels with several GPUs (an estimate).
 CONTEXT, NCCL = 760 * 1024**2, 512 * 1024**2
-#: What the allocator needs for what it gives out, because of fragments: 14 of 17 runs trained with it
-#: (`trains_at` in benchmarks/results/estimate.json; the others needed up to a fifth).
-FRAGMENTS = 1.1
+#: The least that the allocator needs for fragments, as a share of what it gives out (`trains_at` in
+#: benchmarks/results/estimate.json).
+FRAGMENTS = 0.1
 #: cuBLAS's workspaces: one for the thread of the forward pass, one for autograd's (Hopper and newer; else 8.125 MiB).
 WORKSPACES = {True: 2 * 32 * 1024**2, False: 2 * 8519680}
 
@@ -74,13 +74,14 @@ class MemoryEstimate:
 
     per_gpu: each part at its largest. moments: what is alive at the peak of the forward pass, of the backward pass and
     of the optimizer's step, by part. total: the largest of these sums, and the context. Gradients and activations are
-    not all alive at once, so the total may be below the sum of `per_gpu`.
+    not all alive at once, so the total may be below the sum of `per_gpu`. largest: the largest tensor of a step.
     """
 
     request: Request
     parameters: int
     per_gpu: Mapping[str, int]
     moments: Mapping[str, Mapping[str, int]]
+    largest: int
     host: int = 0
 
     @property
@@ -95,8 +96,13 @@ class MemoryEstimate:
 
     @property
     def needed(self) -> int:
-        """The bytes of a GPU on which it fits: with a tenth of what is allocated for fragments."""
-        return int(self.allocated * FRAGMENTS) + self.per_gpu["context"]
+        """The bytes of a GPU on which it fits: with what the allocator loses to fragments.
+
+        That is a tenth, or the largest tensor if it is more. A segment that was made for it is split for any smaller
+        tensor (`should_split` of c10/cuda/CUDACachingAllocator.cpp), and while one is in it, it is neither given back
+        nor large enough: then another segment of that size is needed.
+        """
+        return self.allocated + max(int(self.allocated * FRAGMENTS), self.largest) + self.per_gpu["context"]
 
     @property
     def peak(self) -> str:
@@ -216,7 +222,7 @@ def _summed(request: Request, tape: Tape, shares: Shares, step: Step) -> MemoryE
     }
     count = sum(each.count for each in tape.weights.values())
     ordered = {name: {part: parts[part] for part in PARTS if part != "context"} for name, parts in moments.items()}
-    return MemoryEstimate(request, count, per_gpu, ordered, shares.host)
+    return MemoryEstimate(request, count, per_gpu, ordered, step.largest, shares.host)
 
 
 def _by_part(kinds: Mapping[str, int]) -> Counter[str]:

@@ -31,11 +31,15 @@ class Alive:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """forward, backward: what is alive at their peaks. between: after the forward pass, with all that is saved."""
+    """forward, backward: what is alive at their peaks. between: after the forward pass, with all that is saved.
+
+    largest: the bytes of the largest tensor that is allocated in both.
+    """
 
     forward: Alive
     between: Alive
     backward: Alive
+    largest: int
 
 
 class _Gradient:
@@ -70,7 +74,7 @@ class Replay:
         self.checkpointing, self.kept = checkpointing, kept
         self.rounding, self.workspace, self.in_place, self.compiled = rounding, workspace, in_place, compiled
         self.now: Counter[str] = Counter()
-        self.peak = Alive(Counter())
+        self.peak, self.largest = Alive(Counter()), 0
         self._holders: Counter[Storage] = Counter()
         self._gradients: dict[Value, _Gradient] = {}
         self._unsharded: dict[Weight, int] = {}
@@ -89,7 +93,7 @@ class Replay:
         forward, between = self.peak, Alive(self.now.copy())
         self.peak = between
         self._backward(segments)
-        return Step(forward, between, self.peak)
+        return Step(forward, between, self.peak, self.largest)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -110,6 +114,7 @@ class Replay:
 
     def _add(self, kind: str, size: int) -> None:
         self.now[kind] += rounded(size, self.rounding) if size > 0 else -rounded(-size, self.rounding)
+        self.largest = max(self.largest, size)
         if size > 0 and sum(self.now.values()) > self.peak.total:
             self.peak = Alive(self.now.copy())
 
