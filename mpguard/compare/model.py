@@ -52,7 +52,7 @@ class Margin:
 
     def shown(self, value: float) -> str:
         """Return a difference as a reader wants it: per cent, or units of the loss."""
-        return f"{value * 100:+.3g} %" if self.relative else f"{value:+.4g}"
+        return f"{round(value * 100, 4):+.3g} %" if self.relative else f"{value:+.4g}"
 
     def __str__(self) -> str:
         return f"{self.value * 100:g} %" if self.relative else f"{self.value:g}"
