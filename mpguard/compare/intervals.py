@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 #: A block has at least this many points, and so many times the memory of the series; and there are so many blocks.
-MIN_BLOCK, MIN_MEMORIES, MIN_BLOCKS = 25, 5, 20
+MIN_BLOCK, MIN_MEMORIES, MIN_BLOCKS = 5, 5, 20
 #: Half the width, in points, of the moving average that correlation is computed around.
 _TREND = 25
 
@@ -38,10 +38,12 @@ def block_mean_estimate(values: Sequence[float]) -> MeanEstimate:
     """Return the mean of a series, and its error from how neighbouring blocks differ.
 
     The difference of two losses on one batch is what these two models differ by on average, which moves slowly, and
-    chance of the batch, which is independent from step to step: only the chance is an error of the mean. What moves
-    more slowly than a block is a property of the two runs and cancels out between neighbours (von Neumann's mean square
-    successive difference, of the means of blocks). All pairs of neighbouring blocks count: nothing is drawn at random,
-    so the same logs give the same verdict.
+    chance of the batch. Batches are drawn without regard to the models, so this chance is uncorrelated from step to
+    step whatever the models do (a martingale difference), and only it is an error of the mean. What moves more slowly
+    than a block is a property of the two runs, and cancels out between neighbours: von Neumann's mean square successive
+    difference (Annals of Mathematical Statistics 12, 1941), of the means of blocks. Blocks are short, unless the logger
+    made neighbours alike. All pairs of neighbouring blocks count: nothing is drawn at random, so the same logs give the
+    same verdict.
     """
     n = len(values)
     if n < 2:

@@ -26,7 +26,7 @@ def test_equal_losses_are_the_same_whatever_their_number() -> None:
 
 def test_a_few_equal_losses_are_no_evidence() -> None:
     found = verdict(log(losses(9)), log(losses(9)))
-    assert found.verdict == "inconclusive" and found.needed is not None and found.needed["steps"] >= 500
+    assert found.verdict == "inconclusive" and found.needed is not None and found.needed["steps"] >= 100
 
 
 def test_noise_on_the_same_batches_is_the_same() -> None:
@@ -61,7 +61,7 @@ def test_an_interval_over_the_margin_is_inconclusive_with_a_number_of_steps() ->
 
 
 def test_the_number_of_steps_that_are_needed_is_about_enough() -> None:
-    """It is an estimate, which takes the mean so far for that of the longer run: half of these pairs are decided."""
+    """It is an estimate, which takes the mean so far for that of the longer run: about half are decided."""
 
     def pair(steps: int, seed: int) -> RunVerdict:
         return verdict(*(log(losses(steps, seed=seed + other, noise=0.1)) for other in (0, 50)))
@@ -71,12 +71,24 @@ def test_the_number_of_steps_that_are_needed_is_about_enough() -> None:
         short = pair(900, seed)
         assert short.verdict == "inconclusive" and short.needed is not None
         decided.append(pair(short.needed["steps"], seed).verdict)
-    assert decided.count("same") >= 5 and "different" not in decided
+    assert decided.count("same") >= 4 and "different" not in decided
 
 
 def test_few_steps_are_inconclusive() -> None:
-    found = verdict(log(losses(400, seed=1)), log(losses(400, seed=2)))
-    assert found.verdict == "inconclusive" and found.needed == {"steps": 600} and "too few steps" in found.reason
+    found = verdict(log(losses(200, seed=1)), log(losses(200, seed=2)))
+    assert found.verdict == "inconclusive" and found.needed == {"steps": 300} and "too few steps" in found.reason
+
+
+def test_a_log_of_every_tenth_step_is_enough() -> None:
+    """As the Trainer writes it: means of ten steps."""
+    rows = [[*losses(1500, seed=seed, factor=factor).values()] for seed, factor in ((1, 1.0), (2, 1.0), (1, 1.02))]
+    runs = [{10 * i: math.fsum(row[10 * i - 10 : 10 * i]) / 10 for i in range(1, 151)} for row in rows]
+    start = Criteria(same_start=True)
+    assert verdict(log(runs[0]), log(runs[1]), start).verdict == "same"
+    assert verdict(log(runs[2]), log(runs[1]), start).verdict == "different"
+
+
+def test_very_few_steps_do_not_tell_the_order() -> None:
     found = verdict(log(losses(40, seed=1)), log(losses(40, seed=2)))
     assert found.verdict == "inconclusive" and "too few to tell how the runs were paired" in found.reason
 
