@@ -1,8 +1,7 @@
 """Measure how often `mpguard compare` is wrong, on logs of small real trainings on the CPU.
 
-    python benchmarks/compare.py train FOLDER                        # about 15 minutes on one core
-    python benchmarks/compare.py train LONGER --noise --steps 3000   # the pairs that differ by noise, twice as long
-    python benchmarks/compare.py judge FOLDER --longer LONGER -o benchmarks/results/compare.json
+    python benchmarks/compare.py train FOLDER                        # about 40 minutes on one core
+    python benchmarks/compare.py judge FOLDER -o benchmarks/results/compare.json
 
 The model is a character MLP on the text of Python's language reference (`pydoc_data.topics`), 1,500 steps of AdamW, at
 a learning rate at which runs are chaotic: a relative change of 1e-3 in the starting weights ends in another
@@ -10,9 +9,12 @@ trajectory. Members of one recipe train side by side in batched products; each h
 state of its own.
 
 Null pairs, in which nothing is worse: the starting weights changed by 1e-6 and by 1e-3, BF16 autocast against another
-BF16 run, other starting weights, another order of the batches. Spoiled: the loss of each null run times 1.01, and real
-runs whose products are computed from FP8 (E5M2) or from 5 bits. Diverged: a loss that became NaN, a learning rate that
-is far too large, an FP16 overflow, and FP16 or BF16 weights that lose updates.
+BF16 run, other starting weights, another order of the batches. Spoiled: the loss of each null run times 1.01 (and, for
+the other direction, 0.99), and real runs whose products are computed from FP8 (E5M2) or from 5 bits. Diverged: a loss
+that became NaN, a learning rate that is far too large, an FP16 overflow, and FP16 or BF16 weights that lose updates.
+
+Each run also logs the loss of another batch, which it does not train on. By it the mean difference of two runs is
+measured twice with independent chance, which shows how often the interval is wrong.
 """
 
 from __future__ import annotations
@@ -35,13 +37,21 @@ from mpguard.compare.intervals import block_mean_estimate
 
 STEPS, BATCH, CONTEXT, EMBED, HIDDEN = 1500, 64, 12, 16, 128
 #: The test was made on the runs of the first orders and seeds, and is judged on others.
-TUNED, JUDGED = range(10), range(10, 20)
+TUNED, JUDGED = range(20), range(20, 60)
+#: Parts of these seeds, whose counts are shown too: those that were looked at first, and the rest.
+PARTS = {"seeds 0 to 19, tuned": TUNED, "seeds 20 to 39": JUDGED[:20], "seeds 40 to 59": JUDGED[20:]}
+#: Runs that are trained side by side.
+TOGETHER = 10
 RATE = 1e-2
-Losses = list[float]
+WARM_UP = Criteria().warm_up.last(range(1, STEPS + 1))
+Losses = list[tuple[float, float]]
 
 
 def train(members: Sequence[dict[str, Any]], recipe: dict[str, Any], steps: int) -> list[Losses]:
-    """Train members side by side; each has `weights` (a seed), `order` (a seed), `noise` and `noise_seed`."""
+    """Train members side by side; each has `weights` (a seed), `order` (a seed), `noise` and `noise_seed`.
+
+    Return for each member the losses of its batch and of one that it does not train on, step by step.
+    """
     import torch
     import torch.nn.functional as F
 
@@ -65,13 +75,13 @@ def train(members: Sequence[dict[str, Any]], recipe: dict[str, Any], steps: int)
     params = {name: torch.stack([start[name] for start in starts]).to(dtype).requires_grad_() for name in starts[0]}
     optimizer = torch.optim.AdamW(params.values(), lr=0.0)
     batches = [torch.Generator().manual_seed(1000 + member.get("order", 0)) for member in members]
+    others = [torch.Generator().manual_seed(500_000 + member.get("order", 0)) for member in members]
     rows = torch.arange(count)[:, None, None]
     quantize = QUANTIZERS[recipe.get("products", "none")]
     losses: list[Losses] = [[] for _ in members]
-    for step in range(steps):
-        share = min(1, (step + 1) / 50) * (0.45 * (1 + math.cos(math.pi * step / steps)) + 0.1)
-        optimizer.param_groups[0]["lr"] = recipe.get("rate", RATE) * share
-        start = torch.stack([torch.randint(len(data) - CONTEXT - 1, (BATCH,), generator=draw) for draw in batches])
+
+    def loss_of(draws: Sequence[Any], step: int) -> Any:
+        start = torch.stack([torch.randint(len(data) - CONTEXT - 1, (BATCH,), generator=draw) for draw in draws])
         inputs, labels = data[start[..., None] + torch.arange(CONTEXT)], data[start + CONTEXT]
         with torch.autocast("cpu", torch.bfloat16, enabled=recipe.get("autocast", False)):
             hidden = params["embedding"][rows, inputs].reshape(count, BATCH, CONTEXT * EMBED)
@@ -80,11 +90,19 @@ def train(members: Sequence[dict[str, Any]], recipe: dict[str, Any], steps: int)
                 hidden = F.gelu(hidden) if name != "c" else hidden
         if step >= recipe.get("overflow", steps):  # logits beyond FP16
             hidden = (hidden * 1e5).half()
-        loss = F.cross_entropy(hidden.float().flatten(0, 1), labels.flatten(), reduction="none").view(count, BATCH)
+        loss = F.cross_entropy(hidden.float().flatten(0, 1), labels.flatten(), reduction="none")
+        return loss.view(count, BATCH).mean(1)
+
+    for step in range(steps):
+        share = min(1, (step + 1) / 50) * (0.45 * (1 + math.cos(math.pi * step / steps)) + 0.1)
+        optimizer.param_groups[0]["lr"] = recipe.get("rate", RATE) * share
+        with torch.no_grad():
+            other = loss_of(others, step)
+        loss = loss_of(batches, step)
         optimizer.zero_grad()
-        loss.mean(1).sum().backward()
+        loss.sum().backward()
         optimizer.step()
-        for own, value in zip(losses, loss.mean(1).tolist(), strict=True):
+        for own, value in zip(losses, zip(loss.tolist(), other.tolist(), strict=True), strict=True):
             own.append(value)
     return losses
 
@@ -131,32 +149,28 @@ PLAN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def train_all(folder: Path, steps: int, only: Sequence[str], orders: Sequence[int]) -> None:
-    """Train each member of the plan for each order of batches, and write a CSV file per run."""
+def train_all(folder: Path, kinds: Sequence[str], orders: Sequence[int]) -> None:
+    """Train members of the plan for each order of batches, and write a CSV file per run."""
     folder.mkdir(parents=True, exist_ok=True)
-    recipes = sorted({json.dumps(recipe, sort_keys=True) for _, recipe in PLAN.values()})
-    for recipe in recipes:
-        kinds = [
-            kind for kind, (_, other) in PLAN.items() if json.dumps(other, sort_keys=True) == recipe and kind in only
-        ]
-        for kind in kinds:
-            started = time.perf_counter()
-            members = []
-            for order in orders:
-                member = dict(PLAN[kind][0])
-                member["order"] = order + member.get("order", 0)
-                member["weights"] = 10 * order + member.get("weights", 0)
-                members.append(member)
-            for order, losses in zip(orders, train(members, json.loads(recipe), steps), strict=True):
-                lines = ["step,loss", *(f"{step},{value!r}" for step, value in enumerate(losses, 1))]
-                _path(folder, kind, order).write_text("\n".join(lines) + "\n")
-            print(f"{kind}: {time.perf_counter() - started:.0f} s", flush=True)
+    for kind in kinds:
+        started = time.perf_counter()
+        changes, recipe = PLAN[kind]
+        members = []
+        for order in orders:
+            own = {"order": order + changes.get("order", 0), "weights": 10 * order + changes.get("weights", 0)}
+            members.append({**changes, **own})
+        for order, losses in zip(orders, train(members, recipe, STEPS), strict=True):
+            lines = [f"{step},{own!r},{other!r}" for step, (own, other) in enumerate(losses, 1)]
+            _path(folder, kind, order).write_text("\n".join(["step,loss,other", *lines]) + "\n")
+        print(f"{kind}: {time.perf_counter() - started:.0f} s", flush=True)
 
 
-def _read(folder: Path, kinds: Iterable[str], orders: Sequence[int]) -> dict[tuple[str, int], RunLog]:
+def _read(
+    folder: Path, kinds: Iterable[str], orders: Sequence[int], column: str = "loss"
+) -> dict[tuple[str, int], RunLog]:
     from mpguard.compare.readers import read_run
 
-    return {(kind, order): read_run(_path(folder, kind, order)) for kind in kinds for order in orders}
+    return {(kind, order): read_run(_path(folder, kind, order), loss=column) for kind in kinds for order in orders}
 
 
 def _path(folder: Path, kind: str, order: int) -> Path:
@@ -174,6 +188,8 @@ def judge_all(folder: Path, orders: Sequence[int]) -> dict[str, Any]:
     found = {"null pairs": _counts((kind, _verdict(run, base)) for kind, run, base in null)}
     worse = [(kind, _scaled(run, 1.01), base) for kind, run, base in null if kind != "other order"]
     found["loss times 1.01"] = _counts((kind, _verdict(run, base)) for kind, run, base in worse)
+    better = [(kind, _scaled(run, 0.99), base) for kind, run, base in null if not kind.startswith("other")]
+    found["loss times 0.99"] = _counts((kind, _verdict(run, base)) for kind, run, base in better)
     for title, kinds in {
         "spoiled": SPOILED,
         "diverged": ("rate x 30", "overflow", "fp16 weights"),
@@ -183,6 +199,12 @@ def judge_all(folder: Path, orders: Sequence[int]) -> dict[str, Any]:
         )
     paired = [(kind, run, base) for kind, run, base in worse if kind != "other weights"]
     found["loss times 1.01, beyond the margin by their means"] = sum(_gap(run, base) > 0.005 for _, run, base in paired)
+    for title, factor in (("every tenth step", 1.0), ("every tenth step, loss times 1.01", 1.01)):
+        found[title] = _counts(
+            (kind, _verdict(_scaled(_every_tenth(run), factor), _every_tenth(base), same_start=True))
+            for kind, run, base in null
+            if not kind.startswith("other")
+        )
     found["five pairs of seeds"] = _counts(_arms_of_five(runs, orders))
     return found
 
@@ -190,8 +212,8 @@ def judge_all(folder: Path, orders: Sequence[int]) -> dict[str, Any]:
 def _arms_of_five(runs: dict[tuple[str, int], RunLog], seeds: Sequence[int]) -> Iterator[tuple[str, RunVerdict]]:
     """Yield verdicts on arms of five orders each, paired with the same orders, or with the other five."""
     kinds = ["base again", "noise 1e-3", "bf16", "other weights", "other order", *SPOILED]
-    for kind, first in itertools.product(kinds, (0, 5)):
-        orders, others = seeds[first : first + 5], seeds[5 - first : 10 - first]
+    groups = [seeds[first : first + 5] for first in range(0, len(seeds), 5)]
+    for kind, (orders, others) in itertools.product(kinds, zip(groups, groups[1:] + groups[:1], strict=True)):
         for title, base in (("paired", orders), ("separate", others)):
             arms = {"run": [runs[kind, order] for order in orders], "base": [runs["base", order] for order in base]}
             yield f"{kind}, {title}", compare(arms, "base").verdicts[0]
@@ -207,19 +229,25 @@ def _null_pairs(runs: dict[tuple[str, int], RunLog], orders: Sequence[int]) -> I
         yield "other order", runs["other order", order], runs["base", order]
 
 
-def _verdict(run: RunLog, base: RunLog) -> RunVerdict:
-    return compare({"run": [run], "base": [base]}, "base", Criteria()).verdicts[0]
+def _verdict(run: RunLog, base: RunLog, same_start: bool = False) -> RunVerdict:
+    return compare({"run": [run], "base": [base]}, "base", Criteria(same_start=same_start)).verdicts[0]
 
 
 def _gap(run: RunLog, base: RunLog) -> float:
     """Return the difference of two mean losses after the warm-up, as a share of the second."""
-    ours, theirs = ([value for step, value in log.loss.items() if step > STEPS // 5 + 1] for log in (run, base))
+    ours, theirs = ([value for step, value in log.loss.items() if step > WARM_UP] for log in (run, base))
     return sum(ours) / sum(theirs) - 1
 
 
 def _scaled(run: RunLog, factor: float) -> RunLog:
-    """A run whose loss is worse from the second record on: the first ones show that it had the same start."""
+    """A run whose loss is another from step 51 on: the first ones show that it had the same start."""
     loss = {step: value * (factor if step > 50 else 1) for step, value in run.loss.items()}
+    return RunLog(run.name, run.path, run.source, loss)
+
+
+def _every_tenth(run: RunLog) -> RunLog:
+    """The log as the Trainer writes it with `logging_steps=10`: the means of ten steps."""
+    loss = {last: sum(run.loss[step] for step in range(last - 9, last + 1)) / 10 for last in range(10, STEPS + 1, 10)}
     return RunLog(run.name, run.path, run.source, loss)
 
 
@@ -245,8 +273,7 @@ def smoothed_false_alarms(folder: Path) -> dict[str, float]:
     pairs = 0
     for order in JUDGED:
         for one, other in _pairs(NOISE):
-            logs = [list(runs[kind, order].loss.values())[STEPS // 5 :] for kind in (one, other)]
-            gaps = [a - b for a, b in zip(*logs, strict=True)]
+            gaps = _gaps(runs[one, order], runs[other, order])
             smooth = [sum(gaps[i : i + 50]) / 50 for i in range(len(gaps) - 49)]
             pairs += 1
             for name, values in (("raw", gaps), ("smoothed", smooth)):
@@ -258,36 +285,43 @@ def smoothed_false_alarms(folder: Path) -> dict[str, float]:
     return {name: round(count / pairs, 3) for name, count in sorted(alarms.items())}
 
 
-def judge_noise(folder: Path) -> dict[str, Any]:
-    """Return the verdicts on pairs that differ by noise, as they are and with a loss times 1.01."""
-    runs = _read(folder, NOISE, JUDGED)
-    pairs = [(runs[one, order], runs[other, order]) for order in JUDGED for one, other in _pairs(NOISE)]
-    return {
-        "as they are": _counts(("noise", _verdict(run, base)) for base, run in pairs)["all"],
-        "loss times 1.01": _counts(("noise", _verdict(_scaled(run, 1.01), base)) for base, run in pairs)["all"],
-    }
+def _gaps(run: RunLog, base: RunLog) -> list[float]:
+    return [value - base.loss[step] for step, value in run.loss.items() if step > WARM_UP]
+
+
+def wrong_intervals(folder: Path) -> dict[str, float]:
+    """Return how often the 90 % interval of the mean difference is wrong, by a second measurement with other batches.
+
+    Both have an error of the same size, so their difference has that of both: 10 % of such intervals must not have 0.
+    """
+    runs, again = (_read(folder, (*NOISE, "bf16", "bf16, noise"), JUDGED, column) for column in ("loss", "other"))
+    pairs = [*_pairs(NOISE), ("bf16", "bf16, noise"), ("base", "bf16")]
+    wrong = 0
+    for order, (one, other) in itertools.product(JUDGED, pairs):
+        first, second = (block_mean_estimate(_gaps(logs[one, order], logs[other, order])) for logs in (runs, again))
+        both = math.hypot(first.half_width(0.05), second.half_width(0.05))
+        wrong += abs(first.mean - second.mean) > both
+    return {"stated": 0.1, "found": round(wrong / len(pairs) / len(JUDGED), 3)}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("train", "judge"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--noise", action="store_true", help="train only the runs that differ by noise")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--longer", type=Path, metavar="FOLDER")
+    parser.add_argument("--only", nargs="+", choices=PLAN, default=list(PLAN), metavar="KIND")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[*TUNED, *JUDGED], metavar="SEED")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args(arguments)
     if options.action == "train":
-        for orders in (JUDGED,) if options.noise else (TUNED, JUDGED):
-            train_all(options.folder, options.steps, NOISE if options.noise else tuple(PLAN), orders)
+        for first in range(0, len(options.seeds), TOGETHER):
+            train_all(options.folder, options.only, options.seeds[first : first + TOGETHER])
         return 0
     found = judge_all(options.folder, JUDGED)
-    tuned = judge_all(options.folder, TUNED)
-    found["with the seeds that the test was made on"] = {
-        name: each["all"] if isinstance(each, dict) else each for name, each in tuned.items()
+    found["parts"] = {
+        title: {name: each["all"] if isinstance(each, dict) else each for name, each in part.items()}
+        for title, part in ((title, judge_all(options.folder, seeds)) for title, seeds in PARTS.items())
     }
-    if options.longer is not None:
-        found["longer pairs that differ by noise"] = judge_noise(options.longer)
+    found["intervals that are wrong"] = wrong_intervals(options.folder)
     found["alarms of other tests on pairs that differ by noise"] = smoothed_false_alarms(options.folder)
     found["machine"] = {
         "python": platform.python_version(),
