@@ -42,33 +42,32 @@ if _is_command() and not getattr(sys.flags, "safe_path", False):
 
 from typing import TYPE_CHECKING
 
-from mpguard.core import moved
-from mpguard.core.errors import (
-    ConfigError,
-    ExtensionError,
-    MissingExtra,
-    MpguardError,
-    MpguardWarning,
-    NotCarried,
-    NotInForce,
-    NotProven,
-    PolicyError,
-    SettingsError,
-    UnknownRecipe,
-)
 from mpguard.core.version import __version__
-from mpguard.policy.dtype import Dtype
-from mpguard.policy.policy import Policy
-from mpguard.policy.recipes import recipe, recipes, register
-from mpguard.targets.inject import Change, inject
 
 if TYPE_CHECKING:
+    from mpguard.core.errors import (
+        ConfigError,
+        ExtensionError,
+        MissingExtra,
+        MpguardError,
+        MpguardWarning,
+        NotCarried,
+        NotInForce,
+        NotProven,
+        PolicyError,
+        SettingsError,
+        UnknownRecipe,
+    )
     from mpguard.nn.fp8.amax_history import fp8_state_dict, load_fp8_state_dict
     from mpguard.nn.fp8.convert import convert, revert
     from mpguard.nn.fp8.report import Conversion
+    from mpguard.policy.dtype import Dtype
+    from mpguard.policy.policy import Policy
+    from mpguard.policy.recipes import recipe, recipes, register
     from mpguard.runtime.activation import activate
     from mpguard.runtime.guard import prove
     from mpguard.runtime.proof.compare import Proof
+    from mpguard.targets.inject import Change, inject
     from mpguard.watching.api import watch
 
 
@@ -104,23 +103,36 @@ __all__ = [
 ]
 
 
-#: Names whose modules are imported when the name is first used: these modules import torch, or take time to import.
+#: Module -> its names. Each module is imported when one of them is first used: some import torch, and the linter needs
+#: none of them.
 _LAZY = {
-    "Conversion": "mpguard.nn.fp8.report",
-    "Proof": "mpguard.runtime.proof.compare",
-    "activate": "mpguard.runtime.activation",
-    "convert": "mpguard.nn.fp8.convert",
-    "fp8_state_dict": "mpguard.nn.fp8.amax_history",
-    "load_fp8_state_dict": "mpguard.nn.fp8.amax_history",
-    "prove": "mpguard.runtime.guard",
-    "revert": "mpguard.nn.fp8.convert",
-    "watch": "mpguard.watching.api",
-}
+    "mpguard.core.errors": (
+        "ConfigError", "ExtensionError", "MissingExtra", "MpguardError", "MpguardWarning", "NotCarried", "NotInForce",
+        "NotProven", "PolicyError", "SettingsError", "UnknownRecipe",
+    ),
+    "mpguard.nn.fp8.amax_history": ("fp8_state_dict", "load_fp8_state_dict"),
+    "mpguard.nn.fp8.convert": ("convert", "revert"),
+    "mpguard.nn.fp8.report": ("Conversion",),
+    "mpguard.policy.dtype": ("Dtype",),
+    "mpguard.policy.policy": ("Policy",),
+    "mpguard.policy.recipes": ("recipe", "recipes", "register"),
+    "mpguard.runtime.activation": ("activate",),
+    "mpguard.runtime.guard": ("prove",),
+    "mpguard.runtime.proof.compare": ("Proof",),
+    "mpguard.targets.inject": ("Change", "inject"),
+    "mpguard.watching.api": ("watch",),
+}  # fmt: skip
+_PACKAGES = ("core", "policy", "targets")
 
 
 def __getattr__(name: str) -> object:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    for module, names in _LAZY.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"mpguard.{name}")
+    from mpguard.core import moved
+
     place = moved.MODULES.get(f"mpguard.{name}")
     hint = f": the module `mpguard.{name}` moved, import from `{place}`" if place else ""
     raise AttributeError(f"module 'mpguard' has no attribute {name!r}{hint}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,6 +118,8 @@ class Adoption:
         what = "1 finding" if len(findings) == 1 else f"{len(findings):,} findings"
         removed = sum((self.known - known).values())
         note = f" ({removed:,} earlier {'one' if removed == 1 else 'ones'} removed)" if removed else ""
+        import shlex
+
         print(f"Wrote {what} to {self.file}{note}. Next: mpguard lint --baseline {shlex.quote(str(self.file))}")
         return 0
 

@@ -61,7 +61,7 @@ class EarlierReports:
 
     def write(self) -> None:
         """Write the cache. A folder that cannot be written is reported only if the user named it."""
-        if self.cache is None:
+        if self.cache is None or not self.cache.changed:
             return
         from mpguard.lint.run.cache.identity import identity
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 #: A range of a text: its first offset, and the offset after its last.
@@ -117,3 +118,9 @@ def write_atomically(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def line_starts(text: str) -> Iterator[int]:
+    """Yield the offsets at which lines begin; a line ends with LF, CRLF or CR."""
+    yield 0
+    yield from (match.end() for match in re.finditer(r"\r\n?|\n", text))

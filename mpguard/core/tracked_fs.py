@@ -49,6 +49,8 @@ _of: dict[str, dict[Key, Seen]] = {}
 #: Linted file -> modules whose records it depends on too.
 _uses: dict[str, set[str]] = {}
 _contents: dict[str, tuple[Status, str]] = {}
+#: The statuses that this run has seen.
+_statuses: dict[str, os.stat_result | None] = {}
 _overlay: dict[str, bytes] = {}
 
 
@@ -84,7 +86,7 @@ def is_recording() -> bool:
 
 def forget() -> None:
     """Discard everything that was recorded."""
-    for each in (_of, _uses, _contents):
+    for each in (_of, _uses, _contents, _statuses):
         each.clear()
 
 
@@ -290,20 +292,49 @@ def real_path(path: str | Path) -> str:
 # -- accesses that are not recorded -------------------------------------------------------------------
 
 
-def size_of(path: str) -> int | None:
-    """Return the size of a file in bytes; None if it does not exist."""
+def status_in_run(path: str) -> os.stat_result | None:
+    """Return the status that a path had when this run first asked for it; None if it did not exist.
+
+    For what compares a tree with an earlier run: files are read, and written, with the status of that moment.
+    """
+    if path not in _statuses:
+        _statuses[path] = _status(path)
+    return _statuses[path]
+
+
+def note_status(path: str, status: os.stat_result) -> None:
+    """Keep a status for `status_in_run`, if accesses are recorded."""
+    if _recording:
+        _statuses.setdefault(path, status)
+
+
+def _status(path: str) -> os.stat_result | None:
     try:
-        return os.stat(path).st_size
+        return os.stat(path)
     except (OSError, ValueError):
         return None
+
+
+def size_of(path: str) -> int | None:
+    """Return the size of a file in bytes; None if it does not exist."""
+    return size_in(_status(path))
+
+
+def size_in(status: os.stat_result | None) -> int | None:
+    """Return the size of a file with this status; None if it does not exist."""
+    return None if status is None else status.st_size
 
 
 def type_of(path: str) -> str | None:
     """Return `file`, `folder` or `other`; None if the path does not exist."""
-    try:
-        mode = os.stat(path).st_mode
-    except (OSError, ValueError):
+    return type_in(_status(path))
+
+
+def type_in(status: os.stat_result | None) -> str | None:
+    """Return the same for a status."""
+    if status is None:
         return None
+    mode = status.st_mode
     return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
 
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mpguard.core import tracked_fs
 from mpguard.core.errors import ConfigError
+from mpguard.core.text_edits import line_starts
 from mpguard.document.json_reader import read_json
-from mpguard.document.nodes import MAX_LENGTH, DocumentTree, Node, Pair, Problem, line_starts
+from mpguard.document.nodes import MAX_LENGTH, DocumentTree, Node, Pair, Problem
 
 if TYPE_CHECKING:
     from mpguard.core.text_edits import Edit, Span

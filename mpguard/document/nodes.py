@@ -6,8 +6,7 @@ Offsets count code points of the file's text, with its own line endings.
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any, Literal
 
 from mpguard.core.text_edits import Span
@@ -111,9 +110,3 @@ class DocumentTree:
 
     root: Node | None
     problems: list[Problem]
-
-
-def line_starts(text: str) -> Iterator[int]:
-    """Yield the offsets at which lines begin; a line ends with LF, CRLF or CR."""
-    yield 0
-    yield from (match.end() for match in re.finditer(r"\r\n?|\n", text))

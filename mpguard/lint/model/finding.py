@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
-from mpguard.document.nodes import line_starts
+from mpguard.core.text_edits import line_starts
 
 if TYPE_CHECKING:
     from mpguard.lint.model.rule import Applicability, BaseRule, Diagnostic, Note, Severity

@@ -165,9 +165,8 @@ def state(top: str) -> str | None:
     """Return a digest of the statuses of a tree's files; None if a status does not prove the content."""
     parts: list[str] = []
     for path in _files(top):
-        try:
-            status = os.stat(path)
-        except OSError:  # a broken link
+        status = tracked_fs.status_in_run(path)
+        if status is None:  # a broken link
             parts.append(path)
             continue
         if not tracked_fs.is_settled(status):

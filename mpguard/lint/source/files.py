@@ -16,7 +16,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mpguard.core import settings, tracked_fs
 from mpguard.core.errors import did_you_mean_file
@@ -61,6 +61,11 @@ class Target:
     size: int = 0
     data: bytes | None = None
     problem: str | None = None
+
+
+class _Found(NamedTuple):
+    target: Target
+    is_link: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,21 +122,21 @@ def collect(paths: Iterable[str], force_exclude: bool = False, include_markdown:
         elif force_exclude and excluded(Path(path)):
             continue
         else:
-            found = [Target(path, kind, named=not force_exclude, size=status.st_size)]
-        for target in found:
-            key = _real(target.path, folders)
+            found = [_Found(Target(path, kind, named=not force_exclude, size=status.st_size), os.path.islink(path))]
+        for target, is_link in found:
+            key = _real(target.path, is_link, folders)
             if key not in targets or (target.named and not targets[key].named):
                 targets[key] = target
     return Found(tuple(targets.values()), tuple(refused), tuple(empty))
 
 
-def _real(path: str, folders: dict[str, str]) -> str:
+def _real(path: str, is_link: bool, folders: dict[str, str]) -> str:
     """Return a file's path without symbolic links. folders: a cache, so that each is resolved once."""
     folder, name = os.path.split(path)
     if folder not in folders:
         folders[folder] = os.path.realpath(folder)
     real = os.path.join(folders[folder], name)
-    return os.path.realpath(real) if os.path.islink(real) else real
+    return os.path.realpath(real) if is_link else real
 
 
 def kind_of(path: str, include_markdown: bool = False) -> FileKind | None:
@@ -191,7 +196,7 @@ def _what(mode: int) -> str:
     return "a socket" if stat.S_ISSOCK(mode) else "a device"
 
 
-def _walk(top: str, force_exclude: bool, include_markdown: bool) -> Iterator[Target]:
+def _walk(top: str, force_exclude: bool, include_markdown: bool) -> Iterator[_Found]:
     """Yield all files to check below a folder, sorted. Links to folders are not followed, so there are no loops."""
     if force_exclude and excluded(Path(top)):
         return
@@ -203,15 +208,16 @@ def too_deep(absolute: str) -> str | None:
     return f"lies below more than {DEEPEST} folders, and is not read" if absolute.count(os.sep) > DEEPEST else None
 
 
-def _below(folder: str, outer: tuple[_Patterns, ...], include_markdown: bool) -> Iterator[Target]:
+def _below(folder: str, outer: tuple[_Patterns, ...], include_markdown: bool) -> Iterator[_Found]:
     absolute = os.path.abspath(folder)
     if why := too_deep(absolute):
-        yield Target(folder, "python", problem=f"the folder {why}")
+        yield _Found(Target(folder, "python", problem=f"the folder {why}"), os.path.islink(folder))
         return
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
-        yield Target(folder, "python", problem=f"the folder cannot be read: {_why(error)}")
+        problem = f"the folder cannot be read: {_why(error)}"
+        yield _Found(Target(folder, "python", problem=problem), os.path.islink(folder))
         return
     patterns = _gitignore(folder) if any(entry.name == ".gitignore" for entry in entries) else None
     ignores = (*outer, patterns) if patterns else outer
@@ -230,20 +236,23 @@ def _below(folder: str, outer: tuple[_Patterns, ...], include_markdown: bool) ->
         if configured.include:
             kind = (kind_of(entry.name) or "python") if configured.include.match(path, False) else None
         if kind is not None:
-            yield from _entry(entry, path, kind)
+            target = _target(entry, path, f"{absolute}/{entry.name}", kind)
+            if target is not None:
+                yield _Found(target, entry.is_symlink())
 
 
-def _entry(entry: os.DirEntry[str], path: str, kind: FileKind) -> Iterator[Target]:
+def _target(entry: os.DirEntry[str], path: str, absolute: str, kind: FileKind) -> Target | None:
+    """Return a file that is found; None for one that is not regular."""
     try:
         status = entry.stat()
     except OSError as error:
         # Editors use broken links as locks (`.#train.py`), and data sets may have broken links to JSON.
         if kind == "python" and not entry.name.startswith(".#"):
             why = "is a broken link" if entry.is_symlink() else f"cannot be read: {_why(error)}"
-            yield Target(path, kind, problem=f"the file {why}")
-        return
-    if stat.S_ISREG(status.st_mode):
-        yield Target(path, kind, size=status.st_size)
+            return Target(path, kind, problem=f"the file {why}")
+        return None
+    tracked_fs.note_status(absolute, status)
+    return Target(path, kind, size=status.st_size) if stat.S_ISREG(status.st_mode) else None
 
 
 class _Patterns:

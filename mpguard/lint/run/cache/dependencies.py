@@ -1,8 +1,5 @@
 """Compares the dependencies of findings with the file system, each one once per run."""
 
-# Thousands of paths are handled here, and strings are several times faster than Path.
-# ruff: noqa: PTH116
-
 from __future__ import annotations
 
 import os
@@ -40,9 +37,9 @@ class Dependencies:
         if what == "file":
             return self._content(where)
         if what == "type":
-            return tracked_fs.type_of(where)
+            return tracked_fs.type_in(tracked_fs.status_in_run(where))
         if what == "size":
-            return tracked_fs.size_of(where)
+            return tracked_fs.size_in(tracked_fs.status_in_run(where))
         if what == "names":
             folder, *endings = where.split("\0")
             return tracked_fs.names_digest(tracked_fs.names_in(folder, endings))
@@ -59,14 +56,14 @@ class Dependencies:
         return tracked_fs.CHANGED
 
     def _content(self, path: str) -> str | None:
+        status = tracked_fs.status_in_run(path)
+        if status is None or not stat.S_ISREG(status.st_mode):
+            return None
+        now = tracked_fs.status_of(status)
+        known = self.contents.get(path)
+        if known is not None and tuple(known[:4]) == now:
+            return known[4]
         try:
-            status = os.stat(path)
-            if not stat.S_ISREG(status.st_mode):
-                return None
-            now = tracked_fs.status_of(status)
-            known = self.contents.get(path)
-            if known is not None and tuple(known[:4]) == now:
-                return known[4]
             with open(path, "rb") as file:  # noqa: PTH123
                 digest = tracked_fs.digest(file.read())
         except (OSError, ValueError):

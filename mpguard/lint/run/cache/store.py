@@ -86,9 +86,14 @@ class Cache:
                 self._dependencies.contents[path] = (*status, digest)
             self._changed = True
 
+    @property
+    def changed(self) -> bool:
+        """True if there is something new to write."""
+        return self._changed or self._dependencies.changed
+
     def write(self) -> None:
         """Replace the file if there is something new. Raises `OSError` if it cannot be written."""
-        if not (self._changed or self._dependencies.changed):
+        if not self.changed:
             return
         try:
             text = self._text()
