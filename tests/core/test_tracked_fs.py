@@ -23,6 +23,7 @@ PURE = {
     "_bounds",
     "_is_node",
     "_methods",
+    "_text_constant",
     "suspect",
 }
 

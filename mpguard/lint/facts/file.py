@@ -164,7 +164,11 @@ class Facts(FormerNames, former=_FORMER):
         if self._unparsed and name not in self._searched:
             self._searched.add(name)
             word = re.compile(rf"\b{re.escape(name)}\b")
-            found = [chunk for chunk in self._unparsed if chunk.defines is None or word.search(chunk.text)]
+            found = [
+                chunk
+                for chunk in self._unparsed
+                if chunk.defines is None or (name in (text := chunk.text) and word.search(text))
+            ]
             self._index_chunks(
                 partial_parse.skip_irrelevant_methods([chunk for chunk in found if not partial_parse.is_table(chunk)])
             )

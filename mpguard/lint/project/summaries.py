@@ -5,7 +5,7 @@ whole tree follows who uses a name of a file, so that facts can look at callers 
 """
 
 # Thousands of paths are handled here, and strings are several times faster than Path.
-# ruff: noqa: PTH116, PTH118, PTH119, PTH120
+# ruff: noqa: PTH118, PTH119, PTH120
 
 from __future__ import annotations
 
@@ -238,7 +238,9 @@ _kept: dict[str, tuple[tracked_fs.Status, ModuleSummary | None]] = {}
 
 def _summary_of_user(file: str) -> ModuleSummary | None:
     """Return the summary of a file that may train, or of a package; None for any other. Raises `OSError`."""
-    status = os.stat(file)
+    status = tracked_fs.status_in_run(file)
+    if status is None:
+        raise FileNotFoundError(file)
     now = tracked_fs.status_of(status)
     if file in _kept and _kept[file][0] == now and not tracked_fs.is_overlaid(file):
         return _kept[file][1]

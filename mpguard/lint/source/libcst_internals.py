@@ -1,6 +1,7 @@
 """The private parts of libcst that the linter uses, behind named functions. No other module touches one.
 
-- `CSTNode.__post_init__`: replaced while a thread parses, so that new nodes are not validated (`parse_module`).
+- `CSTNode.__post_init__`: replaced, so that nodes which a thread creates while it parses are not validated
+  (`parse_module`).
 - `libcst._nodes.internal.CodegenState` and `CSTNode._codegen`: the positions of nodes (`node_spans`), and their code
   without positions (`node_code`).
 - Nodes are frozen dataclasses: `set_fields` writes their fields all the same.
@@ -33,7 +34,6 @@ Spans = tuple[int, int, int, int]
 _VALIDATE = cst.CSTNode.__post_init__
 #: The threads that are parsing, by identifier, and how many calls of `parse_module` each is in.
 _parsing: Counter[int] = Counter()
-_lock = threading.Lock()
 
 
 def parse_module(text: str) -> cst.Module:
@@ -47,30 +47,25 @@ def parse_module(text: str) -> cst.Module:
 
 @contextlib.contextmanager
 def _without_validation() -> Iterator[None]:
-    """Turn off the validation of nodes that this thread creates.
-
-    libcst's parser has no option for it, and calls `__post_init__` of every node. The method is replaced for the
-    process, but validates as before in threads that are not parsing.
-    """
+    """Turn off the validation of nodes that this thread creates; libcst's parser has no option for it."""
     thread = threading.get_ident()
-    with _lock:
-        _parsing[thread] += 1
-        cst.CSTNode.__post_init__ = _validate_in_other_threads  # type: ignore[method-assign]
+    _parsing[thread] += 1
     try:
         yield
     finally:
-        with _lock:
-            _parsing[thread] -= 1
-            if not _parsing[thread]:
-                del _parsing[thread]
-            if not _parsing:
-                cst.CSTNode.__post_init__ = _VALIDATE  # type: ignore[method-assign]
+        _parsing[thread] -= 1
+        if not _parsing[thread]:
+            del _parsing[thread]
 
 
-def _validate_in_other_threads(self: cst.CSTNode) -> None:
-    """Take the place of `CSTNode.__post_init__`."""
+def _validate(self: cst.CSTNode) -> None:
+    """Take the place of `CSTNode.__post_init__`, which the parser calls for every node."""
     if threading.get_ident() not in _parsing:
         _VALIDATE(self)
+
+
+# Once and for all: each change of a class discards what Python has cached about it and the 250 classes below it.
+cst.CSTNode.__post_init__ = _validate  # type: ignore[method-assign]
 
 
 class Frames:
@@ -78,10 +73,12 @@ class Frames:
 
     def __enter__(self) -> None:
         self.before = sys.getrecursionlimit()
-        sys.setrecursionlimit(max(self.before, _FRAMES))
+        if self.before < _FRAMES:
+            sys.setrecursionlimit(_FRAMES)
 
     def __exit__(self, *error: object) -> None:
-        sys.setrecursionlimit(self.before)
+        if self.before < _FRAMES:
+            sys.setrecursionlimit(self.before)
 
 
 # -- frozen nodes -----------------------------------------------------------------------------------

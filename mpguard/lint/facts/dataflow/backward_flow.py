@@ -30,12 +30,12 @@ class BackwardFlow:
         if node is None or depth < 0 or node in self.seen or len(self.seen) > _MAX_EXPRESSIONS:
             return
         self.seen.add(node)
-        if isinstance(node, cst.Call):
+        if type(node) is cst.Call:
             call = self.facts.of(scope).index.call_of.get(node)
             if call is not None:
                 self.found.append(call)
                 self.call(call, guard, depth)
-        if isinstance(node, (cst.Name, cst.Attribute)) and (path := dotted(node)):
+        if (type(node) is cst.Name or type(node) is cst.Attribute) and (path := dotted(node)):
             self.name(path, scope, order, guard, depth)
             return
         for child in children(node):

@@ -39,7 +39,9 @@ def constant(node: cst.CSTNode | None) -> tuple[object] | None:
     """Return the value of a literal in a tuple (None is a literal too); None for any other node."""
     if type(node) is cst.Name:
         return _KEYWORDS.get(node.value)
-    if type(node) is cst.SimpleString or type(node) is cst.ConcatenatedString:
+    if type(node) is cst.SimpleString:
+        return _text_constant(node.value)
+    if type(node) is cst.ConcatenatedString:
         value = node.evaluated_value
         return (value,) if isinstance(value, str) else None
     if type(node) is cst.Integer or type(node) is cst.Float:
@@ -48,6 +50,13 @@ def constant(node: cst.CSTNode | None) -> tuple[object] | None:
         inner = constant(node.expression)
         return (-inner[0],) if inner and isinstance(inner[0], (int, float)) else None
     return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _text_constant(literal: str) -> tuple[object] | None:
+    """Return the value of a string literal, which Python's own parser reads; None for bytes."""
+    value = cst.SimpleString(literal).evaluated_value
+    return (value,) if isinstance(value, str) else None
 
 
 _KEYWORDS: dict[str, tuple[object]] = {"True": (True,), "False": (False,), "None": (None,)}

@@ -276,10 +276,11 @@ class Values:
                 return _reaching_definitions(local, order, guard, most)
             owner = scope.owner
             return self.facts.graph.attributes(owner).get(key[5:], []) if owner is not None else []
+        root = key.partition(".")[0]
         for place in scope.chain():
             if place.kind == "module":
-                self.facts.need(key.split(".", 1)[0])
-            if key.split(".", 1)[0] in place.globals:
+                self.facts.need(root)
+            if root in place.globals:
                 continue
             found = self._value_bindings(place, key)
             if found:
