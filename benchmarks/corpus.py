@@ -38,13 +38,13 @@ LIST, BATCHES = HERE / "corpus.txt", HERE / "corpus.json"
 #: They report imports and calls that are everywhere, so they would hide what the others do.
 FREQUENT = ("MPG302", "MPG305")
 SEED = 15
-HALVES = ("open", "held-out", "fresh", "latest")
+HALVES = ("open", "held-out", "fresh", "latest", "unseen")
 
 Key = tuple[str, str, int, str]
 
 
 class Repository(NamedTuple):
-    """A repository at a commit. later: the set that it was added in after the halves were fixed: `fresh`, `latest`."""
+    """A repository at a commit. later: the set that it was added in after the halves were fixed, as `fresh`."""
 
     name: str
     commit: str
@@ -228,6 +228,7 @@ def heading(batch: dict[str, Any]) -> str:
         "held-out": "The half that was held out",
         "fresh": "Repositories that were chosen after the rules were done",
         "latest": "Repositories that were in no list before",
+        "unseen": "Repositories that were fetched after the rules were frozen",
         "all": "All",
     }[batch["half"]]
     return f"### {where}, {batch['date']}, commit {batch['linter'][:7]}"

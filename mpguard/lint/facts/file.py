@@ -433,6 +433,10 @@ class Facts(FormerNames, former=_FORMER):
         """True if a function is passed as a value, so that code outside the call graph may call it."""
         return self.of(scope).graph.escapes(scope)
 
+    def programs_of(self, scope: Scope) -> set[Scope]:
+        """Return the functions of the tree that run in a program that runs this one."""
+        return self.of(scope).graph.programs_of(scope)
+
     def reachable(self, scope: Scope) -> set[Scope]:
         """Return the functions of the tree connected with this one by calls, in either direction.
 

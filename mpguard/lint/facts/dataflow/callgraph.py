@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -339,6 +339,43 @@ class CallGraph:
             seen.add(current)
             pending += self.facts.of(current).graph._neighbours(current)
         return seen
+
+    def programs_of(self, scope: Scope) -> set[Scope]:
+        """Return the functions of the tree that run in a program that runs this one.
+
+        They are what calls it, directly or not, with its classes, and what these call. `reachable` contains the other
+        users of its helpers as well.
+        """
+        found = self._closure([scope], lambda each: self.facts.of(each).graph._runs_it(each))
+        return self._closure(list(found), lambda each: self.facts.of(each).graph._runs(each))
+
+    def _closure(self, start: list[Scope], following: Callable[[Scope], list[Scope]]) -> set[Scope]:
+        seen: set[Scope] = set()
+        pending = list(start)
+        while pending:
+            current = pending.pop()
+            if current not in seen:
+                seen.add(current)
+                pending += following(current)
+        return seen
+
+    def _runs_it(self, scope: Scope) -> list[Scope]:
+        """Return the callers of a function, what it is defined in, and the methods of a class."""
+        if scope.kind == "class":
+            bases = [base.scope for base in self.bases(scope) if isinstance(base, Class)]
+            return [*bases, *(each for each in scope.children if each.kind == "function")]
+        if scope.kind != "function":
+            return []
+        return [*(call.scope for call in self.callers(scope)), *([scope.parent] if scope.parent is not None else ())]
+
+    def _runs(self, scope: Scope) -> list[Scope]:
+        """Return the functions that a function calls, those defined in it, and its class."""
+        if scope.kind == "class":
+            return [base.scope for base in self.bases(scope) if isinstance(base, Class)]
+        inner = [each for each in scope.children if each.kind == "function"] if scope.kind == "function" else []
+        owner = [scope.parent] if scope.kind == "function" and scope.parent is not None else []
+        called = [each.scope for call in scope.calls if self._may_train(call) for each in self.functions(call)]
+        return [*inner, *owner, *called]
 
     def _neighbours(self, scope: Scope) -> list[Scope]:
         if scope not in self._neighbours_of:

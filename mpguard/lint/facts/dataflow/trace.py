@@ -59,6 +59,8 @@ _ONLY_READS = re.compile(
 _CONVERTS = frozenset({"float", "int", "round", "item", "min", "max", "abs", "log2"})
 #: Expressions whose value does not depend on the size of a number in them, or is text.
 _READS = (cst.Comparison, cst.FormattedStringExpression, cst.FormattedString)
+#: Code that uses the scaler of an object: `manager.scaler.update()`.
+_USES_SCALER = re.compile(rb"(?i)\w\.\w*scaler\b")
 #: Steps of one trace, and depth of calls.
 _MAX_STEPS = 3_000
 _MAX_DEPTH = 6
@@ -131,7 +133,36 @@ class Traces:
             if isinstance(item, Call)
             for helper in self._helpers(item)
         }
-        return tuple(self._trace(scope) for scope in scopes if scope not in called)
+        roots = {scope: self._trace(scope) for scope in scopes if scope not in called}
+        return (*roots.values(), *self._of_classes(roots))
+
+    def _of_classes(self, roots: dict[Scope, Trace]) -> Iterator[Trace]:
+        """Yield what code of other files runs of a class with one method for backward and another one for the step.
+
+        Each of them is a root, because no function of this file calls them.
+        """
+        methods: dict[Scope, list[Scope]] = {}
+        for scope in roots:
+            if scope.is_method and scope.owner is not None:
+                methods.setdefault(scope.owner, []).append(scope)
+        for owner, each in methods.items():
+            kinds = {scope: {step.kind for step in roots[scope]} for scope in each}
+            backward = [scope for scope in each if kinds[scope] & {"backward", "framework"}]
+            steps = [scope for scope in each if kinds[scope] & {"step", "scaler_step", "other_step"}]
+            if len(backward) == len(steps) == 1 and backward != steps and self._keeps_its_scaler(owner):
+                rest = [scope for scope in each if scope not in (*backward, *steps)]
+                if not any(kinds[scope] & set(_OPERATIONS) for scope in rest):
+                    yield (*roots[backward[0]], *roots[steps[0]])
+
+    def _keeps_its_scaler(self, owner: Scope) -> bool:
+        """True if only the class itself uses its scaler: neither its users nor classes derived from it do."""
+        facts = self.facts
+        if facts.class_kind(owner) != "own" or facts.derived_elsewhere(owner):
+            return False
+        if not any("scaler" in key.lower() for key in facts.attributes(owner)):
+            return False
+        users = facts.users(owner.name)
+        return users is not None and not any(_USES_SCALER.search(each.source.data) for each in users)
 
     def _trace(self, scope: Scope) -> Trace:
         self._leaves_between = _MAX_STEPS

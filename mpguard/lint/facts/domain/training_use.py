@@ -415,7 +415,8 @@ class TrainingUse:
         if self._all_keep_masters or weights.training.reach.meets("initialize"):
             return True
         starts = [weights.event.scope, *(sink.call.scope for sink in weights.training.sinks)]
-        return any(self._mentions_sharding(near) for scope in starts for near in self.facts.reachable(scope))
+        near = {each for scope in starts for each in self.facts.programs_of(scope) if each.kind != "class"}
+        return any(map(self._mentions_sharding, near))
 
     @cached_property
     def _all_keep_masters(self) -> bool:

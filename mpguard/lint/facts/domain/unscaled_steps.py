@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 #: Names that may stand for a loss scaler or contain one. They do not prove that there is one, but its absence is no
 #: longer certain.
 _MAY_BE_SCALER = re.compile(r"(?i)scaler|scale_loss|loss_scale|grad_scale|init_scale|lossscale|amp_handle")
+#: Numbers with such a name are weights of parts of a loss (`simple_loss_scale * simple_loss + ...`), or only read,
+#: unless a whole loss is multiplied by one.
+_NUMBER = re.compile(r"(?i)(?:loss|grad|init)_?scale$")
 #: Scalers of data, not of gradients.
-_DATA_SCALER = re.compile(r"(?:Standard|MinMax|Robust|MaxAbs|Data|Feature|Target|Image)Scaler")
+_DATA_SCALER = re.compile(r"(?i)(?:standard|min_?max|robust|max_?abs|data|feature|target|image|score)_?scaler")
+#: Methods of a scaler of data.
+_SCALES_DATA = frozenset({"fit", "transform", "fit_transform", "inverse_transform"})
 #: Kinds of objects with a loss scaler of their own.
 _HAS_OWN_SCALER = frozenset({"accelerator", "engine", "trainer", "fabric", "apex"})
 #: Kinds of objects with a `step` that a framework with a scaler of its own gives.
@@ -45,15 +50,21 @@ _TESTS = (
     cst.BooleanOperation,
     cst.Assert,
 )
+#: What gives a scaler back to the caller, whose own uses count.
+_RETURNS = (cst.Return, cst.Element)
 #: Functions that a scaler is passed to and that do not train.
-_READS_SCALER = re.compile(r"(?i)save|load|checkpoint|ckpt|restore|resume|print|log|info|isinstance|hasattr|bool")
+_READS_SCALER = re.compile(
+    r"(?i)save|load|checkpoint|ckpt|restore|resume|print|log|info|raise|warn|scalar|isinstance|hasattr|bool"
+)
 
 
 def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts: Facts) -> Event | None:
     """Return the step of a plain optimizer in the same program under a compatible path condition, or None.
 
-    In the function of the backward pass it may be an optimizer that comes from outside: it cannot scale that loss.
+    In the function of the backward pass, or in another method of its class that gets it as an argument, it may be an
+    optimizer that comes from outside: it cannot scale that loss.
     """
+    owner = backward.scope.owner
     unknown: Event | None = None
     for step in facts.events_around("step", backward.scope):
         if step.scope not in program or not compatible(step.guard, guard) or facts.is_inference(step.call):
@@ -74,7 +85,13 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
         ):
             return step
         foreign = (isinstance(a, Object) and (a.prepared or a.kind in _BRINGS_SCALER) for a in alternatives)
-        if unknown is None and step.scope is backward.scope and not any(foreign):
+        here = step.scope is backward.scope or (
+            owner is not None
+            and step.scope.owner is owner
+            and dotted(step.subject) in {param.name for param in step.scope.params}
+            and facts.class_kind(owner) == "own"
+        )
+        if unknown is None and here and not any(foreign):
             unknown = step
     return unknown
 
@@ -101,7 +118,7 @@ def may_be_scaled(
                     _MAY_BE_SCALER.search(use.path)
                     and compatible(use.guard, guard)
                     and _may_scale(use, program, facts)
-                    and not _data_scaler(use.path, facts)
+                    and not _data_scaler(use, facts)
                 ):
                     return True
         for call in scope.calls:
@@ -153,32 +170,77 @@ def _may_scale(use: Use, program: set[Scope], facts: Facts) -> bool:
     """
     parts = use.path.split(".")
     place = max(place for place, part in enumerate(parts) if _MAY_BE_SCALER.search(part))
-    if place < len(parts) - 1:
-        return parts[place + 1] not in _SCALES_NOTHING
     node: cst.CSTNode = use.node
     parent = facts.of(use).parent(node)
-    if isinstance(parent, _TESTS):
+    if place < len(parts) - 1 and parts[place + 1] != "_scale":
+        return parts[place + 1] not in _SCALES_NOTHING
+    if place < len(parts) - 1 or _NUMBER.search(use.path):
+        return _is_factor(use, program, facts)
+    if isinstance(parent, _TESTS) or (isinstance(parent, _RETURNS) and _returned(parent, facts.of(use))):
         return False
     if isinstance(parent, cst.Assign):
         return not all(_MAY_BE_SCALER.search(dotted(each.target)) for each in parent.targets)
     if isinstance(parent, cst.Call) and parent.func is node:
         call = facts.of(use).call_of(parent)
+        if _READS_SCALER.search(parts[-1]):
+            return False
         return call is None or not any(
             isinstance(each.atom, Ref) and each.atom.path.rsplit(".", 1)[-1] in library_names.SCALER_NAMES
             for each in facts.evaluate(call.func, call)
         )
     if isinstance(parent, cst.Arg):
-        above = facts.of(use).parent(parent)
-        call = facts.of(use).call_of(above)
-        if call is None:
-            return True
-        return not (_READS_SCALER.search(call.name) or any(each.scope in program for each in facts.functions(call)))
+        return _passed_on(parent, use, program, facts)
     return True
 
 
-def _data_scaler(path: str, facts: Facts) -> bool:
-    """True if a name is that of a scaler of data (`StandardScaler`)."""
-    if _DATA_SCALER.search(path):
+def _returned(node: cst.CSTNode, facts: Facts) -> bool:
+    """True for a `return` of a name, or of a tuple that contains it."""
+    while isinstance(node, (cst.Element, cst.Tuple)):
+        above = facts.parent(node)
+        if above is None:
+            return False
+        node = above
+    return isinstance(node, cst.Return)
+
+
+def _is_factor(use: Use, program: set[Scope], facts: Facts) -> bool:
+    """True if a number is a factor or a divisor of something whole, or other code gets it.
+
+    A factor of one term of a sum, as in `a_loss_scale * a + b_loss_scale * b`, is a weight.
+    """
+    facts = facts.of(use)
+    node: cst.CSTNode = use.node
+    if isinstance(parent := facts.parent(node), cst.Attribute):
+        node = parent
+    factor = False
+    while isinstance(parent := facts.parent(node), cst.BinaryOperation):
+        if isinstance(parent.operator, (cst.Add, cst.Subtract)):
+            return False
+        node, factor = parent, True
+    return factor or (isinstance(parent, cst.Arg) and _passed_on(parent, use, program, facts))
+
+
+def _passed_on(argument: cst.Arg, use: Use, program: set[Scope], facts: Facts) -> bool:
+    """True if code outside the program gets an argument, and may scale a loss with it."""
+    call = facts.of(use).call_of(facts.of(use).parent(argument))
+    if call is None:
+        return True
+    return not (_READS_SCALER.search(call.name) or any(each.scope in program for each in facts.functions(call)))
+
+
+def _data_scaler(use: Use, facts: Facts) -> bool:
+    """True if a name is that of a scaler of data (`StandardScaler`), or of an object with its methods."""
+    path, owner = use.path, use.scope.owner
+    if _DATA_SCALER.search(path) or (owner is not None and _DATA_SCALER.search(owner.name)):
+        return True
+    parts = path.split(".")
+    name = ".".join(parts[: 2 if parts[0] == "self" else 1])
+    places = owner.descendants() if owner is not None and parts[0] == "self" else use.scope.within()
+    if any(
+        other.path.startswith(f"{name}.") and other.path.rsplit(".", 1)[-1] in _SCALES_DATA
+        for place in places
+        for other in place.uses.get(parts[0], ())
+    ):
         return True
     last = path.split(".", 1)[0]
     made = [b for scope in facts.index.scopes for b in scope.bindings.get(last, ()) if isinstance(b.value, cst.Call)]

@@ -348,11 +348,12 @@ class Values:
             other.need(name)
             if name in other.module.bindings:
                 return other.values.lookup(name, other.module, 1 << 60)
-            return NOTHING_KNOWN
-        other = self.facts.imported(f"{module}.{name}" if not module.endswith(".") else module + name)
-        if other is not None:
-            return (Alternative(ALWAYS, Module(other)),)
-        return (Alternative(ALWAYS, ref(f"{module}.{name}")),)
+            if not other.source.path.endswith("__init__.py"):
+                return NOTHING_KNOWN
+        inner = self.facts.imported(f"{module}.{name}" if not module.endswith(".") else module + name)
+        if inner is not None:
+            return (Alternative(ALWAYS, Module(inner)),)
+        return (Alternative(ALWAYS, ref(f"{module}.{name}")),) if other is None else NOTHING_KNOWN
 
     def _param(self, binding: Binding) -> Alternatives:
         scope = binding.scope

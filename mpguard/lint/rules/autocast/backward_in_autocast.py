@@ -250,6 +250,29 @@ for x in loader:
                 return Base.backward(ctx, g)
 """
         ),
+        Bad(
+            """\
+import torch
+
+def backward(total_loss, scaler):
+    if scaler is not None:
+        scaler.scale(total_loss).backward()
+    else:
+        total_loss.backward()
+
+def train(model, loader, optimizer, scaler, accumulates):
+    for x in loader:
+        if not accumulates:
+            with torch.autocast("cuda"):
+                loss = model(x).sum()
+                backward(loss, scaler)  # !
+        else:
+            with torch.autocast("cuda"):
+                loss = model(x).sum()
+            backward(loss, scaler)
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -271,12 +294,12 @@ for x in loader:
                 yield self.at(call, call=facts.short(call.node), notes=notes)
 
     def _backward_in_helper(self, call: Call, facts: Facts) -> Call | None:
-        """Return the `backward()` call in the helper of another module that a call runs."""
+        """Return the `backward()` call in the helper that a call runs, if it is not reported itself."""
         for function in facts.functions(call):
-            for inner in function.scope.calls if function.facts is not facts else ():
+            for inner in function.scope.calls:
                 plain = inner.name == "backward" and inner.receiver is not None and not inner.positional
                 if plain and not any(region.kind != "no_grad" for region in function.facts.regions(inner)):
-                    return inner
+                    return inner if function.facts is not facts or self._region(inner, facts) is None else None
         return None
 
     def _runs_backward(self, event: Event, facts: Facts) -> bool:

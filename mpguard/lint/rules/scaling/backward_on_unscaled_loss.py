@@ -295,6 +295,106 @@ def thrown_away(model, loader, optimizer):
         scaler.update()
 """
         ),
+        Bad(
+            """\
+import contextlib
+import torch
+
+class MixedPrecision:
+    def __init__(self, activated):
+        self.activated = activated
+        if activated:
+            self.scaler = torch.amp.GradScaler("cuda")
+
+    def context(self):
+        return torch.autocast("cuda") if self.activated else contextlib.nullcontext()
+
+    def backward(self, loss):
+        if self.activated:
+            loss.backward()  # !
+        else:
+            loss.backward()
+
+    def step(self, model, optimizer):
+        if self.activated:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import torch\nfrom amp import MixedPrecision\ndef train(model, loader, fp16):\n"
+                "    optimizer = torch.optim.AdamW(model.parameters())\n    amp = MixedPrecision(fp16)\n"
+                "    for x in loader:\n        with amp.context():\n            loss = model(x).sum()\n"
+                "        amp.backward(loss)\n        amp.step(model, optimizer)\n",
+            },
+            name="amp.py",
+            fixed="""\
+import contextlib
+import torch
+
+class MixedPrecision:
+    def __init__(self, activated):
+        self.activated = activated
+        if activated:
+            self.scaler = torch.amp.GradScaler("cuda")
+
+    def context(self):
+        return torch.autocast("cuda") if self.activated else contextlib.nullcontext()
+
+    def backward(self, loss):
+        if self.activated:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def step(self, model, optimizer):
+        if self.activated:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import contextlib
+import torch
+
+class MixedPrecision:
+    def __init__(self, activated):
+        self.activated = activated
+        if activated:
+            self.scaler = torch.amp.GradScaler("cuda")
+
+    def context(self):
+        return torch.autocast("cuda") if self.activated else contextlib.nullcontext()
+
+    def backward(self, loss):
+        if self.activated:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def step(self, model, optimizer):
+        if self.activated:
+            self.scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import torch\nfrom amp import MixedPrecision\ndef train(model, loader, fp16):\n"
+                "    optimizer = torch.optim.AdamW(model.parameters())\n    amp = MixedPrecision(fp16)\n"
+                "    for x in loader:\n        with amp.context():\n            loss = model(x).sum()\n"
+                "        amp.backward(loss)\n        amp.step(model, optimizer)\n",
+            },
+            name="amp.py",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -703,6 +703,86 @@ class TrainBenchmark:
 """,
             name="benchmark.py",
         ),
+        Bad(
+            """\
+import contextlib
+import torch
+
+class MixedPrecision:
+    def __init__(self, activated):
+        self.activated = activated
+
+    def context(self):
+        return torch.autocast("cuda") if self.activated else contextlib.nullcontext()
+
+    def backward(self, loss):
+        loss.backward()  # !
+
+    def step(self, model, optimizer):
+        optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import torch\nfrom amp import MixedPrecision\ndef train(model, loader, fp16):\n"
+                "    optimizer = torch.optim.AdamW(model.parameters())\n    amp = MixedPrecision(fp16)\n"
+                "    for x in loader:\n        with amp.context():\n            loss = model(x).sum()\n"
+                "        amp.backward(loss)\n        amp.step(model, optimizer)\n",
+            },
+            name="amp.py",
+        ),
+        Bad(
+            """\
+import torch
+
+def compute_loss(args, model, x):
+    with torch.autocast("cuda", dtype=torch.float16):
+        simple_loss, pruned_loss = model(x)
+    return args.simple_loss_scale * simple_loss + args.pruned_loss_scale * pruned_loss
+
+def train(args, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        loss = compute_loss(args, model, x)
+        loss.backward()  # !
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def compute_loss(args, model, x):
+    with torch.autocast("cuda", dtype=torch.float16):
+        simple_loss, pruned_loss = model(x)
+    return args.simple_loss_scale * simple_loss + args.pruned_loss_scale * pruned_loss
+
+def train(args, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        loss = compute_loss(args, model, x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def compute_loss(args, model, x):
+    with torch.autocast("cuda", dtype=torch.float16):
+        return model(x).sum()
+
+def train(args, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        loss = compute_loss(args, model, x)
+        loss = loss * args.loss_scale
+        loss.backward()
+        for p in model.parameters():
+            p.grad.div_(args.loss_scale)
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -718,7 +798,9 @@ class TrainBenchmark:
                 step = unscaled_steps.plain_step(backward, guard, program, facts)
                 if step is None or (direct is None and facts.base_unknown(backward.scope.owner)):
                     continue
-                if unscaled_steps.may_be_scaled(guard.joined(step.guard), program, facts, direct, step):
+                if unscaled_steps.may_be_scaled(
+                    guard.joined(step.guard), self._scaling(backward, step, facts), facts, direct, step
+                ):
                     continue
                 reported |= {scope for scope in program if scope.kind != "module"}
                 notes = (
@@ -731,6 +813,18 @@ class TrainBenchmark:
                 what = "FP16 autocast" if region is not None else "FP16 weights"
                 yield self.at(backward, what=what, notes=notes, fix=fix)
                 break
+
+    def _scaling(self, backward: Event, step: Event, facts: Facts) -> set[Scope]:
+        """Return the functions that may scale the loss.
+
+        If a class has one method for backward and another one for the step, they are its own and what calls backward.
+        """
+        owner = backward.scope.owner
+        if owner is not None and step.scope is not backward.scope and step.scope.owner is owner:
+            given = any(dotted(backward.subject) == param.name for param in backward.scope.params)
+            if given and facts.class_kind(owner) == "own":
+                return {*owner.descendants(), *(call.scope for call in facts.callers(backward.scope))}
+        return facts.programs_of(backward.scope)
 
     # -- what makes the gradients FP16 --------------------------------------------------------------
 

@@ -368,6 +368,105 @@ class Gan:
             self.scaler.update()
 """
         ),
+        Bad(
+            """\
+import contextlib
+import torch
+
+class MixedPrecision:
+    def __init__(self, activated):
+        self.activated = activated
+        if activated:
+            self.scaler = torch.amp.GradScaler("cuda")
+
+    def context(self):
+        return torch.autocast("cuda") if self.activated else contextlib.nullcontext()
+
+    def backward(self, loss):
+        if self.activated:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def step(self, model, optimizer):
+        if self.activated:
+            self.scaler.step(optimizer)  # !
+        else:
+            optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import torch\nfrom amp import MixedPrecision\ndef train(model, loader, fp16):\n"
+                "    optimizer = torch.optim.AdamW(model.parameters())\n    amp = MixedPrecision(fp16)\n"
+                "    for x in loader:\n        with amp.context():\n            loss = model(x).sum()\n"
+                "        amp.backward(loss)\n        amp.step(model, optimizer)\n",
+            },
+            name="amp.py",
+            fixed="""\
+import contextlib
+import torch
+
+class MixedPrecision:
+    def __init__(self, activated):
+        self.activated = activated
+        if activated:
+            self.scaler = torch.amp.GradScaler("cuda")
+
+    def context(self):
+        return torch.autocast("cuda") if self.activated else contextlib.nullcontext()
+
+    def backward(self, loss):
+        if self.activated:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def step(self, model, optimizer):
+        if self.activated:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import contextlib
+import torch
+
+class MixedPrecision:
+    def __init__(self, activated):
+        self.activated = activated
+        if activated:
+            self.scaler = torch.amp.GradScaler("cuda")
+
+    def context(self):
+        return torch.autocast("cuda") if self.activated else contextlib.nullcontext()
+
+    def backward(self, loss):
+        if self.activated:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def step(self, model, optimizer):
+        if self.activated:
+            self.scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import torch\nfrom amp import MixedPrecision\ndef train(model, loader, fp16):\n"
+                "    optimizer = torch.optim.AdamW(model.parameters())\n    amp = MixedPrecision(fp16)\n"
+                "    for x in loader:\n        with amp.context():\n            loss = model(x).sum()\n"
+                "        amp.backward(loss)\n        amp.step(model, optimizer)\n",
+            },
+            name="amp.py",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -446,10 +545,15 @@ class Gan:
         step, traces = trace[place], facts.traces
         if not traces.own(step.scaler, step.record):
             return False
-        if facts.short(step.scaler).startswith("self.") and facts.base_unknown(step.record.scope.owner):
-            return False
         scaled = next(((i, each) for i, each in trace_facts.before(trace, place) if each.scale is not None), None)
         if scaled is None:
+            return False
+        together = scaled[1].record.scope is step.record.scope
+        if (
+            not together
+            and facts.short(step.scaler).startswith("self.")
+            and facts.base_unknown(step.record.scope.owner)
+        ):
             return False
         loop = next(
             (each for each in reversed(step.loops) if each in scaled[1].loops and not self._counts_as_one(each, step)),

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 
 from mpguard.lint import (
     Bad,
+    Condition,
     Diagnostic,
     Facts,
+    Flag,
     Good,
     Note,
     PathCondition,
@@ -115,6 +117,23 @@ def critic_now_and_then(generator, critic, loader, one, two, scaler):
         one.zero_grad()
 """
         ),
+        Bad(
+            """\
+import torch
+
+def train(model, optimizer, loader, accumulation_steps):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        if i >= accumulation_steps:
+            if i % accumulation_steps == 0:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()  # !
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -148,10 +167,17 @@ def critic_now_and_then(generator, critic, loader, one, two, scaler):
         return None
 
     def _at_each_microbatch(self, step: TraceStep, scaled: list[TraceStep]) -> bool:
-        return all(not self._only_when_accumulated(step, each) and not (step.guard - each.guard) for each in scaled)
+        return all(not [one for one in step.guard - each.guard if not _from_a_count_on(one)] for each in scaled)
 
     def _only_when_accumulated(self, each: TraceStep, than: TraceStep) -> bool:
         return any(
             any(_ACCUMULATES.search(flag) for flag in PathCondition([condition]).flags())  # `... or last`
             for condition in each.guard - than.guard
         )
+
+
+def _from_a_count_on(condition: Condition) -> bool:
+    """True for `step >= accumulation_steps`: from then on it holds in each micro-batch."""
+    return (
+        isinstance(condition, Flag) and bool(re.search(r"[^<>=]>=?[^>]", condition.name)) and "%" not in condition.name
+    )

@@ -26,6 +26,7 @@ from mpguard.lint import (
     implies,
     negated,
     python_edits,
+    trace_facts,
 )
 
 #: Conditions on overflow: the code does by hand what the scaler would do.
@@ -471,6 +472,106 @@ class DividedOutByAdam:
             self.optimizer.step()
 """
         ),
+        Bad(
+            """\
+import contextlib
+import torch
+
+class MixedPrecision:
+    def __init__(self, activated):
+        self.activated = activated
+        if activated:
+            self.scaler = torch.amp.GradScaler("cuda")
+
+    def context(self):
+        return torch.autocast("cuda") if self.activated else contextlib.nullcontext()
+
+    def backward(self, loss):
+        if self.activated:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def step(self, model, optimizer):
+        if self.activated:
+            optimizer.step()  # !
+            self.scaler.update()
+        else:
+            optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import torch\nfrom amp import MixedPrecision\ndef train(model, loader, fp16):\n"
+                "    optimizer = torch.optim.AdamW(model.parameters())\n    amp = MixedPrecision(fp16)\n"
+                "    for x in loader:\n        with amp.context():\n            loss = model(x).sum()\n"
+                "        amp.backward(loss)\n        amp.step(model, optimizer)\n",
+            },
+            name="amp.py",
+            fixed="""\
+import contextlib
+import torch
+
+class MixedPrecision:
+    def __init__(self, activated):
+        self.activated = activated
+        if activated:
+            self.scaler = torch.amp.GradScaler("cuda")
+
+    def context(self):
+        return torch.autocast("cuda") if self.activated else contextlib.nullcontext()
+
+    def backward(self, loss):
+        if self.activated:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def step(self, model, optimizer):
+        if self.activated:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import contextlib
+import torch
+
+class MixedPrecision:
+    def __init__(self, activated):
+        self.activated = activated
+        if activated:
+            self.scaler = torch.amp.GradScaler("cuda")
+
+    def context(self):
+        return torch.autocast("cuda") if self.activated else contextlib.nullcontext()
+
+    def backward(self, loss):
+        if self.activated:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def step(self, model, optimizer):
+        if self.activated:
+            self.scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import torch\nfrom amp import MixedPrecision\ndef train(model, loader, fp16):\n"
+                "    optimizer = torch.optim.AdamW(model.parameters())\n    amp = MixedPrecision(fp16)\n"
+                "    for x in loader:\n        with amp.context():\n            loss = model(x).sum()\n"
+                "        amp.backward(loss)\n        amp.step(model, optimizer)\n",
+            },
+            name="amp.py",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -546,7 +647,17 @@ class DividedOutByAdam:
             branches.append(call.guard)
             if not (call.guard - step.call.guard):
                 break
-        return found
+        return found or self._in_trace(step, facts)
+
+    def _in_trace(self, step: Event, facts: Facts) -> list[Call | None]:
+        """Return the backward passes in another method of its class that other files call before the step."""
+        for trace in facts.traces.all:
+            for place, each in enumerate(trace):
+                if each.record is step.call:
+                    found: list[Call | None] = [one.call for _, one in trace_facts.before(trace, place)]
+                    if found:
+                        return found
+        return []
 
     def _inside(self, call: Call, backwards: dict[Call, Event], facts: Facts) -> Call | None:
         for function in facts.functions(call):
