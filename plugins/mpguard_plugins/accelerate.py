@@ -171,13 +171,10 @@ def with_deepspeed_file(settings: dict[str, Setting], config: Mapping[str, Any])
 
 @accelerate.detector
 def is_config(config: Mapping[str, Any]) -> bool:
-    """True for keys that only accelerate has; or a mode or a `distributed_type`, if most other keys are its too."""
+    """True for a key that only accelerate has; or a section, a mode or `distributed_type`, if most keys are its."""
     if "base_model" in config:  # axolotl
         return False
     if "compute_environment" in config:
-        return True
-    sections = ("fp8_config", "deepspeed_config", "megatron_lm_config")
-    if any(key in config and (config[key] is None or isinstance(config[key], Mapping)) for key in sections):
         return True
     common = {
         "num_processes", "num_machines", "machine_rank", "use_cpu", "fsdp_config", "dynamo_config", "gpu_ids", "debug",
@@ -185,6 +182,10 @@ def is_config(config: Mapping[str, Any]) -> bool:
         "downcast_bf16", "enable_cpu_affinity", "fp16", "dynamo_backend", "tpu_env", "tpu_use_cluster", "commands",
     }  # fmt: skip
     known = common & set(config)
+    sections = {"fp8_config", "deepspeed_config", "megatron_lm_config"} & set(config)
+    if any(config[key] is None or isinstance(config[key], Mapping) for key in sections):
+        own = known | sections | {"mixed_precision", "distributed_type"} & set(config)
+        return 2 * len(own) >= len(config) - 2  # a program passes a section of its own to `deepspeed.initialize`
     if "distributed_type" in config:  # training scripts have one in configs of their own, among many other keys
         return 2 * (len(known) + ("mixed_precision" in config)) >= len(config) - 2
     return "mixed_precision" in config and bool(known) and 2 * len(known) >= len(config) - 1

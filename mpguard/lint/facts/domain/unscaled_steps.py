@@ -102,13 +102,19 @@ def may_be_scaled(
     """True if a scaler, or an object with one of its own, may be used in the program under a path condition.
 
     loss: a backward pass whose loss is computed in its own function: only this function, and those that it calls, can
-    scale it; where the step is in it, too, the base class of a trainer cannot.
+    scale it, and not what scales the loss of another one; where the step is in it, too, the base class of a trainer
+    cannot.
     """
     if loss is not None:
         owner = loss.scope.owner if step is None or step.scope is not loss.scope else None
         if _arm_scales(loss, facts) or (owner is not None and facts.class_kind(owner) in _RUNS):
             return True
         program = _called_by(loss.scope, facts)
+    others = {
+        scale.call
+        for backward, scale in facts.traces.may_scale.items()
+        if loss is not None and backward is not loss.call
+    }
     for scope in program:
         if scope.kind == "class" and facts.base_unknown(scope):
             return True
@@ -119,6 +125,7 @@ def may_be_scaled(
                     and compatible(use.guard, guard)
                     and _may_scale(use, program, facts)
                     and not _data_scaler(use, facts)
+                    and facts.of(use).call_of(facts.of(use).parent(use.node)) not in others
                 ):
                     return True
         for call in scope.calls:
@@ -133,7 +140,8 @@ def may_be_scaled(
                     return True
                 if isinstance(each.atom, Class) and each.atom.facts.class_kind(each.atom.scope) in _HAS_OWN_SCALER:
                     return True
-    if any(scale.scope in program and compatible(scale.guard, guard) for scale in facts.events("scale")):
+    scales = [event for event in facts.events("scale") if event.call not in others]
+    if any(scale.scope in program and compatible(scale.guard, guard) for scale in scales):
         return True
     return any(
         event.scope in program and compatible(event.guard, guard)

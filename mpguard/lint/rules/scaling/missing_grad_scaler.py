@@ -783,6 +783,46 @@ def train(args, model, loader):
         optimizer.step()
 """
         ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, prepared):
+        self.grad_scalar = prepared["grad_scalar"]
+        self.model = torch.nn.Linear(8, 8)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def step(self, x):
+        with torch.autocast("cuda"):
+            loss = self.model(x).sum()
+        self.grad_scalar.scale(loss).backward()
+        self.grad_scalar.step(self.optimizer)
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def train(generator, discriminator, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer_d = torch.optim.AdamW(discriminator.parameters())
+    optimizer_g = torch.optim.AdamW(generator.parameters())
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss_d = discriminator(x).sum()
+        optimizer_d.zero_grad()
+        scaler.scale(loss_d).backward()
+        scaler.step(optimizer_d)
+        scaler.update()
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss_g = generator(x).sum()
+        optimizer_g.zero_grad()
+        loss_g.backward()  # !
+        optimizer_g.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -790,7 +830,7 @@ def train(args, model, loader):
             return
         reported: set[Scope] = set()
         for backward in facts.events("backward"):
-            if backward.scope in reported or facts.is_inference(backward.call):
+            if backward.scope in reported or facts.is_inference(backward.call) or _is_scaled(backward):
                 continue
             program = facts.reachable(backward.scope)
             for region, where, guard in self._low_precision(backward, facts):
@@ -959,3 +999,9 @@ def train(args, model, loader):
 def _of_accelerate(guard: PathCondition, facts: Facts) -> bool:
     """True if a condition tests the precision that Accelerate gets as well: Accelerate then creates the scaler."""
     return "mixed_precision" in guard.flags() and "accelerat" in facts.file_text
+
+
+def _is_scaled(backward: Event) -> bool:
+    """True for `any.scale(loss).backward()`, whatever the object is called and wherever it comes from."""
+    loss = backward.subject
+    return isinstance(loss, cst.Call) and isinstance(loss.func, cst.Attribute) and loss.func.attr.value == "scale"

@@ -23,8 +23,8 @@ class ScalerNotInCheckpoint(Rule):
 
     ## What it does
     Reports a saved `optimizer.state_dict()` in a file that also loads an optimizer's state, scales its losses with a
-    GradScaler of its own and saves no `scaler.state_dict()`; and a scaler whose state is saved but not loaded where the
-    optimizer's is.
+    GradScaler of its own and saves no `scaler.state_dict()`; a function that saves it, gets a scaler as an argument and
+    does nothing with it; and a scaler whose state is saved but not loaded where the optimizer's is.
 
     ## Why is this bad
     A new GradScaler starts at a scale of 65536. The resumed run overflows again until the scale has come down: each of
@@ -47,8 +47,8 @@ class ScalerNotInCheckpoint(Rule):
     help = "save `scaler.state_dict()` too, and load it on resuming"
     triggers = (
         any_of(b"Scaler"),
-        any_of(b".scale("),
-        any_of(b".update("),
+        any_of(b".scale(", b"caler.load_state_dict("),
+        any_of(b".update(", b"caler.load_state_dict("),
         any_of(b"state_dict("),
         any_of(b"save"),
     )
@@ -415,6 +415,54 @@ class Tests:
         optimizer.load_state_dict(torch.load("last.pt")["optimizer"])
 """
         ),
+        Bad(
+            """\
+import torch
+
+class Scaler:
+    def __init__(self):
+        self._scaler = torch.amp.GradScaler("cuda")
+
+    def __call__(self, loss, optimizer):
+        self._scaler.scale(loss).backward()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def state_dict(self):
+        return self._scaler.state_dict()
+
+def save_model(args, epoch, model, optimizer, loss_scaler):
+    to_save = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),  # !
+        "epoch": epoch,
+    }
+    torch.save(to_save, args.output)
+"""
+        ),
+        Good(
+            """\
+import torch
+
+class Scaler:
+    def __init__(self):
+        self._scaler = torch.amp.GradScaler("cuda")
+
+    def __call__(self, loss, optimizer):
+        self._scaler.scale(loss).backward()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def state_dict(self):
+        return self._scaler.state_dict()
+
+def save_model(args, epoch, model, optimizer, loss_scaler):
+    to_save = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    if loss_scaler is not None:
+        to_save["scaler"] = loss_scaler.state_dict()
+    torch.save(to_save, args.output)
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -423,6 +471,11 @@ class Tests:
         if (unsaved := self._loaded_only(facts)) is not None:
             saved, loaded = unsaved
             notes = (Note("the scaler's state is loaded here", loaded.span),)
+            yield self.at(saved, expr=facts.short(saved.call.node), notes=notes)
+            return
+        if (given := self._given_in_vain(facts)) is not None:
+            saved, param = given
+            notes = (Note("the scaler that is given and not saved", param.span),)
             yield self.at(saved, expr=facts.short(saved.call.node), notes=notes)
             return
         if not scalers or not facts.events("state"):
@@ -461,6 +514,16 @@ class Tests:
             return None
         saved = checkpoints.saved("optimizer")
         return (saved[0], loaded[0]) if saved else None
+
+    def _given_in_vain(self, facts: Facts) -> tuple[Event, Binding] | None:
+        """Return an optimizer's state that a function saves, and the scaler that it gets and never uses; or None."""
+        for saved in facts.checkpoints.saved("optimizer"):
+            for name, bindings in saved.scope.bindings.items():
+                if not name.lower().endswith("scaler") or [each.kind for each in bindings] != ["param"]:
+                    continue
+                if not any(name in place.uses for place in saved.scope.descendants()):
+                    return saved, bindings[0]
+        return None
 
     def _adapts(self, scaler: Event, facts: Facts) -> bool:
         """True if the scale of a scaler changes: the code scales with it and updates it."""

@@ -572,6 +572,38 @@ class MixedPrecision:
             },
             name="amp.py",
         ),
+        Bad(
+            """\
+import math
+import torch
+
+def train(model, optimizer, scaler, parts):
+    for x in parts:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+    loss_value = loss.item()
+    if not math.isfinite(loss_value):
+        raise ValueError("the loss is not finite")
+    optimizer.step()  # !
+    scaler.update()
+""",
+            fixed="""\
+import math
+import torch
+
+def train(model, optimizer, scaler, parts):
+    for x in parts:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+    loss_value = loss.item()
+    if not math.isfinite(loss_value):
+        raise ValueError("the loss is not finite")
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -669,8 +701,9 @@ class MixedPrecision:
 
     def _by_hand(self, backward: Call, step: Event, facts: Facts) -> bool:
         """True if the gradients may be unscaled and checked by hand, or the scaler stepped in between."""
-        if any(_CHECKS.search(flag) for flag in PathCondition(step.guard - backward.guard).flags()):
-            return True  # a check of the gradients; one before the backward pass is of the loss
+        flags = PathCondition(step.guard - backward.guard).flags()
+        if any(_CHECKS.search(flag) and "loss" not in flag for flag in flags):
+            return True  # a check of the gradients; one before the backward pass, or with its name, is of the loss
         for call in step.scope.calls:
             between = call.order < step.order and (call.scope is not backward.scope or backward.order < call.order)
             if between and compatible(call.guard, step.guard):
