@@ -239,6 +239,24 @@ def ids(height, width, device):
     return found
 """
         ),
+        Bad(
+            """\
+import torch
+
+def embed(pos, temperature=10000):
+    dim_t = torch.arange(64, dtype=torch.bfloat16, device=pos.device)  # !
+    dim_t = temperature ** (2 * (dim_t // 2) / 64)
+    return pos[..., None] / dim_t
+""",
+            fixed="""\
+import torch
+
+def embed(pos, temperature=10000):
+    dim_t = torch.arange(64, dtype=torch.float32, device=pos.device)
+    dim_t = temperature ** (2 * (dim_t // 2) / 64)
+    return pos[..., None] / dim_t
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -307,7 +325,9 @@ def ids(height, width, device):
         return next((half for half in low if not (largest and largest <= half.largest_exact_integer)), None)
 
     def _largest(self, call: Call, facts: Facts) -> float | None:
-        """Return the largest position; None if it is unknown."""
+        """Return the largest position; None if it is unknown, or for exponents: also powers of small ones round."""
+        if self._is_exponent(call, facts):
+            return None
         if call.name == "linspace":
             steps = facts.scalars.number(call.argument(2, "steps"), call)
             return steps.value if steps is not None else None
@@ -319,6 +339,14 @@ def ids(height, width, device):
             return 1
         number = facts.scalars.number(end, call)
         return abs(number.value) if number is not None else None
+
+    def _is_exponent(self, call: Call, facts: Facts) -> bool:
+        """True for `temperature ** (arange(...) / n)`, also through a name."""
+        if _in_exponent(call.node, facts):
+            return True
+        bound = facts.parent(call.node)
+        names = [dotted(each.target) for each in bound.targets] if isinstance(bound, cst.Assign) else []
+        return any(_in_exponent(use.node, facts) for name in names for use in call.scope.uses.get(name, ()))
 
     def _of_a_grid(self, call: Call, facts: Facts) -> bool:
         """True for the rows or columns of a grid: an argument of `meshgrid`, or one of two axes (`[:, None]`)."""
@@ -359,6 +387,14 @@ def ids(height, width, device):
         if torch is None or given is None or constant(given) is not None or len(call.positional) > 1:
             return None
         return python_edits.replaced(given, call, f"{torch}.float32")
+
+
+def _in_exponent(node: cst.CSTNode, facts: Facts) -> bool:
+    while isinstance(parent := facts.parent(node), cst.BinaryOperation):
+        if isinstance(parent.operator, cst.Power) and parent.right is node:
+            return True
+        node = parent
+    return False
 
 
 def _tensor(node: cst.BaseExpression) -> cst.BaseExpression:
