@@ -228,7 +228,7 @@ def heading(batch: dict[str, Any]) -> str:
         "held-out": "The half that was held out",
         "fresh": "Repositories that were chosen after the rules were done",
         "latest": "Repositories that were in no list before",
-        "unseen": "Repositories that were fetched after the rules were frozen",
+        "unseen": "Repositories of which nothing was read before the rules were frozen",
         "all": "All",
     }[batch["half"]]
     return f"### {where}, {batch['date']}, commit {batch['linter'][:7]}"
