@@ -87,7 +87,9 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.values.lattice import Object as Object
     from mpguard.lint.facts.values.lattice import Ref as Ref
     from mpguard.lint.facts.values.options import Option as Option
+    from mpguard.lint.facts.values.options import can_be_chosen as can_be_chosen
     from mpguard.lint.facts.values.options import dtype_options as dtype_options
+    from mpguard.lint.facts.values.options import literal_choices as literal_choices
     from mpguard.lint.facts.values.precision import NUMBER as NUMBER
     from mpguard.lint.facts.values.precision import TensorDtype as TensorDtype
     from mpguard.lint.facts.values.scalars import ScalarUse as ScalarUse
@@ -157,7 +159,7 @@ _NAMES = {
     "mpguard.lint.facts.syntax.records": ("Binding", "Call", "Record", "Scope", "Use", "With"),
     "mpguard.lint.facts.values.dtypes": ("AnyDtype", "OtherDtype", "PossibleDtypes"),
     "mpguard.lint.facts.values.lattice": ("Constant", "DtypeValue", "Function", "Method", "Object", "Ref"),
-    "mpguard.lint.facts.values.options": ("Option", "dtype_options"),
+    "mpguard.lint.facts.values.options": ("Option", "can_be_chosen", "dtype_options", "literal_choices"),
     "mpguard.lint.facts.values.precision": ("NUMBER", "TensorDtype"),
     "mpguard.lint.facts.values.scalars": ("ScalarUse",),
     "mpguard.lint.model.rule": (

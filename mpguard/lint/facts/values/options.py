@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
 from mpguard.lint.facts.syntax.nodes import constant, dotted
-from mpguard.lint.facts.syntax.records import Call, Record
+from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition
+from mpguard.lint.facts.syntax.records import Call, Record, Scope
 from mpguard.lint.facts.values import library_names
 from mpguard.lint.facts.values.dtypes import AnyDtype, only_dtype
 from mpguard.lint.facts.values.lattice import Constant, DtypeValue
@@ -19,7 +20,6 @@ from mpguard.policy.dtype import Dtype
 if TYPE_CHECKING:
     from mpguard.lint.facts.events import Event
     from mpguard.lint.facts.file import Facts
-    from mpguard.lint.facts.syntax.path_condition import PathCondition
 
 #: Names of options that select the compute dtype of a run.
 _DTYPE = re.compile(
@@ -68,6 +68,36 @@ def forgotten_dtypes(facts: Facts) -> dict[Call, Option]:
     backwards = [call for call in found if _in_backward(call, facts)]
     region = _only_bfloat16(facts) if backwards else None
     return dict.fromkeys(backwards, region) if region is not None else {}
+
+
+def literal_choices(call: Call) -> tuple[str, list[str]] | None:
+    """Return the name in the namespace and the literal `choices` of an `add_argument`; None if it has none."""
+    given = call.keywords.get("choices")
+    flags = [str(c[0]) for each in call.positional if (c := constant(each)) and isinstance(c[0], str)]
+    if not isinstance(given, (cst.List, cst.Tuple)) or not flags:
+        return None
+    values = [constant(element.value) for element in given.elements]
+    named = constant(call.keywords.get("dest"))
+    name = str(named[0]) if named is not None else max(flags, key=len).lstrip("-").replace("-", "_")
+    texts = [value[0] for value in values if value is not None and isinstance(value[0], str)]
+    return (name, texts) if texts and len(texts) == len(values) else None
+
+
+def can_be_chosen(guard: PathCondition, program: Iterable[Scope]) -> bool:
+    """Return False if a path condition asks for a value of an option that its `choices` in the program lack."""
+    wanted = {
+        each.name.rsplit(".", 1)[-1]: each.equals
+        for each in guard
+        if isinstance(each, Flag) and isinstance(each.equals, str)
+    }
+    if not wanted:
+        return True
+    offered: dict[str, set[str]] = {}
+    for scope in program:
+        for call in scope.calls:
+            if call.name == "add_argument" and (found := literal_choices(call)) is not None:
+                offered.setdefault(found[0], set()).update(found[1])
+    return all(value in offered.get(name, {value}) for name, value in wanted.items())
 
 
 def _in_backward(call: Call, facts: Facts) -> bool:

@@ -21,6 +21,7 @@ from mpguard.lint import (
     constant,
     dotted,
     library_names,
+    literal_choices,
 )
 
 
@@ -139,16 +140,8 @@ def main(parser):
     def _options(self, facts: Facts) -> Iterator[tuple[str, list[str], Call]]:
         """Yield the options with literal `choices`: their name in the namespace, and the choices."""
         for call in facts.calls.get("add_argument", ()):
-            given = call.keywords.get("choices")
-            flags = [str(c[0]) for each in call.positional if (c := constant(each)) and isinstance(c[0], str)]
-            if not isinstance(given, (cst.List, cst.Tuple)) or not flags:
-                continue
-            values = [constant(element.value) for element in given.elements]
-            named = constant(call.keywords.get("dest"))
-            name = str(named[0]) if named is not None else max(flags, key=len).lstrip("-").replace("-", "_")
-            texts = [value[0] for value in values if value is not None and isinstance(value[0], str)]
-            if texts and len(texts) == len(values):
-                yield name, texts, call
+            if (found := literal_choices(call)) is not None:
+                yield *found, call
 
     def _lookups(self, facts: Facts) -> Iterator[tuple[Record, cst.BaseExpression, str, cst.BaseExpression | None]]:
         """Yield what looks an option up in a table: the table, the option's name, and the default of `get`."""

@@ -21,6 +21,7 @@ from mpguard.lint import (
     Rule,
     Scope,
     any_of,
+    can_be_chosen,
     compatible,
     dotted,
     python_edits,
@@ -823,6 +824,50 @@ def train(generator, discriminator, loader):
         optimizer_g.step()
 """
         ),
+        Good(
+            """\
+import argparse
+import contextlib
+import torch
+
+def get_autocast(precision):
+    return torch.cuda.amp.autocast if precision == "amp" else contextlib.nullcontext
+
+def train(args, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    autocast = get_autocast(args.precision)
+    for x in loader:
+        with autocast():
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+
+def main(model, loader):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--precision", choices=["amp_bf16", "bf16", "fp32"])
+    train(parser.parse_args(), model, loader)
+"""
+        ),
+        Good(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+optimizer = torch.optim.AdamW(unet.parameters())
+optimizer_cls = torch.optim.AdamW(classifier.parameters())
+for x in loader:
+    with torch.autocast("cuda"):
+        loss = unet(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+for x in loader:
+    with torch.autocast("cuda", enabled=False):
+        loss = classifier(x).sum()
+        loss.backward()
+        optimizer_cls.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -836,6 +881,8 @@ def train(generator, discriminator, loader):
             for region, where, guard in self._low_precision(backward, facts):
                 direct = backward if region is not None and where.scope is backward.scope else None
                 step = unscaled_steps.plain_step(backward, guard, program, facts)
+                if not can_be_chosen(guard, program):
+                    continue
                 if step is None or (direct is None and facts.base_unknown(backward.scope.owner)):
                     continue
                 if unscaled_steps.may_be_scaled(
@@ -873,6 +920,8 @@ def train(generator, discriminator, loader):
         assert backward.subject is not None
         records: list[Record] = [backward.call, *facts.flow.backward(backward.subject, backward.call)]
         for record in records:
+            if _of_another_loop(record, backward):
+                continue
             around = facts.regions(record)
             for place, region in enumerate(around):
                 for guard in self._float16_conditions(region, around[place + 1 :], around):
@@ -1005,3 +1054,14 @@ def _is_scaled(backward: Event) -> bool:
     """True for `any.scale(loss).backward()`, whatever the object is called and wherever it comes from."""
     loss = backward.subject
     return isinstance(loss, cst.Call) and isinstance(loss.func, cst.Attribute) and loss.func.attr.value == "scale"
+
+
+def _of_another_loop(record: Record, backward: Event) -> bool:
+    """True for what a loop before the one of the backward pass computes, if that one binds the loss again."""
+    outer, name = backward.call.loops[:1], dotted(backward.subject)
+    if record.scope is not backward.scope or not record.loops or not outer or outer[0] in record.loops:
+        return False
+    bound = (
+        each for each in backward.scope.bindings.get(name, ()) if each.kind == "assign" and each.loops[:1] == outer
+    )
+    return any(each.order < backward.order and not each.guard - backward.guard for each in bound)
