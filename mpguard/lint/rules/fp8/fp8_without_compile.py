@@ -366,6 +366,30 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
                 "dynamo_config:\n  dynamo_backend: INDUCTOR\n",
             },
         ),
+        Bad(
+            """\
+from torchao.float8 import convert_to_float8_training
+from parallel import wrap
+from parts import configure_optimizer, load_model
+
+def main(loader):
+    model = load_model()
+    convert_to_float8_training(model)  # !
+    model = wrap(model)
+    optimizer = configure_optimizer(model)
+    for x in loader:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "parallel.py": "def wrap(model):\n    return model\n",
+                "parts.py": "import torch\n\ndef load_model():\n    model = torch.nn.Linear(16, 16)\n"
+                "    return model.to('cuda')\n\ndef configure_optimizer(model):\n"
+                "    parts = [p for _, p in model.named_parameters()]\n    return torch.optim.AdamW(parts)\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -401,8 +425,8 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])
         local = event.scope.kind == "function" and event.call.is_statement and "." not in event.key
         if not local or not event.key:
             return False
-        if self._is_looped(event, facts):
-            return False
+        if self._is_looped(event, facts) or any(each.scope is event.scope for each in facts.events("backward")):
+            return False  # the function trains, so it is no helper that only converts
         reach = facts.flow.forward_key(event.key, event.call)
         return not reach.sinks and not reach.outside
 
