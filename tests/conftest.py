@@ -16,6 +16,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):  # a worker of xdist
         return
     limits.scale()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are busy with other tests
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each program that a test starts compiles mpguard again
     if session.config.option.collectonly:
         return
@@ -27,7 +28,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if cache is not None:  # a build that is killed must not block the other programs of this user
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache.mkdir("torch_extensions")))
     stamp = deepspeed_operator.version()
-    if cache is None or cache.get("mpguard/deepspeed_operator", None) != stamp:
+    known = cache is not None and cache.get("mpguard/deepspeed_operator", None) == stamp
+    if not (known and deepspeed_operator.is_compiled()):
         try:
             deepspeed_operator.build(lambda message: print(message, flush=True))
         except RuntimeError as error:

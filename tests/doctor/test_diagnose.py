@@ -56,7 +56,7 @@ def test_a_cell_for_each_recipe_backend_and_strategy(tmp_path: Path) -> None:
 
 
 def test_a_crash_or_a_hang_ends_one_probe(tmp_path: Path) -> None:
-    fake = Fake(packages={}, modules={
+    fake = Fake(packages={}, limit=3.0, modules={
         "crashes.py": "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)",
         "hangs.py": "import time\ntime.sleep(60)",
         "exits.py": "import os\nprint('out of memory')\nos._exit(3)",

@@ -32,6 +32,11 @@ def version() -> str:
     return " ".join([sys.version, *versions, str(extensions_folder())])
 
 
+def is_compiled() -> bool:
+    """True if a compiled operator is there. Its stamp alone does not prove that."""
+    return any(extensions_folder().glob("*/*.so"))
+
+
 def build(report: Callable[[str], None]) -> None:
     """Compile the operator, or load it if it is there. Raise `RuntimeError` for a stale lock, or if the build fails."""
     if stale := stale_locks():
