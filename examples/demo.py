@@ -57,6 +57,9 @@ def run(command: str, expected: int) -> None:
 
 
 def main() -> None:
+    hook = subprocess.run(["mpguard", "hook", "status"], env=ENVIRONMENT, capture_output=True, check=False)
+    if hook.returncode == 0:
+        sys.exit("demo: with the hook no launcher is a stock one. Run `mpguard hook uninstall` first")
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
 
