@@ -94,6 +94,8 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.values.precision import TensorDtype as TensorDtype
     from mpguard.lint.facts.values.scalars import ScalarUse as ScalarUse
     from mpguard.lint.model import python_edits as python_edits
+    from mpguard.lint.model.example_programs import SCALER_CLASS_FILES as SCALER_CLASS_FILES
+    from mpguard.lint.model.example_programs import scaler_class as scaler_class
     from mpguard.lint.model.rule import Bad as Bad
     from mpguard.lint.model.rule import BaseRule as BaseRule
     from mpguard.lint.model.rule import ConfigRule as ConfigRule
@@ -162,6 +164,7 @@ _NAMES = {
     "mpguard.lint.facts.values.options": ("Option", "can_be_chosen", "dtype_options", "literal_choices"),
     "mpguard.lint.facts.values.precision": ("NUMBER", "TensorDtype"),
     "mpguard.lint.facts.values.scalars": ("ScalarUse",),
+    "mpguard.lint.model.example_programs": ("SCALER_CLASS_FILES", "scaler_class"),
     "mpguard.lint.model.rule": (
         "Bad",
         "BaseRule",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -330,15 +330,7 @@ class CallGraph:
 
         Its class and module are included.
         """
-        seen: set[Scope] = set()
-        pending = [scope]
-        while pending:
-            current = pending.pop()
-            if current in seen:
-                continue
-            seen.add(current)
-            pending += self.facts.of(current).graph._neighbours(current)
-        return seen
+        return self._closure([scope], lambda each: self.facts.of(each).graph._neighbours(each))
 
     def programs_of(self, scope: Scope) -> set[Scope]:
         """Return the functions of the tree that run in a program that runs this one.
@@ -346,10 +338,11 @@ class CallGraph:
         They are what calls it, directly or not, with its classes, and what these call. `reachable` contains the other
         users of its helpers as well.
         """
-        found = self._closure([scope], lambda each: self.facts.of(each).graph._runs_it(each))
-        return self._closure(list(found), lambda each: self.facts.of(each).graph._runs(each))
+        callers = self._closure([scope], lambda each: self.facts.of(each).graph._runs_it(each))
+        return self._closure(callers, lambda each: self.facts.of(each).graph._runs(each))
 
-    def _closure(self, start: list[Scope], following: Callable[[Scope], list[Scope]]) -> set[Scope]:
+    def _closure(self, start: Iterable[Scope], following: Callable[[Scope], list[Scope]]) -> set[Scope]:
+        """Return some functions, and all that follow from them."""
         seen: set[Scope] = set()
         pending = list(start)
         while pending:
@@ -360,22 +353,26 @@ class CallGraph:
         return seen
 
     def _runs_it(self, scope: Scope) -> list[Scope]:
-        """Return the callers of a function, what it is defined in, and the methods of a class."""
+        """Return the callers of a function, what it is defined in, and the methods and bases of a class."""
         if scope.kind == "class":
-            bases = [base.scope for base in self.bases(scope) if isinstance(base, Class)]
-            return [*bases, *(each for each in scope.children if each.kind == "function")]
+            return [*self._own_bases(scope), *(each for each in scope.children if each.kind == "function")]
         if scope.kind != "function":
             return []
         return [*(call.scope for call in self.callers(scope)), *([scope.parent] if scope.parent is not None else ())]
 
     def _runs(self, scope: Scope) -> list[Scope]:
-        """Return the functions that a function calls, those defined in it, and its class."""
+        """Return the functions that a function or a module calls, those defined in a function, and its class."""
         if scope.kind == "class":
-            return [base.scope for base in self.bases(scope) if isinstance(base, Class)]
-        inner = [each for each in scope.children if each.kind == "function"] if scope.kind == "function" else []
-        owner = [scope.parent] if scope.kind == "function" and scope.parent is not None else []
-        called = [each.scope for call in scope.calls if self._may_train(call) for each in self.functions(call)]
-        return [*inner, *owner, *called]
+            return self._own_bases(scope)
+        found = [each.scope for call in scope.calls if self._may_train(call) for each in self.functions(call)]
+        if scope.kind == "function":
+            found += [each for each in scope.children if each.kind == "function"]
+            found += [scope.parent] if scope.parent is not None else []
+        return found
+
+    def _own_bases(self, scope: Scope) -> list[Scope]:
+        """Return the base classes that are defined in the tree."""
+        return [base.scope for base in self.bases(scope) if isinstance(base, Class)]
 
     def _neighbours(self, scope: Scope) -> list[Scope]:
         if scope not in self._neighbours_of:
@@ -386,7 +383,7 @@ class CallGraph:
         found: list[Scope] = []
         if scope.kind == "class":
             found += scope.children
-            found += [base.scope for base in self.bases(scope) if isinstance(base, Class)]
+            found += self._own_bases(scope)
         elif scope.kind == "function":
             found += [call.scope for call in self.callers(scope)]
             found += scope.children

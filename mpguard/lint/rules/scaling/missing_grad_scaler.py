@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
+    SCALER_CLASS_FILES,
     Bad,
     Call,
     Diagnostic,
@@ -722,13 +723,7 @@ class MixedPrecision:
     def step(self, model, optimizer):
         optimizer.step()
 """,
-            files={
-                "pyproject.toml": "",
-                "train.py": "import torch\nfrom amp import MixedPrecision\ndef train(model, loader, fp16):\n"
-                "    optimizer = torch.optim.AdamW(model.parameters())\n    amp = MixedPrecision(fp16)\n"
-                "    for x in loader:\n        with amp.context():\n            loss = model(x).sum()\n"
-                "        amp.backward(loss)\n        amp.step(model, optimizer)\n",
-            },
+            files=SCALER_CLASS_FILES,
             name="amp.py",
         ),
         Bad(
