@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.syntax.records import Scope as Scope
     from mpguard.lint.facts.syntax.records import Use as Use
     from mpguard.lint.facts.syntax.records import With as With
-    from mpguard.lint.facts.values import library_names as library_names
+    from mpguard.lint.facts.values import api_names
     from mpguard.lint.facts.values.dtypes import AnyDtype as AnyDtype
     from mpguard.lint.facts.values.dtypes import OtherDtype as OtherDtype
     from mpguard.lint.facts.values.dtypes import PossibleDtypes as PossibleDtypes
@@ -126,7 +126,7 @@ if TYPE_CHECKING:
     from mpguard.targets.settings import show as show
 
     accelerate_keys, axolotl_keys, deepspeed_keys = accelerate, axolotl, deepspeed
-    fp8_facts, trace_facts = fp8, trace
+    fp8_facts, library_names, trace_facts = fp8, api_names, trace
 
 #: Where each name is defined: module -> names. A test compares this and `_MODULES` with the imports above, which only
 #: type checkers read.
@@ -202,7 +202,7 @@ _MODULES = {
     "fp8_facts": "mpguard.lint.facts.domain.fp8",
     "imports": "mpguard.lint.facts.syntax.imports",
     "launch_expectations": "mpguard.lint.configs.launch_expectations",
-    "library_names": "mpguard.lint.facts.values.library_names",
+    "library_names": "mpguard.lint.facts.values.api_names",
     "lightning": "mpguard.lint.facts.domain.lightning",
     "mp_yaml": "mpguard.document.mp_yaml",
     "python_edits": "mpguard.lint.model.python_edits",

@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch import library as torch_library
 
 #: The operator, and the names of the arguments that the kernel here casts, in their order.
 OPERATOR, ARGUMENTS = "_cudnn_rnn", ("input", "weight", "weight_stride0", "weight_buf", "hx", "cx")
@@ -29,7 +30,7 @@ def register(key: str = "AutocastCUDA") -> str | None:
     names = tuple(each.name for each in operator.default._schema.arguments) if operator is not None else ()
     if names[: len(ARGUMENTS)] != ARGUMENTS:
         return f"aten::{OPERATOR} has other arguments in the installed version"
-    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library: Any = torch_library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.key = key
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that torch's own kernel is overridden

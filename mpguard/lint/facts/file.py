@@ -37,7 +37,7 @@ from mpguard.lint.facts.syntax.index import Indexer
 from mpguard.lint.facts.syntax.nodes import dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope, With
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.dtypes import AnyDtype, PossibleDtypes
 from mpguard.lint.facts.values.evaluate import DEPTH, Values
 from mpguard.lint.facts.values.lattice import Alternatives, Class, Constant, DtypeValue, Function, Object, Ref
@@ -278,7 +278,7 @@ class Facts(FormerNames, former=_FORMER):
         for each in self.evaluate(node, at):
             dtype = each.atom.dtype if isinstance(each.atom, DtypeValue) else None
             if strings and isinstance(each.atom, Constant) and isinstance(each.atom.value, str):
-                dtype = library_names.DTYPE_STRINGS.get(each.atom.value)
+                dtype = api_names.DTYPE_STRINGS.get(each.atom.value)
             found.append((each.guard, dtype))
         return tuple(found)
 
@@ -297,7 +297,7 @@ class Facts(FormerNames, former=_FORMER):
             return facts.from_outside(node, at, depth)
         if isinstance(node, cst.Call):
             inner = self.index.call_of.get(node)
-            if inner is not None and inner.receiver is not None and inner.name in library_names.SAME:
+            if inner is not None and inner.receiver is not None and inner.name in api_names.SAME:
                 return self.from_outside(inner.receiver, inner, depth - 1)
             return False
         if not path or depth < 0:
@@ -337,7 +337,7 @@ class Facts(FormerNames, former=_FORMER):
 
     def imported(self, module: str) -> Facts | None:
         """Return the facts of an imported module of the linted tree, or None if it is not in the tree."""
-        if module.split(".", 1)[0] in library_names.LIBRARIES:
+        if module.split(".", 1)[0] in api_names.LIBRARIES:
             return None
         if module not in self._imported:
             self._imported[module] = None  # within an import cycle the module is unknown
@@ -554,7 +554,7 @@ class Facts(FormerNames, former=_FORMER):
         self._active.add(key)
         try:
             for place in scope.within():
-                if place.kind == "function" and library_names.is_inference(place.name) and not _trains(place):
+                if place.kind == "function" and api_names.is_inference(place.name) and not _trains(place):
                     return True
             if scope.kind != "function":
                 return False
@@ -629,7 +629,7 @@ class Facts(FormerNames, former=_FORMER):
 
 def _trains(scope: Scope) -> bool:
     """True if a function trains whatever its name is: `eval_linear` calls `train(...)`."""
-    return any(call.receiver is None and library_names.is_training(call.name) for call in scope.calls)
+    return any(call.receiver is None and api_names.is_training(call.name) for call in scope.calls)
 
 
 @contextlib.contextmanager

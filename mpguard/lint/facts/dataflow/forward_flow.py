@@ -20,7 +20,7 @@ import libcst as cst
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
 from mpguard.lint.facts.syntax.records import BY_ORDER, Call, Record, Scope, Use
-from mpguard.lint.facts.values import library_names, project_words
+from mpguard.lint.facts.values import api_names, project_words
 from mpguard.lint.facts.values.lattice import Ref
 from mpguard.policy.dtype import Dtype
 
@@ -225,7 +225,7 @@ class ForwardFlow:
         library = bool(atoms) and all(
             isinstance(atom, Ref)
             and not atom.path.startswith("torch.")
-            and not library_names.CAPITAL.match(atom.path.rsplit(".", 1)[-1])
+            and not api_names.CAPITAL.match(atom.path.rsplit(".", 1)[-1])
             for atom in atoms
         )
         if not library and (
@@ -415,7 +415,7 @@ class ForwardFlow:
                 carries = self.through_library(atom.path, call, arg) or carries  # type: ignore[union-attr]
             elif kind in ("Function", "Class"):
                 known = True
-                if atom.facts is not facts and library_names.SAVES.search(name):  # type: ignore[union-attr]
+                if atom.facts is not facts and api_names.SAVES.search(name):  # type: ignore[union-attr]
                     self.sink("saved", call)
                 self.entered(atom.scope, call, arg)  # type: ignore[union-attr]
                 if kind == "Class":
@@ -429,7 +429,7 @@ class ForwardFlow:
             for function in facts.functions(call):
                 known = True
                 self.entered(function.scope, call, arg)
-            if not known and library_names.SAVES.search(name):
+            if not known and api_names.SAVES.search(name):
                 self.sink("saved", call)
                 return False
         return carries or not known
@@ -437,8 +437,8 @@ class ForwardFlow:
     def through_library(self, path: str, call: Call, arg: cst.Arg) -> bool:
         """Handle a library function with the value as an argument. True if the flow continues with its result."""
         last = path.rsplit(".", 1)[-1]
-        kind = library_names.kind_of(path)
-        if library_names.SAVES.search(last):
+        kind = api_names.kind_of(path)
+        if api_names.SAVES.search(last):
             self.sink("saved", call)
             return False
         if last in _ENDS_FLOW or path.startswith(_READERS):
@@ -457,7 +457,7 @@ class ForwardFlow:
         if kind == "engine":
             self.sink("initialize", call)
             return True
-        if last in library_names.PARALLEL:
+        if last in api_names.PARALLEL:
             self.sink("parallel", call)
             return True
         return not path.startswith("copy.deepcopy")
@@ -497,7 +497,7 @@ class ForwardFlow:
                 params = params[1:]
             place = call.positional.index(arg.value)
             name = params[place].name if place < len(params) else None
-        if name is not None and not library_names.is_inference(scope.name):
+        if name is not None and not api_names.is_inference(scope.name):
             self.taint(name, scope, scope.order)
 
     def returned(self, scope: Scope) -> None:

@@ -20,8 +20,8 @@ from mpguard.lint.facts.events.event import Event, is_scaler, last_name
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, MOST_CONDITIONS, Flag, PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope, Use
+from mpguard.lint.facts.values.api_names import SCALER_NAMES
 from mpguard.lint.facts.values.lattice import Atom, Constant, Function, Object
-from mpguard.lint.facts.values.library_names import SCALER_NAMES
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

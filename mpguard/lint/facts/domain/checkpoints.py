@@ -14,8 +14,8 @@ from mpguard.lint.facts.events.event import Event, is_optimizer, is_scaler, last
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.records import Call, Use
 from mpguard.lint.facts.values import project_words
+from mpguard.lint.facts.values.api_names import SAVES
 from mpguard.lint.facts.values.lattice import Object
-from mpguard.lint.facts.values.library_names import SAVES
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

@@ -9,7 +9,7 @@ import libcst as cst
 
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.records import Binding, Scope, Use
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import api_names
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -46,7 +46,7 @@ class FrozenModels:
             above = parents.get(parent)
             if isinstance(parent, cst.Attribute) and isinstance(above, cst.Call) and above.func is parent:
                 name = parent.attr.value
-                if name not in library_names.SAME:
+                if name not in api_names.SAME:
                     return False
                 if name == "requires_grad_" and above.args and constant(above.args[0].value) == (False,):
                     return True
@@ -112,9 +112,7 @@ class FrozenModels:
         parents = self.facts.index.parents
         above = parents.get(call)
         outer = self.facts.index.call_of.get(parents[above]) if isinstance(above, cst.Arg) else None
-        return outer is not None and any(
-            library_names.kind_of(path) == "optimizer" for _, path in self.facts.paths(outer)
-        )
+        return outer is not None and any(api_names.kind_of(path) == "optimizer" for _, path in self.facts.paths(outer))
 
     # -- helpers ------------------------------------------------------------------------------------
 

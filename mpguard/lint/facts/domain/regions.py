@@ -12,7 +12,7 @@ import libcst as cst
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Call, Record, Scope, With
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.dtypes import AnyDtype, PossibleDtypes, guards_of
 from mpguard.lint.facts.values.lattice import UNKNOWN, Alternative, Alternatives, Constant, Method, Object, Ref
 from mpguard.policy.dtype import Dtype
@@ -55,7 +55,7 @@ def enabled_argument(call: Call, path: str) -> cst.BaseExpression | None:
     if path.startswith("transformer_engine."):
         return call.argument(0, "enabled")
     legacy = path.startswith(("torch.cuda.amp.", "torch.cpu.amp."))
-    place = (0 if legacy else 2) if path in library_names.AUTOCASTS else (4 if legacy else 5)
+    place = (0 if legacy else 2) if path in api_names.AUTOCASTS else (4 if legacy else 5)
     return call.argument(place, "enabled")
 
 
@@ -129,7 +129,7 @@ class Regions:
         for each in self.facts.values.evaluate(decorator, outer, scope.order):
             if isinstance(each.atom, Object) and each.atom.kind in _REGIONS:
                 yield self._region(each)
-            elif isinstance(each.atom, Ref) and each.atom.path in library_names.NO_GRAD:
+            elif isinstance(each.atom, Ref) and each.atom.path in api_names.NO_GRAD:
                 yield Region("no_grad", each.guard, None, self.facts)
 
     def entered(self, item: With) -> tuple[Region, ...]:

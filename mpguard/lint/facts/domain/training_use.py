@@ -21,7 +21,7 @@ from mpguard.lint.facts.events import Event, EventKind
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
-from mpguard.lint.facts.values import library_names, project_words
+from mpguard.lint.facts.values import api_names, project_words
 from mpguard.lint.facts.values.dtypes import AnyDtype, as_dtype
 from mpguard.lint.facts.values.lattice import Function, Object, Ref
 
@@ -345,9 +345,7 @@ class TrainingUse:
         """
         parents = self.facts.index.parents
         node: cst.CSTNode = call.node
-        while (
-            isinstance(above := parents.get(node), cst.Attribute) and above.attr.value in library_names.SAME - UPCASTS
-        ):
+        while isinstance(above := parents.get(node), cst.Attribute) and above.attr.value in api_names.SAME - UPCASTS:
             node = parents[above]
         for key, bindings in call.scope.bindings.items():
             for binding in bindings:
@@ -459,7 +457,7 @@ class TrainingUse:
             found = self.facts.values.reaching(node.value, call.scope, call.order, call.guard)
             node = found[0].value if len(found) == 1 and found[0].kind == "assign" else None
         return isinstance(node, cst.Call) and (
-            dotted(node.func).rsplit(".", 1)[-1] in library_names.TENSOR_MAKERS
+            dotted(node.func).rsplit(".", 1)[-1] in api_names.TENSOR_MAKERS
             or (isinstance(node.func, cst.Attribute) and node.func.attr.value in ("detach", "clone"))
         )
 
@@ -550,5 +548,5 @@ def _is_plain_name(literal: tuple[object] | None) -> bool:
     return (
         literal is not None
         and isinstance(literal[0], str)
-        and bool(library_names.TRAINER_PLAIN_OPTIMIZERS.match(literal[0]))
+        and bool(api_names.TRAINER_PLAIN_OPTIMIZERS.match(literal[0]))
     )

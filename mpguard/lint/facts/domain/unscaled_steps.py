@@ -11,7 +11,7 @@ from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Scope, Use
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.lattice import Class, Constant, Object, Ref
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def may_be_scaled(
             for each in facts.evaluate(call.func, call):
                 if not compatible(each.guard, guard):
                     continue
-                if isinstance(each.atom, Ref) and library_names.kind_of(each.atom.path) in _HAS_OWN_SCALER:
+                if isinstance(each.atom, Ref) and api_names.kind_of(each.atom.path) in _HAS_OWN_SCALER:
                     return True
                 if isinstance(each.atom, Class) and each.atom.facts.class_kind(each.atom.scope) in _HAS_OWN_SCALER:
                     return True
@@ -193,7 +193,7 @@ def _may_scale(use: Use, program: set[Scope], facts: Facts) -> bool:
         if _READS_SCALER.search(parts[-1]):
             return False
         return call is None or not any(
-            isinstance(each.atom, Ref) and each.atom.path.rsplit(".", 1)[-1] in library_names.SCALER_NAMES
+            isinstance(each.atom, Ref) and each.atom.path.rsplit(".", 1)[-1] in api_names.SCALER_NAMES
             for each in facts.evaluate(call.func, call)
         )
     if isinstance(parent, cst.Arg):

@@ -17,7 +17,7 @@ import libcst as cst
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Return
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.lattice import Constant, Object
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ _MAX_BINDINGS = 16
 #: Functions whose `return` is not the result of calling the object.
 _NO_RESULT = frozenset({"__init__", "forward", "__call__"})
 #: Methods that return the object, or its parameters.
-_SAME = library_names.SAME | {"parameters", "named_parameters", "module", "values"}
+_SAME = api_names.SAME | {"parameters", "named_parameters", "module", "values"}
 #: Functions that return their argument, or an object made of it.
 _RETURNS_ARGUMENT = frozenset({
-    "unwrap_model", "compile", "list", "tuple", "filter", "chain", library_names.ADDS_ADAPTERS,
+    "unwrap_model", "compile", "list", "tuple", "filter", "chain", api_names.ADDS_ADAPTERS,
     "DistributedDataParallel", "DDP", "extract_model_from_parallel", "iter", "sorted",
 })  # fmt: skip
 #: Names of flags under which one of several frameworks may run the training loop.
@@ -70,7 +70,7 @@ class WrapperFacts:
             found = {event.call: "accelerate" for event in self.facts.events("prepare")}
             found |= {event.call: "deepspeed" for event in self.facts.events("initialize")}
             for event in self.facts.events("shard"):
-                found[event.call] = library_names.kind_of(self.facts.called_path(event.call))
+                found[event.call] = api_names.kind_of(self.facts.called_path(event.call))
             self._kinds = found
         return self._kinds
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint.facts.events.event import Event, finds
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import api_names
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -18,6 +18,6 @@ def _autocasts(facts: Facts) -> Iterator[Event]:
     aliases = facts.aliases("autocast")
     for name, calls in facts.calls.items():
         for call in calls if "autocast" in name or name in aliases else ():
-            path = next((path for _, path in facts.paths(call) if path in library_names.AUTOCASTS), None)
+            path = next((path for _, path in facts.paths(call) if path in api_names.AUTOCASTS), None)
             if path is not None:
                 yield Event("autocast", call, facts, call.node, facts.autocast(call, path).dtypes)

@@ -9,7 +9,7 @@ from mpguard.lint.facts.events.event import Event, aliases, called, finds
 from mpguard.lint.facts.syntax.nodes import constant
 from mpguard.lint.facts.syntax.path_condition import ALWAYS
 from mpguard.lint.facts.syntax.records import Call
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.lattice import Class, Constant, Function, Object, Ref
 from mpguard.policy.dtype import Dtype
 
@@ -47,7 +47,7 @@ def _casts(facts: Facts) -> Iterator[Event]:
             continue
         text = constant(given)
         if text is not None:
-            if text[0] in library_names.HALF_TENSOR_STRINGS:
+            if text[0] in api_names.HALF_TENSOR_STRINGS:
                 yield Event("cast", call, facts, call.receiver, ((ALWAYS, Dtype.FP16),))
             continue
         dtypes = facts.dtypes(given, call)
@@ -82,9 +82,9 @@ def _is_torch(facts: Facts, call: Call) -> bool:
 def _constructs(facts: Facts) -> Iterator[Event]:
     """Yield layers of torch that are created in a dtype: `nn.Linear(8, 8, dtype=torch.float16)`."""
     for name, calls in facts.calls.items():
-        for call in calls if library_names.CAPITAL.match(name) else ():
+        for call in calls if api_names.CAPITAL.match(name) else ():
             if "dtype" in call.keywords and any(
-                path.startswith("torch.nn.") and library_names.kind_of(path) == "model" for _, path in facts.paths(call)
+                path.startswith("torch.nn.") and api_names.kind_of(path) == "model" for _, path in facts.paths(call)
             ):
                 yield Event("construct", call, facts, call.node, facts.dtypes(call.keywords["dtype"], call))
 
@@ -92,7 +92,7 @@ def _constructs(facts: Facts) -> Iterator[Event]:
 @finds("load")
 def _loads(facts: Facts) -> Iterator[Event]:
     """Yield calls of `from_pretrained` and similar loaders, with the dtype of the weights."""
-    for call in called(facts, *library_names.LOADERS):
+    for call in called(facts, *api_names.LOADERS):
         given = call.argument(None, "dtype", "torch_dtype")
         yield Event(
             "load", call, facts, call.node, facts.dtypes(given, call, strings=True) if given is not None else ()
@@ -109,6 +109,6 @@ def _default_dtypes(facts: Facts) -> Iterator[Event]:
         if "torch.set_default_tensor_type" in {path for _, path in facts.paths(call)}:
             given = call.argument(0, "t")
             text = constant(given)
-            dtype = library_names.DTYPES.get(text[0]) if text is not None and isinstance(text[0], str) else None
+            dtype = api_names.DTYPES.get(text[0]) if text is not None and isinstance(text[0], str) else None
             dtypes = ((ALWAYS, dtype),) if text is not None else facts.dtypes(given, call)
             yield Event("default_dtype", call, facts, call.node, dtypes)

@@ -13,7 +13,7 @@ import libcst as cst
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition
 from mpguard.lint.facts.syntax.records import Call, Record, Scope
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.dtypes import AnyDtype, PossibleDtypes, guards_of
 from mpguard.lint.facts.values.lattice import Class
 
@@ -138,7 +138,7 @@ def created(facts: Facts, kind: EventKind) -> Iterator[Event]:
         for call in calls:
             if small and (call.receiver is not None or _is_function(call)):
                 continue
-            if any(library_names.kind_of(path) == kind for _, path in facts.paths(call)) or any(
+            if any(api_names.kind_of(path) == kind for _, path in facts.paths(call)) or any(
                 isinstance(each.atom, Class) and each.atom.facts.class_kind(each.atom.scope) == kind
                 for each in facts.evaluate(call.func, call)
                 if call.name[:1].isupper()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint.facts.events.event import Event, aliases, called, finds
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import api_names
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -42,16 +42,16 @@ def _converts_by_accelerate(facts: Facts) -> Iterator[Event]:
 @finds("fp8_recipe")
 def _recipes(facts: Facts) -> Iterator[Event]:
     """Yield the calls that create a recipe of Transformer Engine."""
-    for call, path in _named(facts, *library_names.FP8_RECIPES):
-        if library_names.kind_of(path) == "fp8_recipe":
+    for call, path in _named(facts, *api_names.FP8_RECIPES):
+        if api_names.kind_of(path) == "fp8_recipe":
             yield Event("fp8_recipe", call, facts, call.node)
 
 
 @finds("fp8_handler")
 def _handlers(facts: Facts) -> Iterator[Event]:
     """Yield accelerate's `AORecipeKwargs`, `TERecipeKwargs`, `FP8RecipeKwargs`."""
-    for call, path in _named(facts, *sorted(library_names.FP8_HANDLERS)):
-        if library_names.kind_of(path) == "fp8_handler":
+    for call, path in _named(facts, *sorted(api_names.FP8_HANDLERS)):
+        if api_names.kind_of(path) == "fp8_handler":
             yield Event("fp8_handler", call, facts, call.node)
 
 
@@ -59,5 +59,5 @@ def _handlers(facts: Facts) -> Iterator[Event]:
 def _configs(facts: Facts) -> Iterator[Event]:
     """Yield torchao's `Float8LinearConfig`, by its constructor or by a recipe's name."""
     for call, path in _named(facts, "Float8LinearConfig", "from_recipe_name"):
-        if library_names.kind_of(path) == "float8_config":
+        if api_names.kind_of(path) == "float8_config":
             yield Event("float8_config", call, facts, call.node)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint.facts.events.event import Event, aliases, called, created, finds, is_scaler
+from mpguard.lint.facts.values.api_names import CLIPS
 from mpguard.lint.facts.values.lattice import Object
-from mpguard.lint.facts.values.library_names import CLIPS
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

@@ -10,7 +10,7 @@ import libcst as cst
 from mpguard.lint.facts.events.event import Event, aliases, called, created, finds, is_optimizer, is_scaler, last_name
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.records import Call
-from mpguard.lint.facts.values import library_names, project_words
+from mpguard.lint.facts.values import api_names, project_words
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -28,12 +28,12 @@ def _plain_backward(facts: Facts, call: Call) -> bool:
     """True for `loss.backward()`, as opposed to `engine.backward(loss)` and that of an autograd function."""
     if call.positional and constant(call.positional[0]) is None and not isinstance(call.positional[0], cst.Call):
         return False
-    if dotted(call.receiver).split(".")[-1] in {"self", "super", "ctx", *library_names.FRAMEWORK_RECEIVERS}:
+    if dotted(call.receiver).split(".")[-1] in {"self", "super", "ctx", *api_names.FRAMEWORK_RECEIVERS}:
         return False
     if isinstance(call.receiver, cst.Call) and dotted(call.receiver.func) == "super":
         return False
     kinds = facts.kinds(call.receiver, call)
-    return not kinds & (library_names.RUNS_BACKWARD | {"trainer", "model", "framework", "optimizer", "own", "scaler"})
+    return not kinds & (api_names.RUNS_BACKWARD | {"trainer", "model", "framework", "optimizer", "own", "scaler"})
 
 
 @finds("framework")
@@ -72,7 +72,7 @@ def _trainers(facts: Facts) -> Iterator[Event]:
 def _initializes(facts: Facts) -> Iterator[Event]:
     """Yield `deepspeed.initialize(...)`."""
     for call in called(facts, "initialize", *aliases(facts, "initialize")):
-        if any(library_names.kind_of(path) == "engine" for _, path in facts.paths(call)):
+        if any(api_names.kind_of(path) == "engine" for _, path in facts.paths(call)):
             yield Event("initialize", call, facts, call.node)
 
 
@@ -92,7 +92,7 @@ def _shards(facts: Facts) -> Iterator[Event]:
     """Yield FSDP wrappers: `FullyShardedDataParallel(model)`, `fully_shard(model)`."""
     wanted = ("FullyShardedDataParallel", "fully_shard")
     for call in called(facts, *wanted, *(other for name in wanted for other in aliases(facts, name))):
-        if library_names.kind_of(facts.called_path(call)) in ("fsdp1", "fsdp2"):
+        if api_names.kind_of(facts.called_path(call)) in ("fsdp1", "fsdp2"):
             yield Event("shard", call, facts, call.argument(0, "module"))
 
 
@@ -101,7 +101,7 @@ def _policies(facts: Facts) -> Iterator[Event]:
     """Yield FSDP's policy objects: `MixedPrecision(...)` of FSDP1, `MixedPrecisionPolicy(...)` of FSDP2."""
     wanted = ("MixedPrecision", "MixedPrecisionPolicy")
     for call in called(facts, *wanted, *(other for name in wanted for other in aliases(facts, name))):
-        if library_names.kind_of(facts.called_path(call)) in ("fsdp1_policy", "fsdp2_policy"):
+        if api_names.kind_of(facts.called_path(call)) in ("fsdp1_policy", "fsdp2_policy"):
             given = call.argument(0, "param_dtype")
             yield Event("policy", call, facts, call.node, facts.dtypes(given, call) if given is not None else ())
 

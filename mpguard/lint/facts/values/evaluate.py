@@ -13,7 +13,7 @@ import libcst as cst
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Param, Scope
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.lattice import (
     NOTHING_KNOWN,
     UNKNOWN,
@@ -251,13 +251,13 @@ class Values:
         """Return the alternatives of a name of a known API that a library imported with `*` may bind."""
         first, *rest = path.split(".")
         for binding in reversed(self.facts.module.bindings["*"]):
-            if binding.target.split(".", 1)[0] not in library_names.LIBRARIES:
+            if binding.target.split(".", 1)[0] not in api_names.LIBRARIES:
                 continue
             found = self._from(binding.target, first)
             for name in rest:
                 found = self._attribute(found, name)
             atoms = [each.atom for each in found]
-            known = (not isinstance(atom, Ref) or library_names.kind_of(atom.path) for atom in atoms)
+            known = (not isinstance(atom, Ref) or api_names.kind_of(atom.path) for atom in atoms)
             if atoms and UNKNOWN not in atoms and all(known):
                 return found
         return NOTHING_KNOWN
@@ -421,7 +421,7 @@ class Values:
                     return tuple(each for binding in bindings for each in atom.facts.values.bound(binding))
             if isinstance(atom, Object):
                 return (Alternative(ALWAYS, Method(atom, name)),)
-            if name in library_names.LOADERS:
+            if name in api_names.LOADERS:
                 kind = atom.facts.class_kind(atom.scope)
                 return (Alternative(ALWAYS, Method(Object(kind, None, atom.scope.name, atom.scope, atom.facts), name)),)
         return NOTHING_KNOWN
@@ -453,17 +453,17 @@ class Values:
         if isinstance(atom, Method):
             return self._method_call(atom, call)
         if isinstance(atom, Object) and atom.kind == "partial" and not call.node.args:
-            return (Alternative(ALWAYS, dataclasses.replace(atom, kind=library_names.kind_of(atom.path))),)
+            return (Alternative(ALWAYS, dataclasses.replace(atom, kind=api_names.kind_of(atom.path))),)
         return NOTHING_KNOWN
 
     def _library_call(self, path: str, call: Call) -> Alternatives:
         last = path.rsplit(".", 1)[-1]
         if path == "getattr":
             return self._getattr(call)
-        if path in ("torch.compile", "copy.copy") or last in library_names.WRAPPERS:
+        if path in ("torch.compile", "copy.copy") or last in api_names.WRAPPERS:
             inner = call.argument(0, "model", "module")
             found = self.evaluate(inner, call.scope, call.order)
-            if last in library_names.PARALLEL:  # the wrapper's `forward` calls that of the model inside
+            if last in api_names.PARALLEL:  # the wrapper's `forward` calls that of the model inside
                 inside = [each.atom for each in found if isinstance(each.atom, Object) and each.atom.cls is not None]
                 cls = inside[0] if len(inside) == len(found) == 1 else Object("")
                 return (Alternative(ALWAYS, Object("model", call, path, cls.cls, cls.facts)),)
@@ -487,12 +487,12 @@ class Values:
                 for atom in made
                 if isinstance(atom, Ref)
                 and (
-                    atom.path in library_names.CLIPS
-                    or (atom.path in library_names.AUTOCASTS and "device_type" in call.keywords)
+                    atom.path in api_names.CLIPS
+                    or (atom.path in api_names.AUTOCASTS and "device_type" in call.keywords)
                 )
             ]
             return (Alternative(ALWAYS, Object("partial", call, paths[0])),) if len(paths) == 1 else NOTHING_KNOWN
-        kind = library_names.kind_of(path)
+        kind = api_names.kind_of(path)
         if kind in ("engine", "apex"):
             return (Alternative(ALWAYS, self._initialized(call, path, kind)),)
         return (Alternative(ALWAYS, Object(kind, call, path)),) if kind else NOTHING_KNOWN
@@ -537,11 +537,11 @@ class Values:
             return self.evaluate(call.argument(0), call.scope, call.order)
         if owner.kind in ("trainer", "fabric") and name in ("setup", "setup_module", "setup_optimizers"):
             return (Alternative(ALWAYS, tuple_of(owner, owner)),)
-        if owner.kind in ("model", "tensor", "engine", "criterion", "pipeline") and name in library_names.SAME:
+        if owner.kind in ("model", "tensor", "engine", "criterion", "pipeline") and name in api_names.SAME:
             return (Alternative(ALWAYS, owner),)
         if owner.kind == "model" and name in ("parameters", "named_parameters"):
             return (Alternative(ALWAYS, Object("parameters", call, "", owner.cls, owner.facts)),)
-        if name in library_names.LOADERS:
+        if name in api_names.LOADERS:
             return (Alternative(ALWAYS, dataclasses.replace(owner, call=call)),)
         return NOTHING_KNOWN
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, MOST_CONDITIONS, PathCondition
 from mpguard.lint.facts.syntax.records import Call, Scope
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.dtypes import AnyDtype
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ def tuple_of(*atoms: Atom) -> TupleValue:
 
 def ref(path: str) -> Atom:
     """Return the abstract value of a full dotted library name: a dtype, or a reference by its canonical name."""
-    dtype = library_names.DTYPES.get(path)
-    return DtypeValue(dtype) if dtype is not None else Ref(library_names.canonical(path))
+    dtype = api_names.DTYPES.get(path)
+    return DtypeValue(dtype) if dtype is not None else Ref(api_names.canonical(path))
 
 
 def restrict(alternatives: Alternatives, guard: PathCondition) -> Alternatives:

@@ -12,7 +12,7 @@ import libcst as cst
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition
 from mpguard.lint.facts.syntax.records import Call, Record, Scope
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.dtypes import AnyDtype, only_dtype
 from mpguard.lint.facts.values.lattice import Constant, DtypeValue
 from mpguard.policy.dtype import Dtype
@@ -118,7 +118,7 @@ def _only_bfloat16(facts: Facts) -> Option | None:
 
 def _default_fp16(event: Event, facts: Facts) -> bool:
     call = event.call
-    path = next((path for _, path in facts.paths(call) if path in library_names.AUTOCASTS), "")
+    path = next((path for _, path in facts.paths(call) if path in api_names.AUTOCASTS), "")
     if call.argument(1, "dtype") is not None or call.starred or only_dtype(event.dtypes) is not Dtype.FP16:
         return False
     return facts.enabled(call, path).possible and not any(_PRECISION_FLAG.search(flag) for flag in event.guard.flags())
@@ -157,7 +157,7 @@ def _dtype(node: cst.BaseExpression, at: Record, facts: Facts) -> AnyDtype | Non
         if isinstance(atom, DtypeValue):
             found.add(atom.dtype)
         elif isinstance(atom, Constant) and isinstance(atom.value, str):
-            found.add(library_names.DTYPE_STRINGS.get(atom.value))
+            found.add(api_names.DTYPE_STRINGS.get(atom.value))
         else:
             found.add(None)
     return found.pop() if len(found) == 1 else None

@@ -18,7 +18,7 @@ from mpguard.lint.facts.domain import autocast_ops as ops
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.dtypes import AnyDtype, OtherDtype, as_dtype
 from mpguard.lint.facts.values.lattice import Class, Function, Object, Ref
 from mpguard.lint.source.libcst_internals import Frames
@@ -33,8 +33,7 @@ LOW: frozenset[object] = frozenset(HALF_DTYPES)
 _FLOATS = (Dtype.BF16, Dtype.FP16, Dtype.FP32, Dtype.FP64)
 #: Methods of a tensor that cast it, and the dtypes to which they cast: each is named as the attribute of `torch`.
 _CASTS = {
-    name: library_names.DTYPES[f"torch.{name}"]
-    for name in ("half", "bfloat16", "float", "double", "long", "int", "bool")
+    name: api_names.DTYPES[f"torch.{name}"] for name in ("half", "bfloat16", "float", "double", "long", "int", "bool")
 }
 #: Expressions followed for one request, those of all requests of a file, the depth of nesting, and the alternatives of
 #: one expression.

@@ -1,6 +1,6 @@
 """Names and patterns of single projects that the facts need to know, each with its meaning and its evidence.
 
-`library_names` defines the general APIs of torch, Accelerate, DeepSpeed, Transformers, Transformer Engine, torchao and
+`api_names` defines the general APIs of torch, Accelerate, DeepSpeed, Transformers, Transformer Engine, torchao and
 apex. Names that only single other projects use are here, and only here. `needed_by` lists the
 evidence of a row:
 

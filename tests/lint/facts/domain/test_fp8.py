@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mpguard.lint.facts.values import library_names
+from mpguard.lint.facts.values import api_names
 from mpguard.lint.model.result import FileReport
 from mpguard.lint.model.rule import rules
 from mpguard.lint.model.selection import Selectors
@@ -91,6 +91,6 @@ def test_the_new_names_are_safe_if_the_project_requires_them(version: str, level
 
 
 def test_every_recipe_of_te_has_its_requirements() -> None:
-    assert set(library_names.FP8_RECIPES.values()) <= set(NEEDS)
-    assert all(NEEDS[row].multiple > 1 for row in library_names.FP8_RECIPES.values())
+    assert set(api_names.FP8_RECIPES.values()) <= set(NEEDS)
+    assert all(NEEDS[row].multiple > 1 for row in api_names.FP8_RECIPES.values())
     assert {row for row in BACKENDS if NEEDS[row].multiple == 1} == set()

@@ -8,8 +8,8 @@ from lint_facts import facts_of
 from mpguard.core.errors import PolicyError
 from mpguard.lint import Dtype, EventKind, OtherDtype
 from mpguard.lint.facts.syntax.path_condition import ALWAYS
+from mpguard.lint.facts.values.api_names import DTYPES
 from mpguard.lint.facts.values.dtypes import as_dtype, only_dtype
-from mpguard.lint.facts.values.library_names import DTYPES
 
 
 def test_other_dtypes_are_torchs_and_none_of_a_policy() -> None:
