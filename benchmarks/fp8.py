@@ -12,6 +12,8 @@ one, `gpu` the kernels of one step by kind. Up to four variants are built at the
 time of the first step with compilation, is an upper bound. A row that fails is a row, with the reason; with `--merge`
 it does not replace one that was measured.
 
+`communication` on two GPUs includes the time for which one waits for the other.
+
 All blocks of width 4096 are in FP8, because they stand for the many of a deep model: the recipe's first and last blocks
 in BF16 are left out. `auto` is what it is.
 """
@@ -78,6 +80,7 @@ VARIANTS = {
     "bf16, masters": Variant("bf16_mixed", {"master_weights": "optimizer"}),
     "fp8, not compiled by the script": Variant(FP8, compiled=False),
     "auto": Variant("auto"),
+    "fp8, reduced in bf16": Variant(FP8, {"grad_reduce_in_fp32": False}),
 }
 
 #: What is measured on one GPU, the most telling first.
@@ -106,6 +109,7 @@ TWO_GPUS = (
     ("6 x 8B, 2x4096, FSDP2", "bf16"),
     ("6 x 8B, 2x4096, ZeRO-2", "fp8"),
     ("6 x 8B, 2x4096, ZeRO-2", "bf16"),
+    ("6 x 8B, 2x4096, ZeRO-2", "fp8, reduced in bf16"),
 )
 QUICK = (
     ("tiny", "bf16"),
@@ -144,6 +148,7 @@ AT_ONCE, BUILT = 4, 200.0
 #: Kernels by kind; cuBLAS's names have q for E4M3 and r for E5M2.
 FP8_KERNELS = r"e4m3|e5m2|nvjet_(sm90_)?[qr]{2}|fp8|float8|f8|scaled_mm"
 KINDS = (
+    ("communication", r"nccl"),
     ("optimizer", r"multi_tensor|adam"),
     ("rest", r"^triton_(?!tem)"),
     ("attention", r"flash|fmha|sdpa|attention|cudnn_generated"),
@@ -483,7 +488,7 @@ def write(path: Path, rows: list[dict[str, Any]], seconds: float, *, merge: bool
     """Write the result; with `merge` rows of the file stay that are not among the new ones, or only failed there."""
     old = json.loads(path.read_text(encoding="utf-8")) if merge and path.exists() else {"rows": []}
     stamp = {"date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "versions": versions(LIBRARIES)}
-    own = {(row["size"], row["variant"]): {**row, **stamp} for row in rows}
+    own = {(row["size"], row["variant"]): {**row, **stamp, "warm_up": WARM_UP} for row in rows}
     kept = {(row["size"], row["variant"]): row for row in old["rows"]}
     for row in kept.values():
         for key in (*stamp, "device"):

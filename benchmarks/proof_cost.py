@@ -29,7 +29,7 @@ from typing import Any
 #: Width, layers, batch and steps of the models. A step of the small one takes a few milliseconds.
 MODELS = {
     "cpu": {"small": (128, 4, 64, 2048), "medium": (1024, 8, 64, 64)},
-    "cuda": {"small": (512, 4, 64, 2048), "large": (4096, 16, 4096, 256)},
+    "cuda": {"small": (512, 4, 64, 2048), "large": (4096, 16, 4096, 2048)},
 }
 
 

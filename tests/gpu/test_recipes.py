@@ -62,7 +62,6 @@ assert loss.isfinite()
 """
 
 RECIPES = (
-    "auto",
     "bf16_with_fp8_delayed_scaling_mixed",
     "bf16_with_fp8_current_scaling_mixed",
     "nemotron_h_bf16_with_fp8_current_scaling_mixed",
@@ -85,6 +84,15 @@ def test_a_recipe_trains_as_it_comes(recipe: str, optimizer: str, tmp_path: Path
     assert facts["verdict"] == "in force"
     assert (kept > 0) is (wished and optimizer == "FusedAdam"), transcript(run)
     assert ("fp8_param" in left_out) is (wished and optimizer != "FusedAdam"), left_out
+
+
+def test_auto_keeps_a_narrow_model_in_bf16_and_reports_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    run = in_fork([tmp_path / "train.py", "auto", "AdamW", "linear"], cwd=tmp_path, MPGUARD_POLICY='{"bf16": true}')
+    assert run.returncode == 0, transcript(run)
+    facts = proof(tmp_path / "proof.json")
+    assert facts["verdict"] == "in force" and facts["observed"]["fp8"] is None
+    assert "too narrow to be faster in FP8" in facts["observed"]["left_out"]["fp8"]
 
 
 def test_auto_trains_a_model_without_a_layer_for_fp8(tmp_path: Path) -> None:

@@ -1,0 +1,128 @@
+"""How long the first step of a deep model takes in FP8, and how much of it is compilation.
+
+    python benchmarks/compile_depth.py --output benchmarks/results/compile_depth.json     # one GPU with 139 GiB
+    python benchmarks/compile_depth.py --quick                                            # tries the program on a CPU
+
+Llama-3-8B's 32 blocks, FP32 weights, BF16 autocast, SGD (AdamW's states do not fit beside them), 1x1024 tokens. `whole`
+is what mpguard does for a script that does not compile: it converts the model and compiles all of it. `blocks` is
+written by hand: torchao's conversion, `Module.compile` for each block, whose code is compiled once, and the rest of the
+model eager. `first_step_s` begins when the model has been made, and includes conversion and proof; `compile_s` is
+dynamo's own account of its part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import fp8
+from workers import END, Worker, device, device_name, serve, synchronize, timed_round, versions
+
+#: Name -> hidden size, FFN, heads, key and value heads, blocks, batch, tokens, vocabulary.
+SIZES = {
+    "32 x 8B, 1x1024": (4096, 14336, 32, 8, 32, 1, 1024, 128256),
+    "tiny": (64, 128, 4, 2, 4, 2, 32, 256),
+}
+VARIANTS = ("whole", "blocks")
+ROUNDS, STEPS = 3, 8
+
+
+def work(size: str, variant: str) -> None:
+    """Train in this process; the first answer has the times of the first step."""
+    import mpguard
+
+    whole = variant == "whole"
+    policy = fp8.policy_of(fp8.Variant(fp8.FP8, compiled=False)) if whole else mpguard.recipe("bf16_mixed")
+    mpguard.activate(policy.replace(compile=True) if whole else policy, enforce="warn")
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def prepare() -> tuple[dict[str, Any], Any]:
+        hidden, ffn, heads, groups, blocks, batch, tokens, vocabulary = SIZES[size]
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=hidden, intermediate_size=ffn, num_attention_heads=heads, num_key_value_heads=groups,
+            num_hidden_layers=blocks, vocab_size=vocabulary, max_position_embeddings=tokens, use_cache=False,
+            tie_word_embeddings=False, attn_implementation="sdpa",
+        )  # fmt: skip
+        with torch.device(device()):
+            model = LlamaForCausalLM(config).train()
+        batches = [torch.randint(0, vocabulary, (batch, tokens)).to(device()) for _ in range(4)]
+        synchronize()
+        began = time.perf_counter()
+        if not whole:
+            fp8.convert_by_hand(model)
+            for block in model.model.layers:
+                block.compile()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        step = fp8.training_step(model, optimizer, batches, autocast=whole or device() == "cuda")
+        float(step())
+        first = time.perf_counter() - began
+        second = -time.perf_counter()
+        float(step())
+        second += time.perf_counter()
+        loss = [float(step()) for _ in range(fp8.WARM_UP)][-1]
+        facts = {"first_step_s": first, "second_step_s": second, **compilation()}
+        return {**facts, "loss": loss, "device": device_name()}, lambda: timed_round(step, STEPS)
+
+    ends = fp8.VARIANTS["fp8, not compiled by the script"] if whole else fp8.VARIANTS["stock"]
+    serve(prepare, lambda: {**fp8.memory(), **fp8.proven(ends)})
+
+
+def compilation() -> dict[str, Any]:
+    """Return the seconds that dynamo spent on compiling, forward and backward, and the frames that it compiled."""
+    from torch._dynamo.utils import calculate_time_spent, counters
+
+    spent = calculate_time_spent()
+    return {
+        "compile_s": round(spent.get("total_wall_time", 0.0), 1),
+        "compile_parts_s": {name: round(seconds, 1) for name, seconds in spent.items()},
+        "graphs": counters["stats"].get("unique_graphs"),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="the JSON file for the result")
+    parser.add_argument("--quick", action="store_true", help="a tiny model: tries the program, measures nothing")
+    parser.add_argument("--work", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--size", choices=SIZES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options.size, options.work)
+        return 0
+    size = "tiny" if options.quick else next(iter(SIZES))
+    rows = []
+    for variant in VARIANTS:  # one after the other: what is measured is the time of a compiler
+        worker = Worker(f"{size}, {variant}", [__file__, "--work", variant, "--size", size])
+        row: dict[str, Any] = {"size": size, "variant": variant}
+        try:
+            row |= worker.ask(timeout=300)
+            rounds = [worker.ask() for _ in range(ROUNDS)]
+            row |= {key: statistics.median(each[key] for each in rounds) for key in ("flow", "host")}
+            row |= worker.ask(END, 60.0)
+        except RuntimeError as error:
+            row["state"] = f"failed: {error}"
+        finally:
+            worker.end()
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if options.output:
+        result = {
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            "versions": versions(fp8.LIBRARIES),
+            "device": next((row["device"] for row in rows if "device" in row), None),
+            "rows": rows,
+        }
+        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 1 if any("state" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
