@@ -119,7 +119,9 @@ def _compiled(result: dict[str, Any]) -> list[str]:
         "accelerate compiles; in a loop of your own, and by `mpguard.convert`, the model is compiled in place: "
         "objects, names and checkpoints remain, and what the script compiles itself is left unchanged. The choice is "
         "printed, and whether compiled code ran is a row of the proof. All engines were proven compiled (the tables "
-        "above), DDP with torchao too.", "",
+        "above), DDP with torchao too. A model with more than 12 blocks of one class and size is compiled block by "
+        "block, in place, also with an `Accelerator`: equal blocks share their code, which is compiled once ([what it "
+        "brings](fp8.md#what-it-brings)). To have one graph, call `torch.compile(model)` in the script.", "",
         f"Milliseconds of a training step on one {result['hardware']}, layers converted by mpguard, FP32 weights, BF16 "
         "autocast, AdamW (benchmarks/results/compile_auto.json):", "",
         f"| recipe | {' | '.join(', '.join(column) for column in columns)} |", f"| --- {'| --- ' * len(columns)}|",

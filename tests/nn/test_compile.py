@@ -197,6 +197,55 @@ def test_accelerate_compiles_itself(tmp_path: Path) -> None:
     assert ended.returncode == 0 and "in place" not in ended.stderr, transcript(ended)
 
 
+DEEP = """
+compilation.MOST_BLOCKS = 3
+m.blocks = nn.ModuleList(Block() for _ in range(4))
+names = list(m.state_dict())
+def compiled(): return sum(map(compilation.is_compiled, m.modules()))
+"""
+ACCELERATED = "import accelerate; a = accelerate.Accelerator(); o = adam(m); w, o = a.prepare(m, o)\ntrain(w, o)\n"
+
+
+@pytest.mark.parametrize("script", ["train(m, adam(m))\n", ACCELERATED], ids=["own loop", "accelerate"])
+def test_a_deep_model_is_compiled_block_by_block(tmp_path: Path, script: str) -> None:
+    # The input of the first block needs no gradient, those of the others do; the head is an FP8 layer.
+    same = "assert (graphs(), compiled()) == (3, 5), (graphs(), compiled())\nassert list(m.state_dict()) == names"
+    ended = run(tmp_path, DEEP + script + same, f"{FP8}, compile: true")
+    assert ended.returncode == 0 and "the model is compiled in place, block by block" in ended.stderr, transcript(ended)
+    made = proof(tmp_path / "proof.json")
+    assert made["verdict"] == "in force" and made["rows"]["compile"]["found"] == "compiled", transcript(ended)
+    assert "9 of 9 Linear" in made["rows"]["fp8"]["found"], transcript(ended)
+
+
+def test_a_deep_model_that_the_script_compiles_is_one_graph(tmp_path: Path) -> None:
+    script = (
+        DEEP + "o = adam(m); w = torch.compile(m, backend='aot_eager'); train(w, o); assert graphs() == 1, graphs()"
+    )
+    ended = run(tmp_path, script, f"{FP8}, compile: true")
+    assert ended.returncode == 0, transcript(ended)
+
+
+@pytest.mark.parametrize(
+    ("model", "parts"),
+    [
+        (nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(13))), 13),
+        (nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(12))), 1),
+        (nn.Sequential(*(nn.Sequential(nn.Linear(8, 8 + n), nn.Linear(8 + n, 8)) for n in range(13))), 1),
+        (nn.Sequential(*(nn.Linear(8, 8) for _ in range(20))), 1),
+        (nn.Transformer(16, 2, 14, 13, 16), 27),
+    ],
+    ids=["13 blocks", "12 blocks", "different sizes", "single layers", "encoder and decoder"],
+)
+def test_what_is_compiled_alone(model: nn.Module, parts: int) -> None:
+    next(model.children()).requires_grad_(False)
+    with torch._dynamo.config.patch(recompile_limit=8):
+        assert compilation.is_deep(model) == (parts > 1) and compilation.compile_in_place(model)
+        assert torch._dynamo.config.recompile_limit == (8 if parts == 1 else 8 + parts)
+    assert sum(map(compilation.is_compiled, model.modules())) == parts
+    compilation.undo(model)
+    assert not any(map(compilation.is_compiled, model.modules()))
+
+
 def test_compiled_code_is_known_after_a_checkpoint_was_loaded(tmp_path: Path) -> None:
     script = "o = adam(m); train(m, o); o.load_state_dict(o.state_dict()); train(m, o)"
     ended = run(tmp_path, script, f"{FP8}, compile: true")
@@ -255,6 +304,31 @@ def test_convert_compiles_in_place_and_reports_it(graphs: Callable[[], int]) -> 
     assert mpguard.convert(net, POLICY).converted == ("extra",), "what mpguard has compiled is no obstacle"
     assert not compilation.is_compiled(copy.deepcopy(net)), "as torch has it"
     assert not any(map(compilation.is_compiled, mpguard.revert(net).modules()))
+
+
+class Named(nn.Module):
+    """A block whose code depends on its name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.up = name, nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.up(x) * (2.0 if self.name == "3" else 1.0)
+
+
+def test_blocks_that_differ_are_all_compiled(graphs: Callable[[], int], caplog: pytest.LogCaptureFixture) -> None:
+    """Dynamo gives up after 8 forms of a function, and runs it eagerly, which only a warning shows."""
+    net = nn.Sequential(*(Named(str(number)) for number in range(14)))
+    inputs = torch.randn(16, 32, requires_grad=True)
+    eager = copy.deepcopy(net)
+    mpguard.convert(eager, POLICY.replace(compile=False))
+    with torch._dynamo.config.patch(recompile_limit=8):
+        done = mpguard.convert(net, POLICY)
+        compiled = net(inputs)
+    assert str(done).splitlines()[-1].startswith("  compile: on, in place, block by block: ")
+    assert graphs() == 14 and "recompile_limit" not in caplog.text
+    assert torch.allclose(compiled, eager(inputs), rtol=1e-3, atol=1e-3)
 
 
 def test_convert_under_auto(graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,9 @@ from mpguard.targets.capabilities import fp8_weights
 from mpguard.targets.inject import Change
 from mpguard.targets.settings import ABSENT
 
+#: Accelerators that compile models because the policy requires it, or `auto` has selected it.
+_compiled_for_policy: weakref.WeakSet[Any] = weakref.WeakSet()
+
 
 def _accelerator(original: AnyFunction) -> AnyFunction:
     signature = inspect.signature(original)
@@ -32,7 +35,10 @@ def _accelerator(original: AnyFunction) -> AnyFunction:
             return
         given = dict(signature.bind(self, *args, **kwargs).arguments)
         del given["self"]
-        original(self, **_accelerator_arguments(given, guard))
+        wanted = _accelerator_arguments(given, guard)
+        original(self, **wanted)
+        if str(wanted.get("dynamo_backend") or "no").lower() != "no" and given.get("dynamo_plugin") is None:
+            _compiled_for_policy.add(self)
         _enable_fp16_on_cpu(self, guard)
         if guard.plan.policy.low_bit_recipe != "delayed":
             return
@@ -125,6 +131,27 @@ def _accelerate_strategy(given: Mapping[str, Any]) -> str | None:
     return "ddp" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else "single"
 
 
+def _prepare(original: AnyFunction) -> AnyFunction:
+    """Compile deep models block by block, in place: accelerate's own regions are copies of the model's modules."""
+
+    @functools.wraps(original)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is not None and self in _compiled_for_policy:
+            import torch
+
+            models = [each for each in args if isinstance(each, torch.nn.Module)]
+            deep = [model for model in models if compilation.is_deep(model) and compilation.compile_in_place(model)]
+            if deep:
+                self.state.dynamo_plugin.backend = type(self.state.dynamo_plugin.backend)("NO")
+                for model in models:
+                    compilation.compile_in_place(model)
+                guard.reporter.print_once("mpguard: the model is compiled in place, block by block")
+        return original(self, *args, **kwargs)
+
+    return prepare
+
+
 def _handlers(given: list[Any], wanted: list[Any], guard: guards.Guard) -> list[Any]:
     """Return the script's handlers with the policy's values; FP8 handlers other than the policy's are removed."""
     result = []
@@ -198,6 +225,14 @@ PATCHES = (
         "the YAML has no key for the FSDP policy (S12, S13), loss scaling or torchao (S17); code overrides it (S11)",
         "accelerate 1.15.0",
         _accelerator,
+    ),
+    Patch(
+        "accelerate.accelerator",
+        "Accelerator.prepare",
+        ("args", "device_placement"),
+        "compiling all blocks of a deep model as one graph takes minutes (benchmarks/results/compile_depth.json)",
+        "accelerate 1.15.0",
+        _prepare,
     ),
     Patch(
         "accelerate.local_sgd",

@@ -37,7 +37,8 @@ def compile_models(guard: Guard, optimizer: torch.optim.Optimizer) -> None:
             else:
                 guard.reporter.print_once(f"mpguard: compile: auto is off here: {missing}, though {chosen.reason}")
         elif compilation.compile_in_place(model):
-            auto = f"compile: auto is on here: {chosen.reason}"
+            blocks = ", block by block" if compilation.is_deep(model) else ""
+            auto = f"compile: auto is on here{blocks}: {chosen.reason}"
             guard.reporter.print_once(
-                f"mpguard: {auto if policy.compile == 'auto' else 'the model is compiled in place'}"
+                f"mpguard: {auto if policy.compile == 'auto' else f'the model is compiled in place{blocks}'}"
             )
