@@ -96,16 +96,31 @@ def run(folder: Path, script: str, fields: str, *words: object) -> subprocess.Co
     )
 
 
+BY_BLOCK = "compilation.MOST_BLOCKS = 1\n"
+
+
 @pytest.mark.parametrize(
     ("script", "kind", "keys"),
     [
         (DDP, "MULTI_CPU", {}),
-        (DDP_LATER, "MULTI_CPU", {}),
-        (FSDP1, "FSDP", {"fsdp_config": "{fsdp_version: 1}"}),
+        (BY_BLOCK + DDP_LATER, "MULTI_CPU", {}),
+        (BY_BLOCK + FSDP1, "FSDP", {"fsdp_config": "{fsdp_version: 1}"}),
         (FSDP2, "FSDP", {"fsdp_config": "{fsdp_version: 2}"}),
-        *((ZERO % stage, "DEEPSPEED", {"deepspeed_config": f"{{zero_stage: {stage}}}"}) for stage in (1, 2, 3)),
+        (BY_BLOCK + FSDP2, "FSDP", {"fsdp_config": "{fsdp_version: 2}"}),
+        (ZERO % 1, "DEEPSPEED", {"deepspeed_config": "{zero_stage: 1}"}),
+        (BY_BLOCK + ZERO % 2, "DEEPSPEED", {"deepspeed_config": "{zero_stage: 2}"}),
+        (BY_BLOCK + ZERO % 3, "DEEPSPEED", {"deepspeed_config": "{zero_stage: 3}"}),
     ],
-    ids=["ddp", "ddp later", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"],
+    ids=[
+        "ddp",
+        "ddp later, by block",
+        "fsdp1, by block",
+        "fsdp2",
+        "fsdp2, by block",
+        "zero1",
+        "zero2, by block",
+        "zero3, by block",
+    ],
 )
 def test_engines_train_what_mpguard_compiles(tmp_path: Path, script: str, kind: str, keys: dict[str, str]) -> None:
     (tmp_path / "t.py").write_text(HEAD + SPREAD + script + END)
@@ -115,7 +130,8 @@ def test_engines_train_what_mpguard_compiles(tmp_path: Path, script: str, kind: 
     made = proof(tmp_path / "proof.json")
     assert made["verdict"] == "in force" and made["rows"]["compile"]["found"] == "compiled", transcript(ended[0])
     assert "5 of 5 Linear" in made["rows"]["fp8"]["found"], transcript(ended[0])
-    assert "mpguard: the model is compiled in place" in ended[0].stderr, transcript(ended[0])
+    blocks = ", block by block" if BY_BLOCK in script else "\n"
+    assert f"mpguard: the model is compiled in place{blocks}" in ended[0].stderr, transcript(ended[0])
 
 
 ONCE = "\nassert graphs() == %d, graphs()\nassert list(m.state_dict()) == names"
