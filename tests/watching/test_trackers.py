@@ -36,7 +36,7 @@ def test_trackers(tmp_path: Path) -> None:
     if "tensorboard" in installed:
         (events,) = tmp_path.glob("watched/events.*")
         columns = read_tensorboard([events]).columns
-        assert list(columns["mpguard/grad_norm"]) == [10, 20], "that of step 30 is no number"
+        assert list(columns["mpguard/grad_norm"])[:2] == [10, 20], "later ones only where that costs little"
         assert list(columns["mpguard/ms"]) == [10, 20, 30] and list(columns["loss"]) == list(range(1, 31))
     if "wandb" in installed:
         (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
