@@ -38,7 +38,7 @@ LIST, BATCHES = HERE / "corpus.txt", HERE / "corpus.json"
 #: They report imports and calls that are everywhere, so they would hide what the others do.
 FREQUENT = ("MPG302", "MPG305")
 SEED = 15
-HALVES = ("open", "held-out", "fresh", "latest", "unseen", "second")
+HALVES = ("open", "held-out", "fresh", "latest", "unseen", "second", "wide", "wide2")
 
 Key = tuple[str, str, int, str]
 
