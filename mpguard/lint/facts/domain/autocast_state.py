@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING, Literal
 
 from mpguard.lint.facts.syntax.nodes import constant
-from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, All, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Call, Record, Scope
 from mpguard.lint.facts.values.dtypes import AnyDtype
 from mpguard.lint.facts.values.lattice import Class, Object
@@ -57,6 +57,7 @@ class AutocastStates:
 
     def _at(self, record: Record, depth: int) -> tuple[AutocastState, ...]:
         found: list[AutocastState] = []
+        without = ALWAYS  # that no region so far is entered
         for region in reversed(self.facts.regions(record)):
             if region.kind in ("no_grad", "fp8_autocast"):
                 continue
@@ -68,9 +69,12 @@ class AutocastStates:
                 both = region.guard.joined(guard)
                 if compatible(both, record.guard):
                     found.append(AutocastState(both, dtype, region.device, region.call))
-            if not (region.guard - record.guard):
+            entered = region.guard - record.guard
+            if not entered:
                 return tuple(found)
-        return (*found, *self._outer(record.scope, depth))
+            without = without.given(negated(All(tuple(entered))))
+        outer = self._outer(record.scope, depth)
+        return (*found, *(dataclasses.replace(each, guard=each.guard.joined(without)) for each in outer))
 
     def _outer(self, scope: Scope, depth: int) -> tuple[AutocastState, ...]:
         """Return the autocasts around the callers of a function; "off" for the top level of a script."""

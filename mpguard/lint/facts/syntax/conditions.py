@@ -5,6 +5,8 @@ Examples: `args.fp16 and not cpu`, `dtype == "bf16"`, `p in ("16", "bf16")`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import libcst as cst
 
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
@@ -36,14 +38,25 @@ class Conditions:
     def name(self, key: str, node: cst.CSTNode, holder: Scope, scope: Scope) -> None:
         """Record a name that is bound to a condition (`use_amp = args.fp16 and cuda`).
 
-        From here on the name stands for that condition.
+        From here on the name stands for that condition. So does one that is bound to an object or None
+        (`scaler = GradScaler() if args.fp16 else None`).
         """
-        if not _is_formula(node):
+        condition = self.of(node, scope) if _is_formula(node) else self._exists(node, scope)
+        if condition is None:
             return
-        condition = self.of(node, scope)
         if key.rsplit(".", 1)[-1] not in PathCondition([condition]).flags():
             holder.conditions[key] = condition
             self._formulas.clear()
+
+    def _exists(self, node: cst.CSTNode, scope: Scope) -> Condition | None:
+        """Return the condition under which a choice of a new object or None is the object; None for all else."""
+        if type(node) is not cst.IfExp:
+            return None
+        if _is_new_object(node.body) and constant(node.orelse) == (None,):
+            return self.of(node.test, scope)
+        if _is_new_object(node.orelse) and constant(node.body) == (None,):
+            return negated(self.of(node.test, scope))
+        return None
 
     def of(self, node: cst.CSTNode, scope: Scope) -> Condition:
         """Return the formula for the truth of an expression in a scope."""
@@ -52,7 +65,7 @@ class Conditions:
             return Fixed(bool(known[0]))
         path = dotted(node)
         if path:
-            for place in scope.within():
+            for place in (*scope.within(), *(_bases(scope.owner) if path.startswith("self.") else ())):
                 if path in place.conditions:
                     return place.conditions[path]
             return Flag(path.rsplit(".", 1)[-1])
@@ -103,6 +116,15 @@ class Conditions:
         return Flag(text_of(node))
 
 
+def _bases(owner: Scope | None, depth: int = 4) -> Iterator[Scope]:
+    """Yield the classes of the file that a class derives from, by the names of the bases."""
+    around = owner.parent if owner is not None else None
+    for each in around.children if owner is not None and around is not None and depth else ():
+        if each.kind == "class" and each is not owner and each.name in owner.base_names:
+            yield each
+            yield from _bases(each, depth - 1)
+
+
 def _subject(node: cst.CSTNode) -> str:
     """Return the flag that a comparison tests: the last name of the expression, its string key, or its text."""
     path = dotted(node)
@@ -119,6 +141,11 @@ def _member(node: cst.CSTNode) -> tuple[str, ...]:
     """Return the last name of the other operand (an enum's member, a dtype) in a tuple; empty for other expressions."""
     path = dotted(node)
     return (path.rsplit(".", 1)[-1],) if path else ()
+
+
+def _is_new_object(node: cst.CSTNode) -> bool:
+    """True for a call of a class, by its name: `torch.amp.GradScaler("cuda")`."""
+    return type(node) is cst.Call and dotted(node.func).rsplit(".", 1)[-1][:1].isupper()
 
 
 def _is_formula(node: cst.CSTNode) -> bool:

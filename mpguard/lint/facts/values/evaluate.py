@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.syntax.nodes import constant, dotted
-from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible, negated
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Param, Scope
 from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.lattice import (
@@ -446,7 +446,7 @@ class Values:
         if isinstance(atom, Ref):
             return self._library_call(atom.path, call)
         if isinstance(atom, Function):
-            return self._returned(atom)
+            return self._returned_for(call, atom)
         if isinstance(atom, Class):
             kind = atom.facts.class_kind(atom.scope)
             return (Alternative(ALWAYS, Object(kind, call, atom.scope.name, atom.scope, atom.facts)),)
@@ -514,6 +514,21 @@ class Values:
         kinds = ("model", "apex_optimizer") if kind == "apex" else ("engine", "engine_optimizer", "", "scheduler")
         return tuple_of(*(Object(kind, call, path) if kind else UNKNOWN for kind in kinds))
 
+    def _returned_for(self, call: Call, atom: Function) -> Alternatives:
+        """Return what a function may return for the arguments of a call, as far as they are literals."""
+        found = self._returned(atom)
+        flags = {flag for each in found for flag in each.guard.flags()}
+        for param in atom.scope.params if len(found) > 1 else ():
+            if param.name not in flags or len(atom.scope.bindings.get(param.name, ())) > 1:
+                continue
+            given = self.evaluate(self.given(call, atom.scope, param.name), call.scope, call.order)
+            conditions = [_condition_of(param.name, each.atom) for each in given]
+            if any(condition is None for condition in conditions):
+                continue
+            known = [ALWAYS.given(condition) for condition in conditions if condition is not None]
+            found = tuple(each for each in found if any(compatible(each.guard, one) for one in known))
+        return found or NOTHING_KNOWN
+
     def _returned(self, atom: Function) -> Alternatives:
         scope, values = atom.scope, atom.facts.values
         found: list[Alternative] = []
@@ -577,3 +592,14 @@ def _reaching_definitions(bindings: list[Binding], order: int, guard: PathCondit
 
 
 _BUILTINS = frozenset(dir(builtins))
+
+
+def _condition_of(name: str, atom: Atom) -> Condition | None:
+    """Return the condition that a flag has the value of an atom: of a string, a truth value or None."""
+    if not isinstance(atom, Constant):
+        return None
+    if isinstance(atom.value, str):
+        return Flag(name, atom.value)
+    if atom.value is None or isinstance(atom.value, bool):
+        return Flag(name) if atom.value else negated(Flag(name))
+    return None

@@ -52,7 +52,8 @@ class BackwardInAutocast(Rule):
     the only context of the `with`, and only steps, updates and logging follow.
 
     ## Known limits
-    A region that is entered in another file is not seen. Tests (`test_...`) are not reported, since they may do this on
+    A region that is entered in another file is seen only around a call of the function, and only if one of the two
+    files takes a `step`: others measure memory or speed. Tests (`test_...`) are not reported, since they may do this on
     purpose.
     """
 
@@ -250,6 +251,37 @@ for x in loader:
                 return Base.backward(ctx, g)
 """
         ),
+        Good(
+            """\
+import torch
+from measure import memory_of
+
+def largest_batch(model, amp):
+    with torch.autocast("cuda", enabled=amp):
+        return memory_of(model, torch.randn(8, 8))
+""",
+            files={
+                "measure.py": "import torch\n\ndef memory_of(model, x):\n    model(x).sum().backward()\n"
+                "    return torch.cuda.memory_reserved()\n",
+                "pyproject.toml": "",
+            },
+        ),
+        Good(
+            """\
+import torch
+from largest import largest_batch
+
+def memory_of(model, x):
+    model(x).sum().backward()
+    return torch.cuda.memory_reserved()
+""",
+            name="measure.py",
+            files={
+                "largest.py": "import torch\nfrom measure import memory_of\n\ndef largest_batch(model, amp):\n"
+                "    with torch.autocast('cuda', enabled=amp):\n        return memory_of(model, torch.randn(8, 8))\n",
+                "pyproject.toml": "",
+            },
+        ),
         Bad(
             """\
 import torch
@@ -318,7 +350,9 @@ def train(model, loader, optimizer, scaler, accumulates):
             return None
         outer: Region | None = None
         for each in callers if len(callers) <= _CALLERS else ():
-            outer = self._region(each, facts.of(each), depth - 1)
+            its = facts.of(each)
+            trains = its is facts or facts.calls.get("step") or its.calls.get("step")
+            outer = self._region(each, its, depth - 1) if trains else None
             if outer is None:
                 return None
         return outer

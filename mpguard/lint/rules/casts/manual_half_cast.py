@@ -7,6 +7,8 @@ from mpguard.lint import Bad, Diagnostic, Dtype, EventKind, Facts, Good, Note, R
 
 #: Flags under which a dtype follows the launcher's policy.
 _POLICY = re.compile(r"mixed_precision|fp16_enabled")
+#: Flags by which a run asks for FP16.
+_FP16 = re.compile(r"(?i)fp_?16|float_?16|\bhalf\b")
 
 #: Events that show a policy which chooses the dtype, so that the cast need only be removed.
 _POLICIES: tuple[EventKind, ...] = ("autocast", "accelerator", "initialize", "trainer")
@@ -35,7 +37,8 @@ class ManualHalfCast(Rule):
     ## Known limits
     Casts for inference are not reported: under `no_grad`, in functions called `evaluate`, `predict`, `generate`,
     `export` and the like, for frozen models and their inputs, for copies written to a checkpoint, for `.half().float()`
-    rounding, and for the inputs of a DeepSpeed engine, whose parameters may be FP16. A dtype that follows
+    rounding, and for the inputs of a DeepSpeed engine, whose parameters may be FP16; nor is a model that a flag such as
+    `args.fp16` makes FP16 for `deepspeed.initialize`, which keeps FP32 masters of it, or raises. A dtype that follows
     `accelerator.mixed_precision` follows the policy. An optimizer alone, or a `backward`, does not count as training if
     the file takes no step. Where something may keep FP32 masters (`FP16_Optimizer`, `optimizer.backward(loss)`, a
     framework's own FP16 module, an optimizer of the tree whose code has FP32 copies), no cast of the file is reported:
@@ -685,6 +688,45 @@ def with_policy(loader, vae):
         Good(
             """\
 import torch
+from accelerate import Accelerator
+
+def str_to_dtype(s):
+    if s in ("bf16", "bfloat16"):
+        return torch.bfloat16
+    elif s in ("fp16", "float16"):
+        return torch.float16
+    return torch.float32
+
+def train(args, model, optimizer, loader):
+    args.dtype = "bfloat16" if args.full_bf16 else "float32"
+    dtype = str_to_dtype(args.dtype)
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x, y in loader:
+        loss = torch.nn.functional.mse_loss(model(x).to(dtype), y)
+        accelerator.backward(loss)
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import deepspeed
+import torch
+
+def main(args, loader):
+    model = torch.nn.Linear(8, 8)
+    if args.fp16:
+        model.half()
+    model.to("cuda")
+    engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+    for x in loader:
+        engine.backward(engine(x).sum())
+        engine.step()
+"""
+        ),
+        Good(
+            """\
+import torch
 from lamb import LAMBAMP
 
 def train(model, loader):
@@ -742,7 +784,8 @@ def train(args, loader, dtype):
         for cast in (*facts.events("cast"), *facts.events("construct")):
             guards = [guard for guard in cast.may_be(Dtype.FP16) if not any(map(_POLICY.search, guard.flags()))]
             training = facts.training_use.cast(cast, Dtype.FP16, guards)
-            if training is not None:
+            asked = any(map(_FP16.search, cast.call.guard.flags()))
+            if training is not None and not (asked and training.reach.meets("initialize")):
                 fix = None if cast.kind == "construct" else python_edits.without_cast(facts, cast)
                 found.append((cast, training, fix))
         all_fixable = all(fix is not None for _, _, fix in found)  # a model and its inputs change together

@@ -42,6 +42,7 @@ class UnknownFp8Key(ConfigRule):
 
     ## Known limits
     The keys are those of accelerate 1.15.0. A key that a newer accelerate reads is reported until mpguard supports it.
+    Not reported, except mpguard's own keys, if the project requires an accelerate older than 1.0: it reads other names.
     SageMaker configs, which accelerate reads in another way, are not checked.
     """
 
@@ -209,6 +210,16 @@ model:
 """,
             name="own.yaml",
         ),
+        Good(
+            """\
+distributed_type: FSDP
+mixed_precision: bf16
+fsdp_config:
+  fsdp_backward_prefetch_policy: BACKWARD_PRE
+""",
+            name="mp.yaml",
+            files={"requirements.txt": "accelerate>=0.18.0,<=0.20.0\n", "pyproject.toml": ""},
+        ),
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
@@ -229,6 +240,7 @@ model:
         watch = document.entry(mp_yaml.WATCH)
         if watch is not None and watch.value is not None and (reason := mp_yaml.unknown_watch_level(watch.value)):
             yield self.at(watch, message=f"`{mp_yaml.WATCH}`: {reason}", help="")
+        older = self.project.required(document.path, "accelerate").before((1, 0))
         entries = list(document.entries())
         present: dict[str, set[str]] = {}
         for entry in entries:
@@ -236,6 +248,8 @@ model:
                 present.setdefault(entry.path[0], set()).add(accelerate_keys.SECTIONS[entry.path[0]].bare(entry.key))
         for entry in entries:
             if len(entry.path) == 2 and entry.path[0] in accelerate_keys.SECTIONS:
+                if older and not entry.key.startswith("mpguard_"):
+                    continue
                 yield from self._key(document, entry, accelerate_keys.SECTIONS[entry.path[0]], present[entry.path[0]])
             elif (
                 len(entry.path) == 3 and ".".join(entry.path[:2]) == mp_yaml.OVERRIDES and entry.key not in FIELD_NAMES

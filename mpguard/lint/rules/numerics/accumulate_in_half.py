@@ -122,6 +122,24 @@ def features(model, loader):
     return feats
 """
         ),
+        Good(
+            """\
+import contextlib
+
+import torch
+
+def validate(args, model, loader, labels):
+    autocast = torch.cuda.amp.autocast if args.precision == "amp" else contextlib.suppress
+    cumulative_loss = 0.0
+    for x in loader:
+        with autocast():
+            a, b = model(x)
+            logits = a @ b.t()
+            loss = torch.nn.functional.cross_entropy(logits, labels)
+        cumulative_loss += loss * len(x)
+    return cumulative_loss
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -7,8 +7,10 @@ import libcst as cst
 
 from mpguard.lint import (
     Bad,
+    Condition,
     Diagnostic,
     Facts,
+    Flag,
     Good,
     Note,
     Rule,
@@ -19,6 +21,7 @@ from mpguard.lint import (
     any_of,
     constant,
     dotted,
+    negated,
     trace_facts,
 )
 
@@ -29,7 +32,9 @@ _FUNCTIONS = re.compile(r"(?:^|_)norm$|histogram|^Histogram$|^add_scalar|^log_|^
 _VIEWS = frozenset({"data", "detach", "clone", "float", "double", "view", "flatten", "reshape", "cpu", "ravel", "to"})
 #: Checks whose result is the same with and without the scale.
 _SCALE_INDEPENDENT = frozenset({"isfinite", "isnan", "isinf", "any", "all", "is_nonzero", "count_nonzero", "nonzero"})
-
+#: Tests of a gradient.
+_NOT_FINITE = re.compile(r"\bis(?:nan|inf)\(.*grad")
+_FINITE = re.compile(r"\bisfinite\(.*grad")
 
 #: Steps of a trace after which gradients are not scaled any more, or may not be.
 _ENDS: tuple[StepKind, ...] = (
@@ -42,6 +47,14 @@ _ENDS: tuple[StepKind, ...] = (
     "get_scale",
     "zero_grad",
 )
+
+
+def _is_overflow(condition: Condition) -> bool:
+    """True if a condition means that a gradient is not finite: then its size says nothing, scaled or not."""
+    if isinstance(condition, Flag):
+        return bool(_NOT_FINITE.search(condition.name))
+    denied = negated(condition)
+    return isinstance(denied, Flag) and bool(_FINITE.search(denied.name))
 
 
 class ReadsScaledGradients(Rule):
@@ -57,7 +70,8 @@ class ReadsScaledGradients(Rule):
 
     ## Known limits
     Only for scalers that the file creates itself. Checks whose result does not depend on the scale (finite, zero, None)
-    are not reported, nor are gradients that are changed in place (averaged, summed over ranks).
+    are not reported, nor is what is printed of a gradient that is not finite, nor are gradients that are changed in
+    place (averaged, summed over ranks).
     """
 
     code, name = "MPG215", "reads-scaled-gradients"
@@ -165,6 +179,16 @@ def only_looks(model, loader, optimizer):
         scaler.step(optimizer)
         scaler.update()
 
+def ends_at_nan(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None and torch.isnan(p.grad.float()).any():
+                print("NaN in", name, p.grad)
+        scaler.step(optimizer)
+        scaler.update()
+
 def by_hand(model, loader, optimizer):
     scaler = torch.amp.GradScaler("cuda")
     for x in loader:
@@ -204,6 +228,8 @@ def clipped_first(model, loader, optimizer):
         for trace in facts.traces.all:
             for place, read in enumerate(trace):
                 if read.kind != "read" or read.record in reported or not self._measures(read.record, facts):
+                    continue
+                if any(map(_is_overflow, read.record.guard)):
                     continue
                 backward = self._scaled(trace, place, facts)
                 if backward is None:

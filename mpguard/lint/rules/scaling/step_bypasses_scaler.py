@@ -493,6 +493,31 @@ class DividedOutByAdam:
             files=SCALER_CLASS_FILES,
             name="amp.py",
         ),
+        Good(
+            """\
+import torch
+
+class Base:
+    def __init__(self, config):
+        self.config = config
+        self.scaler = torch.amp.GradScaler("cuda") if self.config.train.use_amp else None
+
+class Trainer(Base):
+    def backward(self, loss):
+        if self.scaler is None:
+            loss.backward()
+        else:
+            self.scaler.scale(loss).backward()
+
+    def step(self, loss, optimizer):
+        self.backward(loss)
+        if self.config.train.use_amp:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+"""
+        ),
         Bad(
             """\
 import math
