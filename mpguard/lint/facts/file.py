@@ -595,7 +595,7 @@ class Facts(FormerNames, former=_FORMER):
     def is_test(self) -> bool:
         """True for a file in a folder of tests (its own, and two above), or a benchmark: its loops measure."""
         path = Path(self.path)
-        return not _TEST_FOLDERS.isdisjoint(path.parts[-4:-1]) or path.stem in _MEASURES
+        return not _TEST_FOLDERS.isdisjoint(path.parts[-4:-1]) or not _MEASURES.isdisjoint(path.stem.split("_"))
 
     @cached_property
     def may_keep_masters(self) -> bool:
