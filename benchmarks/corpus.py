@@ -230,6 +230,8 @@ def heading(batch: dict[str, Any]) -> str:
         "latest": "Repositories that were in no list before",
         "unseen": "Repositories of which nothing was read before the rules were frozen",
         "second": "More of these, after the rules were fixed",
+        "wide": "120 repositories, a larger lot of which nothing was read before",
+        "wide2": "97 more, after the rules were fixed because of these",
         "all": "All",
     }[batch["half"]]
     return f"### {where}, {batch['date']}, commit {batch['linter'][:7]}"
