@@ -65,7 +65,8 @@ class Conditions:
             return Fixed(bool(known[0]))
         path = dotted(node)
         if path:
-            for place in (*scope.within(), *(_bases(scope.owner) if path.startswith("self.") else ())):
+            bases = _bases(scope.owner) if path.startswith("self.") else ()
+            for place in (*scope.within(), *bases):
                 if path in place.conditions:
                     return place.conditions[path]
             return Flag(path.rsplit(".", 1)[-1])
@@ -118,8 +119,9 @@ class Conditions:
 
 def _bases(owner: Scope | None, depth: int = 4) -> Iterator[Scope]:
     """Yield the classes of the file that a class derives from, by the names of the bases."""
-    around = owner.parent if owner is not None else None
-    for each in around.children if owner is not None and around is not None and depth else ():
+    if owner is None or owner.parent is None or not depth:
+        return
+    for each in owner.parent.children:
         if each.kind == "class" and each is not owner and each.name in owner.base_names:
             yield each
             yield from _bases(each, depth - 1)

@@ -109,3 +109,19 @@ def test_nested_named_conditions_terminate() -> None:
     facts = facts_of("import torch\n" + "\n".join(lines) + "\nif c59:\n    loss.backward()\n")
     (backward,) = facts.events("backward")
     assert backward.guard.possible
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("GradScaler() if amp else None", {A}),
+        ("None if amp else torch.amp.GradScaler('cuda')", {Not(A)}),
+        ("find() if amp else None", {Flag("scaler")}),
+        ("GradScaler() if amp else Other()", {Flag("scaler")}),
+    ],
+)
+def test_an_object_or_none_is_a_condition(value: str, expected: set[Condition]) -> None:
+    code = f"class Base:\n    def __init__(self, amp):\n        self.scaler = {value}\n"
+    code += "class Own(Base):\n    def step(self):\n        if self.scaler is not None:\n            use()\n"
+    (call,) = facts_of(code).calls["use"]
+    assert call.guard == expected

@@ -17,6 +17,11 @@ from mpguard.lint.facts.values.dtypes import AnyDtype
 from mpguard.policy.dtype import Dtype
 
 A, B = Flag("amp"), Flag("fp16")
+#: A helper that makes a dtype of its name.
+NAMED = (
+    "import torch\ndef named(s):\n    if s in ('fp16', 'float16'):\n        return torch.half\n"
+    "    if s == 'bf16':\n        return torch.bfloat16\n    return None\n"
+)
 
 
 def dtypes(code: str) -> set[tuple[AnyDtype | None, frozenset[Condition]]]:
@@ -42,6 +47,14 @@ def dtypes(code: str) -> set[tuple[AnyDtype | None, frozenset[Condition]]]:
         ("import torch\ndef f(d=torch.half):\n    use(d)\nf()", {Dtype.FP16}),
         ("import torch\ndef f(d):\n    use(d)\nf(torch.half)\nf(d=torch.bfloat16)", {Dtype.FP16, Dtype.BF16}),
         ("import torch\ndef d():\n    return torch.half\nuse(d())", {Dtype.FP16}),
+        (f"{NAMED}use(named('bf16'))", {Dtype.BF16}),
+        (f"{NAMED}use(named('half'))", {None}),
+        (f"{NAMED}name = 'bf16' if x else 'tf32'\nuse(named(name))", {Dtype.BF16, None}),
+        (f"{NAMED}use(named(x))", {Dtype.FP16, Dtype.BF16, None}),
+        (
+            f"{NAMED.replace('    if', '    s = s.lower()' + chr(10) + '    if', 1)}use(named('BF16'))",
+            {Dtype.FP16, Dtype.BF16, None},
+        ),
         ("import torch\na, b = torch.half, torch.float32\nuse(b)", {Dtype.FP32}),
         ("import torch\nuse({'fp16': torch.half}[x])", {None}),
         ("import torch\nuse(getattr(torch, x))", {None}),
