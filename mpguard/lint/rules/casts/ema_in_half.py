@@ -11,6 +11,7 @@ from mpguard.lint import (
     Bad,
     Call,
     Diagnostic,
+    Dtype,
     Event,
     Facts,
     Good,
@@ -172,6 +173,20 @@ class ModelEMA:
         ),
         Good(
             """\
+import torch
+from helpers import EMAModel
+
+def train(unet, optimizer, loader):
+    unet.to("cuda", dtype=torch.bfloat16)
+    ema = EMAModel(unet, device="cuda", dtype=torch.float32)
+    for x in loader:
+        unet(x).sum().backward()
+        optimizer.step()
+        ema.step(unet)
+""",
+        ),
+        Good(
+            """\
 import copy
 import torch
 
@@ -269,6 +284,9 @@ def step(other_ema, model):
         """Return the call that creates the average from the model in its low dtype."""
         for name in _CLASSES:
             for call in facts.calls.get(name, ()):
+                own = call.argument(None, "dtype")  # the dtype of the average, instead of the model's
+                if own is not None and all(dtype in (Dtype.FP32, Dtype.FP64) for _, dtype in facts.dtypes(own, call)):
+                    continue
                 given = call.argument(0, "model", "parameters")
                 inside = given is not None and given is cast.call.node
                 before = (

@@ -16,6 +16,9 @@ class RemovedAmpSection(ConfigRule):
     DeepSpeed has removed Apex AMP. Version 0.19.8 stops if the section is present, even if it is not enabled:
     `DeepSpeedConfigError: NVIDIA Apex AMP integration has been removed`.
 
+    ## Known limits
+    Not reported if the project requires a DeepSpeed older than 0.17, which had it.
+
     ## Fix safety
     Safe, and only available if the section is not enabled: it is removed.
     """
@@ -65,6 +68,16 @@ CONFIG = {
             """\
 {
   "train_micro_batch_size_per_gpu": 1,
+  "amp": {"enabled": false, "opt_level": "O1"}
+}
+""",
+            name="ds_config.json",
+            files={"requirements.txt": "torch\ndeepspeed==0.9.3\n", "pyproject.toml": ""},
+        ),
+        Good(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
   "bf16": {"enabled": true},
   "wandb": {"enabled": true, "project": "amp"}
 }
@@ -75,7 +88,7 @@ CONFIG = {
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         amp = document.entry("amp")
-        if amp is None:
+        if amp is None or self.project.required(document.path, "deepspeed").before((0, 17)):
             return
         off = isinstance(amp.value, dict) and amp.value.get("enabled", False) is False
         yield self.at(amp, fix=config_edits.set_values("Remove it", document, {"amp": ABSENT}) if off else None)

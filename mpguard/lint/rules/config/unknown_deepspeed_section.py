@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 #: Matches keys about precision.
 _PRECISION = re.compile(r"fp8|fp16|bf16|fp32|float|precision|dtype|data_type|autocast|loss_?scal")
+#: The version since which an unknown key of `bf16` and `fp16` stops the run, at the latest.
+_STRICT_SINCE = (0, 17)
 
 
 class UnknownDeepspeedSection(ConfigRule):
@@ -20,7 +22,7 @@ class UnknownDeepspeedSection(ConfigRule):
     DeepSpeed 0.19.8 ignores unknown keys at the top level, in `torch_autocast` and in `data_types` without a warning:
     `"fp8": {"enabled": true}` and `"bfloat_16": {"enabled": true}` are FP32 runs, `"zero_optimisation"` enables no
     ZeRO. `bfloat16`, the old name of `bf16`, is ignored if `bf16` is present too. In `bf16` and `fp16` an unknown key
-    stops the run.
+    stops the run; a DeepSpeed older than 0.17, if the project requires one, ignores it there too.
 
     ## Fix safety
     Safe: the key is renamed to the known key, if it is clear which one is intended and it is not already present.
@@ -81,6 +83,32 @@ config = {
 }
 """,
             name="train.py",
+        ),
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enable": true}  # !
+}
+""",
+            name="ds_config.json",
+            fixed="""\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enabled": true}
+}
+""",
+            files={"requirements.txt": "deepspeed==0.9.3\n", "pyproject.toml": ""},
+        ),
+        Bad(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enabled": true},
+  "gradient_accumulation_dtype": "fp32"  # !
+}
+""",
+            name="ds_config.json",
         ),
         Good(
             """\
@@ -154,6 +182,8 @@ abilities = {"zero_optimization": True, "torch_autocast": True, "fp8": False}
         if meant is None and not isinstance(entry.value, dict) and not _PRECISION.search(key.lower()):
             return
         hint = " It has no FP8 of its own" if key.lower().startswith("fp8") else ""
+        if key.lower() in ("gradient_accumulation_dtype", "grad_accum_dtype"):
+            hint = "; it reads `grad_accum_dtype` in the section `data_types`"
         if meant is not None:
             hint = f"; it reads `{meant}`"
         yield self.at(entry, fix=_fix(document, entry, meant), key=key, what="ignores it", hint=hint)
@@ -166,7 +196,10 @@ abilities = {"zero_optimization": True, "torch_autocast": True, "fp8": False}
             return
         meant = config_edits.likely_key(key.lower(), known, cutoff=0.88)
         hint = f"; it reads `{meant}`" if meant else did_you_mean(key, known)
-        what = "stops: the section has no such key" if section in deepspeed_keys.STRICT else "ignores it"
+        strict = section in deepspeed_keys.STRICT
+        if strict and self.project.required(document.path, "deepspeed").before(_STRICT_SINCE):
+            strict = False
+        what = "stops: the section has no such key" if strict else "ignores it"
         yield self.at(entry, fix=_fix(document, entry, meant), key=f"{section}.{key}", what=what, hint=hint)
 
 
@@ -182,9 +215,10 @@ def _of_another_program(document: Document) -> bool:
 
 def _meant(key: str) -> str | None:
     """Return the key of DeepSpeed that an unknown one is a misspelling of, or None."""
-    return deepspeed_keys.RENAMED.get(key.lower()) or config_edits.likely_key(
-        key.lower(), deepspeed_keys.KEYS, cutoff=0.88
-    )
+    known = deepspeed_keys.RENAMED.get(key.lower())
+    likely = known or config_edits.likely_key(key.lower(), deepspeed_keys.KEYS, cutoff=0.88)
+    # `gradient_accumulation_dtype` is no misspelling of `gradient_accumulation_steps`.
+    return None if likely is not None and ("dtype" in key.lower()) != ("dtype" in likely) else likely
 
 
 def _fix(document: Document, entry: Entry, meant: str | None) -> Fix | None:

@@ -41,8 +41,9 @@ class BackwardOutsideAccelerator(Rule):
 
     ## Known limits
     An Accelerator that prepares nothing that this loss uses (used for devices, logging, metrics) is ignored. A loss
-    that a GradScaler of the code's own scales is reported by MPG502. A `backward` under a flag that is named after
-    accelerate, DeepSpeed or the distributed type is assumed to be the path without the Accelerator.
+    that a GradScaler of the code's own scales is reported by MPG502, and one that apex scales (`amp.scale_loss`) by no
+    rule. A `backward` under a flag that is named after accelerate, DeepSpeed or the distributed type is assumed to be
+    the path without the Accelerator.
     """
 
     code, name = "MPG501", "backward-outside-accelerator"
@@ -151,6 +152,24 @@ def helper(accelerator, net, optimizer, loader):
         ),
         Good(
             """\
+from accelerate import Accelerator
+from apex import amp
+
+def train(args, model, optimizer, loader):
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        loss = model(x).sum()
+        if args.use_apex:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            accelerator.backward(loss)
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
 import torch
 from accelerate import Accelerator
 
@@ -247,6 +266,8 @@ class Mul(torch.autograd.Function):
         for backward in facts.events("backward"):
             if wrappers.other_way(backward.guard, "accelerat") or facts.is_inference(backward.call):
                 continue
+            if self._scaled_by_apex(backward, facts):
+                continue
             records = facts.flow.backward(backward.subject, backward.call, depth=3) if backward.subject else []
             if any(record in scales for record in records):
                 continue
@@ -256,6 +277,11 @@ class Mul(torch.autograd.Function):
                 notes = (Note("prepared here", wrap.call.span),)
                 expr = facts.short(backward.call.node)
                 yield self.at(backward, expr=expr, what=what, notes=notes, fix=self._fix(backward, wrap, facts))
+
+    def _scaled_by_apex(self, backward: Event, facts: Facts) -> bool:
+        """True for `scaled_loss` of `with amp.scale_loss(loss, optimizer) as scaled_loss`."""
+        scales = {call.node for call in facts.calls.get("scale_loss", ())}
+        return any(entered.expr in scales for entered in backward.call.withs)
 
     def _prepared_model(self, backward: Event, facts: Facts) -> tuple[Wrap, str] | None:
         """Return the wrap of the model that computes the loss."""

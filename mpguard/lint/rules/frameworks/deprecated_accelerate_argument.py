@@ -43,6 +43,7 @@ class DeprecatedAccelerateArgument(Rule):
 
     ## Known limits
     An Accelerator that is created in another file is not recognised; `use_fp16` of other objects is not reported.
+    Nothing is reported if the project requires an accelerate older than 1.0.
     """
 
     code, name = "MPG513", "deprecated-accelerate-argument"
@@ -129,6 +130,15 @@ accelerator = Accelerator(mixed_precision="fp16" if handlers else None, kwargs_h
         Good(
             """\
 from accelerate import Accelerator
+
+accelerator = Accelerator(fp16=True)
+pad = 8 if accelerator.use_fp16 else None
+""",
+            files={"requirements.txt": "accelerate==0.5.1\n", "pyproject.toml": ""},
+        ),
+        Good(
+            """\
+from accelerate import Accelerator
 from diffusers import Accelerator as Other
 from ours import FP8RecipeKwargs
 
@@ -145,6 +155,8 @@ def run(accelerator, args):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.project.required(facts.path, "accelerate").before((1, 0)):
+            return
         for made in facts.events("accelerator"):
             given = made.call.keywords.get("fp16")
             if given is not None and facts.called_path(made.call).startswith("accelerate."):
