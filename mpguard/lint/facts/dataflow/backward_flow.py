@@ -8,7 +8,7 @@ import libcst as cst
 
 from mpguard.lint.facts.syntax.nodes import children, dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
-from mpguard.lint.facts.syntax.records import Call, Record, Scope
+from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -18,7 +18,7 @@ _MAX_EXPRESSIONS = 400
 
 
 class BackwardFlow:
-    """Collects the origins of one expression in `found`."""
+    """Collects the origins of one expression in `found`, as far back as gradients go."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -59,7 +59,8 @@ class BackwardFlow:
                 self.seen.add(binding)
                 if binding.kind in ("assign", "element", "augmented", "item", "for", "with"):
                     self.found.append(binding)
-                    self.expression(binding.value, binding.scope, binding.order, guard, depth)
+                    if not self._is_constant(binding):
+                        self.expression(binding.value, binding.scope, binding.order, guard, depth)
                 elif binding.kind == "param":
                     for call in facts.callers(binding.scope):
                         given = facts.values.given(call, binding.scope, binding.key)
@@ -67,6 +68,12 @@ class BackwardFlow:
                             self.expression(given, call.scope, call.order, guard, depth - 1)
             if bindings:
                 return
+
+    def _is_constant(self, binding: Binding) -> bool:
+        """True for a value that is bound inside `torch.no_grad()`: no gradient goes further back."""
+        return bool(binding.withs) and any(
+            region.kind == "no_grad" for region in self.facts.of(binding).regions(binding)
+        )
 
     def call(self, call: Call, guard: PathCondition, depth: int) -> None:
         """Follow a call to the values that its functions return."""

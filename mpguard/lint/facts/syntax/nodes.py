@@ -97,14 +97,20 @@ def ends_process(node: cst.CSTNode) -> bool:
     return type(node) is cst.Call and dotted(node.func) in ("sys.exit", "exit", "quit", "os._exit", "os.abort")
 
 
-def assigned(node: cst.CSTNode) -> set[str]:
-    """Return the last names of the targets that are assigned within a compound statement."""
+def assigned(node: cst.If) -> set[str]:
+    """Return the last names of the targets that are assigned within an `if`.
+
+    What gets the value that is tested keeps it: `if a.dtype == "fp16": b.dtype = a.dtype`.
+    """
     found: set[str] = set()
+    tested = dotted(node.test.left if type(node.test) is cst.Comparison else node.test)
     stack: list[cst.CSTNode] = [node]
     while stack:
         current = stack.pop()
         if type(current) is cst.SimpleStatementLine:
             for statement in current.body:
+                if tested and type(statement) is cst.Assign and dotted(statement.value) == tested:
+                    continue
                 for target in _targets(statement):
                     found.update(dotted(each).rsplit(".", 1)[-1] for each in _elements(target))
         elif type(current) is cst.IndentedBlock:

@@ -671,11 +671,12 @@ def train(args, loader):
         engine.backward(loss)
         engine.step()
 
-def with_policy(loader, vae):
+def with_policy(args, loader, vae):
     accelerator = Accelerator()
     dtype = torch.float32
     if accelerator.mixed_precision == "fp16":
         dtype = torch.float16
+        args.mixed_precision = accelerator.mixed_precision
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -847,6 +847,25 @@ def main(model, loader):
             """\
 import torch
 
+def train(renderer, unet, scaler, optimizer, unet_optimizer, loader):
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss, latents = renderer(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad():
+            clean = latents.expand(4, 4)
+        noise = torch.randn(clean.shape)
+        unet_loss = torch.nn.functional.mse_loss(unet(clean + noise), noise)
+        unet_loss.backward()
+        unet_optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
 scaler = torch.amp.GradScaler("cuda")
 optimizer = torch.optim.AdamW(unet.parameters())
 optimizer_cls = torch.optim.AdamW(classifier.parameters())
