@@ -53,7 +53,9 @@ def test_wandb_wrote_this_file() -> None:
 def test_installed_tensorboard_reads_the_same(tmp_path: Path) -> None:
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
     path = event_file(tmp_path / EVENTS, [(step, {"loss": 1.0 / step}) for step in range(1, 50)])
-    theirs = {event.step: event.summary.value[0] for event in loader.EventFileLoader(str(path)).Load() if event.summary.value}
+    theirs = {
+        event.step: event.summary.value[0] for event in loader.EventFileLoader(str(path)).Load() if event.summary.value
+    }
     assert len(theirs) == 49 and list(theirs) == list(read_run(path).loss)
 
 

@@ -5,7 +5,7 @@ Examples: `args.fp16 and not cpu`, `dtype == "bf16"`, `p in ("16", "bf16")`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
@@ -65,7 +65,7 @@ class Conditions:
             return Fixed(bool(known[0]))
         path = dotted(node)
         if path:
-            bases = _bases(scope.owner) if path.startswith("self.") else ()
+            bases: Iterable[Scope] = _bases(scope.owner) if path.startswith("self.") else ()
             for place in (*scope.within(), *bases):
                 if path in place.conditions:
                     return place.conditions[path]
