@@ -219,7 +219,11 @@ m.blocks = nn.ModuleList(Block() for _ in range(4))
 names = list(m.state_dict())
 def compiled(): return sum(map(compilation.is_compiled, m.modules()))
 """
-ACCELERATED = "import accelerate; a = accelerate.Accelerator(); o = adam(m); w, o = a.prepare(m, o)\ntrain(w, o)\n"
+ACCELERATED = """
+import accelerate
+a = accelerate.Accelerator(dynamo_plugin=accelerate.utils.TorchDynamoPlugin())  # as the Trainer
+o = adam(m); w, o = a.prepare(m, o); train(w, o)
+"""
 
 
 @pytest.mark.parametrize("script", ["train(m, adam(m))\n", ACCELERATED], ids=["own loop", "accelerate"])

@@ -37,7 +37,7 @@ def _accelerator(original: AnyFunction) -> AnyFunction:
         del given["self"]
         wanted = _accelerator_arguments(given, guard)
         original(self, **wanted)
-        if str(wanted.get("dynamo_backend") or "no").lower() != "no" and given.get("dynamo_plugin") is None:
+        if wanted.get("dynamo_backend") not in (None, "no", given.get("dynamo_backend")):
             _compiled_for_policy.add(self)
         _enable_fp16_on_cpu(self, guard)
         if guard.plan.policy.low_bit_recipe != "delayed":
