@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import gc
 import importlib
 import os
 import sys
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # at exit, a closed pipe could no longer be handled
+        if argv is None:
+            gc.freeze()  # at exit, the interpreter would traverse all objects several times
         return status
     except SystemExit as error:  # argparse
         return error.code if isinstance(error.code, int) else 2

@@ -19,3 +19,6 @@ path conditions are `compatible`. The *abstract value* of an expression is a tup
 path condition; `UNKNOWN` is the top element, and rules do not report it. A *region* is a context (`with` item or
 decorator) around a record. An *event* is a record of a kind that rules are about.
 """
+
+# Before any module imports libcst: this import of it is faster.
+from mpguard.lint.source import libcst_internals as libcst_internals

