@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from mpguard.core import moved
+from mpguard.core import distributions, moved
 from mpguard.core.errors import ExtensionError, MpguardError
 from mpguard.core.settings import are_isolated
 
@@ -37,23 +37,18 @@ def load(group: str, own_only: bool = False) -> tuple[ModuleType, ...]:
 
 @functools.cache
 def _load(group: str, own_only: bool) -> tuple[ModuleType, ...]:
-    import importlib.metadata  # takes 20 ms, and not every run needs it
-
     modules: list[ModuleType] = []
-    found = [
-        (entry.dist.name if entry.dist else "an unknown distribution", entry)
-        for entry in importlib.metadata.entry_points(group=group)
-    ]
-    if all(distribution != "mpguard" for distribution, _ in found):
+    found = distributions.entry_points(group)
+    if all(entry.distribution != "mpguard" for entry in found):
         raise ExtensionError(
             f"the mpguard in {Path(__file__).parents[2]} is not installed for {sys.executable}: without its entry "
             f"points ({group}) it cannot find its own plugins, recipes and rules; install it (`pip install .` in its "
             "repository)"
         )
-    for distribution, entry in sorted(found, key=lambda f: (f[0] != "mpguard", f[1].name, f[1].value)):
-        if own_only and distribution != "mpguard":
+    for entry in sorted(found, key=lambda each: (each.distribution != "mpguard", each.name, each.value)):
+        if own_only and entry.distribution != "mpguard":
             continue
-        modules += walk(entry.value, f"entry point `{entry.name}` ({group}, of {distribution})")
+        modules += walk(entry.value, f"entry point `{entry.name}` ({group}, of {entry.distribution})")
     return tuple(modules)
 
 

@@ -223,7 +223,10 @@ __all__ = list(_MODULE_OF | _MODULES)
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    if name in _MODULE_OF:
-        return getattr(importlib.import_module(_MODULE_OF[name]), name)
-    raise AttributeError(f"module 'mpguard.lint' has no attribute {name!r}")
+        found: object = importlib.import_module(_MODULES[name])
+    elif name in _MODULE_OF:
+        found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    else:
+        raise AttributeError(f"module 'mpguard.lint' has no attribute {name!r}")
+    globals()[name] = found  # found without this function from now on: 130 modules of rules import the same names
+    return found

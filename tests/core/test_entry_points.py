@@ -15,6 +15,7 @@ import distributions
 import pytest
 from limits import seconds
 
+from mpguard.core import distributions as installed
 from mpguard.core import entry_points, moved
 from mpguard.core.errors import ExtensionError
 
@@ -226,7 +227,7 @@ def test_a_failed_import_of_another_module_is_reported_as_it_is() -> None:
 
 def test_without_its_own_entry_points_mpguard_does_not_call_code_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it is run out of a clone that was never installed."""
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [])
+    monkeypatch.setattr(installed, "entry_points", lambda _: [])
     with pytest.raises(ExtensionError, match=r"is not installed for .*mpguard\.rules.*pip install"):
         entry_points._load.__wrapped__("mpguard.rules", True)
 

@@ -1,10 +1,7 @@
-"""The dependencies of all findings: Python, mpguard's own code, and the packages with rules, recipes or plugins.
-
-`importlib.metadata` takes 30 ms and more for that; the folders of `sys.path` are read instead.
-"""
+"""The dependencies of all findings: Python, mpguard's own code, and the packages with rules, recipes or plugins."""
 
 # Many paths are handled here, and strings are several times faster than Path.
-# ruff: noqa: PTH118, PTH208
+# ruff: noqa: PTH118
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ import sys
 from collections.abc import Iterator
 
 from mpguard.core import tracked_fs
+from mpguard.core.distributions import entry_points_text, metadata_folders
 
 #: Distributions that parse the files which are linted: another version may give other results.
 _READERS = re.compile(r"(?i)(?:libcst|pyyaml|pathspec|markdown[-_]it[-_]py|packaging)[-.]")
@@ -26,11 +24,11 @@ def identity() -> str | None:
     parts = [sys.version, str(sys.flags.optimize)]
     packages = {"mpguard"}
     other_packages = False
-    infos = list(_infos())
+    infos = list(metadata_folders())
     for folder, name in infos:
         if _READERS.match(name):
             parts.append(name)
-        points = _entry_points(os.path.join(folder, name))
+        points = entry_points_text(os.path.join(folder, name))
         if "[mpguard." in points:
             parts += (name, points)
             other_packages = other_packages or not _OWN.match(name)
@@ -49,28 +47,6 @@ def identity() -> str | None:
             except OSError:
                 return None
     return tracked_fs.digest("\0".join(parts).encode("utf-8", "surrogateescape"))
-
-
-def _infos() -> Iterator[tuple[str, str]]:
-    """Yield the folders with the metadata of installed distributions: (folder, name)."""
-    for folder in sys.path:
-        try:
-            names = os.listdir(folder or ".")
-        except OSError:
-            continue
-        for name in sorted(names):
-            if name.endswith((".dist-info", ".egg-info", ".egg", ".egg-link")):
-                yield folder, name
-
-
-def _entry_points(info: str) -> str:
-    for path in (os.path.join(info, "entry_points.txt"), os.path.join(info, "EGG-INFO", "entry_points.txt")):
-        try:
-            with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-                return file.read()
-        except OSError:
-            continue
-    return ""
 
 
 def _sources(package: str) -> list[str] | None:
