@@ -258,8 +258,12 @@ class Facts(FormerNames, former=_FORMER):
 
     def evaluate(self, node: cst.CSTNode | None, at: Record) -> Alternatives:
         """Return the abstract value of an expression at a record: its alternatives, each with a path condition."""
+        values = self.of(at).values
+        known = values.known(node)
+        if known is not None:
+            return known
         with Frames():
-            return self.of(at).values.evaluate(node, at.scope, at.order)
+            return values.evaluate(node, at.scope, at.order)
 
     def paths(self, call: Call) -> list[tuple[PathCondition, str]]:
         """Return the full dotted names of the library callables that a call may run, each with its path condition."""

@@ -60,6 +60,8 @@ def _by_own_text(data: bytes, rules: Iterable[R]) -> list[R]:
     rules = tuple(rules)
     plan = _plan(rules)
     left = plan.met(data, (1 << len(rules)) - 1)
+    if not left:
+        return []
     if left & plan.conditional:
         code = stripped(data)
         left = plan.met(code, left)

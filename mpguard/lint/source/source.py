@@ -49,7 +49,7 @@ class Chunk:
         self.source, self.start, self.end = source, start, end
         self.skipped: tuple[MethodText, ...] = ()
 
-    @property
+    @cached_property
     def text(self) -> str:
         return self.source.normal[self.start : self.end]
 
@@ -137,6 +137,8 @@ class Source(Text):
 
     def check_syntax(self) -> None:
         """Raise `Unparsable` if both Python and libcst reject the file."""
+        if self.normal is self.text and all(_accepted(chunk.text) for chunk in self.chunks):
+            return
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -149,6 +151,19 @@ class Source(Text):
                 raise Unparsable(f"syntax error: {error.msg}", line, max(error.offset or 1, 1)) from None
         except (RecursionError, MemoryError, ValueError) as error:
             raise Unparsable(f"parse limit: {error or type(error).__name__}") from None
+
+
+# In an editor, a file is checked again after one of its statements was changed.
+@lru_cache(maxsize=2048)
+def _accepted(statement: str) -> bool:
+    """True if Python accepts a statement by itself. Where it does not, a statement may be only a part of one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(statement)
+    except (SyntaxError, RecursionError, MemoryError, ValueError):
+        return False
+    return True
 
 
 # A file is read again for each file that imports it: what follows from its text alone is kept.

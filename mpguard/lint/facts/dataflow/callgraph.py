@@ -38,6 +38,10 @@ _COMMON = frozenset({
 })  # fmt: skip
 
 
+#: Callees that are not an instance with a name.
+_NO_NAMES: frozenset[type] = frozenset({cst.Call, cst.Subscript, cst.Lambda})
+#: The parents of a name that is passed to a call, or put into a list, as a value.
+_PASSES: frozenset[type] = frozenset({cst.Arg, cst.Element})
 #: Bindings that make a name neither a class of the file nor an instance of one.
 _NO_CLASS = frozenset({"def", "import", "from"})
 
@@ -298,7 +302,7 @@ class CallGraph:
                 for place in self.facts.index.scopes
                 for uses in place.uses.values()
                 for use in uses
-                if isinstance(parents.get(use.node), (cst.Arg, cst.Element))
+                if type(parents.get(use.node)) in _PASSES
             }
         return (f"self.{scope.name}" if scope.is_method else scope.name) in self._passed_names
 
@@ -411,4 +415,4 @@ def _name_outside(scope: Scope) -> str:
 
 
 def _could_be_instance(call: Call) -> bool:
-    return not isinstance(call.func, (cst.Call, cst.Subscript, cst.Lambda))
+    return type(call.func) not in _NO_NAMES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING
 
@@ -37,9 +38,9 @@ def may_keep_masters(facts: Facts) -> bool:
     if any(_has_masters(facts, each) for kind in _STEPS for each in facts.events(kind)):
         return True
     for scope in facts.index.scopes:
-        if any(project_words.MASTER_WEIGHTS.search(base) for base in scope.base_names):
+        if any(map(_names_masters, scope.base_names)):
             return True
-        if any(project_words.MASTER_WEIGHTS.search(use.path) for uses in scope.uses.values() for use in uses):
+        if any(_names_masters(use.path) for uses in scope.uses.values() for use in uses):
             return True
         for key, bindings in scope.bindings.items():
             for binding in bindings:
@@ -49,9 +50,16 @@ def may_keep_masters(facts: Facts) -> bool:
                     given = facts.short(binding.value)
                     if _GRAD.search(given) and key not in given:
                         return True
-        if any(_GRAD.search(use.path) and _goes_to_grad(facts, use) for uses in scope.uses.values() for use in uses):
+        grads = [use for uses in scope.uses.values() for use in uses if ".grad" in use.path and _GRAD.search(use.path)]
+        if any(_goes_to_grad(facts, use) for use in grads):
             return True
     return False
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _names_masters(path: str) -> bool:
+    """True if a dotted name is one of FP32 master weights, or of what keeps them."""
+    return project_words.MASTER_WEIGHTS.search(path) is not None
 
 
 def _has_masters(facts: Facts, step: Event) -> bool:

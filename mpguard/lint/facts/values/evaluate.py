@@ -78,6 +78,10 @@ class Values:
         """Share the state of an evaluation in another module, so that cycles through both modules are detected."""
         self._search = other._search
 
+    def known(self, node: cst.CSTNode | None) -> Alternatives | None:
+        """Return the alternatives of an expression that was evaluated before, or None."""
+        return self._known.get(node) if node is not None else None
+
     def evaluate(self, node: cst.CSTNode | None, scope: Scope, order: int = 1 << 60) -> Alternatives:
         """Return the alternatives of an expression at a place (`order`)."""
         if node is None:
@@ -142,13 +146,13 @@ class Values:
         literal = constant(node)
         if literal is not None:
             return (Alternative(ALWAYS, Constant(literal[0])),)
-        if isinstance(node, (cst.Name, cst.Attribute)):
+        if type(node) is cst.Name or type(node) is cst.Attribute:
             path = dotted(node)
             if path:
                 return self.lookup(path, scope, order)
             assert isinstance(node, cst.Attribute)
             return self._attribute(self.evaluate(node.value, scope, order), node.attr.value)
-        if isinstance(node, cst.IfExp):
+        if type(node) is cst.IfExp:
             known = self._truth(node.test, scope, order)
             if known is not None:
                 return self.evaluate(node.body if known else node.orelse, scope, order)
@@ -157,25 +161,25 @@ class Values:
                 *restrict(self.evaluate(node.body, scope, order), ALWAYS.given(condition)),
                 *restrict(self.evaluate(node.orelse, scope, order), ALWAYS.given(negated(condition))),
             )
-        if isinstance(node, cst.BooleanOperation):
+        if type(node) is cst.BooleanOperation:
             condition = self.facts.condition(node.left, scope)
-            if isinstance(node.operator, cst.And):
+            if type(node.operator) is cst.And:
                 return restrict(self.evaluate(node.right, scope, order), ALWAYS.given(condition))
             return (
                 *self.evaluate(node.left, scope, order),
                 *restrict(self.evaluate(node.right, scope, order), ALWAYS.given(negated(condition))),
             )
-        if isinstance(node, cst.Call):
+        if type(node) is cst.Call:
             call = self.facts.index.call_of.get(node)
             return self.result(call) if call is not None else NOTHING_KNOWN
-        if isinstance(node, (cst.Tuple, cst.List)):
+        if type(node) is cst.Tuple or type(node) is cst.List:
             parts = tuple(functools.partial(self.evaluate, element.value, scope, order) for element in node.elements)
             return (Alternative(ALWAYS, TupleValue(parts)),)
-        if isinstance(node, cst.Await):
+        if type(node) is cst.Await:
             return self.evaluate(node.expression, scope, order)
-        if isinstance(node, cst.NamedExpr):
+        if type(node) is cst.NamedExpr:
             return self.evaluate(node.value, scope, order)
-        if isinstance(node, cst.Subscript) and len(node.slice) == 1 and isinstance(node.slice[0].slice, cst.Index):
+        if type(node) is cst.Subscript and len(node.slice) == 1 and type(node.slice[0].slice) is cst.Index:
             index = constant(node.slice[0].slice.value)
             if index is not None and isinstance(index[0], int):
                 return element_at(self.evaluate(node.value, scope, order), (index[0],))

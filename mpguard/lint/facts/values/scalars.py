@@ -37,6 +37,7 @@ _CLAMPS = {
 #: Formats whose `finfo` is evaluated, by name.
 _FLOATS = {dtype.torch_name: dtype for dtype in Dtype if dtype.bits >= 16}
 _FINFO = frozenset(_FLOATS.values())
+_SUMS_AND_PRODUCTS: frozenset[type] = frozenset({cst.Add, cst.Subtract, cst.Multiply})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,9 +248,7 @@ class Scalars:
 
     def _sums(self) -> Iterator[ScalarUse]:
         for node in self.facts.index.parents:
-            if not isinstance(node, cst.BinaryOperation):
-                continue
-            if not isinstance(node.operator, (cst.Add, cst.Subtract, cst.Multiply)):
+            if type(node) is not cst.BinaryOperation or type(node.operator) not in _SUMS_AND_PRODUCTS:
                 continue
             record = self.facts.precision.record(node)
             if record is None:
