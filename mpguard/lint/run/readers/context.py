@@ -120,9 +120,12 @@ class Context:
         return Lines(Source(tracked_fs.read(path), path).text)
 
 
+_NO_LINES = Lines("")
+
+
 def not_checked(recognized: bool = True) -> FileCheck:
     """Return the result of a file that no rule has to read."""
-    return FileCheck(Lines(""), [], [], [], recognized=recognized)
+    return FileCheck(_NO_LINES, [], [], [], recognized=recognized)
 
 
 def _whole_file(comments: suppressions.Comments) -> suppressions.Comments:
