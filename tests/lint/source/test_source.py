@@ -232,3 +232,32 @@ def test_skipped_bodies_leave_all_else_in_its_place() -> None:
     assert [each.name.value for each in methods] == ["one", "short", "two", "three"]
     first, last = chunk.span(methods[-1])
     assert CLASS[first:last].strip() == "def three(self):\n        return 3"
+
+
+STATEMENTS = (
+    "import torch\n",
+    "\n@torch.compile\ndef f(x):\n    return x\n",
+    "if f:\n    y = 1\nelse:\n    y = 2\n",
+    "z = (\n    1,\n)\n",
+)
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize(
+    "broken",
+    ["z = = 1\n", "  indented = 1\n", "def f(:\n    pass\n", "@torch\nx = 1\n", "else:\n    pass\n", "x = (\n"],
+)
+def test_a_syntax_error_is_reported_as_python_does_after_other_statements_were_accepted(
+    broken: str, ending: str
+) -> None:
+    whole = "".join(STATEMENTS).replace("\n", ending)
+    Source.parse(whole.encode(), "a.py")
+    for place in range(len(STATEMENTS) + 1):
+        text = "".join((*STATEMENTS[:place], broken, *STATEMENTS[place:])).replace("\n", ending)
+        with pytest.raises(SyntaxError) as python:
+            ast.parse(text)
+        with pytest.raises(Unparsable) as found:
+            Source.parse(text.encode(), "a.py")
+        assert found.value.message == f"syntax error: {python.value.msg}"
+        assert (found.value.line, found.value.column) == (python.value.lineno, max(python.value.offset or 1, 1))
+    Source.parse(whole.encode(), "a.py")
