@@ -20,9 +20,11 @@ PURE = {
     "_parser",
     "_spec",
     "_plan",
+    "_accepted",
     "_bounds",
     "_is_node",
     "_methods",
+    "_names_masters",
     "_text_constant",
     "suspect",
 }
