@@ -168,8 +168,8 @@ class Arm:
         ]  # fmt: skip
         path = os.pathsep.join((str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH", "")))
         environment = {
-            **os.environ, "PYTHONPATH": path, "NO_COLOR": "1", "TOKENIZERS_PARALLELISM": "false",
-            "TORCHINDUCTOR_COMPILE_THREADS": "4", "OMP_NUM_THREADS": "2",
+            "OMP_NUM_THREADS": "2", **os.environ, "PYTHONPATH": path, "NO_COLOR": "1",
+            "TOKENIZERS_PARALLELISM": "false", "TORCHINDUCTOR_COMPILE_THREADS": "4",
         }  # fmt: skip
         with self.output.open("w") as out:
             self.process = subprocess.Popen(

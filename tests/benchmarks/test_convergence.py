@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from limits import seconds
 from paths import REPOSITORY
-from processes import environment
+from processes import in_fork, run_python
 
 PROGRAM = REPOSITORY / "benchmarks" / "convergence.py"
 
@@ -33,11 +32,9 @@ def test_an_arm_is_trained_under_mpguard_and_not_twice(tmp_path: Path) -> None:
     for name in ("accelerate", "transformers", "torchao"):
         pytest.importorskip(name, reason="the real library runs here")
     result = tmp_path / "convergence.json"
-    words = [sys.executable, str(PROGRAM), "run", "--tiny", "--only", "fp8, all opt-ins", "--output", str(result)]
+    words = [PROGRAM, "run", "--tiny", "--only", "fp8, all opt-ins", "--output", result]
     for turn in range(2):
-        run = subprocess.run(
-            words, env=environment(), capture_output=True, text=True, timeout=seconds(240), check=False
-        )
+        run = in_fork(words, cwd=tmp_path, timeout=seconds(240), program=run_python)
         assert run.returncode == 1, "the other arms are still missing"
         assert ("in force" in run.stdout) is (turn == 0), run.stdout + run.stderr
         arm = json.loads(result.read_text("utf-8"))["arms"]["fp8, all opt-ins"]

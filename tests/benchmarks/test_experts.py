@@ -11,25 +11,15 @@ import pytest
 pytest.importorskip("torchao", reason="the real library runs here")
 pytest.importorskip("transformers", reason="the real library runs here")
 
-import subprocess
-import sys
-
 from limits import seconds
 from paths import REPOSITORY
-from processes import environment
+from processes import in_fork, run_python
 
 
 def test_all_variants_train_in_turns_and_are_proven(tmp_path: Path) -> None:
     result = tmp_path / "experts.json"
     program = REPOSITORY / "benchmarks" / "experts.py"
-    run = subprocess.run(
-        [sys.executable, str(program), "--quick", "--output", str(result)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=seconds(240),
-        check=False,
-    )
+    run = in_fork([program, "--quick", "--output", result], cwd=tmp_path, timeout=seconds(240), program=run_python)
     assert run.returncode == 0, run.stdout + run.stderr
     made: dict[str, Any] = json.loads(result.read_text("utf-8"))
     rows = {row["variant"]: row for row in made["rows"]}

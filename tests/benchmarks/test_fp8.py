@@ -11,24 +11,19 @@ import pytest
 pytest.importorskip("torchao", reason="the real library runs here")
 pytest.importorskip("transformers", reason="the real library runs here")
 
-import subprocess
-import sys
-
 from limits import seconds
 from paths import REPOSITORY
-from processes import environment
+from processes import in_fork, run_python
 
 
 def test_a_variant_is_measured_next_to_stock(tmp_path: Path) -> None:
     result = tmp_path / "fp8.json"
     program = REPOSITORY / "benchmarks" / "fp8.py"
-    run = subprocess.run(
-        [sys.executable, str(program), "--quick", "--only", "masters", "--output", str(result)],
-        env=environment(),
-        capture_output=True,
-        text=True,
+    run = in_fork(
+        [program, "--quick", "--only", "masters", "--output", result],
+        cwd=tmp_path,
         timeout=seconds(240),
-        check=False,
+        program=run_python,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     made: dict[str, Any] = json.loads(result.read_text("utf-8"))

@@ -9,25 +9,14 @@ import pytest
 
 pytest.importorskip("torchao", reason="the real library runs here")
 
-import subprocess
-import sys
-
-from limits import seconds
 from paths import REPOSITORY
-from processes import environment
+from processes import in_fork, run_python
 
 
 def test_weights_are_rounded_twice_and_no_counter_sees_each_change(tmp_path: Path) -> None:
     result = tmp_path / "weight_casts.json"
     program = REPOSITORY / "benchmarks" / "weight_casts.py"
-    run = subprocess.run(
-        [sys.executable, str(program), "--output", str(result)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=seconds(120),
-        check=False,
-    )
+    run = in_fork([program, "--output", result], cwd=tmp_path, program=run_python)
     assert run.returncode == 0, run.stdout + run.stderr
     made, committed = (
         json.loads(path.read_text("utf-8"))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from limits import seconds
 from mixes import Mix, generate
-from processes import environment
+from processes import in_fork, run_python
 
 pytest.importorskip("accelerate", reason="the real library runs here")
 pytest.importorskip("deepspeed", reason="the real library runs here")
@@ -38,10 +36,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def observed(folders: list[Path], listing: Path) -> list[dict[str, Any]]:
     """Return what the real libraries do in each folder; all in one process."""
     listing.write_text("\n".join(map(str, folders)), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(listing)],
-        capture_output=True, text=True, env=environment(), timeout=seconds(300),
-    )  # fmt: skip
+    done = in_fork([PROGRAM, listing], cwd=listing.parent, timeout=seconds(300), program=run_python)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"run"')]
     assert [each.pop("run") for each in found] == [str(folder) for folder in folders], done.stderr[-4000:]
     return found

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,8 @@ pytest.importorskip("torch", reason="the real library runs here")
 import torch
 import yaml
 from limits import seconds
-from paths import REPOSITORY
+from paths import PROGRAMS
+from processes import on_ranks
 
 import mpguard
 from mpguard.core.errors import MissingExtra, PolicyError
@@ -557,15 +556,10 @@ ENGINES += [
 ]
 
 
-def test_deepspeed_engines_compute_and_reduce_in_the_policys_dtypes() -> None:
+def test_deepspeed_engines_compute_and_reduce_in_the_policys_dtypes(tmp_path: Path) -> None:
     """Two real processes; the reduction dtype is that of the tensors in the collectives."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "tests/programs/deepspeed_reduction.py", *(f"{policy} {stage}" for policy, stage, _ in ENGINES)],
-        cwd=REPOSITORY,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=seconds(240),
-    )  # fmt: skip
+    lines = [f"{policy} {stage}" for policy, stage, _ in ENGINES]
+    done = on_ranks(PROGRAMS / "deepspeed_reduction.py", *lines, cwd=tmp_path, timeout=seconds(240))
     assert done.returncode == 0, done.stderr[-3000:]
     results = [json.loads(line.split(" ", 1)[1]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(results) == len(ENGINES)
