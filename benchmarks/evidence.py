@@ -228,10 +228,9 @@ def page() -> str:
 
 def of_rule(code: str) -> str:
     """Return the section of a rule's page: what was found and judged of it in all packages and repositories."""
-    corpus = _program("corpus")
-    batches = corpus.batches()
-    judged = [each["verdict"] for each in (*verdicts().values(), *corpus.verdicts().values()) if each["code"] == code]
-    mutants = [row for batch in _program("seeded").batches() for row in batch["kinds"].values() if code in row["rules"]]
+    everything, batches, seeded = _results()
+    judged = [each["verdict"] for each in everything if each["code"] == code]
+    mutants = [row for row in seeded if code in row["rules"]]
     everywhere = "[published packages and public repositories](../evidence.md)"
     if judged:
         said = f"Of its findings in {everywhere} {len(judged)} were judged, {sum(judged)} of them right."
@@ -244,6 +243,14 @@ def of_rule(code: str) -> str:
     elif not judged:
         said += " It is tested by its examples only."
     return f"## Evidence\n{said}\n"
+
+
+@functools.cache
+def _results() -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return all verdicts, the batches of repositories, and the results of each kind of seeded mistake."""
+    corpus, seeded = _program("corpus"), _program("seeded")
+    rows = [row for batch in seeded.batches() for row in batch["kinds"].values()]
+    return [*verdicts().values(), *corpus.verdicts().values()], corpus.batches(), rows
 
 
 @functools.cache

@@ -64,14 +64,14 @@ def test_the_number_of_steps_that_are_needed_is_about_enough() -> None:
     """It is an estimate, which takes the mean so far for that of the longer run: about half are decided."""
 
     def pair(steps: int, seed: int) -> RunVerdict:
-        return verdict(*(log(losses(steps, seed=seed + other, noise=0.1)) for other in (0, 50)))
+        return verdict(*(log(losses(steps, seed=seed + other, noise=0.1)) for other in (0, 500)))
 
     decided = []
-    for seed in range(3, 15):
+    for seed in range(3, 27):
         short = pair(900, seed)
         assert short.verdict == "inconclusive" and short.needed is not None
         decided.append(pair(short.needed["steps"], seed).verdict)
-    assert decided.count("same") >= 4 and "different" not in decided
+    assert decided.count("same") >= len(decided) / 2 and "different" not in decided
 
 
 def test_few_steps_are_inconclusive() -> None:
