@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from limits import seconds
 from paths import REPOSITORY
-from processes import on_ranks, transcript
+from processes import command, launch_in_forks, on_ranks, transcript
 
 from mpguard.cli import main
 
 EXAMPLES = REPOSITORY / "examples"
-BIN = Path(sys.executable).parent
 
 #: Program -> the processes that its mp.yaml or its command asks for.
 PROGRAMS = {"torch": 1, "accelerate": 2, "trainer": 2, "deepspeed": 2, "fsdp2": 2}
+
+
+#: Those of which the workers are forks, as importing takes them longer than training. Others start the same launchers.
+IN_FORKS = ("trainer", "deepspeed")
 
 
 def command_of(program: Path) -> list[str]:
@@ -30,18 +32,22 @@ def command_of(program: Path) -> list[str]:
     return found[1].split()
 
 
+def run(launcher: str, *words: str, forks: bool) -> subprocess.CompletedProcess[str]:
+    """Run a command line in the repository."""
+    options: Any = {"cwd": REPOSITORY, "timeout": seconds(300), "CUDA_VISIBLE_DEVICES": ""}
+    if not forks:
+        return command(launcher, *words, **options)
+    if launcher == "mpguard":
+        assert words[0] == "launch"
+        return launch_in_forks(*words[1:], **options)
+    assert words[:2] == ("--nproc_per_node", "2")
+    return on_ranks(*words[2:], processes=2, **options)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_trains_and_is_proven(name: str) -> None:
     pytest.importorskip("accelerate", reason="the real library runs here")
-    launcher, *arguments = command_of(EXAMPLES / f"train_{name}.py")
-    done = subprocess.run(
-        [BIN / launcher, *arguments],
-        cwd=EXAMPLES.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=seconds(300),
-    )
+    done = run(*command_of(EXAMPLES / f"train_{name}.py"), forks=name in IN_FORKS)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     ranks = "1 process" if PROGRAMS[name] == 1 else f"all {PROGRAMS[name]} ranks"

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from limits import seconds
 
@@ -192,6 +192,34 @@ def _run_mpguard(words: list[str]) -> int:
     return main(words)
 
 
+def launch_in_forks(
+    *arguments: object, cwd: Path, timeout: float | None = None, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `mpguard launch ARGUMENTS` for several processes in a fork, without torchrun's agent: workers are forks."""
+    return in_fork(["launch", *arguments], cwd=cwd, timeout=timeout, program=_run_mpguard_with_forks, **more)
+
+
+def _run_mpguard_with_forks(words: list[str]) -> int:
+    import torch.distributed.run
+
+    torch.distributed.run.run = _fork_workers
+    return _run_mpguard(words)
+
+
+def _fork_workers(options: Any) -> None:
+    """Start the workers of a command line of torchrun with the variables that its agent sets, and wait for them."""
+    words = [*(["-m"] if options.module else []), options.training_script, *options.training_script_args]
+    world = {"WORLD_SIZE": str(options.nproc_per_node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    workers = []
+    for rank in range(int(options.nproc_per_node)):
+        workers.append(os.fork())
+        if not workers[-1]:
+            os.environ.update({**world, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            _end_with(run_python, words)
+    statuses = [os.waitpid(worker, 0)[1] for worker in workers]
+    sys.exit(int(any(statuses)))
+
+
 def on_ranks(
     *arguments: object, cwd: Path, processes: int = 2, timeout: float | None = None, **more: str
 ) -> subprocess.CompletedProcess[str]:
@@ -210,6 +238,11 @@ def _run(program: Program, words: list[str], cwd: str, variables: dict[str, str]
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(cwd)
+    _end_with(program, words)
+
+
+def _end_with(program: Program, words: list[str]) -> NoReturn:
+    """Run a program, and end this process with its status, as an interpreter would."""
     status = 99
     try:
         status = program(words)
