@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 import concurrent.futures
 
 from paths import PROGRAMS
-from processes import command, free_port, in_fork, proof, results, run_module, transcript
+from processes import command, free_port, in_fork, proof, results, run_module, run_python, transcript
 
 import mpguard
 from mpguard.runtime.proof import consensus
@@ -32,7 +32,7 @@ def test_processes_that_a_script_starts_are_proven(tmp_path: Path, kind: str) ->
 
 
 def test_a_wrong_process_of_a_script_is_refused(tmp_path: Path) -> None:
-    run = command("python", OWN, "fork", "--fp32", cwd=tmp_path)
+    run = in_fork([OWN, "fork", "--fp32"], cwd=tmp_path, program=run_python)
     assert run.returncode == 1 and "rank 1: compute: fp32; asked: bf16" in run.stderr, transcript(run)
     assert proof(tmp_path / "proof.json")["verdict"] == "not in force"
 

@@ -156,7 +156,7 @@ def test_no_rows_at_all() -> None:
 
 
 def test_compiled_they_are_the_same_for_each_length() -> None:
-    net = model()
+    net = model(num_hidden_layers=1)
     mpguard.convert(net, POLICY)
     whole = copy.deepcopy(net)
     whole.model.compile(backend="aot_eager", fullgraph=True)

@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("torch", reason="the real library runs here")
 
+import stock
 from accelerate.commands.launch import launch_command_parser
 from paths import PROGRAMS
 from processes import (
-    command,
     free_port,
     in_fork,
     launch,
@@ -25,8 +25,8 @@ from processes import (
     on_ranks,
     proof,
     results,
+    run_python,
     started,
-    torchrun,
     transcript,
 )
 
@@ -41,7 +41,7 @@ SCRIPT = PROGRAMS / "accelerated.py"
 def test_one_process(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, fp8_config="{mpguard_recipe: bf16_mixed, mpguard_watch: off}")
     own = ("--proof-json", "proof.json", "--watch", "full", "--watch-json", "run.jsonl")  # the flag has priority
-    run = command("mpguard", "launch", "--config", config, *own, SCRIPT, "a b", "--lr", "0.01", cwd=tmp_path)
+    run = launch("--config", config, *own, SCRIPT, "a b", "--lr", "0.01", cwd=tmp_path)
     assert run.returncode == 0, transcript(run)
     (found,) = results(run)
     assert found["arguments"] == ["a b", "--lr", "0.01"] and found["name"] == "__main__"
@@ -212,16 +212,16 @@ def test_compute_is_observed_before_accelerates_casts_and_in_compiled_models(
 
 def test_run_under_the_stock_launcher(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path)
-    words = ("launch", "--config_file", config, "-m", "mpguard.run", "--config", config, SCRIPT, "x")
-    run = command("accelerate", *words, cwd=tmp_path)
+    words = ("--config_file", config, "-m", "mpguard.run", "--config", config, SCRIPT, "x")
+    run = in_fork(words, cwd=tmp_path, program=stock.launcher)
     assert run.returncode == 0 and results(run)[0]["arguments"] == ["x"], transcript(run)
     assert run.stderr.count("recipe bf16_mixed") == 2, "header and proof name it"
 
 
 def test_run_refuses_one_process_if_the_config_has_two(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
-    words = ("launch", "--config_file", config, "-m", "mpguard.run", "--config", config, SCRIPT)
-    run = command("accelerate", *words, cwd=tmp_path)
+    words = ("--config_file", config, "-m", "mpguard.run", "--config", config, SCRIPT)
+    run = in_fork(words, cwd=tmp_path, program=stock.launcher)
     assert run.returncode == 1 and results(run) == [], transcript(run)
     assert "mpguard: not in force: " in run.stderr and "asks for 2 processes, 1 was started" in run.stderr
 
@@ -264,7 +264,7 @@ def test_which_arguments_of_the_script_are_refused_as_configs(tmp_path: Path, te
 def test_run_of_a_module(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text("import sys; print(__name__, sys.argv[1:])\n")
     config = mp_yaml(tmp_path)
-    run = command("python", "-m", "mpguard.run", "--config", config, "-m", "trainer", "--x", cwd=tmp_path)
+    run = in_fork(["-m", "mpguard.run", "--config", config, "-m", "trainer", "--x"], cwd=tmp_path, program=run_python)
     assert run.returncode == 0 and run.stdout == "__main__ ['--x']\n", transcript(run)
 
 
@@ -272,14 +272,14 @@ def test_auto_under_torchrun_names_every_rank(tmp_path: Path) -> None:
     """The processes have nothing in common: the script creates no process group."""
     script = PROGRAMS / "loop.py"
     variables = {"MPGUARD_POLICY": '{"name": "mine", "bf16": true}'}
-    run = torchrun(script, "plain", "--auto", cwd=tmp_path, **variables)
+    run = on_ranks(script, "plain", "--auto", cwd=tmp_path, **variables)
     assert run.returncode == 1 and results(run) == [], transcript(run)
     assert "2 processes were started without a process group in common" in run.stderr
     assert ["NotInForce" in (tmp_path / f"raised.{rank}").read_text() for rank in (0, 1)] == [True, True]
 
 
 def test_auto_without_a_policy_is_refused(tmp_path: Path) -> None:
-    run = command("python", "-c", "import mpguard.auto", cwd=tmp_path)
+    run = in_fork(["-c", "import mpguard.auto"], cwd=tmp_path, program=run_python)
     assert run.returncode == 1 and "no policy is in force" in run.stderr, transcript(run)
 
 
