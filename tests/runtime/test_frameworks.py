@@ -15,7 +15,18 @@ import pytest
 pytest.importorskip("torch", reason="the real library runs here")
 
 from paths import PROGRAMS
-from processes import command, free_port, in_fork, launch, mp_yaml, on_ranks, proof, results, run_python, transcript
+from processes import (
+    command,
+    free_port,
+    in_fork,
+    launch_in_forks,
+    mp_yaml,
+    on_ranks,
+    proof,
+    results,
+    run_python,
+    transcript,
+)
 
 LOOP = PROGRAMS / "loop.py"
 
@@ -143,7 +154,7 @@ def test_a_mismatch_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
 
 def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path)
-    run = launch("--config", config, PROGRAMS / "trainer.py", cwd=tmp_path)
+    run = launch_in_forks("--config", config, PROGRAMS / "trainer.py", cwd=tmp_path)
     assert run.returncode == 0, transcript(run)
     assert results(run) == [{"rank": 0, "compute": ["torch.bfloat16"], "steps": 2}]
     assert "proven in force on 1 process" in run.stderr and "in force at steps 1-2 (2 looks)" in run.stderr
@@ -156,7 +167,7 @@ def test_deepspeed_with_one_process_is_really_in_force(tmp_path: Path) -> None:
     """The one case in which accelerate applies DeepSpeed without a GPU (S23)."""
     config = mp_yaml(tmp_path, distributed_type="DEEPSPEED", deepspeed_config="{zero_stage: 2}")
     words = ("--config", config, "--proof-json", "proof.json", PROGRAMS / "accelerated.py")
-    run = launch(*words, cwd=tmp_path)
+    run = launch_in_forks(*words, cwd=tmp_path)
     assert run.returncode == 0 and results(run)[0]["type"] == "DistributedType.DEEPSPEED", transcript(run)
     assert proof(tmp_path / "proof.json")["observed"]["engine"] == "deepspeed-zero2"
     assert "in force at steps 1-8 (4 looks)" in run.stderr, transcript(run)
@@ -168,7 +179,7 @@ def test_a_deepspeed_file_without_a_precision_gets_the_policys(tmp_path: Path) -
     (tmp_path / "ds.json").write_text(json.dumps(content))
     keys = {"deepspeed_config": "{deepspeed_config_file: ds.json}", "mixed_precision": None}
     config = mp_yaml(tmp_path, distributed_type="DEEPSPEED", **keys)
-    run = launch("--config", config, PROGRAMS / "accelerated.py", cwd=tmp_path)
+    run = launch_in_forks("--config", config, PROGRAMS / "accelerated.py", cwd=tmp_path)
     assert run.returncode == 0 and results(run)[0]["compute"] == "torch.bfloat16", transcript(run)
     assert "deepspeed-zero1" in run.stderr and "proven in force" in run.stderr
     assert json.loads((tmp_path / "ds.json").read_text()) == content

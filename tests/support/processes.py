@@ -195,15 +195,29 @@ def _run_mpguard(words: list[str]) -> int:
 def launch_in_forks(
     *arguments: object, cwd: Path, timeout: float | None = None, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `mpguard launch ARGUMENTS` for several processes in a fork, without torchrun's agent: workers are forks."""
+    """Run `mpguard launch ARGUMENTS` in a fork, with accelerate's launcher: the workers that it starts are forks."""
     return in_fork(["launch", *arguments], cwd=cwd, timeout=timeout, program=_run_mpguard_with_forks, **more)
 
 
 def _run_mpguard_with_forks(words: list[str]) -> int:
     import torch.distributed.run
+    from accelerate.commands import launch
 
-    torch.distributed.run.run = _fork_workers
+    torch.distributed.run.run = _fork_workers  # torchrun's agent
+    launch.simple_launcher = _fork_worker
     return _run_mpguard(words)
+
+
+def _fork_worker(options: Any) -> None:
+    """Run the only worker of a launch, with the command line and the variables that accelerate has for it."""
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    (_, *words), environment = prepare_simple_launcher_cmd_env(options)
+    worker = os.fork()
+    if not worker:
+        os.environ.update(environment)
+        _end_with(run_python, words)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
 
 
 def _fork_workers(options: Any) -> None:

@@ -21,6 +21,7 @@ from processes import (
     free_port,
     in_fork,
     launch,
+    launch_in_forks,
     mp_yaml,
     on_ranks,
     proof,
@@ -178,7 +179,7 @@ def test_another_precision_in_the_script_is_overridden_and_logged(tmp_path: Path
 def test_another_precision_in_the_file_is_overridden_and_printed(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, mixed_precision="'no'  # old")
     before = config.read_text()
-    run = launch("--config", config, SCRIPT, cwd=tmp_path)
+    run = launch_in_forks("--config", config, SCRIPT, cwd=tmp_path)
     assert run.returncode == 0 and results(run)[0]["mode"] == "bf16", transcript(run)
     assert "mixed_precision  no -> bf16" in run.stderr
     assert config.read_text() == before, "the file is the user's"
@@ -403,7 +404,7 @@ def test_flags_override_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_enforce_warn_starts_what_would_be_refused(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, deepspeed_config="{mixed_precision: fp16}")
-    run = launch("--enforce", "warn", "--config", config, SCRIPT, cwd=tmp_path)
+    run = launch_in_forks("--enforce", "warn", "--config", config, SCRIPT, cwd=tmp_path)
     assert run.returncode == 0 and "continuing: enforce is warn" in run.stderr, transcript(run)
     assert results(run)[0]["mode"] == "bf16", "and the policy is put in all the same"
 
