@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from distributions import install
 from mpguard.cli import main
 from mpguard.core import tracked_fs
 from mpguard.lint.model.rule import rules
+from mpguard.lint.run.cache import identity as rules_identity
 from mpguard.lint.run.engine import Engine
 from mpguard.lint.source.files import Target
 
@@ -427,6 +429,13 @@ def _examples() -> list[Any]:
     return found
 
 
+@pytest.fixture
+def unchanged_linter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rule is installed or changed meanwhile: mpguard's own files are read once, and not twice per run."""
+    monkeypatch.setattr(rules_identity, "identity", functools.cache(rules_identity.identity))
+
+
+@pytest.mark.usefixtures("unchanged_linter")
 @pytest.mark.parametrize("example", _examples())
 def test_every_file_a_rule_reads_is_a_dependency(example: Any, lint: Linted) -> None:
     """Run each example that has other files, without each of them, and with them again."""
@@ -448,6 +457,7 @@ def test_every_file_a_rule_reads_is_a_dependency(example: Any, lint: Linted) -> 
         lint(*select, ".")
 
 
+@pytest.mark.usefixtures("unchanged_linter")
 @pytest.mark.parametrize("seed", range(4))
 def test_any_edits_of_any_tree(seed: int, lint: Linted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Examples of all rules in a few folders, that import each other by chance; files come, change and go."""
