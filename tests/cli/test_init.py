@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from limits import seconds
+from processes import accelerate_with_forks, free_port, in_fork
 
 import mpguard
 from mpguard import targets
@@ -272,20 +268,12 @@ def test_json_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["files"][1]["content"] == json.loads(Path("ds_config.json").read_text())
 
 
-ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", "mp.yaml")
-
 SCRIPT = """
 from accelerate import Accelerator
 state = Accelerator().state
 plugin = state.deepspeed_plugin
 print("RESULT", state.mixed_precision, state.device.type, plugin and plugin.deepspeed_config["bf16"]["enabled"])
 """
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @pytest.mark.parametrize(
@@ -298,11 +286,6 @@ def _free_port() -> int:
 def test_accelerate_launches_it(arguments: list[str], expected: str) -> None:
     init("bf16_mixed", *arguments)
     Path("show.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [*ACCELERATE, "--main_process_port", str(_free_port()), "show.py"],
-        capture_output=True,
-        text=True,
-        timeout=seconds(120),
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
+    words = ["--config_file", "mp.yaml", "--main_process_port", free_port(), "show.py"]
+    done = in_fork(words, cwd=Path.cwd(), program=accelerate_with_forks, CUDA_VISIBLE_DEVICES="")
     assert expected in done.stdout, done.stdout + done.stderr

@@ -200,12 +200,26 @@ def launch_in_forks(
 
 
 def _run_mpguard_with_forks(words: list[str]) -> int:
+    _start_workers_as_forks()
+    return _run_mpguard(words)
+
+
+def accelerate_with_forks(words: list[str]) -> int:
+    """Run `accelerate launch WORDS`, for `in_fork`; the workers that it starts are forks."""
+    from accelerate.commands.launch import main
+
+    _start_workers_as_forks()
+    sys.argv = ["accelerate-launch", *words]
+    main()
+    return 0
+
+
+def _start_workers_as_forks() -> None:
     import torch.distributed.run
     from accelerate.commands import launch
 
     torch.distributed.run.run = _fork_workers  # torchrun's agent
     launch.simple_launcher = _fork_worker
-    return _run_mpguard(words)
 
 
 def _fork_worker(options: Any) -> None:
