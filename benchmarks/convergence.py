@@ -22,6 +22,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -259,6 +260,7 @@ def run(setup: Setup, options: argparse.Namespace) -> int:
     finally:
         for arm in running:
             arm.end()
+        shutil.rmtree(folder, ignore_errors=True)
     _write(result, options.output)
     for name, found in result.get("verdicts", {}).items():
         print(f"{name}: {found}", flush=True)

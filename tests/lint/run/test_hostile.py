@@ -432,7 +432,7 @@ BOMBS = {
     "half.ipynb": '{"cells": [{"cell_type": "code", "source": ["import torch',
     "line.py": TRAIN + "x = '" + "a" * 5_000_000 + "'\n",
     "long.py": TRAIN + "x = [" + "1, " * 100_000 + "]\n",
-    "lines.py": TRAIN + "\n" * 1_000_000,
+    "lines.py": TRAIN + "\n" * 300_000,
     "parens.py": TRAIN + "x = " + "(" * 100_000 + ")" * 100_000 + "\n",
     "terms.py": TRAIN + "x = " + " + ".join(["y"] * 100_000) + "\n",
     "calls.py": TRAIN + "x = y" + ".z()" * 100_000 + "\n",
