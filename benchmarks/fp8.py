@@ -136,6 +136,7 @@ BOUNDS = {
     ("4 x 8B, 1x1024", "auto"): 0.99,
     ("6 x 8B, 2x4096, FSDP2", "fp8"): 1.40,
     ("6 x 8B, 2x4096, ZeRO-2", "fp8"): 1.40,
+    ("6 x 8B, 2x4096, ZeRO-2", "fp8, reduced in bf16"): 1.40,
 }
 
 #: Steps before the first round, and rounds and steps in each: after the first steps, at which the watch computes norms,

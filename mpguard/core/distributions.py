@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_POINT = re.compile(r"^[ \t]*([^\s#=\[][^=\n]*?)[ \t]*=[ \t]*([\w.:]+)", re.MULTILINE)
+_POINT = re.compile(r"^[ \t]*([^\s#=\[][^=\n]*?)[ \t]*=[ \t]*(\S.*?)\s*$", re.MULTILINE)
 _NAME = re.compile(r"^Name:[ \t]*(\S+)", re.MULTILINE | re.IGNORECASE)
 
 
