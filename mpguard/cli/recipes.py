@@ -23,6 +23,7 @@ from mpguard.core.errors import MissingExtra, NotCarried, PolicyError
 from mpguard.policy import hardware
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import recipe, recipes
+from mpguard.targets.capabilities import CONVERTER_FIELDS
 from mpguard.targets.plugin import Plugin
 from mpguard.targets.settings import ABSENT, show
 
@@ -135,8 +136,13 @@ def _page(facts: Mapping[str, Any], outcomes: Mapping[str, Mapping[str, Any]]) -
         arguments = outcome["arguments"].items()
         text = ", ".join(f"{key}={show(value)}" for key, value in arguments if value is not None)
         print(_wrapped(text, f"  {name:{width}}  "))
-        if outcome["not_carried"]:
-            print(_wrapped(f"not supported: {', '.join(outcome['not_carried'])}", f"  {'':{width}}  "))
+        missing = [field for field in outcome["not_carried"] if field not in CONVERTER_FIELDS]
+        if missing:
+            print(_wrapped(f"not supported: {', '.join(missing)}", f"  {'':{width}}  "))
+    own = [field for field in facts["fields"] if field in CONVERTER_FIELDS]
+    if own:
+        print()
+        print(_wrapped(f"applied by mpguard itself in runs that it launches or activates: {', '.join(own)}", ""))
 
 
 def _wrapped(text: str, label: str) -> str:

@@ -80,8 +80,14 @@ def show(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(show, value))}]"
+        return f"[{', '.join(map(_item, value))}]"
     return "null" if value is None else str(value)
+
+
+def _item(value: Any) -> str:
+    """Return an item of a list; in quotes where YAML would take its first character for syntax, as in `*lm_head`."""
+    text = show(value)
+    return f'"{text}"' if isinstance(value, str) and text[:1] in "*&!%@`>|{}[],#?:-\"'" else text
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:

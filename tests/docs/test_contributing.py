@@ -64,6 +64,25 @@ def test_the_rule_reports_what_its_examples_mark_and_fixes_it(theirs: Path) -> N
     assert (theirs / "work" / "bad0.py").read_text() == (theirs / "work" / "fixed.txt").read_text()
 
 
+LAWS = """
+import sys, warnings
+sys.path[:0] = sys.argv[1:]
+import test_plugin_laws as laws
+warnings.simplefilter("ignore")
+assert "ours" in laws.TARGETS
+laws.test_carries_is_exactly_what_the_target_acts_upon("ours")
+laws.test_inject_reaches_the_policy_from_anywhere_and_stays_there("ours")
+laws.test_a_contradiction_is_reported_with_key_found_and_wanted("ours")
+laws.test_settings_and_arguments_are_plain_data("ours")
+laws.test_not_carried_is_warned_for_what_matters_and_for_nothing_else("ours")
+"""
+
+
+def test_the_plugin_obeys_the_laws(theirs: Path) -> None:
+    done = run(theirs, "-c", LAWS, str(REPOSITORY / "tests/support"), str(REPOSITORY / "tests/targets"))
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_recipe_and_the_plugin_work(theirs: Path) -> None:
     config = theirs / "work" / "config.yaml"
     config.write_text("our_trainer: 1\nprecision:\n  compute: fp32 # as before\n")
