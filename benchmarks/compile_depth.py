@@ -41,19 +41,9 @@ def work(size: str, variant: str) -> None:
     policy = fp8.policy_of(fp8.Variant(fp8.FP8, compiled=False)) if whole else mpguard.recipe("bf16_mixed")
     mpguard.activate(policy.replace(compile=True) if whole else policy, enforce="warn")
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     def prepare() -> tuple[dict[str, Any], Any]:
-        hidden, ffn, heads, groups, blocks, batch, tokens, vocabulary = SIZES[size]
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            hidden_size=hidden, intermediate_size=ffn, num_attention_heads=heads, num_key_value_heads=groups,
-            num_hidden_layers=blocks, vocab_size=vocabulary, max_position_embeddings=tokens, use_cache=False,
-            tie_word_embeddings=False, attn_implementation="sdpa",
-        )  # fmt: skip
-        with torch.device(device()):
-            model = LlamaForCausalLM(config).train()
-        batches = [torch.randint(0, vocabulary, (batch, tokens)).to(device()) for _ in range(4)]
+        model, batches = fp8.llama(SIZES[size])
         synchronize()
         began = time.perf_counter()
         if not whole:

@@ -195,23 +195,10 @@ def trainer(size: str, variant: Variant) -> Callable[[], Any]:
         # By hand, mpguard only keeps `is_causal`: the two variants differ in who converts.
         mpguard.activate(policy_of(variant), enforce="off" if variant.by_hand else "warn")
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    hidden, ffn, heads, groups, blocks, batch, tokens, vocabulary = SIZES[size]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=ffn, num_attention_heads=heads, num_key_value_heads=groups,
-        num_hidden_layers=blocks, vocab_size=vocabulary, max_position_embeddings=tokens, use_cache=False,
-        tie_word_embeddings=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    strategy, rank = strategy_of(size), int(os.environ.get("RANK", "0"))
-    where = torch.device(device(), rank) if device() == "cuda" else torch.device("cpu")
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-    with where:
-        model = LlamaForCausalLM(config).train()
-    generator = torch.Generator().manual_seed(1 + rank)
-    batches = [torch.randint(0, vocabulary, (batch, tokens), generator=generator).to(where) for _ in range(4)]
+    strategy = strategy_of(size)
+    model, batches = llama(SIZES[size])
+    where = batches[0].device
     if variant.by_hand:
         convert_by_hand(model)
     if strategy == "ZeRO-2":
@@ -223,6 +210,28 @@ def trainer(size: str, variant: Variant) -> Callable[[], Any]:
     by_hand_on_cpu = variant.by_hand and where.type == "cpu"  # torchao reads only the state of CUDA's autocast
     autocast = strategy is None and not by_hand_on_cpu  # FSDP2 casts itself
     return training_step(net, optimizer, batches, autocast)
+
+
+def llama(size: tuple[int, ...]) -> tuple[Any, list[Any]]:
+    """Return a LlamaForCausalLM of a size (as in `SIZES`) on this process's device, and four batches of tokens."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, ffn, heads, groups, blocks, batch, tokens, vocabulary = size
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=ffn, num_attention_heads=heads, num_key_value_heads=groups,
+        num_hidden_layers=blocks, vocab_size=vocabulary, max_position_embeddings=tokens, use_cache=False,
+        tie_word_embeddings=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    rank = int(os.environ.get("RANK", "0"))
+    where = torch.device(device(), rank) if device() == "cuda" else torch.device("cpu")
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    with where:
+        model = LlamaForCausalLM(config).train()
+    generator = torch.Generator().manual_seed(1 + rank)
+    return model, [torch.randint(0, vocabulary, (batch, tokens), generator=generator).to(where) for _ in range(4)]
 
 
 def training_step(net: Any, optimizer: Any, batches: list[Any], autocast: bool = True) -> Callable[[], Any]:

@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.values.precision import TensorDtype as TensorDtype
     from mpguard.lint.facts.values.scalars import ScalarUse as ScalarUse
     from mpguard.lint.model import python_edits as python_edits
+    from mpguard.lint.model.example_programs import RIGHT_SCALER_CLASS as RIGHT_SCALER_CLASS
     from mpguard.lint.model.example_programs import SCALER_CLASS_FILES as SCALER_CLASS_FILES
     from mpguard.lint.model.example_programs import scaler_class as scaler_class
     from mpguard.lint.model.rule import Bad as Bad
@@ -164,7 +165,7 @@ _NAMES = {
     "mpguard.lint.facts.values.options": ("Option", "can_be_chosen", "dtype_options", "literal_choices"),
     "mpguard.lint.facts.values.precision": ("NUMBER", "TensorDtype"),
     "mpguard.lint.facts.values.scalars": ("ScalarUse",),
-    "mpguard.lint.model.example_programs": ("SCALER_CLASS_FILES", "scaler_class"),
+    "mpguard.lint.model.example_programs": ("RIGHT_SCALER_CLASS", "SCALER_CLASS_FILES", "scaler_class"),
     "mpguard.lint.model.rule": (
         "Bad",
         "BaseRule",

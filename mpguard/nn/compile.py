@@ -116,6 +116,11 @@ def compile_in_place(model: nn.Module) -> bool:
     return bool(called)
 
 
+def by_block(model: nn.Module) -> str:
+    """Return what messages add about a model that is compiled block by block; empty for other models."""
+    return ", block by block" if is_deep(model) else ""
+
+
 def is_deep(model: nn.Module) -> bool:
     """True if a model has stacks of more than `MOST_BLOCKS` blocks of one class and size."""
     kinds = collections.Counter(

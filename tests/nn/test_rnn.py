@@ -13,6 +13,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 #: cuDNN is not here: the operator gets a kernel for the CPU, and mpguard's kernel the autocast of the CPU.
 PROGRAM = """
 import torch
+from torch import library as torch_library
 from mpguard.nn import rnn
 
 seen = []
@@ -24,7 +25,7 @@ def cudnn(input, weight, stride, buffer, hx, cx, *more):
     return input @ weight[0].T + hx[0], hx.clone(), torch.empty(0), torch.empty(0), torch.empty(0)
 
 
-library = torch.library.Library("aten", "IMPL")
+library = torch_library.Library("aten", "IMPL")
 library.impl("_cudnn_rnn", cudnn, "CPU")
 assert rnn.register("AutocastCPU") is None and rnn.register("AutocastCPU") is None and len(rnn._libraries) == 1
 weights = [torch.randn(4, 4) for _ in range(4)]

@@ -35,7 +35,8 @@ IN_NUMPY = """(torch.from_numpy(g.double().numpy() @ w.double().numpy()).to(x.dt
             torch.from_numpy(g.double().numpy().T @ x.double().numpy()).to(w.dtype))"""
 
 CUSTOM_OPERATOR = """
-@torch.library.custom_op('mylib::mm8', mutates_args=())
+from torch import library
+@library.custom_op('mylib::mm8', mutates_args=())
 def mm8(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (x.double() @ w.double().t()).to(x.dtype)
 def setup(ctx, inputs, output): ctx.save_for_backward(*inputs)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
+from mpguard.lint.model.rule import Good
+
 _CLASS = """\
 import contextlib
 import torch
@@ -47,3 +49,17 @@ def scaler_class(backward: str, *step: str) -> str:
     """
     indent = " " * 12
     return _CLASS.format(backward=indent + backward, step=textwrap.indent("\n".join(step), indent))
+
+
+#: A class that scales, unscales before it clips, steps and updates: no rule about scalers reports it.
+RIGHT_SCALER_CLASS = Good(
+    scaler_class(
+        "self.scaler.scale(loss).backward()",
+        "self.scaler.unscale_(optimizer)",
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+        "self.scaler.step(optimizer)",
+        "self.scaler.update()",
+    ),
+    files=SCALER_CLASS_FILES,
+    name="amp.py",
+)

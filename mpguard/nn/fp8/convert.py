@@ -258,8 +258,8 @@ def _compiled(model: nn.Module, policy: Policy) -> str:
         return f"off, {missing}, though {chosen.reason}"
     compilation.compile_in_place(model)
     done = any(map(compilation.is_compiled_in_place, model.modules()))
-    blocks = ", block by block" if compilation.is_deep(model) else ""
-    return f"on, in place{blocks}: {chosen.reason}" if done else f"off, nothing here is called, though {chosen.reason}"
+    how = f"in place{compilation.by_block(model)}"
+    return f"on, {how}: {chosen.reason}" if done else f"off, nothing here is called, though {chosen.reason}"
 
 
 def _check_policy(names: dict[int, str], before: dict[int, nn.Linear], policy: Policy) -> None:

@@ -141,8 +141,7 @@ def _prepare(original: AnyFunction) -> AnyFunction:
             import torch
 
             models = [each for each in args if isinstance(each, torch.nn.Module)]
-            deep = [model for model in models if compilation.is_deep(model) and compilation.compile_in_place(model)]
-            if deep:
+            if any(compilation.is_deep(model) and compilation.compile_in_place(model) for model in models):
                 self.state.dynamo_plugin.backend = type(self.state.dynamo_plugin.backend)("NO")
                 for model in models:
                     compilation.compile_in_place(model)

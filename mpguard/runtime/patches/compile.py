@@ -37,7 +37,7 @@ def compile_models(guard: Guard, optimizer: torch.optim.Optimizer) -> None:
             else:
                 guard.reporter.print_once(f"mpguard: compile: auto is off here: {missing}, though {chosen.reason}")
         elif compilation.compile_in_place(model):
-            blocks = ", block by block" if compilation.is_deep(model) else ""
+            blocks = compilation.by_block(model)
             auto = f"compile: auto is on here{blocks}: {chosen.reason}"
             guard.reporter.print_once(
                 f"mpguard: {auto if policy.compile == 'auto' else f'the model is compiled in place{blocks}'}"

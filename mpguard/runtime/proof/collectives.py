@@ -79,12 +79,13 @@ class CollectiveListener:
         global _listening
         import torch
         import torch.distributed as dist
+        from torch import library as torch_library
 
         if not dist.is_available() or self._library is not None:
             return
         if _listening is not None:
             _listening.stop()
-        make: Any = torch.library.Library  # it has no annotations
+        make: Any = torch_library.Library  # it has no annotations
         library = make("c10d", "IMPL")
         below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
         try:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import (
+    RIGHT_SCALER_CLASS,
     SCALER_CLASS_FILES,
     Bad,
     Call,
@@ -305,17 +306,7 @@ def thrown_away(model, loader, optimizer):
                 "self.scaler.scale(loss).backward()", "self.scaler.step(optimizer)", "self.scaler.update()"
             ),
         ),
-        Good(
-            scaler_class(
-                "self.scaler.scale(loss).backward()",
-                "self.scaler.unscale_(optimizer)",
-                "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-                "self.scaler.step(optimizer)",
-                "self.scaler.update()",
-            ),
-            files=SCALER_CLASS_FILES,
-            name="amp.py",
-        ),
+        RIGHT_SCALER_CLASS,
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

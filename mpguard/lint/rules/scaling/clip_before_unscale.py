@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
+    RIGHT_SCALER_CLASS,
     SCALER_CLASS_FILES,
     Bad,
     Constant,
@@ -363,25 +364,9 @@ def of_ones_own(model, loader, optimizer, scaler):
             ),
             files=SCALER_CLASS_FILES,
             name="amp.py",
-            fixed=scaler_class(
-                "self.scaler.scale(loss).backward()",
-                "self.scaler.unscale_(optimizer)",
-                "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-                "self.scaler.step(optimizer)",
-                "self.scaler.update()",
-            ),
+            fixed=RIGHT_SCALER_CLASS.code,
         ),
-        Good(
-            scaler_class(
-                "self.scaler.scale(loss).backward()",
-                "self.scaler.unscale_(optimizer)",
-                "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-                "self.scaler.step(optimizer)",
-                "self.scaler.update()",
-            ),
-            files=SCALER_CLASS_FILES,
-            name="amp.py",
-        ),
+        RIGHT_SCALER_CLASS,
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
+    RIGHT_SCALER_CLASS,
     SCALER_CLASS_FILES,
     Bad,
     Diagnostic,
@@ -378,17 +379,7 @@ class Gan:
                 "self.scaler.scale(loss).backward()", "self.scaler.step(optimizer)", "self.scaler.update()"
             ),
         ),
-        Good(
-            scaler_class(
-                "self.scaler.scale(loss).backward()",
-                "self.scaler.unscale_(optimizer)",
-                "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-                "self.scaler.step(optimizer)",
-                "self.scaler.update()",
-            ),
-            files=SCALER_CLASS_FILES,
-            name="amp.py",
-        ),
+        RIGHT_SCALER_CLASS,
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

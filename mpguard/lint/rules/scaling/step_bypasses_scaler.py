@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
+    RIGHT_SCALER_CLASS,
     SCALER_CLASS_FILES,
     All,
     Bad,
@@ -482,17 +483,7 @@ class DividedOutByAdam:
                 "self.scaler.scale(loss).backward()", "self.scaler.step(optimizer)", "self.scaler.update()"
             ),
         ),
-        Good(
-            scaler_class(
-                "self.scaler.scale(loss).backward()",
-                "self.scaler.unscale_(optimizer)",
-                "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-                "self.scaler.step(optimizer)",
-                "self.scaler.update()",
-            ),
-            files=SCALER_CLASS_FILES,
-            name="amp.py",
-        ),
+        RIGHT_SCALER_CLASS,
         Good(
             """\
 import torch
