@@ -19,6 +19,7 @@ from typing import NamedTuple
 from mpguard.core import tracked_fs
 from mpguard.core.tracked_fs import cached_per_run
 from mpguard.lint.project import tree
+from mpguard.lint.source.token_search import TokenSearch
 
 #: The most files of a tree that are summarized.
 MOST_FILES = 4000
@@ -27,10 +28,10 @@ MOST_USERS, MOST_PACKAGES = 8, 3
 _PACKAGE = "/__init__.py"
 #: Words of code that trains, or that decides in which dtype other code runs. A file without any of them that uses a
 #: function decides nothing about its precision.
-_TRAINS = (
+_TRAINS = TokenSearch((
     b".backward(", b".step(", b"autocast", b"Scaler", b"torch.optim", b"import optim", b"ptimizer(", b"train(",
     b"train_one", b"fit(", b".prepare(", b"Trainer(", b"deepspeed.",
-)  # fmt: skip
+))  # fmt: skip
 _LIBRARIES = frozenset({"torch", "numpy", "os", "sys", "typing", "transformers", "torchvision", "collections", "re"})
 #: Kinds of questions.
 _IMPORTS, _DERIVES, _USES = "", "class ", "use "
@@ -100,7 +101,7 @@ def summarize(data: bytes) -> ModuleSummary:
 
 def trains(data: bytes) -> bool:
     """True if a module may train, or decide in which dtype other code runs."""
-    return any(word in data for word in _TRAINS)
+    return bool(_TRAINS.found_in(data))
 
 
 def _names(listed: bytes) -> Iterator[str]:

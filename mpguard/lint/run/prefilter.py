@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from mpguard.lint.model.rule import BaseRule, any_of
 from mpguard.lint.source.strip_comments import stripped
+from mpguard.lint.source.token_search import TokenSearch
 
 R = TypeVar("R", bound="BaseRule | type[BaseRule]")
 
@@ -75,89 +75,30 @@ def _by_own_text(data: bytes, rules: Iterable[R]) -> list[R]:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The conditions of many rules, in the order in which they are tested.
+    """The conditions of many rules.
 
-    conditions: tokens, and the rules that cannot apply where none of them is found, as bits. words: as `_words`
-    returns them. conditional: the rules with conditions, as bits.
+    search: finds the tokens of all conditions. conditions: the tokens of each, as a set, and the rules that cannot
+    apply where none of them is found, as bits. conditional: the rules with conditions, as bits.
     """
 
-    conditions: tuple[tuple[tuple[bytes, ...], int], ...]
-    words: Mapping[bytes, bytes]
+    search: TokenSearch
+    conditions: tuple[tuple[frozenset[bytes], int], ...]
     conditional: int
 
     def met(self, data: bytes, left: int) -> int:
-        """Return those of `left` whose conditions are met. Each token is searched once, and only if it can decide."""
-        found: dict[bytes, bool] = {}
-
-        def contains(token: bytes) -> bool:
-            known = found.get(token)
-            if known is None:
-                word = self.words.get(token)
-                known = found[token] = (word is None or contains(word)) and token in data
-            return known
-
+        """Return those of `left` whose conditions are met."""
+        found = self.search.found_in(data)
         for tokens, excluded in self.conditions:
-            if left & excluded and not any(map(contains, tokens)):
+            if left & excluded and tokens.isdisjoint(found):
                 left &= ~excluded
-                if not left:
-                    break
         return left
 
 
 @functools.lru_cache(maxsize=64)
 def _plan(rules: tuple[BaseRule | type[BaseRule], ...]) -> _Plan:
-    """Order the conditions: first those that exclude all rules with the fewest words, which most files lack."""
-    bits: dict[tuple[bytes, ...], int] = {}
+    bits: dict[frozenset[bytes], int] = {}
     for place, rule in enumerate(rules):
-        for tokens in rule.triggers:
+        for tokens in map(frozenset, rule.triggers):
             bits[tokens] = bits.get(tokens, 0) | 1 << place
-    words = _words({token for tokens in bits for token in tokens})
-    costs = {tokens: {_shortest(token, words) for token in tokens} for tokens in bits}
-    conditional = functools.reduce(int.__or__, bits.values(), 0)
-
-    def excluded(searched: set[bytes]) -> int:
-        """Return the rules that cannot apply to a file that contains none of some words, as bits."""
-        return functools.reduce(int.__or__, (bits[tokens] for tokens in bits if costs[tokens] <= searched), 0)
-
-    searched = set[bytes]()
-    while left := conditional & ~excluded(searched):
-        gains = {tokens: (bits[tokens] & left).bit_count() / (1 + len(costs[tokens] - searched)) for tokens in bits}
-        searched |= costs[max(gains, key=gains.__getitem__)]
-    for word in sorted(searched, key=lambda word: (len(word), word)):  # short ones take longer to search
-        if excluded(searched - {word}) == conditional:
-            searched.remove(word)
-    first = {tokens for tokens in bits if costs[tokens] <= searched}
-
-    def place_of(tokens: tuple[bytes, ...]) -> tuple[bool, float, tuple[bytes, ...]]:
-        return tokens not in first, len(costs[tokens]) / bits[tokens].bit_count(), tokens
-
-    return _Plan(tuple((tokens, bits[tokens]) for tokens in sorted(bits, key=place_of)), words, conditional)
-
-
-#: Words of tokens that every second file contains.
-_COMMON = frozenset({
-    b"torch", b"import", b"from", b"dtype", b"else", b"with", b"return", b"self", b"type", b"float", b"scale", b"train",
-})  # fmt: skip
-
-
-def _words(tokens: Collection[bytes]) -> dict[bytes, bytes]:
-    """Return token -> the longest word in it that other tokens contain too: `dtype=torch.half`, `torch.half`, `half`.
-
-    In most files, one search for `half` then replaces one for each of ten tokens.
-    """
-    words = {word for token in tokens for run in re.findall(rb"[\w.]{4,}", token) for word in (run, *run.split(b"."))}
-    text = b"\n".join(tokens)
-    shared = {word for word in words - _COMMON if len(word) > 3 and text.count(word) > 1}
-    chosen: dict[bytes, bytes] = {}
-    for token in shared.union(tokens):
-        inside = [word for word in shared if word != token and word in token]
-        if inside:
-            chosen[token] = max(inside, key=lambda word: (len(word), word))
-    return chosen
-
-
-def _shortest(token: bytes, words: Mapping[bytes, bytes]) -> bytes:
-    """Return the word that is searched first for a token."""
-    while token in words:
-        token = words[token]
-    return token
+    search = TokenSearch(frozenset[bytes]().union(*bits))
+    return _Plan(search, tuple(bits.items()), functools.reduce(int.__or__, bits.values(), 0))

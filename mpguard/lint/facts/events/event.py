@@ -108,6 +108,9 @@ class Event:
         return guards_of(dtype, self.dtypes, self.guard)
 
 
+#: In the name of a parameter that takes a class.
+_CLASS = re.compile(r"cls|class|kind|type|factory|constructor")
+
 Finder = Callable[["Facts"], Iterator[Event]]
 FINDERS: dict[EventKind, Finder] = {}
 
@@ -147,10 +150,16 @@ def created(facts: Facts, kind: EventKind) -> Iterator[Event]:
 
 
 def _is_function(call: Call) -> bool:
-    """True if the callee is a function of the file, or imported under a name that begins with a small letter."""
+    """True if the callee is a function of the file, imported under a name that begins with a small letter, or passed.
+
+    What is passed may be a class only if it is named like one: `trainer_cls`, `model_class`.
+    """
     bindings = next((found for place in call.scope.chain() if (found := place.bindings.get(call.name))), [])
     return bool(bindings) and all(
-        binding.kind == "def" or (binding.kind == "from" and binding.name[:1].islower()) for binding in bindings
+        binding.kind == "def"
+        or (binding.kind == "from" and binding.name[:1].islower())
+        or (binding.kind == "param" and not _CLASS.search(call.name))
+        for binding in bindings
     )
 
 
