@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.facts.events.event import Event, aliases, called, finds
+from mpguard.lint.facts.events.event import Event, aliases, called, finds, last_name
 from mpguard.lint.facts.syntax.nodes import constant
 from mpguard.lint.facts.syntax.path_condition import ALWAYS
 from mpguard.lint.facts.syntax.records import Call
@@ -33,32 +33,32 @@ def _casts(facts: Facts) -> Iterator[Event]:
         if call.positional and _UNBOUND.intersection(path for _, path in facts.paths(call)):
             yield Event("cast", call, facts, call.positional[0], ((ALWAYS, _CASTS[call.name]),))
     for call in called(facts, "to"):
-        if call.receiver is None or not _is_torch(facts, call):
+        if call.receiver is None:
             continue
         given = call.keywords.get("dtype")
         for argument in [given] if given is not None else call.positional[:2]:
-            dtypes = facts.dtypes(argument, call)
+            dtypes = () if last_name(argument) == "device" else facts.dtypes(argument, call)
             if any(dtype is not None for _, dtype in dtypes):
-                yield Event("cast", call, facts, call.receiver, dtypes)
+                if _is_torch(facts, call):
+                    yield Event("cast", call, facts, call.receiver, dtypes)
                 break
     for call in called(facts, "type"):
         given = call.argument(0, "dtype")
-        if call.receiver is None or given is None or not _is_torch(facts, call):
+        if call.receiver is None or given is None:
             continue
         text = constant(given)
-        if text is not None:
-            if text[0] in api_names.HALF_TENSOR_STRINGS:
-                yield Event("cast", call, facts, call.receiver, ((ALWAYS, Dtype.FP16),))
-            continue
-        dtypes = facts.dtypes(given, call)
-        if any(dtype is not None for _, dtype in dtypes):
+        if text is None:
+            dtypes = facts.dtypes(given, call)
+        else:
+            dtypes = ((ALWAYS, Dtype.FP16),) if text[0] in api_names.HALF_TENSOR_STRINGS else ()
+        if any(dtype is not None for _, dtype in dtypes) and _is_torch(facts, call):
             yield Event("cast", call, facts, call.receiver, dtypes)
 
 
 def _is_torch(facts: Facts, call: Call) -> bool:
     """True if a method's receiver may be a tensor or a module.
 
-    It is neither a library nor an object of another known kind.
+    It is neither a library nor an object of another known kind, and its class defines no such method itself.
     """
     for each in facts.evaluate(call.receiver, call):
         if isinstance(each.atom, (Ref, Class, Constant)):
@@ -72,10 +72,10 @@ def _is_torch(facts: Facts, call: Call) -> bool:
             "",
         ):
             return False
-    for each in facts.evaluate(call.func, call):
-        if isinstance(each.atom, Function) and each.atom.scope.parent is not None:
-            return facts.class_kind(each.atom.scope.parent) == "model" and False
-    return True
+    return not any(
+        isinstance(each.atom, Function) and each.atom.scope.parent is not None
+        for each in facts.evaluate(call.func, call)
+    )
 
 
 @finds("construct")

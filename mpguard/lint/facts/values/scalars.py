@@ -119,6 +119,8 @@ class Scalars:
         if binding.kind == "assign":
             return self.number(binding.value, binding, depth - 1)
         default = self.number(binding.value, binding, depth - 1)
+        if default is None and binding.value is not None:  # `scale=None`: whatever the callers pass
+            return None
         found = {default}
         for call in self.facts.callers(binding.scope):
             given = self.facts.values.given(call, binding.scope, binding.key)
