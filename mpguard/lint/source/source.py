@@ -22,7 +22,10 @@ from mpguard.lint.source.libcst_internals import parse_module
 from mpguard.lint.source.suites import logical_lines
 from mpguard.lint.source.text import STRING, Text, Unparsable
 
-_SPLIT = re.compile(rf"(?:{STRING}|#[^\n]*|\\\n)|([()\[\]{{}}])|(\n)(?=[^\s#])", re.DOTALL)
+#: Brackets with nothing in them that counts are one match, which is skipped like a string.
+_SPLIT = re.compile(
+    rf"(?:{STRING}|#[^\n]*|\\\n|[(\[{{][^()\[\]{{}}\"'#\\]*[)\]}}])|([()\[\]{{}}])|(\n)(?=[^\s#])", re.DOTALL
+)
 _METHOD = re.compile(r"(?:async[ \t]+)?def[ \t]+(\w+)")
 _CONTINUES = re.compile(r"(?:else|elif|except|finally)\b|[)\]}]")
 _DEFINES = re.compile(r"(?:@|(?:async[ \t]+)?def\b|class\b)")

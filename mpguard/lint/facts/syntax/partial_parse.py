@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 
 from mpguard.lint.source.source import Chunk
+from mpguard.lint.source.strip_comments import stripped
 
 #: Files up to this size (in characters) are parsed whole; of larger ones only the relevant statements.
 WHOLE_FILE_LIMIT = 8_000
@@ -61,9 +61,13 @@ def is_relevant(chunk: Chunk) -> bool:
     return chunk.defines is None or _has_relevant_word(chunk.text)
 
 
-def _has_relevant_word(text: str, start: int = 0, end: int = sys.maxsize) -> bool:
-    """True if the text has a word for precision, for training, or for what separates training from inference."""
-    found = _RELEVANT.finditer(text, start, end)
+def _has_relevant_word(text: str) -> bool:
+    """True if the code has a word for precision or training, outside of comments and docstrings."""
+    return _contains_relevant_word(text) and _contains_relevant_word(stripped(text))
+
+
+def _contains_relevant_word(text: str) -> bool:
+    found = _RELEVANT.finditer(text)
     return any(each.lastindex is None or _WHOLE_WORDS.match(text, each.start()) is not None for each in found)
 
 
@@ -80,7 +84,9 @@ def _sets_state(text: str, start: int, end: int) -> bool:
 
 def is_table(chunk: Chunk) -> bool:
     """True for a long literal without a relevant word, such as a table of data."""
-    return chunk.defines is None and chunk.end - chunk.start > WHOLE_FILE_LIMIT and not _has_relevant_word(chunk.text)
+    return (
+        chunk.defines is None and chunk.end - chunk.start > WHOLE_FILE_LIMIT and not _contains_relevant_word(chunk.text)
+    )
 
 
 def skip_irrelevant_methods(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
@@ -93,7 +99,7 @@ def skip_irrelevant_methods(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
         for chunk in chunks
         if chunk.end - chunk.start > WHOLE_FILE_LIMIT
         for method in chunk.methods
-        if not (method.name in _IMPLICIT_CALLS or _has_relevant_word(chunk.text, method.start, method.end))
+        if not (method.name in _IMPLICIT_CALLS or _has_relevant_word(chunk.text[method.start : method.end]))
         and not _sets_state(chunk.text, method.start, method.end)
     }
     if not left:
