@@ -52,6 +52,7 @@ class Diagnostic:
     """What a rule yields: offsets in one file's text (code points), no syntax-tree node.
 
     The engine turns it into a `Finding` with path, lines and columns. severity: only where it differs from the rule's.
+    versions: see `BaseRule.versions`.
     """
 
     code: str
@@ -61,6 +62,7 @@ class Diagnostic:
     notes: tuple[Note, ...] = ()
     fix: Fix | None = None
     severity: Severity | None = None
+    versions: tuple[tuple[str, str], ...] = ()
 
 
 class HasSpan(Protocol):
@@ -118,6 +120,9 @@ class BaseRule:
     pattern: ClassVar[re.Pattern[bytes] | None] = None
     #: Codes of rules that take precedence where both report the same expression.
     yields_to: ClassVar[tuple[str, ...]] = ()
+    #: The versions of libraries for which the findings are true: `{"torch": ">=2.4"}`, `{"accelerate": ">=1.0,<2"}`.
+    #: Nothing is reported in a project whose requirements exclude them.
+    versions: ClassVar[Mapping[str, str]] = {}
     examples: ClassVar[tuple[Example, ...]] = ()
 
     def __init_subclass__(cls, kind: bool = False, **kwargs: Any) -> None:
@@ -135,12 +140,18 @@ class BaseRule:
         help: str | None = None,
         message: str | None = None,
         severity: Severity | None = None,
+        versions: Mapping[str, str] | None = None,
         **values: Any,
     ) -> Diagnostic:
-        """Return a diagnostic at a place, with `values` filled into the message."""
+        """Return a diagnostic at a place, with `values` filled into the message.
+
+        versions: those of this finding, where they differ from the rule's.
+        """
         span = place if isinstance(place, tuple) else place.span
         text = (message or self.message).format(**values) if values else (message or self.message)
-        return Diagnostic(self.code, span, text, self.help if help is None else help, notes, fix, severity)
+        shown = self.help if help is None else help
+        about = tuple((self.versions if versions is None else versions).items())
+        return Diagnostic(self.code, span, text, shown, notes, fix, severity, about)
 
     @classmethod
     def page(cls) -> str:

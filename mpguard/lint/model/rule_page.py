@@ -31,6 +31,7 @@ def page(rule: type[BaseRule]) -> str:
         rule.severity,
         "has a fix" if rule.fixable() else "no fix",
         *(["preview: off unless selected"] if rule.preview else []),
+        *(f"for {library} {versions}" for library, versions in rule.versions.items()),
     ]
     parts = [f"# {rule.name} ({rule.code})", f"*{', '.join(state)}*", rule.page()]
     bad = next((example for example in rule.examples if isinstance(example, Bad)), None)

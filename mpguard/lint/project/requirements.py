@@ -19,6 +19,8 @@ _LARGEST = 1 << 18
 #: The number of folders that are searched: a file's own, and those above it.
 _MOST_FOLDERS = 12
 _CUDA = re.compile(r"(?:\bcu(1[1-3])(\d)\b|\bnvidia/cuda:(\d\d)\.(\d+))")
+#: One bound of a rule's `versions`.
+RANGE = re.compile(r"(>=|<)(\d+(?:\.\d+)*)")
 _CLAUSE = re.compile(r"([<>=!~^]=?=?)\s*v?(\d+(?:\.\d+)*)")
 
 
@@ -41,6 +43,11 @@ class Required:
     def before(self, version: tuple[int, ...]) -> bool:
         """True if only versions older than this one are allowed."""
         return self.below is not None and _version(self.below) <= _version(version)
+
+    def excludes(self, versions: str) -> bool:
+        """True if no allowed version is in a range: `>=2.4`, `<2.11`, or both with a comma between them."""
+        bounds = [(operator, tuple(map(int, text.split(".")))) for operator, text in RANGE.findall(versions)]
+        return any(self.before(bound) if operator == ">=" else self.since(bound) for operator, bound in bounds)
 
 
 def _version(parts: tuple[int, ...]) -> Version:

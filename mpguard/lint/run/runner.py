@@ -39,8 +39,13 @@ def run_rules(
         except (Exception, SystemExit) as error:
             defects.append(make_defect(path, rule.code, error, rule))
             continue
-        diagnostics += yielded
+        diagnostics += [each for each in yielded if not _is_about_other_versions(each, project, path)]
     return diagnostics, defects
+
+
+def _is_about_other_versions(diagnostic: Diagnostic, project: Project, path: str) -> bool:
+    """True if the project of a file requires versions of a library for which a finding is not true."""
+    return any(project.required(path, library).excludes(versions) for library, versions in diagnostic.versions)
 
 
 def _require_diagnostics(yielded: Iterable[object], rule: type[BaseRule]) -> None:

@@ -27,8 +27,6 @@ from mpguard.lint import (
 _MODULES = frozenset(
     f"torch.{device}.amp{inner}" for device in ("cuda", "cpu") for inner in ("", ".autocast_mode", ".grad_scaler")
 )
-#: The version of torch that deprecated them.
-_DEPRECATED = (2, 4)
 #: The deprecated names, and the names of their positional arguments.
 _NAMES = {
     "autocast": ("enabled", "dtype", "cache_enabled"),
@@ -68,6 +66,7 @@ class DeprecatedCudaAmp(Rule):
     severity = "warning"
     message = "`{old}` is deprecated; use `{new}`"
     help = "use torch.amp, which takes the device first"
+    versions = {"torch": ">=2.4"}
     triggers = (
         any_of(b"cuda.amp", b"cpu.amp", b"torch.cuda import", b"torch.cpu import"),
         any_of(b"autocast", b"GradScaler", b"custom_fwd", b"custom_bwd"),
@@ -387,7 +386,7 @@ context = torch.cuda.amp.autocast()
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.project.required(facts.path, "torch").before(_DEPRECATED) or imports.own(facts, "torch"):
+        if imports.own(facts, "torch"):
             return
         paths: dict[Binding, str] = {}
         for binding in (*imports.imports(facts), *imports.renamed(facts)):

@@ -4,9 +4,6 @@ from collections.abc import Iterator
 
 from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, With, any_of, compatible, constant
 
-#: The first version of torch with which the weights were observed to get their gradients.
-_FIXED = (2, 11)
-
 
 class NoGradInAutocastCache(Rule):
     """A forward pass under `no_grad` leaves casts of the weights without gradient in autocast's cache.
@@ -32,6 +29,8 @@ class NoGradInAutocastCache(Rule):
     preview = True
     message = "`{call}` runs under no_grad in the region in which the same weights are trained"
     help = "leave the region in between, or pass `cache_enabled=False`; or require torch 2.11 or newer"
+    #: 2.11 is the first one with which the weights were observed to get their gradients.
+    versions = {"torch": "<2.11"}
     triggers = (any_of(b"autocast"), any_of(b"no_grad", b"inference_mode"), any_of(b"backward", b"loss"))
     examples = (
         Bad(
@@ -108,8 +107,6 @@ with torch.autocast("cuda"):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.project.required(facts.path, "torch").since(_FIXED):
-            return
         for scope in facts.scopes:
             calls = [call for call in scope.calls if len(call.withs) > 1 and call.path]
             for call in calls:

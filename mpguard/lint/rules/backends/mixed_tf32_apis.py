@@ -39,7 +39,8 @@ class MixedTf32Apis(Rule):
     `torch.get_float32_matmul_precision()` raises, and so does any library that calls it.
 
     ## Known limits
-    Not reported if both agree, and for exclusive arms (`if hasattr(torch.backends, "fp32_precision"): ... else`).
+    Not reported if the project requires a torch older than 2.9, if both agree, and for exclusive arms
+    (`if hasattr(torch.backends, "fp32_precision"): ... else`).
     Values that are not literals are unknown. Reads in libraries are not seen.
     """
 
@@ -47,6 +48,7 @@ class MixedTf32Apis(Rule):
     severity = "error"
     message = "`{here}` together with `{there}`: {effect}"
     help = "Use `fp32_precision` alone, or the old switches alone"
+    versions = {"torch": ">=2.9"}
     triggers = (any_of(b"fp32_precision"), any_of(b"allow_tf32", b"float32_matmul_precision"))
     examples = (
         Bad(

@@ -20,13 +20,15 @@ class LossScaleUnderBf16(ConfigRule):
     Safe: the key is removed; nothing reads it.
 
     ## Known limits
-    A value of `"auto"` is not reported: DeepSpeed drops such keys before it checks them.
+    A value of `"auto"` is not reported: DeepSpeed drops such keys before it checks them. Nor is anything reported if
+    the project requires a DeepSpeed older than 0.17.1, which ignores the keys.
     """
 
     code, name = "MPG822", "loss-scale-under-bf16"
     severity = "error"
     message = "`{section}.{key}`: the section has no such key, and DeepSpeed stops"
     help = "BF16 needs no loss scaling; these keys are those of `fp16`"
+    versions = {"deepspeed": ">=0.17.1"}
     kinds = ("deepspeed",)
     triggers = (
         any_of(b"bf16", b"bfloat16"),

@@ -17,7 +17,7 @@ class RemovedAmpSection(ConfigRule):
     `DeepSpeedConfigError: NVIDIA Apex AMP integration has been removed`.
 
     ## Known limits
-    Not reported if the project requires a DeepSpeed older than 0.17, which had it.
+    Not reported if the project requires a DeepSpeed older than 0.19.6: those up to 0.19.5 have it.
 
     ## Fix safety
     Safe, and only available if the section is not enabled: it is removed.
@@ -27,6 +27,7 @@ class RemovedAmpSection(ConfigRule):
     severity = "error"
     message = "`amp`: DeepSpeed has removed Apex AMP, and stops if the section is present"
     help = "use `bf16`, `fp16` or `torch_autocast`"
+    versions = {"deepspeed": ">=0.19.6"}
     kinds = ("deepspeed",)
     triggers = (any_of(b"amp"),)
     examples = (
@@ -72,7 +73,7 @@ CONFIG = {
 }
 """,
             name="ds_config.json",
-            files={"requirements.txt": "torch\ndeepspeed==0.9.3\n", "pyproject.toml": ""},
+            files={"requirements.txt": "torch\ndeepspeed==0.18.2\n", "pyproject.toml": ""},
         ),
         Good(
             """\
@@ -88,7 +89,7 @@ CONFIG = {
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         amp = document.entry("amp")
-        if amp is None or self.project.required(document.path, "deepspeed").before((0, 17)):
+        if amp is None:
             return
         off = isinstance(amp.value, dict) and amp.value.get("enabled", False) is False
         yield self.at(amp, fix=config_edits.set_values("Remove it", document, {"amp": ABSENT}) if off else None)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Fix, Good, config_edits, deepspeed_keys, did_you_mean
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Fix, Good, config_edits, deepspeed_keys
 
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 #: Matches keys about precision.
 _PRECISION = re.compile(r"fp8|fp16|bf16|fp32|float|precision|dtype|data_type|autocast|loss_?scal")
 #: The version since which an unknown key of `bf16` and `fp16` stops the run, at the latest.
-_STRICT_SINCE = (0, 17)
+_STRICT_SINCE = (0, 17, 1)
+_IGNORED = "does not know this key, and ignores it"
 
 
 class UnknownDeepspeedSection(ConfigRule):
@@ -22,7 +23,7 @@ class UnknownDeepspeedSection(ConfigRule):
     DeepSpeed 0.19.8 ignores unknown keys at the top level, in `torch_autocast` and in `data_types` without a warning:
     `"fp8": {"enabled": true}` and `"bfloat_16": {"enabled": true}` are FP32 runs, `"zero_optimisation"` enables no
     ZeRO. `bfloat16`, the old name of `bf16`, is ignored if `bf16` is present too. In `bf16` and `fp16` an unknown key
-    stops the run; a DeepSpeed older than 0.17, if the project requires one, ignores it there too.
+    stops the run; a DeepSpeed older than 0.17.1, if the project requires one, ignores it there too.
 
     ## Fix safety
     Safe: the key is renamed to the known key, if it is clear which one is intended and it is not already present.
@@ -186,7 +187,7 @@ abilities = {"zero_optimization": True, "torch_autocast": True, "fp8": False}
             hint = "; it reads `grad_accum_dtype` in the section `data_types`"
         if meant is not None:
             hint = f"; it reads `{meant}`"
-        yield self.at(entry, fix=_fix(document, entry, meant), key=key, what="ignores it", hint=hint)
+        yield self.at(entry, fix=_fix(document, entry, meant), key=key, what=_IGNORED, hint=hint)
 
     def _inner(self, document: Document, entry: Entry, section: str) -> Iterator[Diagnostic]:
         known, key = deepspeed_keys.SECTIONS[section], entry.key
@@ -195,11 +196,11 @@ abilities = {"zero_optimization": True, "torch_autocast": True, "fp8": False}
         if section in deepspeed_keys.STRICT and entry.value == "auto":
             return
         meant = config_edits.likely_key(key.lower(), known, cutoff=0.88)
-        hint = f"; it reads `{meant}`" if meant else did_you_mean(key, known)
+        hint = f"; it reads `{meant}`" if meant else ""
         strict = section in deepspeed_keys.STRICT
         if strict and self.project.required(document.path, "deepspeed").before(_STRICT_SINCE):
             strict = False
-        what = "stops: the section has no such key" if strict else "ignores it"
+        what = "stops: the section has no such key" if strict else _IGNORED
         yield self.at(entry, fix=_fix(document, entry, meant), key=f"{section}.{key}", what=what, hint=hint)
 
 

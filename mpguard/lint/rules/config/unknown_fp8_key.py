@@ -51,6 +51,7 @@ class UnknownFp8Key(ConfigRule):
     message = "`{section}.{key}`: nothing reads this key{hint}"
     help = f"accelerate ({accelerate_keys.VERSION}) accepts any key in this section and ignores unknown ones"
     kinds = ("accelerate",)
+    versions = {"accelerate": ">=1.0"}
     triggers = (any_of(*(section.encode() for section in accelerate_keys.SECTIONS)),)
     yields_to = ("MPG815",)
     examples = (
@@ -236,11 +237,10 @@ fsdp_config:
             )
         allow = document.entry(mp_yaml.ALLOW)
         if allow is not None and (reason := mp_yaml.unknown_deviation(allow.value)):
-            yield self.at(allow, message=f"`{mp_yaml.ALLOW}`: {reason}", help="")
+            yield self.at(allow, message=f"`{mp_yaml.ALLOW}`: {reason}", help="", versions={})
         watch = document.entry(mp_yaml.WATCH)
         if watch is not None and watch.value is not None and (reason := mp_yaml.unknown_watch_level(watch.value)):
-            yield self.at(watch, message=f"`{mp_yaml.WATCH}`: {reason}", help="")
-        older = self.project.required(document.path, "accelerate").before((1, 0))
+            yield self.at(watch, message=f"`{mp_yaml.WATCH}`: {reason}", help="", versions={})
         entries = list(document.entries())
         present: dict[str, set[str]] = {}
         for entry in entries:
@@ -248,8 +248,6 @@ fsdp_config:
                 present.setdefault(entry.path[0], set()).add(accelerate_keys.SECTIONS[entry.path[0]].bare(entry.key))
         for entry in entries:
             if len(entry.path) == 2 and entry.path[0] in accelerate_keys.SECTIONS:
-                if older and not entry.key.startswith("mpguard_"):
-                    continue
                 yield from self._key(document, entry, accelerate_keys.SECTIONS[entry.path[0]], present[entry.path[0]])
             elif (
                 len(entry.path) == 3 and ".".join(entry.path[:2]) == mp_yaml.OVERRIDES and entry.key not in FIELD_NAMES
@@ -257,7 +255,7 @@ fsdp_config:
                 hint = did_you_mean(entry.key, FIELD_NAMES)
                 hint = f", a policy has no such field{hint}"
                 help = "name a field of the policy; docs/recipes.md lists them"
-                yield self.at(entry, section=mp_yaml.OVERRIDES, key=entry.key, hint=hint, help=help)
+                yield self.at(entry, section=mp_yaml.OVERRIDES, key=entry.key, hint=hint, help=help, versions={})
 
     def _key(
         self, document: Document, entry: Entry, section: accelerate_keys.Section, present: set[str]
@@ -270,12 +268,13 @@ fsdp_config:
             own = _own_keys()
             if entry.key not in own:
                 help = f"mpguard reads {' and '.join(f'`{each}`' for each in sorted(own))} here"
-                yield self.at(entry, section=name, key=entry.key, hint=did_you_mean(entry.key, own), help=help)
+                hint = did_you_mean(entry.key, own)
+                yield self.at(entry, section=name, key=entry.key, hint=hint, help=help, versions={})
             return
         meant = section.renamed.get(bare) or config_edits.likely_key(bare, section.keys, cutoff=0.9)
         prefix = entry.key.removesuffix(bare)  # as the file writes it: `fsdp_backward_prefetch`
         if meant is None:
-            hint = did_you_mean(entry.key, [prefix + key for key in section.keys]) if len(bare) > 3 else ""
+            hint = ""  # any name would be a guess
         elif meant in present:
             hint = f"; `{prefix}{meant}`, which is read, is present too. Remove one"
         else:

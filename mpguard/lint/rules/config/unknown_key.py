@@ -32,6 +32,7 @@ class UnknownKey(ConfigRule):
 
     ## Known limits
     The keys are those of accelerate 1.15.0; a key that a newer version reads is reported until mpguard supports it.
+    Nothing is reported if the project requires an accelerate older than 1.0.
     Only files with a `distributed_type`, which accelerate requires, count as its configs; without a
     `compute_environment`, half of their other keys must be accelerate's: training scripts have that key too. A section
     `..._config` whose name is not similar to a known one is not reported: forks of accelerate have such sections
@@ -43,6 +44,7 @@ class UnknownKey(ConfigRule):
     message = "`{key}`: accelerate has no such key and refuses the file{hint}"
     help = f"the keys are those of accelerate {accelerate_keys.VERSION}; other settings belong in another file"
     kinds = ("accelerate",)
+    versions = {"accelerate": ">=1.0"}
     triggers = (any_of(b"distributed_type"),)
     examples = (
         Bad(

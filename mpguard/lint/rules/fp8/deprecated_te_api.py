@@ -56,7 +56,8 @@ class DeprecatedTeApi(Rule):
     requirements file), otherwise unsafe: an older version fails at the import.
 
     ## Known limits
-    A fallback for old versions (in an `except` arm, under a condition on the version) is not reported. There is no fix
+    Not reported if the project requires a Transformer Engine older than 2.10. A fallback for old versions (in an
+    `except` arm, under a condition on the version) is not reported either. There is no fix
     if a name is passed on as a value, if the new module has no such name, or if another name of the file would clash.
     """
 
@@ -64,6 +65,7 @@ class DeprecatedTeApi(Rule):
     severity = "warning"
     message = "`{old}` is deprecated and will be removed from Transformer Engine; use `{new}`"
     help = "rename it; the names of its arguments changed too"
+    versions = {"transformer_engine": ">=2.10"}
     triggers = (
         any_of(b"transformer_engine"),
         any_of(b"fp8_autocast", b"fp8_model_init", b".fp8", b"import fp8"),

@@ -42,6 +42,7 @@ class RemovedRecipeArgument(Rule):
     severity = "error"
     message = "`{argument}=` has no effect: `{recipe}` ignores it without a warning"
     help = "remove it; Transformer Engine 2.0 and later do not read it"
+    versions = {"transformer_engine": ">=2.0"}
     triggers = (
         any_of(b"Scaling(", b"RecipeKwargs(", b"Scaling as", b"RecipeKwargs as"),
         any_of(*(name.encode() for name in sorted(_KNOWN - {"margin"})), b"margin="),
@@ -116,8 +117,6 @@ recipe = DelayedScaling(interval=1)
             found += [
                 (event.call, recipe, name, value) for name, value in event.call.keywords.items() if name in dropped
             ]
-        if not found or facts.project.required(facts.path, "transformer_engine").before((2, 0)):
-            return
         for call, recipe, name, value in found:
             keyword = next(arg.keyword for arg in call.node.args if arg.value is value)
             first = facts.span(keyword, call)[0] if keyword is not None else call.span[0]

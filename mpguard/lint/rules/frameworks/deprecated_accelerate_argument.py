@@ -49,6 +49,7 @@ class DeprecatedAccelerateArgument(Rule):
     code, name = "MPG513", "deprecated-accelerate-argument"
     severity = "warning"
     message = "{what}"
+    versions = {"accelerate": ">=1.0"}
     triggers = (any_of(b"FP8RecipeKwargs", b"use_fp16", b"fp16="), any_of(b"accelerate"))
     examples = (
         Bad(
@@ -155,8 +156,6 @@ def run(accelerator, args):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.project.required(facts.path, "accelerate").before((1, 0)):
-            return
         for made in facts.events("accelerator"):
             given = made.call.keywords.get("fp16")
             if given is not None and facts.called_path(made.call).startswith("accelerate."):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from mpguard.lint.facts.values import api_names
 from mpguard.lint.model.result import FileReport
 from mpguard.lint.model.rule import rules
 from mpguard.lint.model.selection import Selectors
-from mpguard.lint.project.requirements import Required, required
+from mpguard.lint.project.requirements import RANGE, Required, required
 from mpguard.lint.run.engine import Engine, Options
 from mpguard.lint.source.files import Target
 from mpguard.policy.hardware import NEEDS
@@ -73,6 +74,43 @@ def test_an_unpacked_wheel_declares_its_requirements(
         (tmp_path / f"{wheel}-1.0.dist-info").mkdir()
         (tmp_path / f"{wheel}-1.0.dist-info" / "METADATA").write_text(metadata)
     assert required(str(tmp_path), str(tmp_path), "transformer_engine") == expected
+
+
+@pytest.mark.parametrize(
+    ("specifier", "versions", "excluded"),
+    [
+        ("==2.3", ">=2.4", True),
+        ("==2.4", ">=2.4", False),
+        ("<2.4", ">=2.4", True),
+        (">=1.10", ">=2.4", False),
+        ("", ">=2.4", False),
+        (">=2.11", "<2.11", True),
+        (">=2.10", "<2.11", False),
+        ("==3.1", ">=2.4,<3", True),
+        ("==2.9", ">=2.4,<3", False),
+    ],
+)
+def test_versions_that_a_project_excludes(specifier: str, versions: str, excluded: bool, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text(f"torch{specifier}\n")
+    assert required(str(tmp_path), str(tmp_path), "torch").excludes(versions) is excluded
+
+
+def test_the_versions_of_all_rules_can_be_compared() -> None:
+    stated = [versions for rule in rules(own_only=True).values() for versions in rule.versions.values()]
+    assert stated and all(re.fullmatch(rf"{RANGE.pattern}(,{RANGE.pattern})*", each) for each in stated)
+
+
+@pytest.mark.parametrize(("specifier", "lines"), [("==0.20", [5]), ("<1.0", [5]), (">=0.20", [3, 5]), ("", [3, 5])])
+def test_findings_about_versions_that_are_excluded_are_dropped(
+    specifier: str, lines: list[int], tmp_path: Path
+) -> None:
+    """With an accelerate older than 1.0 only what mpguard itself reads is reported."""
+    (tmp_path / "setup.py").write_text(f"setup(install_requires=['accelerate{specifier}'])\n")
+    path = tmp_path / "mp.yaml"
+    path.write_text("distributed_type: FSDP\nfsdp_config:\n  unknown_thing: 1\nfp8_config:\n  mpguard_recipes: x\n")
+    engine = Engine(rules(own_only=True), Options(Selectors(select=("MPG801",))))
+    report = engine.run([Target(str(path), "config", named=True)])[0]
+    assert [finding.line for finding in report.findings] == lines
 
 
 @pytest.mark.parametrize(("version", "level"), [("2.20", "safe"), ("2.3", "unsafe")])
