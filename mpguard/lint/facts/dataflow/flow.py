@@ -41,16 +41,21 @@ class Flow:
         self.bindings_left -= len(between)
         return between
 
-    def forward(self, node: cst.CSTNode, at: Record, guard: PathCondition | None = None) -> Reach:
-        """Return the sinks that the value of an expression reaches."""
-        return ForwardFlow(self.facts.of(at), at.guard if guard is None else guard).start(node, at)
+    def forward(
+        self, node: cst.CSTNode, at: Record, guard: PathCondition | None = None, past_targets: bool = True
+    ) -> Reach:
+        """Return the sinks that the value of an expression reaches.
 
-    def forward_key(self, key: str, at: Record, guard: PathCondition | None = None) -> Reach:
+        past_targets: also through a loss of which the value is the target.
+        """
+        return ForwardFlow(self.facts.of(at), at.guard if guard is None else guard, past_targets).start(node, at)
+
+    def forward_key(self, key: str, at: Record, guard: PathCondition | None = None, past_targets: bool = True) -> Reach:
         """Return the sinks of an object that is cast under a name (`model.half()`, `x = x.half()`).
 
         The uses of the name are followed from there on.
         """
-        walk = ForwardFlow(self.facts.of(at), at.guard if guard is None else guard)
+        walk = ForwardFlow(self.facts.of(at), at.guard if guard is None else guard, past_targets)
         walk.cast = (key, at.scope)
         walk.taint(key, at.scope, at.order)
         return walk.reach

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,12 @@ _ADDS_TO_CONTAINER = frozenset({"append", "extend", "add", "insert", "setdefault
 FRAMEWORK_STEPS = frozenset({"training_step", "compute_loss"})
 #: Prefixes of the full names of functions that only read a value.
 _READERS = ("numpy.", "logging.", "os.", "json.", *project_words.LOGGERS)
+#: Names of losses that take an output and a target; not of methods that compute the output themselves.
+_LOSS = re.compile(
+    r"(?i)^(?!(?:compute|get|calc|calculate|training|forward|model)_)\w*(?:loss|loss_?fn|loss_?func(?:tion)?"
+    r"|criterion|cross_entropy|cross_entropy_with_logits|kl_div)$"
+)
+_TARGETS = frozenset({"target", "targets", "label", "labels", "y_true", "gt"})
 _TRAIN_SINKS = frozenset({"backward", "optimizer", "prepare", "initialize", "trainer", "parallel"})
 
 
@@ -95,8 +102,8 @@ class Reach:
 class ForwardFlow:
     """One forward traversal; the result is in `reach`."""
 
-    def __init__(self, facts: Facts, guard: PathCondition) -> None:
-        self.facts, self.guard = facts, guard
+    def __init__(self, facts: Facts, guard: PathCondition, past_targets: bool = True) -> None:
+        self.facts, self.guard, self.past_targets = facts, guard, past_targets
         self.reach = Reach()
         self.seen: set[object] = set()
         self.nodes_left = _MAX_NODES
@@ -394,7 +401,7 @@ class ForwardFlow:
             if name.startswith("save"):
                 self.sink("saved", call)
             return False
-        if self._in_no_grad(call):
+        if self._in_no_grad(call) or (not self.past_targets and self._is_target(call, arg)):
             return False
         if name == "prepare" and call.receiver is not None:
             kinds = facts.kinds(call.receiver, call)
@@ -433,6 +440,16 @@ class ForwardFlow:
                 self.sink("saved", call)
                 return False
         return carries or not known
+
+    def _is_target(self, call: Call, arg: cst.Arg) -> bool:
+        """True if an argument is the target of a loss: `criterion(output, y)`, `F.mse_loss(output, target=y)`."""
+        if not _LOSS.search(call.name) and "criterion" not in self.facts.kinds(call.func, call):
+            return False
+        if arg.keyword is not None:
+            return arg.keyword.value in _TARGETS
+        first = call.positional[0] if len(call.positional) > 1 else None
+        is_model = dotted(first).rsplit(".", 1)[-1] in self.facts.training_use.modules
+        return first is not None and not is_model and arg.value is call.positional[1]
 
     def through_library(self, path: str, call: Call, arg: cst.Arg) -> bool:
         """Handle a library function with the value as an argument. True if the flow continues with its result."""
@@ -474,9 +491,14 @@ class ForwardFlow:
             return False
         if kind == "model":
             self.reach.models.append(call)
-        for function in self.facts.functions(call):
+        functions = self.facts.functions(call)
+        for function in functions:
             self.entered(function.scope, call, arg)
-        return True
+        return not functions or not all(self._is_followed(function.scope, call) for function in functions)
+
+    def _is_followed(self, scope: Scope, call: Call) -> bool:
+        """True if a value that a function of the same file returns is followed to this call of it."""
+        return self.facts.of(scope) is self.facts and call in self.facts.callers(scope)
 
     def entered(self, scope: Scope, call: Call, arg: cst.Arg) -> None:
         """Follow the value into the parameter of a function of the file, or of a module that may train."""

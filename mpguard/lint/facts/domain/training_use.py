@@ -54,16 +54,24 @@ _SHARDING_ARGUMENTS = frozenset({"deepspeed", "fsdp", "fsdp_config"})
 _LOADS = frozenset({"state_dict", "load", "load_file", "safe_open"})
 #: Names of checkpoints: they may come from anywhere.
 _CHECKPOINT = re.compile(r"(?i)state_?dict|ckpt|checkpoint|(?:^|_)sd$")
+#: Functions whose results are zeros and ones; names of losses and masks.
+_ZEROS_AND_ONES = frozenset({"one_hot", "eq", "ne", "gt", "lt", "ge", "le", "bool", "isnan", "isinf", "bernoulli"})
+_CRITERION = re.compile(r"(?i)(?:^|[._])(?:loss|loss_?fn|loss_?func(?:tion)?|criterion)$")
+_MASK = re.compile(r"(?i)mask")
 #: Profiler markers: a script that contains one only measures.
 _PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Training:
-    """How a value is trained: `sink` is the first place that shows it, `reach` all that the value reaches."""
+    """How a value is trained: `sink` is the first place that shows it, `reach` all that the value reaches.
+
+    by_engine: in other arms of the program an engine of DeepSpeed or the like runs the backward pass.
+    """
 
     reach: Reach
     sinks: tuple[Sink, ...]
+    by_engine: bool = False
 
     @property
     def sink(self) -> Sink:
@@ -110,34 +118,48 @@ class TrainingUse:
             or self.facts.is_inference(cast.call)
         ):
             return None
-        if isinstance(cast.subject, (cst.Comparison, cst.BooleanOperation)):  # a mask of zeros and ones
+        if self._is_exact(cast):
             return None
         if self.facts.frozen_params.is_frozen(cast.subject) or self.facts.frozen_params.is_frozen(cast.call.node):
             return None
         if self.facts.kinds(cast.subject, cast.call) & {"engine", "pipeline", "criterion"}:
+            return None
+        if _CRITERION.search(cast.key) and self.is_module(cast):
             return None
         whole = self._cast_model(cast)
         if whole is not None and (
             self.facts.frozen_params.is_frozen_name(whole[0]) or self.has_adapters(whole[0], cast.call)
         ):
             return None
-        return self._training(self._reach(cast, guards[0], whole))
+        training = self._training(self._reach(cast, guards[0], whole))
+        if training is None or (training.by_engine and whole is None and not self.is_module(cast)):
+            return None  # the inputs of a model that an engine may run in low precision
+        return training
 
     def _training(self, reach: Reach) -> Training | None:
         if reach.meets("peft") or reach.meets("frozen"):
             return None
         sinks = tuple(sink for sink in reach.training_sinks if not self._by_engine(sink))
-        return Training(reach, sinks) if sinks else None
+        return Training(reach, sinks, len(sinks) < len(reach.training_sinks)) if sinks else None
 
     def _reach(self, cast: Event, guard: PathCondition, whole: tuple[str, Record] | None) -> Reach:
         if whole is not None:
             return self.facts.flow.forward_key(*whole, guard)
         if cast.call.is_statement and cast.key:
             return self.facts.flow.forward_key(cast.key, cast.call, guard)
+        past_targets = self.is_module(cast)  # the target of a loss has no gradient
         bound = self._bound(cast.call)
         if bound is not None and bound.key == cast.key:
-            return self.facts.flow.forward_key(bound.key, bound, guard)
-        return self.facts.flow.forward(cast.call.node, cast.call, guard)
+            return self.facts.flow.forward_key(bound.key, bound, guard, past_targets)
+        return self.facts.flow.forward(cast.call.node, cast.call, guard, past_targets)
+
+    def _is_exact(self, cast: Event) -> bool:
+        """True if a cast rounds nothing: of a mask, or of other zeros and ones."""
+        if isinstance(cast.subject, (cst.Comparison, cst.BooleanOperation)):
+            return True
+        if isinstance(cast.subject, cst.Call):
+            return dotted(cast.subject.func).rsplit(".", 1)[-1] in _ZEROS_AND_ONES
+        return bool(_MASK.search(cast.key.rsplit(".", 1)[-1])) and not self.is_module(cast)
 
     def _cast_model(self, cast: Event) -> tuple[str, Record] | None:
         """Return the name and record of the model whose parts are cast.

@@ -53,7 +53,8 @@ class BackwardInAutocast(Rule):
 
     ## Known limits
     A region that is entered in another file is seen only around a call of the function, and only if one of the two
-    files takes a `step`: others measure memory or speed. Tests (`test_...`) are not reported, since they may do this on
+    files takes a `step`: others measure memory or speed, and so does a function whose gradients no optimizer applies.
+    Tests (`test_...`) are not reported, since they may do this on
     purpose.
     """
 
@@ -147,6 +148,7 @@ def train_step(x):
         loss = model(x).sum()
         loss.backward()  # !
         again = model(x).sum()
+        optimizer.step()
         return again
 
 for x in loader:
@@ -156,6 +158,7 @@ for x in loader:
     amp = torch.autocast("cuda", torch.float16) if args.amp else nullcontext()
     with amp:
         model(x).sum().backward()  # !
+    optimizer.step()
 """
         ),
         Bad(
@@ -187,6 +190,22 @@ def train(args, model, loader, optimizer):
                 "    def backward(ctx, grad):\n        return Other.backward(ctx, grad)\n",
                 "pyproject.toml": "",
             },
+        ),
+        Good(
+            """\
+import time
+
+import torch
+
+def throughput(model, images, targets, criterion, amp=True):
+    begin = time.time()
+    for _ in range(30):
+        with torch.autocast("cuda", enabled=amp):
+            loss = criterion(model(images), targets)
+            loss.backward()
+    torch.cuda.synchronize()
+    return 30 * len(images) / (time.time() - begin)
+"""
         ),
         Good(
             """\
@@ -313,7 +332,7 @@ def train(model, loader, optimizer, scaler, accumulates):
             if any(scope.name.startswith("test_") for scope in event.scope.within()):
                 continue
             region = self._region(event.call, facts)
-            if region is not None:
+            if region is not None and (event.kind == "framework" or facts.has_step(event.scope)):
                 made = region.call
                 notes = (Note("the region", made.span, facts.elsewhere(made)),) if made is not None else ()
                 fix = self._fix(event.call, facts)

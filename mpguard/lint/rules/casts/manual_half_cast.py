@@ -7,8 +7,6 @@ from mpguard.lint import Bad, Diagnostic, Dtype, EventKind, Facts, Good, Note, R
 
 #: Flags under which a dtype follows the launcher's policy.
 _POLICY = re.compile(r"mixed_precision|fp16_enabled")
-#: Flags by which a run asks for FP16.
-_FP16 = re.compile(r"(?i)fp_?16|float_?16|\bhalf\b")
 
 #: Events that show a policy which chooses the dtype, so that the cast need only be removed.
 _POLICIES: tuple[EventKind, ...] = ("autocast", "accelerator", "initialize", "trainer")
@@ -37,12 +35,13 @@ class ManualHalfCast(Rule):
     ## Known limits
     Casts for inference are not reported: under `no_grad`, in functions called `evaluate`, `predict`, `generate`,
     `export` and the like, for frozen models and their inputs, for copies written to a checkpoint, for `.half().float()`
-    rounding, and for the inputs of a DeepSpeed engine, whose parameters may be FP16; nor is a model that a flag such as
-    `args.fp16` makes FP16 for `deepspeed.initialize`, which keeps FP32 masters of it, or raises. A dtype that follows
-    `accelerator.mixed_precision` follows the policy. An optimizer alone, or a `backward`, does not count as training if
-    the file takes no step. Where something may keep FP32 masters (`FP16_Optimizer`, `optimizer.backward(loss)`, a
-    framework's own FP16 module, an optimizer of the tree whose code has FP32 copies), no cast of the file is reported:
-    such code has FP16 parameters by design. A library's module that is trained elsewhere is not checked.
+    rounding, for masks, for the targets of a loss, which have no gradient, and for the inputs of a DeepSpeed engine,
+    whose parameters may be FP16; nor is a model that `deepspeed.initialize` takes, since its FP16 engine keeps FP32
+    masters of it. A dtype that follows `accelerator.mixed_precision` follows the policy. An optimizer alone, or a
+    `backward`, does not count as training if the file takes no step. Where something may keep FP32 masters
+    (`FP16_Optimizer`, `optimizer.backward(loss)`, a framework's own FP16 module, an optimizer of the tree whose code
+    has FP32 copies), no cast of the file is reported: such code has FP16 parameters by design. A library's module that
+    is trained elsewhere is not checked.
     """
 
     code, name = "MPG101", "manual-half-cast"
@@ -484,6 +483,86 @@ def evaluate(model, loader):
         Good(
             """\
 import torch
+import torch.nn.functional as F
+from kernels import CrossEntropyLayer
+
+def train(model, loader, criterion, args):
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_fn = CrossEntropyLayer(args)
+    loss_fn.to(device="cuda", dtype=torch.half)
+    for x, y, attention_mask in loader:
+        mask = attention_mask.half()
+        output = model(x) * mask * F.one_hot(y).half()
+        loss = criterion(output, y.half()) + F.mse_loss(output, target=y.half()) + loss_fn(output, y)
+        loss.backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def train(model, loader, optimizer, scaler, config):
+    dtype = torch.bfloat16 if config.bf16 else torch.float16
+    for x in loader:
+        x = x.to("cuda", dtype=dtype)
+        loss = model(x).sum()
+        if config.deepspeed:
+            model.backward(loss)
+            model.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+class Tower(torch.nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.tower = load(name).to(torch.float16)
+        self.tower.requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(self, images):
+        return self.tower(images.half())
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.visual = Tower("clip")
+        self.projection = torch.nn.Linear(8, 8)
+
+    def forward(self, images):
+        return self.projection(self.visual(images.half()).float())
+
+def train(loader):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.projection.parameters())
+    for images in loader:
+        model(images.cuda().half()).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import deepspeed
+import torch
+
+def main(args, loader):
+    model = torch.nn.Linear(8, 8).half()
+    engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+    for x in loader:
+        engine.backward(engine(x).sum())
+        engine.step()
+"""
+        ),
+        Good(
+            """\
+import torch
 from flash_attn import flash_attn_func
 
 HALF = False
@@ -785,8 +864,7 @@ def train(args, loader, dtype):
         for cast in (*facts.events("cast"), *facts.events("construct")):
             guards = [guard for guard in cast.may_be(Dtype.FP16) if not any(map(_POLICY.search, guard.flags()))]
             training = facts.training_use.cast(cast, Dtype.FP16, guards)
-            asked = any(map(_FP16.search, cast.call.guard.flags()))
-            if training is not None and not (asked and training.reach.meets("initialize")):
+            if training is not None and not training.reach.meets("initialize"):
                 fix = None if cast.kind == "construct" else python_edits.without_cast(facts, cast)
                 found.append((cast, training, fix))
         all_fixable = all(fix is not None for _, _, fix in found)  # a model and its inputs change together

@@ -115,13 +115,13 @@ def test_backward_is_moved_out_of_its_region(newline: str, tabs: bool) -> None:
     ],
 )
 def test_no_fix_if_it_would_change_more(body: str) -> None:
-    code = f"import torch\nfor x in loader:\n    with torch.autocast('cuda'):\n        {body}\n"
+    code = f"import torch\nfor x in loader:\n    with torch.autocast('cuda'):\n        {body}\n    optimizer.step()\n"
     assert fixed(code) == code
 
 
 def test_no_fix_if_another_context_would_be_left() -> None:
     code = (
         "import torch\nfor x in loader:\n    with accelerator.accumulate(model), torch.autocast('cuda'):\n"
-        "        loss = model(x)\n        loss.backward()\n"
+        "        loss = model(x)\n        loss.backward()\n    optimizer.step()\n"
     )
     assert fixed(code) == code
