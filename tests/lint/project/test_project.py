@@ -357,7 +357,7 @@ def test_a_note_names_the_file_of_a_reexported_region() -> None:
         "shim.py": "import torch\n\ndef autocast(**kwargs):\n    return torch.autocast('cuda', **kwargs)\n",
         "functional.py": "from shim import autocast\n",
         "train.py": "from functional import autocast\n\nfor x in loader:\n    with autocast(enabled=amp):\n"
-        "        loss = model(x).sum()\n        loss.backward()\n",
+        "        loss = model(x).sum()\n        loss.backward()\n    optimizer.step()\n",
     })  # fmt: skip
     engine = Engine(rules(own_only=True), Options(Selectors(select=("MPG301",))))
     (report,) = engine.run([Target("train.py", "python", named=True)])
