@@ -15,7 +15,7 @@ WHOLE_FILE_LIMIT = 8_000
 #: begins with a letter, which is three times as fast as one that begins with `\b`; a match of the group is checked
 #: again with `_WHOLE_WORDS`.
 _RELEVANT = re.compile(
-    r"float16|bf16|fp16|autocast|[sS]caler|backward|\.step\(|float8|fp8|\.prepare\(|deepspeed|accelerat|"
+    r"float16|bf16|fp16|autocast|custom_[fb]wd|[sS]caler|backward|\.step\(|float8|fp8|\.prepare\(|deepspeed|accelerat|"
     r"Trainer|Optimizer|optim\b|HalfTensor|requires_grad|tf32|fp32_precision|"
     r"transformer_engine|Scaling\(|RecipeKwargs|fully_shard|matmul_precision|\.(?:load_)?state_dict\(|"
     r"(half\b|amp\b|compile|te(?=\.))"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from lint_facts import facts_of
 
+from mpguard.lint.rules.autocast.deprecated_cuda_amp import DeprecatedCudaAmp
+
 
 def test_only_the_relevant_statements_of_a_large_file_are_parsed() -> None:
     filler = "".join(f"def filler_{n}(x):\n    return x + {n}\n\n" for n in range(400))
@@ -44,3 +46,34 @@ class Run:
     (cast,) = facts.events("cast")
     assert [sink.kind for sink in facts.flow.forward(cast.call.node, cast.call).sinks] == ["backward"]
     assert facts.source.position(cast.span[0])[0] == code[: code.index("x.half")].count("\n") + 1
+
+
+def test_words_in_comments_and_docstrings_make_no_statement_relevant() -> None:
+    filler = "".join(
+        f'def filler_{n}(x):\n    """For backward compatibility, in float16."""\n    return x + {n}  # x.half()\n\n'
+        for n in range(200)
+    )
+    code = f'import torch\n{filler}def train(x):\n    model(f"""{{x.half()}}""")\n    y = \'# \' + x.bfloat16()\n'
+    facts = facts_of(code)
+    assert facts.parsed_bytes < 200
+    assert len(list(facts.events("cast"))) == 2
+
+
+def test_the_fix_of_an_import_changes_every_use() -> None:
+    """`custom_fwd` of torch.amp needs a device, also where a function contains nothing else about precision."""
+    filler = "".join(f"def filler_{n}(x):\n    return x + {n}\n\n" for n in range(400))
+    code = f"""from torch.cuda.amp import custom_fwd
+{filler}class F(Function):
+    @custom_fwd
+    def forward(ctx, x):
+        return x
+
+class G(Function):
+    @custom_fwd(cast_inputs=torch.float32)
+    def forward(ctx, x):
+        return x
+"""
+    (found,) = DeprecatedCudaAmp().check(facts_of(code))
+    assert found.fix is not None
+    assert [edit.text for edit in found.fix.edits].count('(device_type="cuda")') == 1
+    assert [edit.text for edit in found.fix.edits].count('device_type="cuda", ') == 1
