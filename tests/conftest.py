@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import shutil
 import sys
@@ -20,7 +21,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     limits.scale()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are busy with other tests
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each program that a test starts compiles mpguard again
-    _use_own_temporary_folder(session.config)
+    _use_own_temporary_folder()
     if session.config.option.collectonly:
         return
     import deepspeed_operator
@@ -41,14 +42,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             cache.set("mpguard/deepspeed_operator", stamp)
 
 
-def _use_own_temporary_folder(config: pytest.Config) -> None:
+def _use_own_temporary_folder() -> None:
     """Remove at the end what killed and forked programs leave; not the folders of pytest and the compiler's cache."""
     usual = tempfile.gettempdir()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(usual, "torchinductor_of_tests")))
     own = tempfile.mkdtemp(prefix="mpguard-tests-")  # short: sockets in it have at most 107 characters
     os.environ["TMPDIR"], tempfile.tempdir = own, own
-    config.add_cleanup(lambda: shutil.rmtree(own, ignore_errors=True))
+    # multiprocessing removes its folder in it when the process ends, with a priority of -100.
+    multiprocessing.util.Finalize(None, shutil.rmtree, (own, True), exitpriority=-200)
 
 
 @pytest.hookimpl(optionalhook=True)
