@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,9 @@ CASES: Mapping[str, Case] = {
 #: Shares of the estimate to which the allocator is limited. The first must be too little.
 SHARES = (0.95, 1.0, 1.02, 1.05, 1.1, 1.2)
 
+#: Bytes that may stay in use after a run: the workspaces of cuBLAS and Transformer Engine.
+LEFT = 512 * 1024**2
+
 _HEADS = {"bert": "AutoModelForMaskedLM", "vit": "AutoModelForImageClassification"}
 
 
@@ -126,14 +129,14 @@ def batch_of(case: Case, config: ModelConfig, policy: mpguard.Policy, device: st
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def stepper(case: Case, config: ModelConfig, device: str) -> Callable[[], None]:
-    """Return a function that trains for one step."""
+def stepper(case: Case, config: ModelConfig, device: str, ending: ExitStack) -> Callable[[], None]:
+    """Return a function that trains for one step. ending: gets what must be called to release the memory."""
     import torch
 
     policy = mpguard.recipe(case.recipe).decided()
     model, batch = built(case, config, policy, device), batch_of(case, config, policy, device)
     if case.strategy == "deepspeed-zero2":
-        return _deepspeed(model, batch, policy)
+        return _deepspeed(model, batch, policy, ending)
     if case.strategy == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
@@ -161,7 +164,7 @@ def stepper(case: Case, config: ModelConfig, device: str) -> Callable[[], None]:
     return step
 
 
-def _deepspeed(model: Any, batch: dict[str, Any], policy: mpguard.Policy) -> Callable[[], None]:
+def _deepspeed(model: Any, batch: dict[str, Any], policy: mpguard.Policy, ending: ExitStack) -> Callable[[], None]:
     import deepspeed
     import torch
 
@@ -174,6 +177,7 @@ def _deepspeed(model: Any, batch: dict[str, Any], policy: mpguard.Policy) -> Cal
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    ending.callback(engine.destroy)  # its hooks on the parameters keep it alive, with all states
 
     def step() -> None:
         engine.backward(engine(**batch).loss)
@@ -198,27 +202,39 @@ def lowered_experts() -> Iterator[None]:
 
 
 def peak(case: Case, config: ModelConfig, limit: int | None = None) -> int | None:
-    """Return the peak of three steps; None if the memory was not enough. limit: bytes that the allocator may take."""
+    """Return the peak of three steps; None if the memory was not enough. limit: bytes that the allocator may take.
+
+    Raises `RuntimeError` if an earlier run still has memory: the limit would be that of two runs.
+    """
     import torch
 
+    if limit is not None and torch.cuda.memory_allocated() > LEFT:
+        raise RuntimeError(f"{torch.cuda.memory_allocated():,} bytes of the run before are still in use")
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(1.0 if limit is None else min(1.0, limit / total))
-    try:
-        step = stepper(case, config, "cuda")
-        for number in range(3):
-            if number == 1:  # the first step allocates what stays
-                torch.cuda.reset_peak_memory_stats()
-            step()
-        torch.cuda.synchronize()
-        return int(torch.cuda.max_memory_allocated())
-    except torch.cuda.OutOfMemoryError:
-        return None
-    finally:
-        step = None  # type: ignore[assignment]
-        torch.compiler.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    found = _trained(case, config)
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    return found
+
+
+def _trained(case: Case, config: ModelConfig) -> int | None:
+    """Train for three steps, and return their peak; None if the memory was not enough."""
+    import torch
+
+    with ExitStack() as ending:
+        try:
+            step = stepper(case, config, "cuda", ending)
+            for number in range(3):
+                if number == 1:  # the first step allocates what stays
+                    torch.cuda.reset_peak_memory_stats()
+                step()
+            torch.cuda.synchronize()
+            return int(torch.cuda.max_memory_allocated())
+        except torch.cuda.OutOfMemoryError:
+            return None
 
 
 def request_of(case: Case, config: ModelConfig) -> Request:
@@ -293,7 +309,8 @@ def run_case(name: str, dry_run: bool) -> None:
     with lowered_experts():
         if dry_run:
             case, config = small(CASES[name])
-            stepper(case, config, "cpu")()
+            with ExitStack() as ending:
+                stepper(case, config, "cpu", ending)()
             print(json.dumps({"estimated": estimate(request_of(case, config)).allocated}))
             return
         result = compared(CASES[name])
