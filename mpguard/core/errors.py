@@ -90,14 +90,15 @@ class NotProven(MpguardWarning):
 
 
 def near(name: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """Return the known names most similar to `name`, best first; empty if none is similar."""
+    """Return the known names most similar to `name`, best first, then those that begin with it; empty if none is."""
     known = list(known)
     found = difflib.get_close_matches(name, known, n=most, cutoff=0.6)
     if not found:
         lowered = {k.lower().replace("-", "_"): k for k in known}
         matches = difflib.get_close_matches(name.lower().replace("-", "_"), lowered, n=most, cutoff=0.5)
         found = [lowered[match] for match in matches]
-    return found
+    begun = sorted((k for k in known if name and k.startswith(tuple(f"{name}{mark}" for mark in "_-."))), key=len)
+    return list(dict.fromkeys([*found, *begun]))[:most]
 
 
 def did_you_mean_file(path: str) -> str:

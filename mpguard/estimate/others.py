@@ -257,6 +257,7 @@ def t5(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
     heads, head = config.size("num_heads"), config.size("d_kv")
     kind, dropped = config.word("feed_forward_proj", default="relu"), config.share("dropout_rate", default=0.1)
     act = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
+    act, gated = config.word("dense_act_fn", default=act), config.flag("is_gated_act", kind.startswith("gated-"))
     length = batch.length
 
     def norm(x: Value, name: str) -> Value:
@@ -274,7 +275,7 @@ def t5(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
 
     def fed(x: Value, name: str) -> Value:
         y = norm(x, f"{name}.layer_norm")
-        if kind.startswith("gated-"):
+        if gated:
             gate = layers.activation(tape, tape.linear(y, f"{name}.wi_0", hidden, inner), act)
             y = tape.mul(gate, tape.linear(y, f"{name}.wi_1", hidden, inner))
         else:
@@ -302,11 +303,9 @@ def t5(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
     x = side("decoder", config.size("num_decoder_layers", default=layer_count), source)
     tape.returned.append(source)
     x = tape.head(x)
-    if config.flag("tie_word_embeddings", True):
+    if config.flag("tie_word_embeddings", True):  # transformers 5 ties them always: False means not to scale
         x = tape.pointwise(x, "mul", "")
-        logits = tape.product(x, tape.parameter("shared", (words, hidden), "embedding"), batch.tokens * words)
-    else:
-        logits = tape.linear(x, "lm_head", hidden, words)
+    logits = tape.product(x, tape.parameter("shared", (words, hidden), "embedding"), batch.tokens * words)
     return tape.cross_entropy(logits, batch.tokens)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def document_of(run: RunInputs) -> tuple[Document | None, Given | None]:
         if (folder / named.value).is_file():
             if run.deepspeed is not None and Path(run.deepspeed.path).samefile(folder / named.value):
                 return run.deepspeed, named
-            document = read(folder / named.value)
+            document = read(Path(os.path.normpath(folder / named.value)))  # it is shown: no `configs/../ds.json`
             document.require()
             return document, named
     raise ConfigError(f"{named.origin}: names the DeepSpeed file `{named.value}`, which does not exist")

@@ -61,8 +61,20 @@ def explain(run: RunInputs, machine: hardware.Hardware | None = None) -> Explana
         settings=tuple(settings),
         unread=tuple(unread(run, facts, document, direct)),
         stops=tuple(dict.fromkeys([*launch.stops(run, guarded=in_force is not None), *stops])),
-        notes=(*run.notes, *(() if run.launcher == "mpguard" else launch.config_after_script(run))),
+        notes=(*run.notes, *_notes(run)),
     )
+
+
+def _notes(run: RunInputs) -> Iterator[str]:
+    """Yield what the reader should know about a run without a policy."""
+    if run.launcher == "mpguard":
+        return
+    yield from launch.config_after_script(run)
+    if run.script is not None and run.launches and not run.script.uses_accelerate:
+        yield (
+            f"{run.script.path} creates no `Accelerator` and no `TrainingArguments`: what accelerate would set is left "
+            "out"
+        )
 
 
 def _under_policy(
@@ -89,7 +101,7 @@ def _with_sections(stock: list[Resolved], policy: list[Resolved]) -> list[Resolv
 
 def _stock(run: RunInputs, engine: str, mode: Resolved, of_engine: list[Resolved], in_use: str) -> Iterator[Resolved]:
     """Yield the settings that the frameworks have without a policy. in_use: the mode, under a policy that of it."""
-    uses_accelerate = run.script is None or run.script.accelerator is not None or run.script.has_trainer
+    uses_accelerate = run.script is None or run.script.uses_accelerate
     if uses_accelerate and not (run.script is None and not run.launches):
         yield deepspeed.mode_of_engine(mode, of_engine) if engine == "DEEPSPEED" else mode
         if mode.value == "fp8":

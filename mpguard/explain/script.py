@@ -12,6 +12,7 @@ from mpguard.core.errors import ConfigError
 from mpguard.explain.model import Given, Origin, SettingLayer, UnknownValue
 from mpguard.lint.configs.launch_expectations import is_unconditional
 from mpguard.lint.facts.domain.backends import switches
+from mpguard.lint.facts.domain.regions import enabled_argument
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.values.dtypes import AnyDtype, only_dtype
@@ -71,6 +72,11 @@ class Script:
     switches: tuple[Given, ...] = ()
     autocasts: tuple[Given, ...] = ()
     loads: tuple[Given, ...] = ()
+
+    @property
+    def uses_accelerate(self) -> bool:
+        """True if the script creates an `Accelerator`, or a Trainer does."""
+        return self.accelerator is not None or self.has_trainer
 
     @property
     def has_trainer(self) -> bool:
@@ -135,14 +141,14 @@ class _Reader:
             path=facts.path,
             accelerator=self._merged(accelerators, _ACCELERATOR, "code") if accelerators else None,
             arguments=self._merged(trainers, dict.fromkeys(TRAINER), "TrainingArguments") if trainers else None,
-            parses_arguments=bool(facts.calls.get("HfArgumentParser")),
+            parses_arguments=any(facts.calls.get(name) for name in ("HfArgumentParser", "TrlParser")),
             handlers=self._handlers(),
             fsdp_plugin=plugin,
             deepspeed_plugin=self._deepspeed_plugin(),
             initialize=self._argument(initialize[0].call, "config", None) if initialize else None,
             activate=self._activate(),
             switches=tuple(self._switches()),
-            autocasts=tuple(self._dtypes(facts.events("autocast"))),
+            autocasts=tuple(self._autocasts()),
             loads=tuple(self._dtypes(facts.events("load"))),
         )  # fmt: skip
 
@@ -244,11 +250,25 @@ class _Reader:
 
     def _dtypes(self, events: Iterable[Event]) -> Iterable[Given]:
         for event in events:
-            if not any(dtype for _, dtype in event.dtypes):
-                continue
-            known = only_dtype(event.dtypes)
-            value = _unknown(self.facts.short(event.call.node)) if known is None else _short(known)
-            yield Given(value, self._origin(event.call.node, event.call, "code"), event.call.path or event.call.name)
+            if any(dtype for _, dtype in event.dtypes):
+                yield self._given(event, self._dtype_of(event))
+
+    def _autocasts(self) -> Iterable[Given]:
+        """Yield the dtype of each autocast; `off` for one that is switched off."""
+        for event in self.facts.events("autocast"):
+            dtype, switch = self._dtype_of(event), enabled_argument(event.call, self.facts.called_path(event.call))
+            enabled = True if switch is None else self._value(switch, event.call)
+            if isinstance(enabled, UnknownValue):
+                named = self.facts.short(event.call.node) if isinstance(dtype, UnknownValue) else dtype
+                dtype = _unknown(f"{named}, if {self.facts.short(switch)}" if switch is not None else str(named))
+            yield self._given(event, dtype if enabled else "off")
+
+    def _dtype_of(self, event: Event) -> Any:
+        known = only_dtype(event.dtypes)
+        return _unknown(self.facts.short(event.call.node)) if known is None else _short(known)
+
+    def _given(self, event: Event, value: Any) -> Given:
+        return Given(value, self._origin(event.call.node, event.call, "code"), event.call.path or event.call.name)
 
 
 def _plain(atom: Atom) -> Any:

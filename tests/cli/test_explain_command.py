@@ -244,3 +244,44 @@ def test_it_imports_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(60))
     assert (done.returncode, done.stderr) == (0, "")
+
+
+AUTOCASTS = """\
+import torch
+
+def train(model, x, precision, use_amp):
+    with torch.autocast("cuda", dtype=precision):
+        model(x)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=use_amp):
+        model(x)
+    with torch.autocast("cuda", enabled=False):
+        model(x)
+    with torch.cuda.amp.autocast():
+        model(x)
+"""
+
+
+def test_each_autocast_is_shown_also_one_that_is_off_or_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("plain.py").write_text(AUTOCASTS, encoding="utf-8")
+    assert main(["explain", "plain.py"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split("  plain.py")[0].strip() for line in lines[1:5]]
+    assert shown == [
+        'autocast = unknown: torch.autocast("cuda", dtype=precision)',
+        "autocast = unknown: bf16, if use_amp",
+        "autocast = off",
+        "autocast = fp16",
+    ]
+    assert "creates no `Accelerator` and no `TrainingArguments`" in lines[5] and len(lines) == 6
+
+
+def test_a_deepspeed_file_of_a_folder_beside_is_shown_by_its_shortest_path(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("configs").mkdir()
+    Path("ds.json").write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}', encoding="utf-8")
+    text = (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 2\n"
+        "deepspeed_config: {deepspeed_config_file: ../ds.json}\n"
+    )
+    Path("configs/accelerate.yaml").write_text(text, encoding="utf-8")
+    found = setting(explained(capsys, "configs/accelerate.yaml"), "bf16.enabled")
+    assert found["source"] == {"layer": "DeepSpeed JSON", "file": "ds.json", "line": 1}

@@ -56,12 +56,18 @@ def test_parameters_are_those_of_transformers(name: str) -> None:
     assert Counter(each.shape for each in recorded(config, TapeDtypes()).weights.values()) == real
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "phi", "gemma"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "phi", "gemma", "t5"])
 def test_the_other_choice_of_tied_embeddings(name: str) -> None:
-    tied = name not in ("gpt2", "gemma")
+    tied = name not in ("gpt2", "gemma", "t5")
     model, config = tiny(name, tie_word_embeddings=tied)
     real = sum(each.numel() for each in model.parameters())
     assert sum(each.count for each in recorded(config, TapeDtypes()).weights.values()) == real
+
+
+def test_a_t5_that_is_gated_by_a_key_of_its_own() -> None:
+    model, config = tiny("t5", feed_forward_proj="relu", is_gated_act=True, dense_act_fn="gelu_new")
+    real = Counter(tuple(each.shape) for each in model.parameters())
+    assert Counter(each.shape for each in recorded(config, TapeDtypes()).weights.values()) == real
 
 
 def forward(model: Any, batch: dict[str, torch.Tensor], autocast: bool) -> torch.Tensor:
