@@ -41,7 +41,8 @@ def not_finite(run: RunLog) -> str | None:
     bad = [step for step, value in run.loss.items() if not math.isfinite(value) and step not in skipped]
     if bad:
         rest = "every later loss too" if bad[-1] == max(run.loss) else f"finite again after step {bad[-1]}"
-        return f"loss {run.loss[bad[0]]} at step {bad[0]} ({len(bad)} steps, {rest})"
+        count = f"{len(bad)} steps" if len(bad) > 1 else "one step"
+        return f"loss {run.loss[bad[0]]} at step {bad[0]} ({count}, {rest})"
     norms = sorted(run.grad_norm.items())
     if len(norms) >= _END and not any(math.isfinite(value) for _, value in norms[-_END:]):
         last = max((step for step, value in norms if math.isfinite(value)), default=None)

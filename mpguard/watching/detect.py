@@ -13,6 +13,12 @@ WINDOW, FEWEST = 200, 30
 #: A gradient norm is a jump if it is this many times the median, and this many deviations (of logarithms) above it.
 JUMP_FACTOR, JUMP_DEVIATIONS = 10.0, 8.0
 
+#: Norms after which the median of the past ones is computed again.
+REFRESH = 10
+
+#: Losses after which the median of the recent ones is compared.
+COMPARED_EVERY = 5
+
 #: Steps whose median loss is compared, and the deviations of the loss by which it must have risen.
 RECENT, RISE_DEVIATIONS = 25, 6.0
 
@@ -44,6 +50,7 @@ class NormJumps:
 
     def __init__(self) -> None:
         self._past: deque[float] = deque(maxlen=WINDOW)
+        self._middle, self._added = 0.0, 0
 
     def add(self, norm: float) -> float | None:
         """Add the norm of a step; return how many times the median it is if it is a jump."""
@@ -51,10 +58,15 @@ class NormJumps:
             return None
         jump = None
         if len(self._past) >= FEWEST:
-            middle, spread = statistics.median(self._past), deviation(self._past)
-            above = math.log(norm) - middle
-            if above > math.log(JUMP_FACTOR) and above > JUMP_DEVIATIONS * spread:
-                jump = math.exp(above)
+            if self._added % REFRESH == 0:
+                self._middle = statistics.median(self._past)
+            # The median is computed again only for what is far above an older one: it moves slowly.
+            if math.log(norm) - self._middle > math.log(JUMP_FACTOR) / 2:
+                middle, spread = statistics.median(self._past), deviation(self._past)
+                above = math.log(norm) - middle
+                if above > math.log(JUMP_FACTOR) and above > JUMP_DEVIATIONS * spread:
+                    jump = math.exp(above)
+            self._added += 1
         self._past.append(math.log(norm))
         return jump
 
@@ -80,7 +92,7 @@ class Divergence:
             return None
         self._steps += 1
         self._recent.append(loss)
-        if len(self._recent) < RECENT:
+        if len(self._recent) < RECENT or self._steps % COMPARED_EVERY:
             return None
         now = statistics.median(self._recent)
         if self._start is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -50,8 +51,20 @@ def _hook_optimizers(_torch: ModuleType) -> None:
             with CONTAINMENT.contained("the end of a step"), no_grad():
                 watch.after_step(optimizer)
 
-    register_optimizer_step_pre_hook(untraced(before))
-    register_optimizer_step_post_hook(untraced(after))
+    register_optimizer_step_pre_hook(_eager(before))
+    register_optimizer_step_post_hook(_eager(after))
+
+
+def _eager(hook: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    """Return a hook that dynamo does not trace if it traces the step; else it is called without dynamo's wrapper."""
+    import torch
+
+    hidden, is_compiling = untraced(hook), torch.compiler.is_compiling
+
+    def call(optimizer: Any, args: Any, kwargs: Any) -> None:
+        (hidden if is_compiling() else hook)(optimizer, args, kwargs)
+
+    return call
 
 
 def no_grad() -> contextlib.AbstractContextManager[Any]:

@@ -22,14 +22,16 @@ class Readout:
         self._sizes = [tensor.numel() for tensor in tensors]
         self._copies: list[tuple[list[int], torch.Tensor]] = []
         self._arrivals: list[Any] = []
+        self._values: list[list[float]] = [[] for _ in tensors]
         by_device: dict[torch.device, list[int]] = {}
         for index, tensor in enumerate(tensors):
-            by_device.setdefault(tensor.device, []).append(index)
+            if tensor.is_cpu:
+                self._values[index] = tensor.detach().reshape(-1).tolist()
+            else:
+                by_device.setdefault(tensor.device, []).append(index)
         for device, indices in by_device.items():
             packed = torch.cat([tensors[index].detach().reshape(-1).to(torch.float32) for index in indices])
-            if device.type != "cpu":
-                packed = self._copied(packed, device)
-            self._copies.append((indices, packed))
+            self._copies.append((indices, self._copied(packed, device)))
 
     def _copied(self, packed: torch.Tensor, device: torch.device) -> torch.Tensor:
         import torch
@@ -52,10 +54,10 @@ class Readout:
 
     def values(self) -> list[list[float]]:
         """Return the numbers of each tensor. Call it after `arrived` or `wait`."""
-        found: list[list[float]] = [[] for _ in self._sizes]
         for indices, packed in self._copies:
             numbers, start = packed.tolist(), 0
             for index in indices:
-                found[index] = numbers[start : start + self._sizes[index]]
+                self._values[index] = numbers[start : start + self._sizes[index]]
                 start += self._sizes[index]
-        return found
+        self._copies = []
+        return self._values

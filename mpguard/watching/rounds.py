@@ -44,16 +44,19 @@ class Part:
         self.readout = Readout(tensors)
         self.examined = False
         self._keys = keys
+        self._kinds = {key for key, _ in keys}
 
     def numbers(self, key: str) -> list[float]:
         """Return all numbers under a key, when they have arrived."""
+        if key not in self._kinds:
+            return []
         values = self.readout.values()
         return [each for (own, _), found in zip(self._keys, values, strict=True) if own == key for each in found]
 
     def rows(self, key: str) -> dict[str, list[float]]:
         """Return the numbers under a key by name: one, or a row of them."""
         found: dict[str, list[float]] = {}
-        for (own, names), values in zip(self._keys, self.readout.values(), strict=True):
+        for (own, names), values in zip(self._keys, self.readout.values() if key in self._kinds else (), strict=False):
             if own == key and names:
                 width = len(values) // len(names)
                 found |= {name: values[index * width : (index + 1) * width] for index, name in enumerate(names)}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 #: Norms may take this share of a step, and are at most so many steps apart. On a GPU their time is estimated from its
 #: memory bandwidth, in bytes per second, and 20 us for a few kernels.
-NORM_SHARE, NORMS_APART, BANDWIDTH, KERNELS = 0.005, 10, 2e12, 20e-6
+NORM_SHARE, NORMS_APART, BANDWIDTH, KERNELS = 0.005, 40, 2e12, 20e-6
 
 #: The first steps, in which faults of a program show: norms are computed at each of them.
 FIRST_STEPS = 20
@@ -148,8 +148,9 @@ class Watch:
         if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
             own = loss.detach()
             own = getattr(own, "_local_tensor", own).to(torch.float32, copy=True)
-            by = divisor.to(own.device, non_blocking=True) if isinstance(divisor, torch.Tensor) else divisor
-            self._fresh.losses.append(own / by)
+            if isinstance(divisor, torch.Tensor):
+                own = own / divisor.to(own.device, non_blocking=True)
+            self._fresh.losses.append(own if isinstance(divisor, torch.Tensor) or divisor == 1 else own / divisor)
 
     def clipped(self, norm: Any, norm_type: float) -> None:
         """Record the norm that a call that clips gradients has computed: it costs nothing more."""
@@ -314,8 +315,10 @@ class Watch:
         step, every = self._round.step, UNDERFLOW_EVERY[self.level]
         shares_due = step % every == UNDERFLOW_FIRST % every
         norms_due = always or self.level == "full" or step >= self._norm_last + self._norm_every
+        if not (norms_due or shares_due):
+            return
         parameters = [own for own in updated_by(optimizer) if own.grad is not None and own.is_floating_point()]
-        if not parameters or not (norms_due or shares_due):
+        if not parameters:
             return
         self._round.sharded |= any(hasattr(own, "device_mesh") or hasattr(own, "_is_flat_param") for own in parameters)
         pairs = [
@@ -370,6 +373,7 @@ class Watch:
     def finish(self) -> None:
         """Report what is left, at the end of the run."""
         self.conclude_all()
+        self.captures.close()
         self.analysis.finish()
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="the real library runs here")
+torch = pytest.importorskip("torch", reason="the real library runs here")
 
 from paths import PROGRAMS
 from processes import in_fork, mp_yaml, transcript
+
+import mpguard
 
 SCRIPT = PROGRAMS / "scripted.py"
 
@@ -34,3 +38,20 @@ def test_the_level_of_a_config(tmp_path: Path) -> None:
     status, printed = watched(tmp_path, "full", "notes.txt")
     assert status == 2 and "notes.txt: the watch cannot be written: the file exists, and is not one of a" in printed
     assert "finished" not in printed and (tmp_path / "notes.txt").read_text() == "my own\n"
+
+
+def test_a_watch_that_has_ended_leaves_no_hooks_and_no_batch() -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(2, 4)
+    kept = weakref.ref(batch)
+    for _ in range(2):
+        mpguard.watch(model)
+        assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
+        model(batch).sum().backward()
+        optimizer.step()
+        mpguard.watch(level="off")
+        assert not model._forward_pre_hooks and not model._forward_hooks
+    del batch
+    gc.collect()
+    assert kept() is None
