@@ -21,15 +21,22 @@ _MEANS = 60
 #: Events that are listed, for each run.
 _MOST_EVENTS = 300
 
+#: The columns about the runs themselves.
+_COLUMNS = ("Last loss", "ms per step", "Memory", "Events")
+
 
 def html(report: Comparison) -> str:
     """Return the page."""
     template = (_ASSETS / "report.html").read_text("utf-8")
+    facts = {name: _facts(logs) for name, logs in report.arms.items()}
+    kept = [column for column in _COLUMNS if any(each[column] for each in facts.values())]
+    cells = {name: "".join(f"<td>{escape(each[column])}</td>" for column in kept) for name, each in facts.items()}
     parts = {
+        "columns": "".join(f'<th scope="col">{column}</th>' for column in kept),
         "style": (_ASSETS / "report.css").read_text("utf-8"),
         "script": (_ASSETS / "report.js").read_text("utf-8"),
         "title": escape(_title(report)),
-        "rows": "\n".join([_baseline_row(report), *(_row(report, each) for each in report.verdicts)]),
+        "rows": "\n".join([_baseline_row(report, cells), *(_row(report, each, cells) for each in report.verdicts)]),
         "notes": _notes(report),
         "margin": escape(str(report.margin)),
         "version": escape(__version__),
@@ -45,12 +52,12 @@ def _title(report: Comparison) -> str:
 # -- the table of verdicts --------------------------------------------------------------------------------------------
 
 
-def _baseline_row(report: Comparison) -> str:
+def _baseline_row(report: Comparison, facts: Mapping[str, str]) -> str:
     name = f'<th scope="row">{escape(report.baseline)}</th>'
-    return f"<tr>{name}<td>baseline</td><td></td><td></td>{_facts(report.arms[report.baseline])}</tr>"
+    return f"<tr>{name}<td>baseline</td><td></td><td></td>{facts[report.baseline]}</tr>"
 
 
-def _row(report: Comparison, verdict: RunVerdict) -> str:
+def _row(report: Comparison, verdict: RunVerdict, facts: Mapping[str, str]) -> str:
     needed = ""
     if verdict.needed:
         kind, count = next(iter(verdict.needed.items()))
@@ -62,19 +69,20 @@ def _row(report: Comparison, verdict: RunVerdict) -> str:
         f'<td><span class="verdict {verdict.verdict}">{verdict.verdict}</span></td>',
         f"<td>{_interval(verdict, report.margin)}</td>",
         f"<td>{escape(verdict.reason)}{needed}<br><small>{escape(verdict.method + steps)}</small></td>",
-        _facts(report.arms[verdict.name]),
+        facts[verdict.name],
     ]
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def _facts(logs: Sequence[RunLog]) -> str:
+def _facts(logs: Sequence[RunLog]) -> dict[str, str]:
+    """Return the cells about the runs themselves, by `_COLUMNS`; a column without any is left out."""
     ms = median_of([value for log in logs for value in log.ms.values()])
     memory = max((log.memory for log in logs if log.memory is not None), default=None)
     events = ", ".join(f"{count} {kind}" for kind, count in count_events(tuple(logs)).items())
     last = list(logs[0].loss.values())[-1]
     cells = [f"{last:.4g}", "" if ms is None else f"{ms:.3g}",
              "" if memory is None else f"{memory / 2**30:.3g} GiB", events]  # fmt: skip
-    return "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    return dict(zip(_COLUMNS, cells, strict=True))
 
 
 def _interval(verdict: RunVerdict, margin: Margin) -> str:

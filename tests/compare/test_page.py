@@ -43,6 +43,12 @@ def test_the_page_has_verdicts_and_data() -> None:
     assert found["plots"]["loss"][2]["values"][-1] == "nan" and found["from"] == 152
 
 
+def test_columns_without_a_value_are_left_out() -> None:
+    page = html(report(run=log(losses(seed=1), memory=3 << 30)))
+    header = page.split("<thead>")[1].split("</thead>")[0]
+    assert "Last loss" in header and "Memory" in header and "Events" not in header and "ms per step" not in header
+
+
 def test_the_page_loads_nothing() -> None:
     page = html(report(fine=log(losses(seed=1))))
     assert "default-src 'none'" in page
@@ -161,6 +167,17 @@ def test_the_page_in_the_dark_without_script_and_on_paper(browser: Any, page_fil
     assert page.pdf()[:4] == b"%PDF"
     page, _ = opened(browser, page_file, java_script_enabled=False)
     assert "diverged" in page.inner_text("table") and not page.locator("#controls").is_visible()
+
+
+def test_the_text_of_plots_is_readable_on_a_small_screen(browser: Any, page_file: Path) -> None:
+    page, problems = opened(browser, page_file)
+    for width in (380, 800, 1200):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.wait_for_timeout(50)
+        boxes = [text.bounding_box() for text in page.locator("figure > svg .axis text").all()[:6]]
+        assert all(8 <= box["height"] <= 24 for box in boxes), (width, boxes)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert not problems
 
 
 def test_a_screen_reader_gets_names_and_values(browser: Any, page_file: Path) -> None:

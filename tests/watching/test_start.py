@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the real library runs here")
+pytest.importorskip("torch", reason="the real library runs here")
 
+import torch
 from paths import PROGRAMS
 from processes import in_fork, mp_yaml, transcript
 

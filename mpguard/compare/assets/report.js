@@ -7,7 +7,7 @@
     grad_norm: "Gradient norm (logarithmic)", loss_scale: "Loss scale (logarithmic)",
   };
   const LOGARITHMIC = new Set(["grad_norm", "loss_scale"]);
-  const WIDTH = 1100, HEIGHT = 300, LEFT = 64, RIGHT = 14, TOP = 12, BOTTOM = 44;
+  const WIDEST = 1100, NARROWEST = 300, HEIGHT = 300, LEFT = 64, RIGHT = 14, TOP = 12, BOTTOM = 44;
   const plots = Object.entries(data.plots).filter(([, series]) => series.length);
   for (const [, all] of plots) {
     for (const series of all) {
@@ -20,6 +20,7 @@
   const first = steps.reduce((a, b) => Math.min(a, b)), last = steps.reduce((a, b) => Math.max(a, b));
   const state = { low: first, high: Math.max(last, first + 1), at: last, hidden: new Set(), whole: false };
   const charts = [];
+  let WIDTH = WIDEST;
 
   function make(tag, attributes = {}, text) {
     const svg = ["svg", "g", "path", "line", "rect", "text", "clipPath", "title"].includes(tag);
@@ -132,7 +133,7 @@
       axis.append(make("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
       axis.append(make("text", { x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, shown(value)));
     }
-    for (const step of ticks(state.low, state.high, 8)) {
+    for (const step of ticks(state.low, state.high, Math.max(3, Math.round(WIDTH / 140)))) {
       axis.append(make("line", { x1: x(step), x2: x(step), y1: bottom, y2: bottom + 5 }));
       axis.append(make("text", { x: x(step), y: HEIGHT - 4, "text-anchor": "middle" }, shown(step)));
     }
@@ -178,7 +179,15 @@
     const from = Math.ceil(Math.log10(low)), to = Math.floor(Math.log10(high));
     const every = Math.max(1, Math.ceil((to - from) / 6)), found = [];
     for (let power = from; power <= to; power += every) found.push(10 ** power);
-    return found.length > 1 ? found : [low * 1.3, high / 1.3];
+    if (found.length > 1) return found;
+    for (const factors of [[1, 2, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9]]) {
+      const finer = [];
+      for (let power = from - 1; power <= to; power += 1) {
+        finer.push(...factors.map((factor) => factor * 10 ** power).filter((value) => value >= low && value <= high));
+      }
+      if (finer.length > 1) return finer;
+    }
+    return ticks(low, high, 3);
   }
 
   function point(chart) {
@@ -219,6 +228,14 @@
   function zoomBy(factor) {
     const middle = state.at >= state.low && state.at <= state.high ? state.at : (state.low + state.high) / 2;
     zoomTo(middle - (middle - state.low) * factor, middle + (state.high - middle) * factor);
+  }
+
+  // A plot is as many units wide as it has pixels, so that its text stays readable on a small screen.
+  function fit(wanted) {
+    const room = charts.length ? charts[0].svg.getBoundingClientRect().width : WIDEST;
+    WIDTH = wanted ?? Math.round(Math.min(WIDEST, Math.max(NARROWEST, room)));
+    for (const chart of charts) chart.svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
+    charts.forEach(draw);
   }
 
   function follow(chart) {
@@ -350,4 +367,8 @@
   byId("whole").addEventListener("change", (event) => { state.whole = event.target.checked; charts.forEach(draw); });
   zoomTo(first, last);
   moveTo(last);
+  fit();
+  window.addEventListener("resize", () => fit());
+  window.addEventListener("beforeprint", () => fit(WIDEST));
+  window.addEventListener("afterprint", () => fit());
 })();
