@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -27,7 +28,10 @@ from typing import Any
 from mpguard.cli.hook import LINE, NAME
 
 #: The targets on a machine where `python -c pass` takes 11 ms.
-BOUNDS_MS = {"version": 100, "lint_one_file": 450, "hook": 1}
+BOUNDS_MS = {"version": 100, "lint_one_file": 450, "estimate": 1000, "hook": 1}
+
+#: The example of docs/estimate.md: six strategies on all GPUs, and the largest batch.
+ESTIMATE = ("estimate", "llama-3.1-8b", "--gpus", "8", "--batch", "2", "--seq", "4096", "--checkpointing")
 
 _LOOP = """\
     for {name}_x, {name}_y in loader:
@@ -48,17 +52,19 @@ def training_script(size: int) -> str:
     return "".join(parts)
 
 
-def once(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> float:
-    """Return the milliseconds from start to end of one process."""
-    begin = time.perf_counter()
+def once(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> tuple[float, float]:
+    """Return the milliseconds from start to end of one process, and those in which it was running."""
+    begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
-    return (time.perf_counter() - begin) * 1000
+    taken, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    running = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return taken * 1000, running * 1000
 
 
-def measured(commands: Mapping[str, Sequence[str]], folder: Path, runs: int) -> dict[str, list[float]]:
+def measured(commands: Mapping[str, Sequence[str]], folder: Path, runs: int) -> dict[str, list[tuple[float, float]]]:
     """Return the times of all commands, run in turn; the first round, which fills the caches, is left out."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "MPGUARD_POLICY")}
-    times: dict[str, list[float]] = {name: [] for name in commands}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     for run in range(runs + 1):
         for name, command in commands.items():
             taken = once(command, folder, environment)
@@ -92,24 +98,24 @@ def report(runs: int) -> dict[str, Any]:
             "distributed_type: FSDP\nmixed_precision: fp8\nfp8_config: {backend: TE}\n"
         )
         mpguard = [str(Path(sys.executable).with_name("mpguard"))]
-        times = measured(
+        both = measured(
             {
                 "python_pass": [sys.executable, "-c", "pass"],
                 "version": [*mpguard, "--version"],
                 "lint_one_file": [*mpguard, "lint", "small.py"],
                 "lint_100_kb": [*mpguard, "lint", "large.py"],
                 "lint_one_config": [*mpguard, "lint", "conf/mp.yaml"],
+                "estimate": [*mpguard, *ESTIMATE],
                 "bare_without_hook": [environment_with(folder / "without", False), "-c", "pass"],
                 "bare_with_hook": [environment_with(folder / "with", True), "-c", "pass"],
             },
             folder,
             runs,
         )
-        lint = "import sys\nfrom mpguard.cli import main\nmain(['lint', 'small.py'])\nprint(*sys.modules)"
-        modules = subprocess.run(
-            [sys.executable, "-c", lint],
-            cwd=folder, capture_output=True, text=True, check=True,
-        ).stdout.split()  # fmt: skip
+        imports_torch = {
+            words[0]: "torch" in _modules(words, folder) for words in (["lint", "small.py"], list(ESTIMATE))
+        }
+    times = {key: [wall for wall, _ in values] for key, values in both.items()}
     medians = {key: statistics.median(values) for key, values in times.items()}
     differences = [
         with_ - without for with_, without in zip(times["bare_with_hook"], times["bare_without_hook"], strict=True)
@@ -123,9 +129,11 @@ def report(runs: int) -> dict[str, Any]:
         "quartiles": {
             key: [round(q, 2) for q in statistics.quantiles(values, n=4)[::2]] for key, values in times.items()
         },
+        "cpu_ms": {key: round(statistics.median(cpu for _, cpu in values), 2) for key, values in both.items()},
         "ratio_to_python_pass": {key: round(value / medians["python_pass"], 1) for key, value in medians.items()},
         "bounds": BOUNDS_MS,
-        "torch_imported_to_lint": "torch" in modules,
+        "torch_imported_to_lint": imports_torch["lint"],
+        "torch_imported_to_estimate": imports_torch["estimate"],
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "hardware": {
             "cpu": _cpu(),
@@ -138,6 +146,13 @@ def report(runs: int) -> dict[str, Any]:
             **{name: importlib.metadata.version(name) for name in ("mpguard", "libcst", "PyYAML", "rich", "pathspec")},
         },
     }
+
+
+def _modules(words: Sequence[str], folder: Path) -> list[str]:
+    """Return the modules that a command of mpguard has imported."""
+    code = f"import sys\nfrom mpguard.cli import main\nmain({list(words)!r})\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.split()
 
 
 def _cpu() -> str:

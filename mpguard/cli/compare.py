@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpguard.core.console import Line, printable, write_lines
+from mpguard.core.console import Line, columns, folded, printable, write_lines
 from mpguard.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _STYLES = {"same": "green", "different": "yellow", "diverged": "bold red", "inconclusive": "cyan"}
 _BARS = "▁▂▃▄▅▆▇█"
-_SPARK_WIDTH = 24
+_SPARK_WIDTH, _SPARK_NARROWEST = 24, 6
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -157,22 +157,33 @@ def _write_page(report: Comparison, path: Path) -> None:
 
 def _lines(report: Comparison) -> Iterator[Line]:
     base = report.arms[report.baseline]
-    header = ["run", "verdict", "difference", "interval", "loss", "at the end", "ms/step", "memory", "events"]
-    rows = [[report.baseline, "baseline", "", "", *_facts(base)]]
-    rows += [[each.name, each.verdict, *_difference(each, report.margin), *_facts(report.arms[each.name])]
-             for each in report.verdicts]  # fmt: skip
+    width = columns()
+    header, rows = _table(report, _SPARK_WIDTH)
     keep = [i for i in range(len(header)) if any(row[i] for row in rows)]
     widths = {i: max(len(printable(row[i])) for row in [header, *rows]) for i in keep}
+    if width is not None and (excess := sum(widths.values()) + 2 * (len(keep) - 1) - width) > 0:
+        header, rows = _table(report, max(_SPARK_NARROWEST, _SPARK_WIDTH - excess))
+        widths = {i: max(len(printable(row[i])) for row in [header, *rows]) for i in keep}
     yield [("  ".join(f"{header[i]:{widths[i]}}" for i in keep).rstrip(), "bold")]
     for row in rows:
         cells = [(f"{printable(row[i]):{widths[i]}}  ", _STYLES.get(row[i], "") if i == 1 else "") for i in keep]
         yield [*cells[:-1], (cells[-1][0].rstrip(), cells[-1][1])]
     yield [("", "")]
     for each in report.verdicts:
-        yield from _explanation(each)
+        for line in _explanation(each):
+            yield from folded(line, 4, width)
     notes = [note for log in base for note in log.notes]
     for note in dict.fromkeys(notes):
-        yield [(f"{printable(report.baseline)}: note: {printable(note)}", "dim")]
+        yield from folded([(f"{printable(report.baseline)}: note: {printable(note)}", "dim")], 4, width)
+
+
+def _table(report: Comparison, spark: int) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the cells of the table. spark: the characters of a sparkline."""
+    header = ["run", "verdict", "difference", "interval", "loss", "at the end", "ms/step", "memory", "events"]
+    rows = [[report.baseline, "baseline", "", "", *_facts(report.arms[report.baseline], spark)]]
+    rows += [[each.name, each.verdict, *_difference(each, report.margin), *_facts(report.arms[each.name], spark)]
+             for each in report.verdicts]  # fmt: skip
+    return header, rows
 
 
 def _explanation(verdict: RunVerdict) -> Iterator[Line]:
@@ -196,7 +207,7 @@ def _difference(verdict: RunVerdict, margin: Margin) -> tuple[str, str]:
     return margin.shown(verdict.difference), shown
 
 
-def _facts(logs: Sequence[RunLog]) -> list[str]:
+def _facts(logs: Sequence[RunLog], spark: int) -> list[str]:
     """Return the cells about the runs themselves: of the first one's loss, and of all of them the rest."""
     from mpguard.compare.model import count_events, median_of
 
@@ -205,7 +216,7 @@ def _facts(logs: Sequence[RunLog]) -> list[str]:
     memory = max((log.memory for log in logs if log.memory is not None), default=None)
     events = count_events(tuple(logs))
     return [
-        _sparkline(losses) if _draws_bars() else "",
+        _sparkline(losses, spark) if _draws_bars() else "",
         f"{losses[-1]:.4g}",
         "" if ms is None else f"{ms:.3g}",
         "" if memory is None else f"{memory / 2**30:.3g} GiB",
@@ -213,9 +224,9 @@ def _facts(logs: Sequence[RunLog]) -> list[str]:
     ]
 
 
-def _sparkline(values: Sequence[float]) -> str:
+def _sparkline(values: Sequence[float], width: int) -> str:
     """Return the course of a loss in a few characters: the mean of each part, `x` where it is not finite."""
-    count = min(_SPARK_WIDTH, len(values))
+    count = min(width, len(values))
     parts = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
     means = [sum(part) / len(part) for part in parts]
     finite = [mean for mean in means if math.isfinite(mean)]

@@ -18,10 +18,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mpguard.core.console import Line, printable, write_lines
+from mpguard.core.console import Line, columns, folded, printable, write_lines
 
 if TYPE_CHECKING:
     from mpguard.doctor import Diagnosis, RecipeCell
+
+#: Columns that an answer has at least beside its recipe.
+_NARROWEST = 50
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +66,7 @@ def _lines(report: Diagnosis, recipe: str | None, hints: bool) -> Iterator[Line]
         yield [(f"{label:{width}}  ", "bold"), (printable(value), "")]
     yield [("", "")]
     for problem in report.problems:
-        yield [("problem: ", "bold red"), (printable(problem.what), "")]
+        yield from folded([("problem: ", "bold red"), (printable(problem.what), "")], 9, columns())
         if hints:
             yield [("    fix: ", "bold green"), (printable(problem.fix), "")]
     if report.problems:
@@ -87,22 +90,37 @@ def _recipe(report: Diagnosis, name: str) -> Iterator[Line]:
 
 
 def _table(cells: Sequence[RecipeCell]) -> Iterator[Line]:
-    """Yield a line for each recipe and backend: the strategies that work, or the reason that none does."""
+    """Yield a line for each recipe and backend: the strategies that work, or the reason that none does.
+
+    On a narrow terminal the answer is below the recipe.
+    """
     rows: dict[tuple[str, str], list[RecipeCell]] = {}
     for cell in cells:
         rows.setdefault((cell.recipe, cell.backend), []).append(cell)
-    widths = [max(len(key[column]) for key in rows) for column in (0, 1)]
-    yield [(f"{'recipe':{widths[0]}}  {'backend':{max(widths[1], 7)}}  works here", "bold")]
+    names, backends = (max(len(key[column]) for key in [*rows, ("", "backend")]) for column in (0, 1))
+    width, indent = columns(), names + backends + 4
+    stacked = width is not None and width < indent + _NARROWEST
+    yield [(f"{'recipe':{names}}  {'backend':{backends}}{'' if stacked else '  works here'}", "bold")]
     for (recipe, backend), found in rows.items():
-        working = [cell.strategy for cell in found if cell.works]
-        label = f"{recipe:{widths[0]}}  {backend:{max(widths[1], 7)}}  "
-        if not working:
-            yield [(label, ""), ("no: ", "red"), (printable(found[0].reason), "")]
-            continue
-        yield [(label, ""), ("yes: ", "green"), (", ".join(working), "")]
-        others: dict[str, list[str]] = {}
-        for cell in found:
-            if not cell.works:
-                others.setdefault(cell.reason, []).append(cell.strategy)
-        for reason, strategies in others.items():
-            yield [(" " * len(label), ""), (f"not {', '.join(strategies)}: {printable(reason)}", "dim")]
+        label = f"{recipe:{names}}  {backend:{backends}}  "
+        if stacked:
+            yield [(label.rstrip(), "")]
+            label, indent = " " * 4, 4
+        for answer in _answers(found):
+            yield from folded([(label, ""), *answer], indent, width)
+            label = " " * indent
+
+
+def _answers(cells: Sequence[RecipeCell]) -> Iterator[Line]:
+    """Yield the strategies that work for a recipe, and the others by reason; one reason if none does."""
+    working = [cell.strategy for cell in cells if cell.works]
+    if not working:
+        yield [("no: ", "red"), (printable(cells[0].reason), "")]
+        return
+    yield [("yes: ", "green"), (", ".join(working), "")]
+    others: dict[str, list[str]] = {}
+    for cell in cells:
+        if not cell.works:
+            others.setdefault(cell.reason, []).append(cell.strategy)
+    for reason, strategies in others.items():
+        yield [(f"not {', '.join(strategies)}: {printable(reason)}", "dim")]

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -51,6 +53,26 @@ def write_lines(lines: Iterable[Line], stream: TextIO | None = None) -> None:
     console = rich_console(stream)
     for line in lines:
         console.print(Text.assemble(*((text, style) for text, style in line)), soft_wrap=True)
+
+
+def columns() -> int | None:
+    """Return the width of the terminal; None if the output is none, where lines may have any length."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def folded(line: Line, indent: int, width: int | None) -> Iterator[Line]:
+    """Yield a line in parts of at most `width` characters, broken at spaces; all but the first are indented."""
+    part: Line = []
+    used = 0
+    for piece, style in line:
+        for word in re.findall(r"\s*\S+|\s+$", piece):
+            breaks = width is not None and used > indent and used + len(word) > width
+            if breaks:
+                yield part
+                part, used = [(" " * indent, "")], indent
+            part.append((word.lstrip() if breaks else word, style))
+            used += len(part[-1][0])
+    yield part
 
 
 def write_text(text: str, stream: TextIO | None = None) -> None:

@@ -81,9 +81,8 @@ def _device_random() -> Any:
     """Return the random state of the current GPU; it is kept on the host, so that reading it does not wait."""
     import torch
 
-    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
-        return None
-    return torch.cuda.get_rng_state()
+    cuda: Any = torch.cuda
+    return cuda.get_rng_state() if cuda.is_initialized() and not cuda.is_current_stream_capturing() else None
 
 
 def _autocast_kinds() -> list[str]:

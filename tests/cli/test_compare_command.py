@@ -115,9 +115,9 @@ def test_what_cannot_be_compared(arguments: list[str], message: str, capsys: pyt
 
 
 def test_a_sparkline_shows_the_course() -> None:
-    assert _sparkline([8, 4, 2, 1]) == "█▄▂▁"
-    assert _sparkline([1.0, 1.0]) == "▁▁" and _sparkline([2.0, float("nan")]) == "▁x"
-    assert len(_sparkline(list(log(losses()).loss.values()))) == 24
+    assert _sparkline([8, 4, 2, 1], 24) == "█▄▂▁"
+    assert _sparkline([1.0, 1.0], 24) == "▁▁" and _sparkline([2.0, float("nan")], 24) == "▁x"
+    assert len(_sparkline(list(log(losses()).loss.values()), 24)) == 24
 
 
 @pytest.mark.usefixtures("runs")

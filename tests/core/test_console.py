@@ -1,0 +1,62 @@
+"""Lines on a terminal of 80 columns, and the same ones in a pipe."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+from limits import seconds
+
+from mpguard.core.console import Line, folded
+
+
+def text_of(line: Line) -> str:
+    return "".join(text for text, _ in line)
+
+
+def test_lines_break_at_spaces_and_keep_their_styles() -> None:
+    line: Line = [("run:", "bold"), (" the loss is far", "red"), (" from the baseline", "")]
+    parts = list(folded(line, 4, 16))
+    assert [text_of(part) for part in parts] == ["run: the loss is", "    far from the", "    baseline"]
+    assert [style for text, style in parts[0] if text.strip()] == ["bold", "red", "red", "red"]
+    assert [text_of(part) for part in folded(line, 4, None)] == [text_of(line)]
+    assert text_of(next(iter(folded([("a_word_without_spaces", "")], 4, 8)))) == "a_word_without_spaces"
+
+
+def on_a_terminal(*words: str, folder: Path) -> list[str]:
+    """Return what mpguard prints on a terminal of 80 columns."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+    clean = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mpguard", *words], stdin=follower, stdout=follower, stderr=follower, cwd=folder,
+        env={**clean, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(follower)
+    text = b""
+    while True:
+        try:
+            text += os.read(leader, 4096)
+        except OSError:  # the other side is closed
+            break
+    process.wait(timeout=seconds(60))
+    os.close(leader)
+    return re.sub(r"\x1b\[[0-9;]*m", "", text.decode()).replace("\r\n", "\n").splitlines()
+
+
+def test_tables_fit_on_a_terminal(tmp_path: Path) -> None:
+    for name, factor in (("base", 1.0), ("other", 1.02)):
+        rows = "".join(f"{step},{factor * (2 + 1 / step)}\n" for step in range(1, 200))
+        (tmp_path / f"{name}.csv").write_text("step,loss\n" + rows, encoding="utf-8")
+    doctor = on_a_terminal("doctor", "--fast", folder=tmp_path)
+    compare = on_a_terminal("compare", "other.csv", "--baseline", "base.csv", folder=tmp_path)
+    for lines in (doctor, compare):
+        assert len(lines) > 4 and all(len(line) <= 80 for line in lines), "\n".join(lines)
+    assert any(line.startswith("bf16_mixed ") for line in doctor), "\n".join(doctor)
