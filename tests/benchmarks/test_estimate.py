@@ -81,3 +81,55 @@ def test_a_run_of_the_benchmark_leaves_nothing_in_memory(tmp_path: Path) -> None
     run = in_fork(["-c", RELEASED, REPOSITORY / "benchmarks"], cwd=tmp_path, program=run_python)
     found = [line for line in run.stdout.splitlines() if line.startswith("KEPT")]
     assert found == ["KEPT llama-zero2 1 0", "KEPT llama-fsdp2 1 0"], transcript(run)
+
+
+STEPPED = """
+import contextlib, sys
+sys.path[:0] = sys.argv[1:3]
+import deepspeed, torch
+import estimate as benchmark
+from memory import Memory
+import mpguard
+from mpguard.estimate import estimate
+
+engines, made = [], deepspeed.initialize
+
+def initialize(**more):
+    more["config"]["zero_optimization"]["reduce_bucket_size"] = 100_000
+    found = made(**more)
+    engines.append(found[0])
+    return found
+
+deepspeed.initialize = initialize
+benchmark._one_process()
+case, config = benchmark.small(benchmark.CASES["llama-zero2"])
+policy = mpguard.recipe(case.recipe).decided()
+with contextlib.ExitStack() as ending:
+    step = benchmark.stepper(case, config, "cpu", ending)
+    step()
+    engine, = engines
+    inner = engine.optimizer
+    engine.backward(engine(**benchmark.batch_of(case, config, policy, "cpu")).loss)
+    gradients = [each for group in inner.averaged_gradients.values() for each in group]
+    states = [each for state in inner.optimizer.state.values() for each in state.values()]
+    for group in inner.optimizer.param_groups:
+        group["foreach"] = True  # as on a GPU
+    known = [*gradients, *states, *inner.bit16_groups_flat, *inner.single_partition_of_fp32_groups]
+    with Memory(known) as memory:
+        engine.step()
+kept = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in known}
+found = estimate(benchmark.request_of(case, config)).moments["step"]
+print("HELD", sum(kept.values()) + memory.peak, sum(found.values()) - 2 * 32 * 1024**2)
+"""
+
+
+def test_what_zero2_holds_in_the_step_of_one_process(tmp_path: Path) -> None:
+    """Weights, gradients, masters and states, and the roots of the second moments; no second copy of the gradients."""
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("transformers")
+    words = ["-c", STEPPED, REPOSITORY / "benchmarks", REPOSITORY / "tests" / "support"]
+    run = in_fork(words, cwd=tmp_path, program=run_python)
+    line = next((line for line in run.stdout.splitlines() if line.startswith("HELD")), None)
+    assert line is not None, transcript(run)
+    held, expected = map(int, line.split()[1:])
+    assert abs(held / expected - 1) < 0.01, (held, expected)
