@@ -56,3 +56,18 @@ def test_a_watch_that_has_ended_leaves_no_hooks_and_no_batch() -> None:
     del batch
     gc.collect()
     assert kept() is None
+
+
+def test_a_step_that_dynamo_traces_is_watched(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    mpguard.watch(model, jsonl=str(tmp_path / "run.jsonl"))
+    for _ in range(3):
+        model(torch.randn(2, 4)).sum().backward()
+        step()
+        optimizer.zero_grad()
+    mpguard.watch(level="off")
+    torch.compiler.reset()
+    _, *lines = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    assert [(line["step"], line["grad_norm"] is not None) for line in lines] == [(1, True), (2, True), (3, True)]
