@@ -193,8 +193,8 @@ class Guard:
         around = account.steps_around(optimizer)
         if any(each is optimizer for each in around):
             return  # it has called the step of its base class, and is not finished
-        if account.is_updated_by_others(optimizer):
-            return  # each of them has its own proof
+        if account.updates_a_part(optimizer) or account.is_updated_by_others(optimizer):
+            return  # the other one is proven
         if self.recorder.active:
             self.recorder.account.applied({id(parameter) for parameter in updated_by(optimizer)})
             self.recorder.share_scaler(optimizer, around)
@@ -460,6 +460,7 @@ class Guard:
         self.recorder.stop()
         self._previous_proof, self.proof = self.proof, None
         self._repetition += 1
+        self.recorder.values.forget()
         self._looking.clear()
         self._pending.clear()
         self._open.clear()
@@ -610,6 +611,7 @@ class Guard:
     def weights_loaded(self, module: nn.Module) -> None:
         """Forget casts of weights that were loaded since, and values from before."""
         self._script.forget()
+        self.recorder.values.forget()
         trained = self.trained_parameters() if any(progress.cast for progress in self.run) else {}
         for parameter in module.parameters() if trained else ():
             if id(parameter) in trained:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import all_reduce as imported_before
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import mpguard
@@ -378,7 +379,7 @@ def _zero(stage: int) -> None:
         "zero_optimization": {"stage": stage},
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
-    for inputs in batches(8):
+    for inputs in batches(16):  # the fourth step is looked at as well
         engine.backward(engine(inputs.bfloat16()).float().pow(2).mean())
         engine.step()
 
@@ -448,6 +449,107 @@ def own_buffers_in_bf16() -> None:
 @case("single")
 def own_buffers_in_fp16() -> None:
     _own_buffers(torch.float16)
+
+
+def _returned(dtype: torch.dtype) -> None:
+    """Gradients that `torch.autograd.grad` returns, added up in buffers."""
+    model = net()
+    optimizer, own = adam(model), list(model.parameters())
+    for _ in range(2):
+        buffers = [torch.zeros_like(each, dtype=dtype) for each in own]
+        for inputs in batches(8):
+            for buffer, made in zip(buffers, torch.autograd.grad(loss_of(model, inputs), own), strict=True):
+                buffer.add_(made)
+        for buffer, each in zip(buffers, own, strict=True):
+            each.grad = buffer.float() / 8
+        optimizer.step()
+
+
+@case("single")
+def returned_gradients_in_fp32() -> None:
+    _returned(torch.float32)
+
+
+@case("single")
+def returned_gradients_in_bf16() -> None:
+    _returned(torch.bfloat16)
+
+
+@case("single")
+def gradients_that_overflowed_are_thrown_away() -> None:
+    model = net()
+    optimizer = adam(model)
+    for step, inputs in enumerate(batches(8)):
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs * (float("nan") if step % 4 == 2 else 1))
+        loss.backward()
+        if torch.isfinite(loss):
+            optimizer.step()
+
+
+@case("single")
+def a_backbone_collects_gradients_in_bf16() -> None:
+    """Nothing applies them, or clears them."""
+    backbone, head = net().bfloat16(), nn.Linear(32, 32)
+    train(lambda inputs: head(backbone(inputs)), adam(head))
+
+
+def _rounded(model: nn.Sequential, *, begin: bool = False, in_step: bool = False, after: bool = False) -> None:
+    """Train a model whose weights in FP32 are rounded to BF16 at the beginning, in each step, or after it."""
+
+    class Rounding(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            _round(model)
+
+    if begin:
+        _round(model)
+    optimizer = (Rounding if in_step else torch.optim.SGD)(model.parameters(), lr=0.125, momentum=0.9)
+    for inputs in batches(5):
+        loss_of(model, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if after:
+            _round(model)
+
+
+@torch.no_grad()
+def _round(model: nn.Module) -> None:
+    for own in model.parameters():
+        own.copy_(own.bfloat16())
+
+
+@case("single")
+def weights_from_a_checkpoint_in_bf16() -> None:
+    _rounded(net(), begin=True)
+
+
+@case("single")
+def weights_from_zeros() -> None:
+    model = net()
+    nn.init.zeros_(model[2].weight)
+    _rounded(model)
+
+
+@case("single")
+def weights_rounded_in_each_step() -> None:
+    _rounded(net(), in_step=True)
+
+
+@case("single")
+def weights_rounded_between_steps() -> None:
+    _rounded(net(), after=True)
+
+
+@case("single")
+def rounded_weights_that_are_loaded() -> None:
+    model, best = net(), net().bfloat16().state_dict()
+    optimizer = adam(model)
+    for inputs in batches(4):
+        loss_of(model, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.load_state_dict(best)
 
 
 def _masters(add_in_fp32: bool) -> None:
@@ -693,6 +795,12 @@ def clears_gradients_in_its_step_in_fp32() -> None:
 
 
 @case()
+def ddp_with_an_optimizer_of_a_shard_on_each_rank() -> None:
+    model = DDP(net())
+    train(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3))
+
+
+@case()
 def ddp_clears_gradients_in_its_step() -> None:
     model = DDP(net())
     train(model, ClearsGradients(model.parameters()))
@@ -750,6 +858,13 @@ def fp32() -> None:
 def tf32_in_cudnn() -> None:
     """Wrong on a GPU only."""
     torch.backends.cudnn.allow_tf32 = True
+    fp32()
+
+
+@case("single", recipe="fp32")
+def tf32_in_cublas() -> None:
+    """Wrong on a GPU only; many scripts set it on every machine."""
+    torch.backends.cuda.matmul.allow_tf32 = True
     fp32()
 
 

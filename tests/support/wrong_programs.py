@@ -164,8 +164,8 @@ for i in range(8):
     if i % 4 == 3: o.step(); o.zero_grad()
 """
 
-SAVED_IN_HALF = """
-m = net(); o = adam(m); pack, unpack = lambda t: (t.dtype, t.half()), lambda saved: saved[1].to(saved[0])
+SAVED_IN = """
+m = net(); o = adam(m); pack, unpack = lambda t: (t.dtype, t.DTYPE), lambda saved: saved[1].to(saved[0])
 for _ in range(3):
     with amp(), torch.autograd.graph.saved_tensors_hooks(pack, unpack): loss = m(x).float().pow(2).mean()
     loss.backward(); o.step(); o.zero_grad()
@@ -263,5 +263,6 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "a_quantized_backbone": ("bf16_mixed", "frozen parts", QUANTIZED_BACKBONE),
     "per_sample_gradients_in_fp32": ("bf16_mixed", "compute", PER_SAMPLE_GRADIENTS),
     "a_recomputation_in_fp32": ("bf16_mixed", "compute", RECOMPUTATION),
-    "activations_saved_in_half": ("bf16_mixed", "compute", SAVED_IN_HALF),
+    "activations_saved_in_half": ("bf16_mixed", "compute", SAVED_IN.replace("DTYPE", "half()")),
+    "activations_saved_in_fp8": ("bf16_mixed", "compute", SAVED_IN.replace("DTYPE", "to(torch.float8_e5m2)")),
 }  # fmt: skip

@@ -24,6 +24,9 @@ from mpguard.runtime.proof import account
 from mpguard.runtime.proof.observe import innermost, updated_by
 from mpguard.targets.inject import Change
 
+#: The position of the inputs among the arguments of a backward pass, after the outputs.
+INPUTS = 3
+
 
 def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Callable[[AnyFunction], AnyFunction]:
     """Return a wrapper that puts the policy's dtypes into the mixed precision object of FSDP 1 or 2.
@@ -169,6 +172,8 @@ def _backward(original: AnyFunction) -> AnyFunction:
         watched = guard.recorder.gradients.during_backward(t_outputs, accumulates)
         with guard.recorder.record_backward(t_outputs, accumulates, list(guard.optimizers)), watched as leaves:
             result = original(t_outputs, *args, **kwargs)
+        if not accumulates and len(args) > INPUTS and args[INPUTS]:
+            guard.recorder.gradients.record_returned(args[INPUTS], result)
         guard.backward_ended(leaves)
         return result
 

@@ -471,6 +471,18 @@ def is_updated_by_others(optimizer: Any) -> bool:
     return step is not None and bool(parameters) and parameters <= step.updated
 
 
+def updates_a_part(optimizer: Any) -> bool:
+    """True if another optimizer with more parameters has called the step of this one: that one is proven as a whole.
+
+    Its parts may be shards, which are others on each rank.
+    """
+
+    def parameters(of: Any) -> set[int]:
+        return {id(own) for group in of.param_groups for own in group["params"]}
+
+    return any(parameters(around) > parameters(optimizer) for around in steps_around(optimizer))
+
+
 # -- torch's profiler ------------------------------------------------------------------------
 
 

@@ -366,6 +366,8 @@ def _advice(row: Row, plan: Plan, seen: Observed) -> str:
             ". Layers that are added to a model after its optimizer was created are not converted: create the "
             "optimizer when the model is complete, or call mpguard.convert before the first step"
         )
+    if row.name == "optimizer" and seen.rounded_weights:
+        return ". What the small dtype rounds away of each update is lost: cast copies of the weights, not their values"
     if row.name == "optimizer" and _mostly(seen.masters, policy.master_dtype.short):
         return ". Create the optimizer with its states in that dtype, or use one that keeps them in it"
     if row.name == "optimizer" and policy.master_dtype is Dtype.FP32:
@@ -559,8 +561,9 @@ def _rounded(seen: Observed, plan: Plan) -> list[str]:
     if _narrower(_products(seen, trained=True), plan):
         return []
     least = WIDER_SHARE * sum(seen.gradients.values())
-    half = [dtype for dtype, elements in seen.widened.items() if elements > least and bits(dtype) == 16]
-    return [dtype for dtype in half if dtype != asked.short]
+    narrow = {dtype for dtype, elements in seen.widened.items() if elements > least}
+    expected = {asked.short, *(() if plan.policy.low_bit_recipe is None else ("fp8", "fp4"))}
+    return sorted(narrow & {"bf16", "fp16", "fp8", "fp4"} - expected)  # integers are masks and indices
 
 
 def _where(products: Iterable[Computed]) -> list[str]:
@@ -837,12 +840,13 @@ def _optimizer(seen: Observed, plan: Plan) -> Row:
     if not seen.masters:
         return Row("optimizer", seen.optimizer or "not observed", asked, None)
     states = f", states {format_counts(seen.states)}" if seen.states else ""
-    found = f"{seen.optimizer}, weights {format_counts(seen.masters)}{states}"
+    rounded = "".join(f" rounded to {dtype}" for dtype in seen.rounded_weights)
+    found = f"{seen.optimizer}, weights {format_counts(seen.masters)}{rounded}{states}"
     narrow = [dtype for dtype in seen.states if dtype in ("bf16", "fp16") and dtype != asked]
     quantized = any(
         Dtype.spelled(dtype) is None for dtype in seen.states
     )  # quantized states: the script chose that optimizer
-    ok = _mostly(seen.masters, asked) and not narrow
+    ok = _mostly(seen.masters, asked) and not narrow and not (rounded and asked == "fp32")
     return Row("optimizer", found, f"weights and states {asked}", None if ok and quantized else ok)
 
 

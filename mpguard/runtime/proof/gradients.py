@@ -44,19 +44,19 @@ class _Sum:
 class Gradients:
     """The ways of gradients in this process.
 
-    optimizers: the optimizers of the process. accumulated: elements added to an earlier gradient, by dtype. passes:
-    backward passes that added. rounded: the number of sampled parameters whose FP32 sums were rounded to a 16-bit
-    dtype, by that dtype. loss: the value from which the last backward pass began. sent: elements by origin, dtype and
-    process group, see `collectives.origin`; of the script's only those that hold gradients. reduced: ids of the
-    parameters whose gradients the script has sent. made: by the id of a leaf, the dtype of the gradient that a backward
-    pass has made, since the last step began. starts: by the id of a parameter, a sum of some of its values
-    before the first step.
+    optimizers: the optimizers of the process. accumulated: elements added to an earlier gradient, by the id of the leaf
+    and the dtype. passes: backward passes that added to the gradient of a leaf, by its id. rounded: the number of
+    sampled parameters whose FP32 sums were rounded to a 16-bit dtype, by that dtype. loss: the value from which the
+    last backward pass began. sent: elements by origin, dtype and process group, see `collectives.origin`; of the
+    script's only those that hold gradients. reduced: ids of the parameters whose gradients the script has sent. made:
+    by the id of a leaf, the dtype of the gradient that a backward pass has made, since the last step began. starts: by
+    the id of a parameter, a sum of some of its values before the first step.
     """
 
     def __init__(self, optimizers: Collection[Any] = ()) -> None:
         self.optimizers = optimizers
-        self.accumulated: Counter[str] = Counter()
-        self.passes = 0
+        self.accumulated: Counter[tuple[int, str]] = Counter()
+        self.passes: Counter[int] = Counter()
         self.rounded: Counter[str] = Counter()
         self.loss: Any = None
         self.sent: Counter[tuple[str, str, str]] = Counter()
@@ -82,18 +82,18 @@ class Gradients:
         accumulates: False for `torch.autograd.grad`.
         """
         watched = accumulates and not is_capturing()
-        leaves = (_safely(self._find_leaves, list(outputs)) or []) if watched else []
+        leaves = (safely(self._find_leaves, list(outputs)) or []) if watched else []
         if not leaves or self._depth:  # activation checkpoints run passes within the pass
             yield []
             return
-        before = _safely(self._samples, leaves)
+        before = safely(self._samples, leaves)
         self._depth += 1
         try:
             yield leaves
         finally:
             self._depth -= 1
         if before is not None:
-            _safely(self._after, leaves, before)
+            safely(self._after, leaves, before)
 
     def _find_leaves(self, outputs: list[Any]) -> list[torch.Tensor]:
         """Return the leaves of a backward pass, and choose those of which samples are taken."""
@@ -128,12 +128,42 @@ class Gradients:
             if had_gradient and id(leaf) in before:
                 self._check_sum(leaf, before[id(leaf)])
             elif self._is_sampled(leaf):
-                self._add_to_sum(leaf)
-        if had_gradient:
-            self.passes += 1
-            for leaf in leaves:
-                if leaf.grad is not None:
-                    self.accumulated[short(leaf.grad.dtype)] += leaf.grad.numel()
+                self._add_to_sum(leaf, leaf.grad)
+        for leaf in leaves if had_gradient else ():
+            if leaf.grad is not None:
+                self.passes[id(leaf)] += 1
+                self.accumulated[id(leaf), short(leaf.grad.dtype)] += leaf.grad.numel()
+
+    def accumulated_by(self, parameters: Iterable[torch.Tensor]) -> tuple[dict[str, int], int]:
+        """Return the elements that were added to earlier gradients of an optimizer, by dtype, and the number of passes.
+
+        Of all leaves, if the optimizer has other parameters than the model (masters, shards). Else leaves of which it
+        has none do not count: nothing applies their gradients, and often nothing clears them.
+        """
+        own = {id(parameter) for parameter in parameters if parameter.grad is not None or id(parameter) in self.made}
+        own = own if own <= self._leaves.keys() else set(self.passes)
+        found: Counter[str] = Counter()
+        for (leaf, dtype), elements in self.accumulated.items():
+            if leaf in own:
+                found[dtype] += elements
+        return dict(found), max((self.passes[leaf] for leaf in own), default=0)
+
+    def record_returned(self, inputs: Iterable[Any], returned: Iterable[Any]) -> None:
+        """Record gradients that `torch.autograd.grad` returned: the script may add them up itself."""
+        if not self._depth and not is_capturing():
+            safely(self._add_returned, list(zip(inputs, returned, strict=False)))
+
+    def _add_returned(self, pairs: list[tuple[Any, Any]]) -> None:
+        import torch
+
+        found = [(leaf, made) for leaf, made in pairs if isinstance(made, torch.Tensor) and leaf.is_leaf]
+        if len(self._sampled) < MODELS * LEAVES:
+            new = [id(leaf) for leaf, _ in found if id(leaf) not in self._leaves]
+            self._sampled |= set(new[:: max(1, len(new) // LEAVES)])
+        self._leaves |= {id(leaf): weakref.ref(leaf) for leaf, _ in found}
+        for leaf, made in found:
+            if id(leaf) in self._sampled and not made.is_sparse:
+                self._add_to_sum(leaf, made)
 
     def _check_sum(self, leaf: torch.Tensor, earlier: torch.Tensor) -> None:
         """Record if the gradient of a leaf, the sum of an earlier one and a new one, was rounded."""
@@ -154,9 +184,9 @@ class Gradients:
             self._rounded.add(id(leaf))
             self.rounded[dtype] += 1
 
-    def _add_to_sum(self, leaf: torch.Tensor) -> None:
+    def _add_to_sum(self, leaf: torch.Tensor, gradient: Any) -> None:
         """Add the gradient of a pass that began without one to what the script should sum itself."""
-        now = sample(leaf.grad).double()
+        now = sample(gradient).double()
         total = self._sums.get(id(leaf))
         if total is None or total.values.shape != now.shape:
             self._sums[id(leaf)] = _Sum(now.clone(), now.abs())
@@ -167,7 +197,7 @@ class Gradients:
 
     def stepped(self, parameters: Iterable[torch.Tensor]) -> None:
         """Compare the gradients that an optimizer has applied with the sums of those that backward passes made."""
-        _safely(self._compare_sums, list(parameters))
+        safely(self._compare_sums, list(parameters))
 
     def _compare_sums(self, parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -291,7 +321,7 @@ def _similar(one: torch.Tensor, other: torch.Tensor) -> bool:
     return float(a @ b) >= SIMILAR * lengths if lengths else float(a.norm()) == float(b.norm())
 
 
-def _safely(look: Callable[..., Any], *arguments: Any) -> Any:
+def safely(look: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function that looks at gradients; an error in it does not end the training."""
     import torch
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mpguard.nn.compile import is_compiled
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.policy.policy import Policy
+from mpguard.runtime import casts
 from mpguard.runtime.containment import report_own_failure
 from mpguard.runtime.proof import fp8, reductions, tf32
 from mpguard.runtime.proof.account import Products, steps_around
@@ -78,7 +79,8 @@ class Observed:
     dtype in backward, by the narrower one.
     masters, gradients, states: of the parameters that the optimizer updates.
     accumulation: gradients that were added to earlier ones, in backward passes (`accumulated_passes`); of DeepSpeed
-    its setting. rounded: sampled parameters whose FP32 sums were rounded, by the 16-bit dtype.
+    its setting. rounded: sampled parameters whose FP32 sums were rounded, by the 16-bit dtype; rounded_weights: those
+    whose FP32 values were, between steps or in one.
     reductions: of gradients across processes. reduced_by: how they were observed. reductions_over: the same for each
     dimension of the mesh. covered: elements of the parameters by what reduces their gradients, see `Coverage`.
     alone: the names of those that nothing reduces. fingerprint: what is compared between ranks.
@@ -121,6 +123,7 @@ class Observed:
     fingerprint: Fingerprint | None = None
     accumulation: dict[str, int] = dataclasses.field(default_factory=dict)
     accumulated_passes: int = 0
+    rounded_weights: dict[str, int] = dataclasses.field(default_factory=dict)
     rounded: dict[str, int] = dataclasses.field(default_factory=dict)
     scaler: dict[str, Any] | None = None
     unscaled: bool = False
@@ -211,7 +214,7 @@ def observe(
     with seen.observing("optimizer", "gradients"):
         _add_optimizer(seen, recorder, optimizer, roots)
     with seen.observing("accumulation"):
-        _add_accumulation(seen, recorder, updated)
+        _add_accumulation(seen, recorder, updated, roots)
     with seen.observing("reduction", "coverage"):
         _add_reductions(seen, recorder, optimizer, roots)
         _add_fingerprint(seen, recorder, optimizer, roots, exact=policy.reduce_dtype.bits > 16)
@@ -429,13 +432,14 @@ def _add_optimizer(seen: Observed, recorder: Recorder, optimizer: Any, roots: li
     for around in steps_around(optimizer):
         states |= Counter(state_dtypes(around, updated_by(around), copies))
     seen.states = dict(states)
+    seen.rounded_weights = dict(recorder.values.rounded.get(id(optimizer), {}))
 
 
-def _add_accumulation(seen: Observed, recorder: Recorder, updated: list[torch.Tensor]) -> None:
+def _add_accumulation(seen: Observed, recorder: Recorder, updated: list[torch.Tensor], roots: list[nn.Module]) -> None:
     """Add the dtypes in which gradients were accumulated over backward passes."""
-    seen.accumulation, seen.rounded = dict(recorder.gradients.accumulated), dict(recorder.gradients.rounded)
-    seen.accumulated_passes = recorder.gradients.passes
-    for engine in recorder.engines:
+    seen.accumulation, seen.accumulated_passes = recorder.gradients.accumulated_by(updated)
+    seen.rounded = dict(recorder.gradients.rounded)
+    for engine in (*recorder.engines, *filter(casts.is_engine, roots)):  # at a later look it is known as the model only
         steps = getattr(engine, "gradient_accumulation_steps", None)
         for name in ("gradient_accumulation_dtype", "grad_acc_dtype"):
             dtype = getattr(engine.optimizer, name, None)

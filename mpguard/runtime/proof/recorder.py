@@ -19,6 +19,7 @@ from mpguard.runtime.proof.account import StepAccount, shapes_of
 from mpguard.runtime.proof.collectives import CollectiveListener
 from mpguard.runtime.proof.gradients import Gradients
 from mpguard.runtime.proof.inferred import Inferred, products_behind
+from mpguard.runtime.proof.master_values import MasterValues
 from mpguard.runtime.proof.products import short
 
 if TYPE_CHECKING:
@@ -32,10 +33,10 @@ class Recorder:
     active: True between `start` and `stop`; listened: since `start`. engines: DeepSpeed engines. account: the products
     of a step. compiled: multiply-adds of compiled graphs by dtype and module. attention_masks: calls of attention in
     them by what they take. output: the dtype of the last module output. backwards: number of backward passes.
-    gradients: how they are accumulated and reduced. updated: by the id of an optimizer, elements of weights and of
-    gradients by dtype. scalers: facts about the scaler of an optimizer, by its id. te_recipes: the recipe of each call
-    of a Transformer Engine module. averaging: what averages the weights of all ranks in place of their gradients, and
-    when.
+    gradients: how they are accumulated and reduced. values: of the weights. updated: by the id of an optimizer,
+    elements of weights and of gradients by dtype. scalers: facts about the scaler of an optimizer, by its id.
+    te_recipes: the recipe of each call of a Transformer Engine module. averaging: what averages the weights of all
+    ranks in place of their gradients, and when.
     """
 
     def __init__(self, previous: Recorder | None = None, optimizers: Collection[Any] = ()) -> None:
@@ -53,6 +54,7 @@ class Recorder:
         self.output: str | None = None
         self.backwards = 0
         self.gradients = Gradients(optimizers)
+        self.values: MasterValues = MasterValues(None if previous is None else previous.values)
         self.updated: dict[int, tuple[Counter[str], Counter[str]]] = {}
         self.scalers: dict[int, dict[str, Any]] = {}
         self.te_recipes: list[dict[str, Any]] = []
@@ -178,6 +180,7 @@ class Recorder:
         groups = optimizer.param_groups
         own = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
         self.gradients.made = {id(parameter): short(parameter.grad.dtype) for parameter in own}
+        self.values.begin_step(optimizer)
 
     def share_scaler(self, optimizer: Any, around: Iterable[Any]) -> None:
         """Record for an optimizer the scaler of the one that has called its step. around: those whose steps run."""
@@ -201,6 +204,7 @@ class Recorder:
                     updated = master_of(parameter) if kept is None else kept.value
                     masters[short(updated.dtype)] += parameter.numel()
                     gradients[made] += parameter.numel()
+        self.values.end_step(optimizer)
         if gradients:
             self.updated[id(optimizer)] = masters, gradients
             self.gradients.stepped(own for group in optimizer.param_groups for own in group["params"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ def summed_in(found: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor,
     found: values of the sum. exact: the same in FP64. magnitude: the sum of absolute values, which bounds errors.
     """
     factor = float((found.double() * exact).sum() / (exact * exact).sum().clamp_min(1e-300))
-    if factor == 0.0 or found.numel() < ENOUGH:
-        return None
+    if factor == 0.0 or not math.isfinite(factor) or found.numel() < ENOUGH:
+        return None  # infinite: a pass of the sum has overflowed, and its gradients were thrown away
     error = (found.double() - factor * exact).abs() / (abs(factor) * magnitude).clamp_min(1e-300)
     typical = float(error.square().mean().sqrt())
     if typical < COARSE or float(error.max()) > terms * 2.0**-8:

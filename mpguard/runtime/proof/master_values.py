@@ -1,0 +1,77 @@
+"""`MasterValues`: finds master weights in FP32 whose values are rounded to BF16 or FP16, between steps or in one."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from mpguard.runtime.proof import rounding
+from mpguard.runtime.proof.gradients import LEAVES, is_allocated, is_capturing, local, safely, sample
+
+if TYPE_CHECKING:
+    import torch
+
+
+class MasterValues:
+    """Compares samples of the weights before and after the steps that are recorded. Holds weak references.
+
+    rounded: by the id of an optimizer, the number of its sampled parameters that were rounded, by dtype.
+
+    Weights that were loaded from a checkpoint in BF16 may begin as numbers of BF16, but no step in FP32 leaves them so.
+    """
+
+    def __init__(self, previous: MasterValues | None = None) -> None:
+        """Begin with the weights that a recorder before has found to be exact."""
+        self.rounded: dict[int, Counter[str]] = {}
+        self._exact: dict[int, weakref.ref[Any]] = {} if previous is None else previous._exact
+        self._before: dict[int, torch.Tensor] = {}
+
+    def begin_step(self, optimizer: Any) -> None:
+        """Take samples of the weights that a step is going to update, and look for exact ones that were rounded."""
+        safely(self._begin_step, optimizer)
+
+    def end_step(self, optimizer: Any) -> None:
+        """Look for weights that the step has rounded, and remember those that are exact now."""
+        safely(self._end_step, optimizer)
+
+    def _begin_step(self, optimizer: Any) -> None:
+        found = self.rounded[id(optimizer)] = Counter()
+        for own in _sampled(optimizer):
+            before = self._before[id(own)] = sample(own).clone()
+            known = self._exact.get(id(own))
+            dtype = rounding.rounded_to(before) if known is not None and known() is own else None
+            if dtype is not None:
+                found[dtype] += 1
+
+    def _end_step(self, optimizer: Any) -> None:
+        found = self.rounded.get(id(optimizer), Counter())
+        for own in _sampled(optimizer):
+            before, after = self._before.pop(id(own), None), sample(own)
+            if before is None or before.shape != after.shape:
+                continue
+            changed = after != before
+            if before[changed].unique().numel() < rounding.ENOUGH:  # type: ignore[no-untyped-call]
+                continue  # weights that began as zeros or ones are what the step has added
+            dtype = rounding.rounded_to(after[changed])
+            if dtype is not None:
+                found[dtype] += 1
+            elif rounding.rounded_to(after) is None:
+                self._exact[id(own)] = weakref.ref(own)
+
+    def forget(self) -> None:
+        """Forget what was found: other weights were loaded."""
+        self._exact.clear()
+        self._before.clear()
+
+
+def _sampled(optimizer: Any) -> list[Any]:
+    """Return parameters in FP32 with a gradient from all over an optimizer."""
+    import torch
+
+    if is_capturing():
+        return []
+    plain = (torch.Tensor, torch.nn.Parameter)  # a quantized tensor calls itself FP32
+    own = [each for group in optimizer.param_groups for each in group["params"] if type(local(each)) in plain]
+    own = [each for each in own if each.dtype is torch.float32 and is_allocated(each)]
+    return own[:: max(1, len(own) // LEAVES)]
