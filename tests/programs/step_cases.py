@@ -520,6 +520,21 @@ def _round(model: nn.Module) -> None:
 
 
 @case("single")
+def a_temperature_in_fp64_has_an_optimizer() -> None:
+    """As in soft actor-critic: `torch.tensor(numpy.log(0.01))` is FP64, and nothing is multiplied for it."""
+    model, temperature = net(), torch.tensor(-4.6, dtype=torch.float64, requires_grad=True)
+    optimizer, its_own = adam(model), adam([temperature])
+    for inputs in batches():
+        loss = loss_of(model, inputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (-temperature.exp() * loss.detach()).backward()
+        its_own.step()
+        its_own.zero_grad()
+
+
+@case("single")
 def weights_from_a_checkpoint_in_bf16() -> None:
     _rounded(net(), begin=True)
 

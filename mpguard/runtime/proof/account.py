@@ -235,6 +235,7 @@ class StepAccount:
         began = time.monotonic()
         with self._reporting_failures():
             if threading.get_ident() != self._thread:
+                _left_running.add(self._thread)
                 raise RuntimeError("the training runs in another thread than the one that created the optimizer")
             opened = self._ranges.close() if self._ranges is not None else []
             events, unfinished, begun = _disable_profiler()
@@ -546,6 +547,19 @@ def _quiet_kineto() -> Any:
         yield
     finally:
         os.environ.pop(name, None)
+
+
+#: Threads in which a profiler runs that another thread wanted to stop. Only its own thread can, and the process crashes
+#: at its end if it still runs then.
+_left_running: set[int] = set()
+
+
+def stop_left_profiler() -> None:
+    """Stop the profiler of this thread, if the account could not, because the training runs in another thread."""
+    if threading.get_ident() in _left_running:
+        _left_running.discard(threading.get_ident())
+        with contextlib.suppress(Exception):
+            _disable_profiler()
 
 
 #: Profilers of the program that are prepared or running.

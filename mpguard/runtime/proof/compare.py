@@ -47,6 +47,9 @@ NO_TF32 = "none: the model is on the CPU, which has no TF32"
 #: Rows without which a low-precision run is not proven.
 REQUIRED_ROWS = ("compute", "reduction")
 
+#: What is found where an optimizer updates only scalars and vectors (a temperature), and no product leads to them.
+NO_PRODUCTS = "none: no matrix is trained"
+
 #: What is found as engine where several processes have no wrapper.
 NO_WRAPPER = "no wrapper around the model"
 
@@ -517,6 +520,8 @@ def _compute(seen: Observed, plan: Plan) -> Row:
     asked = plan.policy.compute_dtype.short + (" or fp8" if plan.policy.fp8 else "")
     products = _products(seen, trained=True)
     total = sum(each.flops for each in products)
+    if not total and not seen.matrices and not seen.inferred and 0 < seen.passes == seen.looked_at:
+        return Row("compute", NO_PRODUCTS, "", None)
     if not total:
         return Row("compute", f"{UNOBSERVED}: {seen.inferred}" if seen.inferred else UNOBSERVED, asked, None)
     others = [each for each in products if each.dtype and each.dtype not in allowed_dtypes(each.module, plan)]
@@ -956,10 +961,14 @@ def format_counts(counts: Mapping[str, int]) -> str:
 
 
 def _mostly(counts: Mapping[str, int], dtype: str) -> bool:
-    """True if most elements have a dtype (see `WIDER_ELEMENTS`), and none has a narrower one."""
+    """True if most elements have a dtype (see `WIDER_ELEMENTS`), and none has a narrower one.
+
+    FP64 counts as FP32: nothing is lost, and products in it are in the row compute.
+    """
     total = sum(counts.values())
     narrower = sum(count for other, count in counts.items() if bits(other) < bits(dtype))
-    return counts.get(dtype, 0) > total * (1 - WIDER_ELEMENTS) and narrower == 0
+    found = counts.get(dtype, 0) + (counts.get("fp64", 0) if dtype == "fp32" else 0)
+    return found > total * (1 - WIDER_ELEMENTS) and narrower == 0
 
 
 def _names(names: Sequence[str], seen: Observed | None = None, most: int = 3) -> str:

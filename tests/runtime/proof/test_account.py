@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,6 +121,18 @@ def recorded(step, *parameters: torch.Tensor) -> account.Products:  # type: igno
         return whole.products({id(each) for each in parameters})
     finally:
         whole.stop()
+
+
+def test_the_profiler_is_stopped_at_the_end_if_another_thread_trains() -> None:
+    """The process crashes at its end if the profiler still runs, and only the thread that started it can stop it."""
+    whole = StepAccount()
+    whole.start()
+    thread = threading.Thread(target=whole.stop)
+    thread.start()
+    thread.join()
+    assert "the training runs in another thread" in whole.reason and torch._C._autograd._profiler_enabled()
+    account.stop_left_profiler()
+    assert not torch._C._autograd._profiler_enabled()
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ RIGHT = {
         "clears_gradients_in_its_step", "updates_by_hand", "updates_by_hand_every_fourth_time",
         "fp32", "tf32_in_cudnn", "tf32_in_cublas", "switches_of_both_kinds", "returned_gradients_in_fp32",
         "gradients_that_overflowed_are_thrown_away", "a_backbone_collects_gradients_in_bf16",
+        "a_temperature_in_fp64_has_an_optimizer",
         "weights_from_a_checkpoint_in_bf16", "weights_from_zeros", "rounded_weights_that_are_loaded",
     ),
     2: (
