@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import platform
+import socket
 import statistics
 import sys
 import threading
@@ -30,8 +31,11 @@ from mpguard.runtime.proof import consensus
 from mpguard.runtime.proof.consensus import Report
 from mpguard.runtime.proof.reductions import Fingerprint
 
-#: Most threads of a process.
-THREADS = 1024
+#: Most threads of a process, and how many of them connect at once: more overflow the queue of the server's socket.
+THREADS, CONNECTING = 1024, 128
+
+#: torch looks up the name of the server too, once per connection. A name server that does not answer costs a second.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 _current = threading.local()
 
@@ -40,8 +44,14 @@ SAME = Fingerprint({f"layers.{part}.weight": (1.0, 0.5) for part in range(16)})
 
 
 def serve(port: Any, done: Any) -> None:
-    """Host the store until `done` is set."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    """Host the store until `done` is set.
+
+    torch's server looks up the name of each client, one after the other. On a socket that it opens itself their address
+    is ::ffff:127.0.0.1, which only a name server knows; if that does not answer, thousands of time-outs add up.
+    """
+    with socket.create_server(("127.0.0.1", 0), backlog=THREADS) as listener:
+        address = listener.getsockname()
+        store = dist.TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     port.put(store.port)
     done.wait()
 
@@ -55,7 +65,7 @@ def simulate(ranks: range, given: tuple[int, int, int], barrier: Any, results: A
     consensus.rank = lambda: int(_current.rank)
     consensus.world_size = lambda: (size, size)
     consensus.default_store = lambda: _current.store
-    with ThreadPoolExecutor(32) as pool:  # thousands of connections at once overflow the queue of the server's socket
+    with ThreadPoolExecutor(CONNECTING) as pool:
         stores = list(pool.map(lambda _: dist.TCPStore("127.0.0.1", port, is_master=False), ranks))
     start = threading.Barrier(len(ranks), action=barrier.wait)
     times: list[tuple[int, float, float]] = []

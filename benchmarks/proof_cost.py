@@ -1,13 +1,16 @@
 """Measure what the proof costs a training loop: the first step, between looks, at a look, and over a whole run.
 
-    python benchmarks/proof_cost.py [--device cpu|cuda] [--processes 2] [--rounds 3] [-o benchmarks/results/...json]
+    python benchmarks/proof_cost.py [--device cpu|cuda] [--processes 2] [--rounds 3] [--models small] [--steps 512]
+                                    [--seconds 240] [-o benchmarks/results/...json]
 
 The same two loops run without and with `mpguard.activate("bf16_mixed")`, in processes of their own and in turn; several
 processes train under DDP. Steps are measured in CPU time on the CPU, which does not count when a busy machine runs
 something else, and in time until the device is done on a GPU. A ratio is that of two neighbouring runs; the result has
 the median of these ratios, and the smallest and largest. `between_looks` compares the fastest tenths of the steps of a
 run; `whole_run` the sums of the steps after the first, in which looks are. The result is added to those of other
-machines in the file. With one GPU it takes a minute or more, with two a little longer.
+machines in the file. With one GPU it takes a minute or more. Where time is short, `--models` and `--steps` make a run
+shorter (at least 128 steps, or the looks are a large part of it), and with `--seconds` no round begins that would end
+later: the result has the number of rounds that were made, and the ratios of one round have no range.
 """
 
 from __future__ import annotations
@@ -67,7 +70,13 @@ def train(device: str, shape: tuple[int, int, int, int]) -> list[float]:
     return times
 
 
-def work(device: str, guarded: bool) -> None:
+def shapes(device: str, names: list[str], steps: int | None) -> dict[str, tuple[int, int, int, int]]:
+    """Return the models with these names; all of them without names. steps: instead of their own number."""
+    chosen = {name: shape for name, shape in MODELS[device].items() if not names or name in names}
+    return {name: (*shape[:3], steps or shape[3]) for name, shape in chosen.items()}
+
+
+def work(device: str, guarded: bool, loops: dict[str, tuple[int, int, int, int]]) -> None:
     """Print the seconds of each step of each loop, in a process of its own."""
     if guarded:
         import mpguard
@@ -82,24 +91,28 @@ def work(device: str, guarded: bool) -> None:
         torch.zeros(1, device=device) @ torch.zeros(1, device=device)  # the first product loads cuBLAS
     if "RANK" in os.environ:
         torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
-    times = {name: train(device, shape) for name, shape in MODELS[device].items()}
+    times = {name: train(device, shape) for name, shape in loops.items()}
     if rank == 0:
-        print(json.dumps(times))
+        print(json.dumps(times), flush=True)
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        torch.distributed.barrier()
+        os._exit(0)  # torch's gloo group sometimes aborts or hangs where it is destroyed
 
 
-def once(device: str, processes: int, guarded: bool) -> dict[str, list[float]]:
+def once(
+    device: str, processes: int, guarded: bool, loops: dict[str, tuple[int, int, int, int]]
+) -> dict[str, list[float]]:
     """Return the seconds of each step of each loop in new processes."""
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += [__file__, "--worker", device, "guarded" if guarded else "stock"]
+    command += [__file__, "--worker", device, "guarded" if guarded else "stock", json.dumps(loops)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MPGUARD_")}
     done = subprocess.run(
         command, env={**environment, "OMP_NUM_THREADS": "1"}, check=False, capture_output=True, text=True
     )
-    if done.returncode or (guarded and ("in force at steps 1-" not in done.stderr or "1 other" not in done.stderr)):
+    others = f"{len(loops) - 1} other" if len(loops) > 1 else ""
+    if done.returncode or (guarded and ("in force at steps 1-" not in done.stderr or others not in done.stderr)):
         raise SystemExit(f"the run failed, or was not proven:\n{done.stderr}")
     return dict(json.loads(done.stdout))
 
@@ -148,28 +161,36 @@ def hardware(device: str) -> dict[str, Any]:
 
 def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
-        work(sys.argv[2], sys.argv[3] == "guarded")
+        work(sys.argv[2], sys.argv[3] == "guarded", json.loads(sys.argv[4]))
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=list(MODELS), default="cpu")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
+    names = {name for models in MODELS.values() for name in models}
+    parser.add_argument("--models", nargs="+", default=[], choices=sorted(names))
+    parser.add_argument("--steps", type=int, help="of each model")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round that would end later")
     parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent / "results" / "proof_cost.json")
     options = parser.parse_args()
-    runs = [
-        (once(options.device, options.processes, False), once(options.device, options.processes, True))
-        for _ in range(options.rounds)
-    ]
+    loops = shapes(options.device, options.models, options.steps)
+    began, runs = time.monotonic(), list[tuple[dict[str, list[float]], dict[str, list[float]]]]()
+    for number in range(options.rounds):
+        passed = time.monotonic() - began
+        if number and passed * (number + 1) / number > options.seconds:
+            break
+        stock = once(options.device, options.processes, False, loops)
+        runs.append((stock, once(options.device, options.processes, True, loops)))
     result = {
         "what": f"time of training steps with mpguard against those without, bf16_mixed, {options.processes} process"
         + ("es, DDP" if options.processes > 1 else ""),
-        "rounds": options.rounds,
+        "rounds": len(runs),
         "models": {
             name: {
                 "width_layers_batch": shape[:3],
                 **compared([(stock[name], guarded[name]) for stock, guarded in runs]),
             }
-            for name, shape in MODELS[options.device].items()
+            for name, shape in loops.items()
         },
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "hardware": hardware(options.device),
