@@ -214,7 +214,7 @@ def is_experts(module: nn.Module) -> bool:
 
     All its architectures with the stacked weights of all experts do so, through a decorator of the class.
     """
-    forward: Any = type(module).forward
+    forward: Any = getattr(type(module), "forward", None)  # TorchScript has none on its classes
     defined = getattr(forward, "__globals__", {}).get("__name__")
     return defined == f"{__package__}.experts" or (defined == EXPERTS and hasattr(module, "config"))
 

@@ -278,3 +278,9 @@ def test_positions_are_no_experts() -> None:
             self.positions, self.config = nn.Parameter(torch.zeros(4, 32, 32)), None
 
     assert not filters.is_experts(Embedded()) and not filters.is_linear(Embedded())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_module_is_no_experts() -> None:
+    """Its class has a descriptor in place of `forward`, which raises."""
+    assert not filters.is_experts(torch.jit.script(nn.Linear(16, 16)))
