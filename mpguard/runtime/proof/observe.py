@@ -77,7 +77,8 @@ class Observed:
     inferred: why the operators could not be recorded, so that the products are those that autograd's graph implies;
     empty if they were recorded. widened: elements of gradients and of saved activations that were converted to a wider
     dtype in backward, by the narrower one.
-    masters, gradients, states: of the parameters that the optimizer updates. matrices: False if none is one.
+    masters, gradients, states: of the parameters that the optimizer updates. matrices: False if none
+    is a matrix, and the process has other optimizers, whose products are proven.
     accumulation: gradients that were added to earlier ones, in backward passes (`accumulated_passes`); of DeepSpeed
     its setting. rounded: sampled parameters whose FP32 sums were rounded, by the 16-bit dtype; rounded_weights: those
     whose FP32 values were, between steps or in one.
@@ -429,7 +430,8 @@ def _add_optimizer(seen: Observed, recorder: Recorder, optimizer: Any, roots: li
         recorder.record_step(optimizer)
     seen.masters, seen.gradients = map(dict, recorder.updated.get(id(optimizer), ({}, {})))
     flattened = seen.engine not in ("single", "ddp", "none")  # the parameters of other engines
-    seen.matrices = flattened or any(own.ndim > 1 for own in updated_by(optimizer))
+    alone = all(each is optimizer for each in recorder.gradients.optimizers)
+    seen.matrices = flattened or alone or any(own.ndim > 1 for own in updated_by(optimizer))
     copies = [own for root in roots for own in root.parameters()]
     states = Counter(state_dtypes(optimizer, updated_by(optimizer), copies))
     for around in steps_around(optimizer):
