@@ -125,9 +125,10 @@ class Facts(FormerNames, former=_FORMER):
         self._indexed: dict[Scope, int] = {}
         self._aliases: tuple[int, dict[str, list[str]]] = (-1, {})
         self._unparsed: list[Chunk] = list(chunks) if imported else []
+        self._relevance = partial_parse.Relevance(chunks)
         self._chunks_by_name: dict[str, list[Chunk]] = partial_parse.chunks_by_name(chunks) if imported else {}
         if not imported:
-            self._index_chunks(partial_parse.skip_irrelevant_methods(self._relevant_chunks(chunks)))
+            self._index_chunks(self._relevance.skip_irrelevant_methods(self._relevant_chunks(chunks)))
             for chunk in self._unparsed:
                 self.index.stub(chunk)
             self._unparsed = []
@@ -154,8 +155,8 @@ class Facts(FormerNames, former=_FORMER):
                 self._unparsed.remove(chunk)
                 self.index.stub(chunk)
             self._index_chunks(
-                partial_parse.skip_irrelevant_methods(
-                    [chunk for chunk in chunks if chunk not in large and not partial_parse.is_table(chunk)]
+                self._relevance.skip_irrelevant_methods(
+                    [chunk for chunk in chunks if chunk not in large and not self._relevance.is_table(chunk)]
                 )
             )
 
@@ -170,15 +171,17 @@ class Facts(FormerNames, former=_FORMER):
                 if chunk.defines is None or (name in (text := chunk.text) and word.search(text))
             ]
             self._index_chunks(
-                partial_parse.skip_irrelevant_methods([chunk for chunk in found if not partial_parse.is_table(chunk)])
+                self._relevance.skip_irrelevant_methods(
+                    [chunk for chunk in found if not self._relevance.is_table(chunk)]
+                )
             )
 
     def need_all(self) -> None:
         """Parse all relevant statements of an imported module, which its events need."""
         if self._unparsed:
             self._index_chunks(
-                partial_parse.skip_irrelevant_methods(
-                    [chunk for chunk in self._unparsed if partial_parse.is_relevant(chunk)]
+                self._relevance.skip_irrelevant_methods(
+                    [chunk for chunk in self._unparsed if self._relevance.is_relevant(chunk)]
                 )
             )
             self._unparsed = []
@@ -200,7 +203,7 @@ class Facts(FormerNames, former=_FORMER):
         """Return the chunks of the linted file to parse; the others get stubs."""
         if len(self.source.normal) <= partial_parse.WHOLE_FILE_LIMIT:
             return chunks
-        wanted = partial_parse.relevant_chunks(chunks)
+        wanted = self._relevance.relevant_chunks(chunks)
         self._unparsed = [chunk for chunk in chunks if chunk not in wanted]
         return [chunk for chunk in chunks if chunk in wanted]
 

@@ -29,6 +29,7 @@ _INSIDE_EXPRESSION = re.compile(r"[=(#]")
 _IMPLICIT_CALLS = frozenset({"__init__", "__call__", "forward"})
 _ATTRIBUTE = re.compile(r"\.[ \t]*(\w+)")
 _NAME = re.compile(r"[^\W\d]\w*")
+_RENAMED = re.compile(r"\bas[ \t]+(\w+)")
 
 
 def chunks_by_name(chunks: tuple[Chunk, ...]) -> dict[str, list[Chunk]]:
@@ -46,24 +47,75 @@ def chunks_by_name(chunks: tuple[Chunk, ...]) -> dict[str, list[Chunk]]:
     return found
 
 
-def relevant_chunks(chunks: Sequence[Chunk]) -> set[Chunk]:
-    """Return the relevant statements, and those that call the definitions among them."""
-    found = {chunk for chunk in chunks if is_relevant(chunk)}
-    named = {chunk.defines for chunk in found} - {None}
-    if named:
-        calls = re.compile(r"\b(?:" + "|".join(sorted(map(re.escape, filter(None, named)))) + r")\(")
-        found |= {chunk for chunk in chunks if chunk not in found and calls.search(chunk.text)}
-    return found
+class Relevance:
+    """Decides which statements of a file need to be parsed, by their words.
 
+    Relevant are also the names that imports give to relevant things: `from torch.cuda.amp import autocast as ac`.
+    """
 
-def is_relevant(chunk: Chunk) -> bool:
-    """True for imports and other small statements, and for definitions that contain a relevant word."""
-    return chunk.defines is None or _has_relevant_word(chunk.text)
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        lines = [
+            line
+            for chunk in chunks
+            if "import" in chunk.text and chunk.defines is None
+            for line in chunk.text.splitlines()
+            if " as " in line and _contains_relevant_word(line)
+        ]
+        names = {name for line in lines for name in _RENAMED.findall(line)}
+        self._renamed = re.compile(rf"\b(?:{'|'.join(sorted(names))})\b") if names else None
 
+    def relevant_chunks(self, chunks: Sequence[Chunk]) -> set[Chunk]:
+        """Return the relevant statements, and those that call the definitions among them."""
+        found = {chunk for chunk in chunks if self.is_relevant(chunk)}
+        named = {chunk.defines for chunk in found} - {None}
+        if named:
+            calls = re.compile(r"\b(?:" + "|".join(sorted(map(re.escape, filter(None, named)))) + r")\(")
+            found |= {chunk for chunk in chunks if chunk not in found and calls.search(chunk.text)}
+        return found
 
-def _has_relevant_word(text: str) -> bool:
-    """True if the code has a word for precision or training, outside of comments and docstrings."""
-    return _contains_relevant_word(text) and _contains_relevant_word(stripped(text))
+    def is_relevant(self, chunk: Chunk) -> bool:
+        """True for imports and other small statements, and for definitions that contain a relevant word."""
+        return chunk.defines is None or self._has_relevant_word(chunk.text)
+
+    def is_table(self, chunk: Chunk) -> bool:
+        """True for a long literal without a relevant word, such as a table of data."""
+        is_long = chunk.defines is None and chunk.end - chunk.start > WHOLE_FILE_LIMIT
+        return is_long and not self._contains(chunk.text)
+
+    def skip_irrelevant_methods(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        """Skip the irrelevant methods of large classes.
+
+        These contain no relevant word, and neither call relevant methods nor are called by them.
+        """
+        left = {
+            method: chunk
+            for chunk in chunks
+            if chunk.end - chunk.start > WHOLE_FILE_LIMIT
+            for method in chunk.methods
+            if not (method.name in _IMPLICIT_CALLS or self._has_relevant_word(chunk.text[method.start : method.end]))
+            and not _sets_state(chunk.text, method.start, method.end)
+        }
+        if not left:
+            return chunks
+        relevant = {m.name for chunk in chunks for m in chunk.methods if m not in left} - _IMPLICIT_CALLS
+        for chunk in chunks:
+            chunk.skipped = tuple(method for method, home in left.items() if home is chunk)
+        used = set().union(*(_ATTRIBUTE.findall(chunk.code) for chunk in chunks))
+        for chunk in chunks:
+            chunk.skipped = tuple(
+                method
+                for method in chunk.skipped
+                if method.name not in used
+                and relevant.isdisjoint(_ATTRIBUTE.findall(chunk.text, method.body, method.end))
+            )
+        return chunks
+
+    def _has_relevant_word(self, text: str) -> bool:
+        """True if the code has a word for precision or training, outside of comments and docstrings."""
+        return self._contains(text) and self._contains(stripped(text))
+
+    def _contains(self, text: str) -> bool:
+        return _contains_relevant_word(text) or (self._renamed is not None and self._renamed.search(text) is not None)
 
 
 def _contains_relevant_word(text: str) -> bool:
@@ -80,38 +132,3 @@ def _sets_state(text: str, start: int, end: int) -> bool:
         if found.lastindex or not _INSIDE_EXPRESSION.search(text, line, found.start()):
             return True
     return False
-
-
-def is_table(chunk: Chunk) -> bool:
-    """True for a long literal without a relevant word, such as a table of data."""
-    return (
-        chunk.defines is None and chunk.end - chunk.start > WHOLE_FILE_LIMIT and not _contains_relevant_word(chunk.text)
-    )
-
-
-def skip_irrelevant_methods(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-    """Skip the irrelevant methods of large classes.
-
-    These contain no relevant word, and neither call relevant methods nor are called by them.
-    """
-    left = {
-        method: chunk
-        for chunk in chunks
-        if chunk.end - chunk.start > WHOLE_FILE_LIMIT
-        for method in chunk.methods
-        if not (method.name in _IMPLICIT_CALLS or _has_relevant_word(chunk.text[method.start : method.end]))
-        and not _sets_state(chunk.text, method.start, method.end)
-    }
-    if not left:
-        return chunks
-    relevant = {m.name for chunk in chunks for m in chunk.methods if m not in left} - _IMPLICIT_CALLS
-    for chunk in chunks:
-        chunk.skipped = tuple(method for method, home in left.items() if home is chunk)
-    used = set().union(*(_ATTRIBUTE.findall(chunk.code) for chunk in chunks))
-    for chunk in chunks:
-        chunk.skipped = tuple(
-            method
-            for method in chunk.skipped
-            if method.name not in used and relevant.isdisjoint(_ATTRIBUTE.findall(chunk.text, method.body, method.end))
-        )
-    return chunks

@@ -77,3 +77,11 @@ class G(Function):
     assert found.fix is not None
     assert [edit.text for edit in found.fix.edits].count('(device_type="cuda")') == 1
     assert [edit.text for edit in found.fix.edits].count('device_type="cuda", ') == 1
+
+
+def test_the_names_that_imports_give_are_relevant() -> None:
+    filler = "".join(f"def filler_{n}(x):\n    return x + {n}\n\n" for n in range(400))
+    code = f"from torch.cuda.amp import autocast as ac\n{filler}@ac()\ndef forward(x):\n    return x\n"
+    (found,) = DeprecatedCudaAmp().check(facts_of(code))
+    assert found.fix is not None
+    assert '"cuda"' in {edit.text for edit in found.fix.edits}
