@@ -48,6 +48,7 @@ def _use_own_temporary_folder() -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(usual, "torchinductor_of_tests")))
     own = tempfile.mkdtemp(prefix="mpguard-tests-")  # short: sockets in it have at most 107 characters
+    Path(own).chmod(0o755)  # some tests become another user
     os.environ["TMPDIR"], tempfile.tempdir = own, own
     # multiprocessing removes its folder in it when the process ends, with a priority of -100.
     multiprocessing.util.Finalize(None, shutil.rmtree, (own, True), exitpriority=-200)

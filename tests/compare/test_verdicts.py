@@ -207,7 +207,7 @@ def changed(loss: dict[int, float], change: dict[int, float]) -> RunLog:
     ("change", "reason"),
     [
         (dict.fromkeys(range(700, 1501), NAN), "loss nan at step 700 (801 steps, every later loss too)"),
-        ({900: math.inf}, "loss inf at step 900 (1 steps, finite again after step 900)"),
+        ({900: math.inf}, "loss inf at step 900 (one step, finite again after step 900)"),
         (dict.fromkeys(range(1000, 1501), 6.0), "above the baseline from step"),
         (dict.fromkeys(range(1200, 1501), 0.0), "loss exactly 0 from step 1200"),
     ],
