@@ -22,6 +22,7 @@ from mpguard.core.moved import FormerNames
 from mpguard.lint.facts.dataflow.callgraph import CallGraph
 from mpguard.lint.facts.dataflow.flow import Flow
 from mpguard.lint.facts.dataflow.trace import Traces
+from mpguard.lint.facts.domain import implied_versions
 from mpguard.lint.facts.domain.autocast_state import AutocastStates
 from mpguard.lint.facts.domain.checkpoints import Checkpoints
 from mpguard.lint.facts.domain.frozen_params import FrozenModels
@@ -45,6 +46,7 @@ from mpguard.lint.facts.values.options import Option, forgotten_dtypes
 from mpguard.lint.facts.values.precision import TensorDtypes
 from mpguard.lint.facts.values.scalars import Scalars
 from mpguard.lint.project import summaries
+from mpguard.lint.project.requirements import Required
 from mpguard.lint.source.libcst_internals import Frames
 from mpguard.lint.source.source import Chunk, Source
 
@@ -137,6 +139,7 @@ class Facts(FormerNames, former=_FORMER):
         self._imported: dict[str, Facts | None] = {}
         self._users: dict[str, list[Facts] | None] = {}
         self._searched: set[str] = set()
+        self._required: dict[str, Required] = {}
         self._active: set[object] = set()
         self._steps: dict[Scope, bool] = {}
         self._inference_scopes: dict[Scope, bool] = {}
@@ -487,6 +490,13 @@ class Facts(FormerNames, former=_FORMER):
         It is an impossible one for `False`.
         """
         return self.of(call).regions_index.enabled(call, path)
+
+    def required(self, library: str) -> Required:
+        """Return the versions of a library that the project requires, and those that the code itself can run with."""
+        if library not in self._required:
+            below = implied_versions.lowest_too_high(self, library)
+            self._required[library] = self.project.required(self.path, library).bounded(below)
+        return self._required[library]
 
     # -- events -----------------------------------------------------------------------------------
 

@@ -121,7 +121,7 @@ class BaseRule:
     #: Codes of rules that take precedence where both report the same expression.
     yields_to: ClassVar[tuple[str, ...]] = ()
     #: The versions of libraries for which the findings are true: `{"torch": ">=2.4"}`, `{"accelerate": ">=1.0,<2"}`.
-    #: Nothing is reported in a project whose requirements exclude them.
+    #: Nothing is reported in a project whose requirements, or calls of what was removed before, exclude them.
     versions: ClassVar[Mapping[str, str]] = {}
     examples: ClassVar[tuple[Example, ...]] = ()
 

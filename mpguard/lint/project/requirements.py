@@ -44,6 +44,11 @@ class Required:
         """True if only versions older than this one are allowed."""
         return self.below is not None and _version(self.below) <= _version(version)
 
+    def bounded(self, below: tuple[int, ...] | None) -> Required:
+        """Return the same with one more upper bound, unless the requirements rule out all versions below it."""
+        known = below is None or self.since(below) or self.before(below)
+        return self if known else dataclasses.replace(self, below=below)
+
     def excludes(self, versions: str) -> bool:
         """True if no allowed version is in a range: `>=2.4`, `<2.11`, or both with a comma between them."""
         bounds = [(operator, tuple(map(int, text.split(".")))) for operator, text in RANGE.findall(versions)]

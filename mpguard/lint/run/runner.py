@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.model.result import Defect
 from mpguard.lint.model.rule import BaseRule, ConfigRule, Diagnostic, LaunchRule
 from mpguard.lint.model.selection import Rules
 
 if TYPE_CHECKING:
     from mpguard.lint.project.project import Project
+    from mpguard.lint.project.requirements import Required
 
 
 def run_rules(
@@ -29,6 +32,7 @@ def run_rules(
     """
     diagnostics: list[Diagnostic] = []
     defects: list[Defect] = []
+    required = subject.required if isinstance(subject, Facts) else functools.partial(project.required, path)
     for rule in rules:
         try:
             instance = rule(project) if issubclass(rule, (ConfigRule, LaunchRule)) else rule()
@@ -39,13 +43,13 @@ def run_rules(
         except (Exception, SystemExit) as error:
             defects.append(make_defect(path, rule.code, error, rule))
             continue
-        diagnostics += [each for each in yielded if not _is_about_other_versions(each, project, path)]
+        diagnostics += [each for each in yielded if not _is_about_other_versions(each, required)]
     return diagnostics, defects
 
 
-def _is_about_other_versions(diagnostic: Diagnostic, project: Project, path: str) -> bool:
-    """True if the project of a file requires versions of a library for which a finding is not true."""
-    return any(project.required(path, library).excludes(versions) for library, versions in diagnostic.versions)
+def _is_about_other_versions(diagnostic: Diagnostic, required: Callable[[str], Required]) -> bool:
+    """True if the project or the code requires versions of a library for which a finding is not true."""
+    return any(required(library).excludes(versions) for library, versions in diagnostic.versions)
 
 
 def _require_diagnostics(yielded: Iterable[object], rule: type[BaseRule]) -> None:

@@ -13,6 +13,7 @@ config_dicts.py        DeepSpeed configs that are dicts in Python code
 checkpoints.py         the states that are saved and restored
 compiled_functions.py  the functions that run inside `torch.compile`
 fp8.py                 recipes, configs and layers of FP8
+implied_versions.py    the versions of libraries that code can run with, by what it calls
 backends.py            the switches of torch's backends
 project_api.py         the interface to the rest of the linted tree
 """

@@ -159,7 +159,7 @@ args = TrainingArguments("out", bf16=True)
         call = arguments.call
         given = [option for option in ("fp16", "bf16") if option in call.keywords]
         if not given and call.name in _BF16_BY_DEFAULT and not call.starred:
-            old = facts.project.required(facts.path, "trl").before(_SINCE)
+            old = facts.required("trl").before(_SINCE)
             return None if old or not facts.called_path(call).startswith("trl.") else "bf16"
         options = [option for option in given if self._is_true(arguments, option, facts)]
         return options[0] if len(options) == 1 else None

@@ -56,9 +56,10 @@ class DeprecatedTeApi(Rule):
     requirements file), otherwise unsafe: an older version fails at the import.
 
     ## Known limits
-    Not reported if the project requires a Transformer Engine older than 2.10. A fallback for old versions (in an
-    `except` arm, under a condition on the version) is not reported either. There is no fix
-    if a name is passed on as a value, if the new module has no such name, or if another name of the file would clash.
+    Not reported if the project requires a Transformer Engine older than 2.10, or the code can only run with one: it
+    calls a function, or passes an argument, that was removed before. A fallback for old versions (in an `except` arm,
+    under a condition on the version) is not reported either. There is no fix if a name is passed on as a value, if the
+    new module has no such name, or if another name of the file would clash.
     """
 
     code, name = "MPG406", "deprecated-te-api"
@@ -134,8 +135,28 @@ with autocast("cuda"), fp8_autocast(recipe=FP8GlobalStateManager.get_fp8_recipe(
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.fp8 import get_default_fp8_group  # !
 
-print(te.fp8.get_fp8_recipe(), get_default_fp8_group())  # !
+print(te.fp8.get_default_fp8_group(), get_default_fp8_group())  # !
 """
+        ),
+        Bad(
+            """\
+import transformer_engine
+
+if te_version < (1, 0):
+    old = transformer_engine.pytorch.TransformerLayer(1024, 4096, 16, attention_softmax_in_fp32=True)
+layer = transformer_engine.pytorch.TransformerLayer(1024, 4096, 16, layer_number=1)
+with transformer_engine.pytorch.fp8_autocast(enabled=True):  # !
+    layer(x)
+""",
+            fixed="""\
+import transformer_engine
+
+if te_version < (1, 0):
+    old = transformer_engine.pytorch.TransformerLayer(1024, 4096, 16, attention_softmax_in_fp32=True)
+layer = transformer_engine.pytorch.TransformerLayer(1024, 4096, 16, layer_number=1)
+with transformer_engine.pytorch.autocast(enabled=True):
+    layer(x)
+""",
         ),
         Bad(
             """\
@@ -190,6 +211,17 @@ else:
     region = te.fp8_autocast
 with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaudi(), te_jax.fp8_autocast():
     model(x)
+"""
+        ),
+        Good(
+            """\
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+recipe = DelayedScaling(interval=1)
+layer = te.TransformerLayer(1024, 4096, 16, apply_query_key_layer_scaling=False)
+with te.fp8_autocast(fp8_recipe=recipe):
+    layer(x)
 """
         ),
     )
@@ -250,7 +282,7 @@ with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaud
     # -- fixes --------------------------------------------------------------------------------------
 
     def _new_name_fix(self, edits: list[Edit], facts: Facts) -> Fix:
-        safe = facts.project.required(facts.path, "transformer_engine").since(_SINCE)
+        safe = facts.required("transformer_engine").since(_SINCE)
         return Fix("Use the new name", "safe" if safe else "unsafe", tuple(edits))
 
     def _fix_use(self, use: Use, facts: Facts) -> Fix | None:

@@ -162,7 +162,7 @@ recipe = MXFP8BlockScaling()
             hardware = named(gpu)
         except PolicyError:
             return None, None
-        cuda = facts.project.required(facts.path, "transformer_engine").cuda
+        cuda = facts.required("transformer_engine").cuda
         return Hardware(gpu, hardware.capability, 1, cuda or hardware.cuda, hardware.libraries), place
 
     def _in_script(self, facts: Facts) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -34,7 +34,8 @@ class RemovedRecipeArgument(Rule):
     Safe: the argument has no effect, so it is removed. Its purpose has to be achieved in another way.
 
     ## Known limits
-    Not reported if the project requires a Transformer Engine older than 2.0. Arguments that no known recipe ever had
+    Not reported if the project requires a Transformer Engine older than 2.0, or the code can only run with one: it
+    calls a function, or passes an argument to a layer, that was removed before. Arguments that no known recipe ever had
     are not checked (a newer version may have them), nor arguments from `**kwargs`.
     """
 
@@ -83,6 +84,43 @@ current = te.common.recipe.Float8CurrentScaling()
 handler = Recipe()
 """,
         ),
+        Bad(
+            """\
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+recipe = DelayedScaling(interval=1)  # !
+layer = te.TransformerLayer(1024, 4096, 16, config=Config(apply_query_key_layer_scaling=False))
+with te.autocast(recipe=recipe):
+    layer(x)
+""",
+            fixed="""\
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+recipe = DelayedScaling()
+layer = te.TransformerLayer(1024, 4096, 16, config=Config(apply_query_key_layer_scaling=False))
+with te.autocast(recipe=recipe):
+    layer(x)
+""",
+        ),
+        Bad(
+            """\
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+recipe = DelayedScaling(interval=1)  # !
+layer = te.TransformerLayer(1024, 4096, 16, attention_softmax_in_fp32=True)
+""",
+            files={"requirements.txt": "transformer-engine[pytorch]>=2.4\n", "pyproject.toml": ""},
+            fixed="""\
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+recipe = DelayedScaling()
+layer = te.TransformerLayer(1024, 4096, 16, attention_softmax_in_fp32=True)
+""",
+        ),
         Good(
             """\
 from intel_transformer_engine.recipe import DelayedScaling as Gaudi
@@ -104,6 +142,38 @@ from transformer_engine.common.recipe import DelayedScaling
 recipe = DelayedScaling(interval=1)
 """,
             files={"requirements.txt": "torch\ntransformer-engine[pytorch]==1.13.0\n", "pyproject.toml": ""},
+        ),
+        Good(
+            """\
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+recipe = DelayedScaling(interval=1)
+layer = te.TransformerLayer(1024, 4096, 16, apply_query_key_layer_scaling=False)
+with te.fp8_autocast(fp8_recipe=recipe):
+    layer(x)
+"""
+        ),
+        Good(
+            """\
+from layers import Attention
+from transformer_engine.common.recipe import DelayedScaling
+
+recipe = DelayedScaling(override_linear_precision=(False, False, True))
+attention = Attention(1024)
+""",
+            files={
+                "layers.py": """\
+import torch
+import transformer_engine.pytorch as te
+
+class Attention(torch.nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.qkv = te.Linear(hidden, 3 * hidden, skip_weight_param_allocation=False)
+""",
+                "pyproject.toml": "",
+            },
         ),
     )
 

@@ -195,7 +195,7 @@ def main(model, loader):
     def _before_2(self, call: Call, facts: Facts) -> bool:
         """True if the code is for Lightning 1."""
         return bool(_BEFORE_2 & set(call.keywords)) or any(
-            facts.project.required(facts.path, package).before((2,)) for package in _PACKAGES
+            facts.required(package).before((2,)) for package in _PACKAGES
         )
 
     def _trains(self, made: Call, facts: Facts) -> bool:
