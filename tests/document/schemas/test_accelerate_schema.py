@@ -175,13 +175,13 @@ def test_the_wizard_writes_nothing_but_known_and_renamed_keys(name: str) -> None
     assert set(section.renamed.values()) <= section.keys
 
 
-def exported(tmp_path: Path, config: str) -> dict[str, str]:
+def exported(tmp_path: Path, config: str, *options: str) -> dict[str, str]:
     """The environment that the real `accelerate launch` hands to a script."""
     (tmp_path / "mp.yaml").write_text(config)
     (tmp_path / "show.py").write_text(
         "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('ACCELERATE_')}))"
     )
-    done = python("-m", "accelerate.commands.launch", "--config_file", "mp.yaml", "show.py", cwd=tmp_path)
+    done = python("-m", "accelerate.commands.launch", "--config_file", "mp.yaml", *options, "show.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ACCELERATE_MIXED_PRECISION") == 1, "one process"
     result: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
@@ -244,6 +244,17 @@ def test_behaviour_of_use_cpu(tmp_path: Path, kind: str, value: str | None) -> N
 )
 def test_behaviour_of_what_the_launcher_refuses(tmp_path: Path, lines: str, message: str) -> None:
     assert message in refused(tmp_path, f"{lines}use_cpu: true\n")
+
+
+def test_behaviour_of_options_in_the_place_of_an_unquoted_no(tmp_path: Path) -> None:
+    """What MPG802 relies on, observed: the options take the place of the booleans, at every level."""
+    config = (
+        "distributed_type: 'NO'\nmixed_precision: no\nuse_cpu: true\nnum_processes: 1\n"
+        "deepspeed_config: {mixed_precision: no}\ndynamo_config: {dynamo_backend: no}\n"
+    )
+    assert "'bool' object has no attribute 'lower'" in refused(tmp_path, config)
+    variables = exported(tmp_path, config, "--mixed_precision", "bf16", "--dynamo_backend=eager")
+    assert (variables["ACCELERATE_MIXED_PRECISION"], variables["ACCELERATE_DYNAMO_BACKEND"]) == ("bf16", "EAGER")
 
 
 def test_behaviour_of_deepspeed_config_overriding(tmp_path: Path) -> None:

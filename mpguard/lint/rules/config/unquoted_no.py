@@ -8,13 +8,13 @@ from mpguard.lint import Bad, ConfigRule, Diagnostic, Edit, Fix, Good, accelerat
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
 
-_CRASHES = "`accelerate launch` stops with an AttributeError"
+#: Key -> the option of `accelerate launch` that takes its place.
 _KEYS = {
-    "mixed_precision": _CRASHES,
-    "deepspeed_config.mixed_precision": _CRASHES,
-    "dynamo_backend": _CRASHES,
-    "dynamo_config.dynamo_backend": _CRASHES,
-    "dynamo_config.backend": _CRASHES,
+    "mixed_precision": "mixed_precision",
+    "deepspeed_config.mixed_precision": "mixed_precision",
+    "dynamo_backend": "dynamo_backend",
+    "dynamo_config.dynamo_backend": "dynamo_backend",
+    "dynamo_config.backend": "dynamo_backend",
 }
 
 
@@ -24,7 +24,8 @@ class UnquotedNo(ConfigRule):
     ## Why is this bad
     YAML 1.1, which accelerate reads, treats `no`, `off`, `yes` and `on` in any case as booleans. With accelerate 1.15.0
     `mixed_precision: no` raises `AttributeError: 'bool' object has no attribute 'lower'` at launch, and
-    `dynamo_backend: no` the same error about `upper` (accelerate PR#1386 fixed the first for a while).
+    `dynamo_backend: no` the same error about `upper` (accelerate PR#1386 fixed the first for a while); only the options
+    `--mixed_precision` and `--dynamo_backend` take their place.
     `distributed_type: NO` is accepted if the file sets `num_processes`; without it the launch stops.
 
     ## Fix safety
@@ -32,7 +33,8 @@ class UnquotedNo(ConfigRule):
 
     ## Known limits
     `yes`, `on` and `true` are reported too, but have no fix: the intention is not clear. Under `DEEPSPEED` dynamo's
-    keys have no effect: accelerate passes them to no worker.
+    keys have no effect: accelerate passes them to no worker. A key is not reported if the project has launch lines with
+    this config, and all of them pass the option.
     """
 
     code, name = "MPG802", "unquoted-no"
@@ -88,6 +90,41 @@ deepspeed_config:
 """,
             name="default_config.json",
         ),
+        Bad(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: no  # !
+dynamo_backend: no  # !
+num_processes: 8
+""",
+            name="mp.yaml",
+            files={
+                "train.py": "from accelerate import Accelerator\n",
+                "run.sh": "accelerate launch --config_file mp.yaml --mixed_precision=bf16 train.py\n",
+                "debug.sh": "accelerate launch --config_file mp.yaml --debug train.py\n",
+                "pyproject.toml": "",
+            },
+            fixed="""\
+distributed_type: MULTI_GPU
+mixed_precision: 'no'
+dynamo_backend: 'no'
+num_processes: 8
+""",
+        ),
+        Good(
+            """\
+distributed_type: MULTI_GPU
+mixed_precision: no
+num_processes: 8
+""",
+            name="mp.yaml",
+            files={
+                "train.py": "from accelerate import Accelerator\n",
+                "run.sh": "accelerate launch --config_file mp.yaml --mixed_precision=bf16 train.py\n",
+                "README.md": "    accelerate launch --config_file mp.yaml --mixed_precision fp16 train.py --lr 1e-4\n",
+                "pyproject.toml": "",
+            },
+        ),
         Good(
             """\
 distributed_type: DEEPSPEED
@@ -111,10 +148,15 @@ use_cpu: no
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         deepspeed = accelerate_config.distributed_type(document) == "DEEPSPEED"  # the workers get no dynamo setting
-        for key, what in _KEYS.items():
+        for key, option in _KEYS.items():
             entry = document.entry(key)
-            if entry is not None and isinstance(entry.value, bool) and not (deepspeed and "dynamo" in key):
-                yield self._at(document, entry, what)
+            if entry is None or not isinstance(entry.value, bool) or (deepspeed and "dynamo" in key):
+                continue
+            launches = self.project.launched_with(document.path)
+            if not launches or any(option not in launch.options for _, launch in launches):
+                yield self._at(
+                    document, entry, f"without `--{option}` `accelerate launch` stops with an AttributeError"
+                )
         distributed = document.entry("distributed_type")
         if distributed is not None and isinstance(distributed.value, bool):
             if "num_processes" in document.data:
