@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.domain import fp8
     from mpguard.lint.facts.domain import lightning as lightning
     from mpguard.lint.facts.domain import unscaled_steps as unscaled_steps
+    from mpguard.lint.facts.domain import unused as unused
     from mpguard.lint.facts.domain import wrappers as wrappers
     from mpguard.lint.facts.domain.backends import Switch as Switch
     from mpguard.lint.facts.domain.compiled_functions import compiled_scopes as compiled_scopes
@@ -214,6 +215,7 @@ _MODULES = {
     "trace_facts": "mpguard.lint.facts.dataflow.trace",
     "tracked_fs": "mpguard.core.tracked_fs",
     "unscaled_steps": "mpguard.lint.facts.domain.unscaled_steps",
+    "unused": "mpguard.lint.facts.domain.unused",
     "wrappers": "mpguard.lint.facts.domain.wrappers",
 }
 

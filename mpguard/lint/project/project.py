@@ -274,6 +274,20 @@ class Project:
         with tracked_fs.recording_for(path):
             return summaries.may_derive(tree.top_of(file.parent), file, name)
 
+    def used_elsewhere(self, path: str, name: str) -> bool:
+        """True if other code may use a top-level name of a module, or the module by its name.
+
+        False only if the whole project is known, no other file of it contains the name, and its package does not
+        re-export it. Outside of a project, other code is unknown.
+        """
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            if not tree.is_project(top) or summaries.may_mention(top, file, name) or summaries.exports_all(file):
+                return True
+            settings_files = (self._text(str(top / each)) for each in ("pyproject.toml", "setup.cfg"))
+            return any(name.encode() in text for text in settings_files)
+
     def parser_of(self, path: str, size: int) -> Callable[[str], Tree]:
         """Return what parses the statements of a file, once for its own check and for those of files that use it."""
         from mpguard.lint.source import incremental

@@ -44,12 +44,17 @@ def top_of(folder: Path) -> Path:
     for candidate in (folder, *folder.parents):
         if candidate.name in NEVER:
             break  # an installed package: the packages next to it are not part of its tree
-        if any(tracked_fs.exists(candidate / name) for name in ("pyproject.toml", "mpguard.toml", ".git")):
+        if is_project(candidate):
             return candidate
     top = folder
     while tracked_fs.is_file(top.parent / "__init__.py"):
         top = top.parent
     return top
+
+
+def is_project(folder: Path) -> bool:
+    """True if a folder is the top of a project, and not of an installed package, or any folder."""
+    return any(tracked_fs.exists(folder / name) for name in ("pyproject.toml", "mpguard.toml", ".git"))
 
 
 def walk(top: str, hidden: Collection[str] = ()) -> Iterator[tuple[str, list[str]]]:

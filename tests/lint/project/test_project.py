@@ -176,6 +176,20 @@ def test_classes_of_other_files_that_may_derive_from_one() -> None:
     assert not project.derived_elsewhere("base.py", "Own")
 
 
+def test_names_that_other_code_may_use() -> None:
+    make({"pkg/__init__.py": "", "pkg/sub/__init__.py": "from .policies import *\n",
+          "pkg/sub/policies.py": "one = 1\ntwo = 2\nthree = 3\n", "pkg/sub/other.py": "print(sub.two, one_more)\n",
+          "train.py": "from pkg import sub\n"})  # fmt: skip
+    project, names = Project(), ("one", "two", "three", "policies")
+    path = "pkg/sub/policies.py"
+    assert [project.used_elsewhere(path, each) for each in names] == [True] * 4, "outside of a project, anything may"
+    make({"pyproject.toml": "[project.scripts]\nrun = 'pkg.sub:three'\n"})
+    tree.top_of.cache_clear()
+    assert [Project().used_elsewhere(path, each) for each in names] == [False, True, True, True]
+    make({"pkg/__init__.py": "from .sub import *\n"})
+    assert Project().used_elsewhere(path, "one"), "the package re-exports all"
+
+
 def test_the_budget_is_that_of_each_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_MODULES", 2)
     make(dict.fromkeys(("pyproject.toml", "train.py", "eval.py", "a.py", "b.py", "c.py"), ""))

@@ -15,5 +15,6 @@ compiled_functions.py  the functions that run inside `torch.compile`
 fp8.py                 recipes, configs and layers of FP8
 implied_versions.py    the versions of libraries that code can run with, by what it calls
 backends.py            the switches of torch's backends
+unused.py              code that nothing in its project uses
 project_api.py         the interface to the rest of the linted tree
 """

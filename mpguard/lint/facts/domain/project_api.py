@@ -55,6 +55,9 @@ class ProjectApi(Protocol):
     def derived_elsewhere(self, path: str, name: str) -> bool:
         """True if a class of another file of the tree may derive from a class of a module."""
 
+    def used_elsewhere(self, path: str, name: str) -> bool:
+        """True if other code may use a top-level name of a module, or the module by its name."""
+
 
 class NoProject:
     """The interface for a file that is linted by itself: it has no tree."""
@@ -94,3 +97,6 @@ class NoProject:
 
     def derived_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
         return False
+
+    def used_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
+        return True

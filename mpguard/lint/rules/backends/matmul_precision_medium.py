@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Diagnostic, Facts, Good, Rule, any_of, backends
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Rule, any_of, backends, unused
 
 #: Code that lowers its precision explicitly does not rely on FP32.
 _EXPLICIT = re.compile(r"(?i)autocast|bf16|bfloat16|fp16|float16|mixed")
@@ -22,7 +22,7 @@ class MatmulPrecisionMedium(Rule):
 
     ## Known limits
     A value from an option is unknown. Files that mention FP16, BF16 or autocast are not reported: there the code lowers
-    the precision explicitly.
+    the precision explicitly. Nor is a setting at the import of a module that its project neither imports nor runs.
     """
 
     code, name = "MPG704", "matmul-precision-medium"
@@ -68,11 +68,57 @@ torch.set_float32_matmul_precision("medium")
 trainer = Trainer(precision="bf16-mixed")
 """
         ),
+        Bad(
+            """\
+import sys
+import torch
+
+sys.path.append("..")
+torch.set_float32_matmul_precision("medium")  # !
+
+def get_model(path):
+    return torch.load(path)
+""",
+            name="model.py",
+            files={"train.py": "from model import get_model\n", "pyproject.toml": ""},
+        ),
+        Bad(
+            """\
+import sys
+import torch
+
+sys.path.append("..")
+torch.set_float32_matmul_precision("medium")  # !
+
+def get_model(path):
+    return torch.load(path)
+
+get_model("model.pt")(torch.ones(8))
+""",
+            name="model.py",
+            files={"train.py": "", "pyproject.toml": ""},
+        ),
+        Good(
+            """\
+import sys
+import torch
+
+sys.path.append("..")
+torch.set_float32_matmul_precision("medium")
+
+def get_model(path):
+    return torch.load(path)
+""",
+            name="model.py",
+            files={"train.py": "from models import get_model\n", "pyproject.toml": ""},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if _EXPLICIT.search(facts.file_text):
             return
         for switch in backends.switches(facts):
-            if switch.path == "torch.set_float32_matmul_precision" and switch.value == "medium":
+            if switch.path != "torch.set_float32_matmul_precision" or switch.value != "medium":
+                continue
+            if switch.record.scope is not facts.module or not unused.is_unused_module(facts):
                 yield self.at(switch)

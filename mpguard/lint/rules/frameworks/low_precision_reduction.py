@@ -19,6 +19,7 @@ from mpguard.lint import (
     constant,
     dotted,
     python_edits,
+    unused,
     wrappers,
 )
 
@@ -46,8 +47,9 @@ class LowPrecisionReduction(Rule):
 
     ## Known limits
     If an option selects FP32 or a lower precision, the choice is assumed to be intended. Policies of models that are
-    frozen or only evaluated, under `torch.no_grad`, in tests, and policies that are only compared are not reported. If
-    the use of the policy is not visible, it is assumed to train.
+    frozen or only evaluated, under `torch.no_grad`, in tests, and policies that are only compared are not reported, nor
+    is one that has a name which nothing in its project mentions. If the use of the policy is not visible otherwise, it
+    is assumed to train.
     """
 
     code, name = "MPG509", "low-precision-reduction"
@@ -209,6 +211,32 @@ def from_config(config):
     return MixedPrecision(param_dtype=param, reduce_dtype=reduce)
 """
         ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import MixedPrecision
+
+bf16_policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)  # !
+""",
+            name="policies.py",
+            files={"train.py": "import policies\n\nwrap(model, policies.bf16_policy)\n", "pyproject.toml": ""},
+            fixed="""\
+import torch
+from torch.distributed.fsdp import MixedPrecision
+
+bf16_policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+""",
+        ),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import MixedPrecision
+
+bf16_policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+""",
+            name="policies.py",
+            files={"train.py": "from policies import *\n\nwrap(model)\n", "pyproject.toml": ""},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -217,6 +245,8 @@ def from_config(config):
             if policy.call.starred or facts.is_inference(policy.call):
                 continue
             if isinstance(above, (cst.Comparison, cst.ComparisonTarget)) or self._only_frozen(policy, facts):
+                continue
+            if unused.is_unused_value(policy.call, facts):
                 continue
             given = policy.call.argument(1, "reduce_dtype")
             if given is None or constant(given) == (None,):
