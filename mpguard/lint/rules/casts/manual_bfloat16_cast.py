@@ -41,9 +41,10 @@ class ManualBfloat16Cast(Rule):
     The fix removes the cast and keeps a device move. It is unsafe because the value then has the policy's dtype.
 
     ## Known limits
-    Silent if the file casts or loads any model in BF16 (its inputs have to be BF16), for the inputs of a DeepSpeed
-    engine (its parameters are BF16 and it casts nothing), for frozen models, in inference, and if the precision of an
-    Accelerator is not a literal. Casts inside the autocast region are reported by MPG105, FP16 casts by MPG101.
+    Silent if the file casts or loads any model in BF16 (its inputs have to be BF16), or the model's class creates
+    layers or kernels with `dtype=torch.bfloat16`; for the inputs of a DeepSpeed engine (its parameters are BF16 and it
+    casts nothing), for frozen models, in inference, and if the precision of an Accelerator is not a literal. Casts
+    inside the autocast region are reported by MPG105, FP16 casts by MPG101.
     """
 
     code, name = "MPG102", "manual-bfloat16-cast"
@@ -221,6 +222,76 @@ for x in loader:
     optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+from models import Net
+
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters())
+for x in loader:
+    x = x.to(torch.bfloat16)  # !
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = net(x).mean()
+    loss.backward()
+    optimizer.step()
+""",
+            files={
+                "models.py": """\
+import torch
+from kernels import FastConv
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = FastConv(2048, dtype=torch.float32)
+
+    def forward(self, x):
+        return self.conv(x)
+""",
+            },
+            fixed="""\
+import torch
+from models import Net
+
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters())
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = net(x).mean()
+    loss.backward()
+    optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+from models import Net
+
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters())
+for x in loader:
+    x = x.to(torch.bfloat16)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = net(x).mean()
+    loss.backward()
+    optimizer.step()
+""",
+            files={
+                "models.py": """\
+import torch
+from kernels import FastConv
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = FastConv(2048, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return self.conv(x)
+""",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -245,6 +316,8 @@ for x in loader:
         if training is None:
             return None
         for call in training.reach.models:
+            if self._has_bfloat16_layers(call, facts):
+                continue
             for region, guard in facts.autocasts(call):
                 if region.call is not None and compatible(guard, guards[0]):
                     return region.call
@@ -252,6 +325,17 @@ for x in loader:
                 if (found := self._mixed(wrap, facts)) is not None and compatible(wrap.guard, guards[0]):
                     return found
         return None
+
+    def _has_bfloat16_layers(self, call: Call, facts: Facts) -> bool:
+        """True if the class of a model creates layers or kernels in BF16: they may need inputs in BF16."""
+        for each in facts.evaluate(call.func, call):
+            model = each.atom
+            if isinstance(model, Object) and model.cls is not None and model.facts is not None:
+                for inner in (inner for scope in model.cls.descendants() for inner in scope.calls):
+                    given = inner.keywords.get("dtype") if inner.name[:1].isupper() else None
+                    if given is not None and any(d is Dtype.BF16 for _, d in model.facts.dtypes(given, inner)):
+                        return True
+        return False
 
     def _mixed(self, wrap: Wrap, facts: Facts) -> Call | None:
         """Return the Accelerator or FSDP wrapper with a known mixed precision; DeepSpeed's engine casts no inputs."""
