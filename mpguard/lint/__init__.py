@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.dataflow.trace import StepKind as StepKind
     from mpguard.lint.facts.dataflow.trace import Trace as Trace
     from mpguard.lint.facts.dataflow.trace import TraceStep as TraceStep
+    from mpguard.lint.facts.domain import accelerate_precision as accelerate_precision
     from mpguard.lint.facts.domain import autocast_ops as autocast_ops
     from mpguard.lint.facts.domain import backends as backends
     from mpguard.lint.facts.domain import fp8
@@ -194,6 +195,7 @@ _NAMES = {
 _MODULES = {
     "accelerate_config": "mpguard.lint.configs.accelerate_config",
     "accelerate_keys": "mpguard.document.schemas.accelerate",
+    "accelerate_precision": "mpguard.lint.facts.domain.accelerate_precision",
     "autocast_ops": "mpguard.lint.facts.domain.autocast_ops",
     "axolotl_keys": "mpguard.document.schemas.axolotl",
     "backends": "mpguard.lint.facts.domain.backends",

@@ -7,7 +7,7 @@ import functools
 import re
 from typing import TYPE_CHECKING, Literal
 
-from mpguard.lint.facts.syntax.nodes import constant
+from mpguard.lint.facts.domain import accelerate_precision
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, All, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Call, Record, Scope
 from mpguard.lint.facts.values.dtypes import AnyDtype
@@ -136,14 +136,6 @@ class AutocastStates:
         """Return the autocast that Accelerate applies to the `forward` of a model that it prepared."""
         if not any(isinstance(e.atom, Object) and e.atom.prepared for e in self.facts.evaluate(call.func, call)):
             return ()
-        created = self.facts.events("accelerator")
-        given = {constant(event.call.keywords.get("mixed_precision")) for event in created}
-        if given == {None} and not any(event.call.starred or event.call.positional for event in created):
-            given = {(config.mixed_precision,) for config in self.facts.project.configs_for(self.facts.path)}
-        modes: dict[tuple[object] | None, Dtype | Literal["off"]] = {
-            ("fp16",): Dtype.FP16,
-            ("bf16",): Dtype.BF16,
-            ("no",): "off",
-        }
-        dtype = modes.get(given.pop()) if len(given) == 1 else None
+        modes: dict[str | None, Dtype | Literal["off"]] = {"fp16": Dtype.FP16, "bf16": Dtype.BF16, "no": "off"}
+        dtype = modes.get(accelerate_precision.precision(self.facts))
         return (AutocastState(ALWAYS, dtype, "cuda", call),)

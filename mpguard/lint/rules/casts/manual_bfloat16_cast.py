@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from mpguard.lint import (
@@ -16,13 +15,11 @@ from mpguard.lint import (
     Object,
     Rule,
     Wrap,
+    accelerate_precision,
     any_of,
     compatible,
     python_edits,
 )
-
-#: Flags under which a dtype follows the launcher's policy.
-_POLICY = re.compile(r"mixed_precision|bf16_enabled")
 
 
 class ManualBfloat16Cast(Rule):
@@ -311,7 +308,7 @@ class Net(torch.nn.Module):
 
     def _policy(self, cast: Event, facts: Facts) -> Call | None:
         """Return the call that sets the policy of a model to which the value is passed."""
-        guards = [guard for guard in cast.may_be(Dtype.BF16) if not any(map(_POLICY.search, guard.flags()))]
+        guards = [guard for guard in cast.may_be(Dtype.BF16) if not accelerate_precision.follows_policy(guard)]
         training = facts.training_use.cast(cast, Dtype.BF16, guards)
         if training is None:
             return None

@@ -3,10 +3,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Diagnostic, Dtype, EventKind, Facts, Good, Note, Rule, any_of, python_edits
-
-#: Flags under which a dtype follows the launcher's policy.
-_POLICY = re.compile(r"mixed_precision|fp16_enabled")
+from mpguard.lint import (
+    Bad,
+    Diagnostic,
+    Dtype,
+    EventKind,
+    Facts,
+    Good,
+    Note,
+    Rule,
+    accelerate_precision,
+    any_of,
+    python_edits,
+)
 
 #: Events that show a policy which chooses the dtype, so that the cast need only be removed.
 _POLICIES: tuple[EventKind, ...] = ("autocast", "accelerator", "initialize", "trainer")
@@ -862,7 +871,7 @@ def train(args, loader, dtype):
             return
         found = []
         for cast in (*facts.events("cast"), *facts.events("construct")):
-            guards = [guard for guard in cast.may_be(Dtype.FP16) if not any(map(_POLICY.search, guard.flags()))]
+            guards = [guard for guard in cast.may_be(Dtype.FP16) if not accelerate_precision.follows_policy(guard)]
             training = facts.training_use.cast(cast, Dtype.FP16, guards)
             if training is not None and not training.reach.meets("initialize"):
                 fix = None if cast.kind == "construct" else python_edits.without_cast(facts, cast)

@@ -14,8 +14,10 @@ from mpguard.lint import (
     Good,
     Note,
     Object,
+    Region,
     Rule,
     Wrap,
+    accelerate_precision,
     any_of,
     compatible,
     python_edits,
@@ -27,8 +29,9 @@ class ManualAmpUnderAccelerate(Rule):
     """Manual autocast or a manual GradScaler around a model that an Accelerator has prepared.
 
     ## What it does
-    Reports an enabled `torch.autocast` region in which a prepared model is called for training, and a GradScaler that
-    scales the loss of a prepared model.
+    Reports an enabled `torch.autocast` region in which a prepared model is called for training, if the region has a
+    dtype of its own (a constant, torch's default, one that other options choose), and a GradScaler that scales the loss
+    of a prepared model. A dtype that is not visible is reported only if the Accelerator certainly has mixed precision.
 
     ## Why is this bad
     `prepare` wraps the model's forward in an autocast with the precision of the launch config or of
@@ -43,7 +46,10 @@ class ManualAmpUnderAccelerate(Rule):
 
     ## Known limits
     Frozen models that were not prepared (a VAE, a text encoder), evaluation and disabled regions are not reported, nor
-    is a region under a flag that is named after accelerate or DeepSpeed.
+    is a region under a flag that is named after accelerate or DeepSpeed. Not reported either: a dtype that is derived
+    from `accelerator.mixed_precision` or from the option that the Accelerator takes, since it cannot differ; any region
+    of a script that launch lines, configs or plugins run with DeepSpeed or Megatron-LM, where Accelerate enters no
+    autocast; a region that is entered only if an attribute is True that begins as False and is set under a condition.
     """
 
     code, name = "MPG502", "manual-amp-under-accelerate"
@@ -228,6 +234,197 @@ def two_ways(args, model, loader):
         accelerator.backward(loss) if args.accelerate else loss.backward()
 """
         ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(args, dtype, net, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="fp16" if args.mixed else None)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    for x in loader:
+        with torch.autocast("cuda", torch.float16, enabled=args.mixed):  # !
+            loss = net(x).sum()
+        with torch.autocast("cuda", dtype=torch.bfloat16 if args.bf16 else torch.float16):  # !
+            loss = loss + net(x).mean()
+        with torch.autocast("cuda", dtype=dtype):
+            loss = loss + net(x).std()
+        accelerator.backward(loss)
+        optimizer.step()
+
+class Run:
+    def __init__(self, args, net, optimizer):
+        self.accelerator = Accelerator()
+        self.net, self.optimizer = self.accelerator.prepare(net, optimizer)
+        self.use_amp, self.sharded = True, False
+        if args.sharded:
+            self.sharded = True
+
+    def run(self, loader):
+        for x in loader:
+            with torch.autocast("cuda") if self.use_amp else torch.no_grad():  # !
+                loss = self.net(x).sum()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+def main(args, dtype, net, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="fp16" if args.mixed else None)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    for x in loader:
+        with accelerator.autocast():
+            loss = net(x).sum()
+        with accelerator.autocast():
+            loss = loss + net(x).mean()
+        with torch.autocast("cuda", dtype=dtype):
+            loss = loss + net(x).std()
+        accelerator.backward(loss)
+        optimizer.step()
+
+class Run:
+    def __init__(self, args, net, optimizer):
+        self.accelerator = Accelerator()
+        self.net, self.optimizer = self.accelerator.prepare(net, optimizer)
+        self.use_amp, self.sharded = True, False
+        if args.sharded:
+            self.sharded = True
+
+    def run(self, loader):
+        for x in loader:
+            with self.accelerator.autocast() if self.use_amp else torch.no_grad():
+                loss = self.net(x).sum()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(dtype, net, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="bf16")
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    for x in loader:
+        with torch.autocast("cuda", dtype=dtype):  # !
+            loss = net(x).sum()
+        accelerator.backward(loss)
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+def main(dtype, net, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="bf16")
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    for x in loader:
+        with accelerator.autocast():
+            loss = net(x).sum()
+        accelerator.backward(loss)
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+def dtype_of(accelerator):
+    if accelerator.mixed_precision == "fp16":
+        return torch.float16
+    return torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+
+def main(args, net, optimizer, loader):
+    accelerator = Accelerator(mixed_precision=args.precision)
+    weight_dtype = torch.float32
+    if accelerator.mixed_precision == "fp16":
+        weight_dtype = torch.float16
+        args.mixed_precision = accelerator.mixed_precision
+    elif accelerator.mixed_precision == "bf16":
+        weight_dtype = torch.bfloat16
+        args.mixed_precision = accelerator.mixed_precision
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    for x in loader:
+        with torch.cuda.amp.autocast(dtype=weight_dtype):
+            loss = net(x).sum()
+        with torch.autocast("cuda", dtype=dtype_of(accelerator)):
+            loss = loss + net(x).mean()
+        with torch.autocast("cuda", dtype={"fp16": torch.float16, "bf16": torch.bfloat16}[args.mixed_precision]):
+            loss = loss + net(x).std()
+        with torch.autocast("cuda", dtype=torch.bfloat16 if args.precision == "bf16" else torch.float16):
+            loss = loss + net(x).var()
+        if accelerator.mixed_precision == "bf16":
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = loss + net(x).max()
+        accelerator.backward(loss)
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="bf16")
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x).sum()
+    accelerator.backward(loss)
+    optimizer.step()
+""",
+            name="train.py",
+            files={"pyproject.toml": "", "train.sh": "accelerate launch --use_deepspeed --num_processes 8 train.py\n"},
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        accelerator.backward(loss)
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import contextlib
+
+import torch
+from accelerate import Accelerator
+
+class Trainer:
+    def __init__(self, args, model):
+        self.accelerator = Accelerator()
+        self.model = self.accelerator.prepare(model)
+        self.use_cuda_amp = False
+        self.use_cpu_amp = False
+        if args.sharded is not None:
+            if args.half_precision_backend == "cpu_amp":
+                self.use_cpu_amp = True
+            else:
+                self.use_cuda_amp = True
+
+    def context(self):
+        if self.use_cuda_amp or self.use_cpu_amp:
+            return torch.cpu.amp.autocast() if self.use_cpu_amp else torch.cuda.amp.autocast()
+        return contextlib.nullcontext()
+
+    def step(self, x):
+        with self.context():
+            loss = self.model(x).sum()
+        self.accelerator.backward(loss)
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -241,11 +438,23 @@ def two_ways(args, model, loader):
                 place = region.call
                 if place is None or place in reported or facts.of(place) is not facts or facts.is_inference(place):
                     continue
-                if compatible(guard, wrap.guard) and not wrappers.other_way(guard, "accelerat"):
+                certain = compatible(guard, wrap.guard) and not wrappers.other_way(guard, "accelerat")
+                if certain and self._conflicts(region, facts):
                     reported.add(place)
                     yield self._found(place, call, wrap, self._fix(place, wrap, facts), facts)
         for scale in facts.events("scale"):
             yield from self._scaled(scale, reported, facts)
+
+    def _conflicts(self, region: Region, facts: Facts) -> bool:
+        """True if a region is a second authority for the dtype: it does not follow the Accelerator's precision."""
+        if (
+            accelerate_precision.leaves_autocast_out(facts)
+            or accelerate_precision.starts_off(region)
+            or accelerate_precision.is_derived(region)
+        ):
+            return False
+        unknown = any(dtype is None for _, dtype in region.dtypes)
+        return not unknown or accelerate_precision.precision(facts) in ("fp16", "bf16")
 
     def _scaled(self, scale: Event, reported: set[Call], facts: Facts) -> Iterator[Diagnostic]:
         """Yield a scaler that scales the loss of a prepared model."""

@@ -1,0 +1,122 @@
+"""The mixed precision that Accelerate applies to the models of one file, and what is derived from it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from mpguard.lint.facts.domain.regions import Region
+from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
+from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, negated
+from mpguard.lint.facts.syntax.records import Binding, Call
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+#: Flags under which a dtype follows the launcher's policy.
+_POLICY = re.compile(r"mixed_precision|(?:bf|fp)16_enabled")
+#: The values of `mixed_precision`.
+MODES = frozenset({"no", "fp16", "bf16", "fp8"})
+#: The distributed types under which Accelerate enters no autocast: the engine has the dtypes.
+_ENGINES = frozenset({"DEEPSPEED", "MEGATRON_LM"})
+#: Options of launch lines, and arguments of `Accelerator`, that choose such an engine.
+_ENGINE_OPTIONS = frozenset({"use_deepspeed", "deepspeed_config_file", "use_megatron_lm"})
+_ENGINE_ARGUMENTS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin")
+
+
+def follows_policy(guard: PathCondition) -> bool:
+    """True if what holds under a path condition is chosen by the launcher's precision."""
+    return any(map(_POLICY.search, guard.flags()))
+
+
+def precision(facts: Facts) -> str | None:
+    """Return the `mixed_precision` that all Accelerators of the file have; None if it is unknown.
+
+    It is a constant in the code, or what all launch configs of the file set.
+    """
+    created = facts.events("accelerator")
+    given = {constant(event.call.keywords.get("mixed_precision")) for event in created}
+    if given == {None} and not any(event.call.starred or event.call.positional for event in created):
+        given = {(config.mixed_precision,) for config in facts.project.configs_for(facts.path)}
+    found = given.pop() if len(given) == 1 else None
+    return found[0] if found is not None and isinstance(found[0], str) else None
+
+
+def leaves_autocast_out(facts: Facts) -> bool:
+    """True if the file runs, or may run, under an engine with which Accelerate enters no autocast by itself.
+
+    Launch configs, launch lines and the plugins of its Accelerators show it.
+    """
+    if any(config.distributed_type in _ENGINES for config in facts.project.configs_for(facts.path)):
+        return True
+    if any(
+        constant(event.call.keywords.get(name)) not in (None, (None,)) or _passes(event.call, name)
+        for event in facts.events("accelerator")
+        for name in _ENGINE_ARGUMENTS
+    ):
+        return True
+    return any(
+        launch.launcher == "deepspeed"
+        or not _ENGINE_OPTIONS.isdisjoint(launch.options)
+        or any((word.text or "").startswith(("--deepspeed", "--use_deepspeed")) for word in launch.arguments)
+        for launch in facts.project.launches_of(facts.path)
+    )
+
+
+def _passes(call: Call, name: str) -> bool:
+    return name in call.keywords and constant(call.keywords[name]) is None
+
+
+def is_derived(region: Region) -> bool:
+    """True if the dtype of a region is derived from the precision of the Accelerator, or from the same option.
+
+    `accelerator.mixed_precision` may choose it directly, in a helper, or after it is copied to another option.
+    """
+    facts, call = region.facts, region.call
+    if follows_policy(region.guard) and not MODES.isdisjoint(region.guard.words()):
+        return True
+    chosen = [guard for guard, _ in region.dtypes]
+    options = {flag for guard in chosen for flag in guard.flags()}
+    if any(map(follows_policy, chosen)) or not options.isdisjoint(_options(facts)):
+        return True
+    given = call.argument(1, "dtype") if call is not None else None
+    if call is None or given is None:
+        return False
+    origins = [text_of(given)]
+    for record in facts.flow.backward(given, call, depth=2):
+        value = record.value if isinstance(record, Binding) else record.node
+        origins.append(text_of(value) if value is not None else "")
+    return any(map(_POLICY.search, origins))
+
+
+def _options(facts: Facts) -> set[str]:
+    """Return the flags and options that choose the precision of the file's Accelerators."""
+    found: set[str] = set()
+    for event in facts.events("accelerator"):
+        given = event.call.keywords.get("mixed_precision")
+        if given is not None:
+            found.add(dotted(given).rsplit(".", 1)[-1])
+            for each in facts.evaluate(given, event.call):
+                found |= each.guard.flags()
+    return found - {""}
+
+
+def starts_off(region: Region) -> bool:
+    """True if a region is entered only under attributes that begin as False and that a condition may set to True."""
+    call = region.call
+    owner = call.scope.owner if call is not None else None
+    if owner is None:
+        return False
+    attributes = region.facts.attributes(owner)
+    off = [negated(Flag(name)) for name in sorted(region.guard.flags()) if _switched_on(attributes.get(name, []))]
+    return bool(off) and not region.guard.given(*off).possible
+
+
+def _switched_on(bindings: list[Binding]) -> bool:
+    """True if an attribute is set to False, and to True under conditions only."""
+    values = [constant(binding.value) for binding in bindings]
+    return (
+        set(values) == {(False,), (True,)}
+        and any(value == (False,) and not b.guard for value, b in zip(values, bindings, strict=True))
+        and all(b.guard for value, b in zip(values, bindings, strict=True) if value == (True,))
+    )
