@@ -60,6 +60,10 @@ _CRITERION = re.compile(r"(?i)(?:^|[._])(?:loss|loss_?fn|loss_?func(?:tion)?|cri
 _MASK = re.compile(r"(?i)mask")
 #: Profiler markers: a script that contains one only measures.
 _PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
+#: Names of clocks; words for speed; names of functions and classes that give data.
+_CLOCK = re.compile(r"(?:^|_)(?:time|time_ns|perf_counter|perf_counter_ns|monotonic|elapsed_time)$")
+_SPEED = re.compile(r"(?i)\b(?:gflops|tflops|flops|throughput|benchmark|latency)\b|_per_sec|per second|/ ?sec\b")
+_DATA = re.compile(r"(?i)loader|dataset|batch(?:es)?$|^(?:next|iter|open|loadtxt|read_\w+|imread|memmap|sample)$")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -455,12 +459,13 @@ class TrainingUse:
         """True if the file computes gradients only to inspect them.
 
         Either all backward passes start from artificial gradients, as in the test of a layer
-        (`out.backward(torch.ones_like(out))`), or a few run without data between a profiler's marks.
+        (`out.backward(torch.ones_like(out))`), or a few run without data between a profiler's marks, or the file only
+        measures speed.
         """
         calls = self.facts.calls.get("backward", ())
         if not calls or self.facts.calls.get("manual_backward"):
             return False
-        if all(self._starts_from_artificial(call) for call in calls):
+        if self.only_measures_speed or all(self._starts_from_artificial(call) for call in calls):
             return True
         if not _PROFILES.search(self.facts.source.text):
             return False
@@ -469,6 +474,42 @@ class TrainingUse:
             for call in calls
             for loop in call.loops
         )
+
+    @cached_property
+    def only_measures_speed(self) -> bool:
+        """True if the file repeats steps on one synthetic batch only to measure how fast they are.
+
+        Each backward pass is in loops that only count, between two readings of a clock whose difference is taken. The
+        batch is made once, outside of loops and functions of models, nothing gives other data, and the file has a word
+        for speed.
+        """
+        calls = self.facts.calls.get("backward", ())
+        if not calls or not _SPEED.search(self.facts.source.text) or any(map(_DATA.search, self.facts.calls)):
+            return False
+        return all(self._is_timed(call) and self._on_one_batch(call) for call in calls)
+
+    def _is_timed(self, call: Call) -> bool:
+        """True if a clock is read before and after a call, in its function, and the difference is taken."""
+        clocks = [each for each in call.scope.calls if _CLOCK.search(each.name)]
+        read = {bound.key for each in clocks if (bound := self._bound(each)) is not None}
+        taken = any(name == "elapsed_time" for name in (each.name for each in clocks)) or any(
+            isinstance(self.facts.parent(use.node), cst.BinaryOperation)
+            for key in read
+            for use in call.scope.uses.get(key, ())
+        )
+        return taken and any(c.order < call.order for c in clocks) and any(c.order > call.order for c in clocks)
+
+    def _on_one_batch(self, call: Call) -> bool:
+        """True if a call is repeated by counting only, in a function that makes its random tensors before the loop."""
+        if not call.loops or not all(isinstance(loop, cst.For) and _only_counts(loop) for loop in call.loops):
+            return False
+        makes = [
+            each
+            for name in api_names.TENSOR_MAKERS
+            for each in self.facts.calls.get(name, ())
+            if each.scope is call.scope and self.facts.called_path(each).startswith("torch.")
+        ]
+        return bool(makes) and all(not each.loops and each.order < call.order for each in makes)
 
     def _starts_from_artificial(self, call: Call) -> bool:
         """True if a backward pass starts from an artificial or detached gradient."""
@@ -493,6 +534,8 @@ class TrainingUse:
             near = near | set(self.facts.scopes)
         for kind in _TRAINS:
             for event in self.facts.events_around(kind, call.scope):
+                if event.facts.training_use.only_measures_speed:
+                    continue
                 together = event.scope in near and compatible(event.guard, self.facts.guard_of(call))
                 if together and (kind == "trainer" or self.facts.has_step(event.scope)):
                     return event.call

@@ -147,6 +147,56 @@ for x in loader:
     engine.step()
 """
         ),
+        Bad(
+            """\
+import time
+
+import torch
+
+torch.set_default_dtype(torch.float16)  # !
+
+def train(args, model, loader):
+    model.cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    noise = torch.randn(64, 8, device="cuda")
+    for epoch in range(args.epochs):
+        start = time.perf_counter()
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        print(f"throughput: {len(loader) / (time.perf_counter() - start):.1f}")
+"""
+        ),
+        Good(
+            """\
+import time
+
+import torch
+
+parser = ArgumentParser()
+parser.add_argument("--dtype", default="float32")
+args = parser.parse_args()
+if args.dtype == "float16":
+    torch.set_default_dtype(torch.float16)
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+x, y = torch.randn(64, 8, device="cuda"), torch.zeros(64, dtype=torch.int64, device="cuda")
+total = 0
+for step in range(args.num_steps):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    torch.cuda.synchronize()
+    stop = time.perf_counter()
+    total += stop - start
+print(f"[Benchmark] {args.num_steps * 64 / total:.1f} samples, {2 * 3 * 64 * 64 * 1e-12 / total:.2f} tflops")
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -8,6 +8,7 @@ from mpguard.lint import (
     Bad,
     Call,
     Diagnostic,
+    Dtype,
     Event,
     Facts,
     Fix,
@@ -23,6 +24,9 @@ from mpguard.lint import (
     python_edits,
     wrappers,
 )
+
+#: The dtypes of the precisions that enter autocast.
+_DTYPES = {"fp16": Dtype.FP16, "bf16": Dtype.BF16}
 
 
 class ManualAmpUnderAccelerate(Rule):
@@ -47,9 +51,10 @@ class ManualAmpUnderAccelerate(Rule):
     ## Known limits
     Frozen models that were not prepared (a VAE, a text encoder), evaluation and disabled regions are not reported, nor
     is a region under a flag that is named after accelerate or DeepSpeed. Not reported either: a dtype that is derived
-    from `accelerator.mixed_precision` or from the option that the Accelerator takes, since it cannot differ; any region
+    from `accelerator.mixed_precision` or from the option that the Accelerator takes, since it cannot differ; a region
     of a script that launch lines, configs or plugins run with DeepSpeed or Megatron-LM, where Accelerate enters no
-    autocast; a region that is entered only if an attribute is True that begins as False and is set under a condition.
+    autocast, unless its dtype differs from the precision that is set; a region that is entered only if an attribute is
+    True that begins as False and is set under a condition.
     """
 
     code, name = "MPG502", "manual-amp-under-accelerate"
@@ -380,7 +385,7 @@ for x in loader:
             name="train.py",
             files={"pyproject.toml": "", "train.sh": "accelerate launch --use_deepspeed --num_processes 8 train.py\n"},
         ),
-        Good(
+        Bad(
             """\
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
@@ -391,9 +396,26 @@ def main(model, optimizer, loader):
     for x in loader:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = model(x).sum()
+        with torch.autocast("cuda"):  # !
+            loss = loss + model(x).mean()
         accelerator.backward(loss)
         optimizer.step()
-"""
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        with accelerator.autocast():
+            loss = loss + model(x).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+""",
         ),
         Good(
             """\
@@ -447,14 +469,13 @@ class Trainer:
 
     def _conflicts(self, region: Region, facts: Facts) -> bool:
         """True if a region is a second authority for the dtype: it does not follow the Accelerator's precision."""
-        if (
-            accelerate_precision.leaves_autocast_out(facts)
-            or accelerate_precision.starts_off(region)
-            or accelerate_precision.is_derived(region)
-        ):
+        if accelerate_precision.starts_off(region) or accelerate_precision.is_derived(region):
             return False
-        unknown = any(dtype is None for _, dtype in region.dtypes)
-        return not unknown or accelerate_precision.precision(facts) in ("fp16", "bf16")
+        own = {dtype for _, dtype in region.dtypes}
+        certain = _DTYPES.get(accelerate_precision.precision(facts) or "")
+        if accelerate_precision.leaves_autocast_out(facts):  # the region may be the only one
+            return certain is not None and None not in own and certain not in own
+        return certain is not None or None not in own
 
     def _scaled(self, scale: Event, reported: set[Call], facts: Facts) -> Iterator[Diagnostic]:
         """Yield a scaler that scales the loss of a prepared model."""
