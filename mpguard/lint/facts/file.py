@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -479,6 +479,10 @@ class Facts(FormerNames, former=_FORMER):
     def off_by_default(self, region: Region) -> bool:
         """True if `enabled` of a region is a parameter whose default is False."""
         return self.regions_index.off_by_default(region)
+
+    def switched_off(self, region: Region, program: Collection[Scope]) -> bool:
+        """True if `enabled` of a region is a parameter that all calls in a program's files set to False."""
+        return self.regions_index.switched_off(region, program)
 
     def autocast(self, call: Call, path: str) -> Region:
         """Return the region that a call of an autocast creates: its device and dtype, with torch's defaults."""

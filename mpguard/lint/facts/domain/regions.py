@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -242,6 +242,38 @@ class Regions:
         params = call.scope.params if call is not None and isinstance(given, cst.Name) else []
         return any(p.name == dotted(given) and constant(p.default) == (False,) for p in params)
 
+    def switched_off(self, region: Region, program: Collection[Scope]) -> bool:
+        """True if `enabled` of the region is a parameter that all calls in a program's files set to False.
+
+        It is one of a function, or one that `__init__` stores in an attribute, with the default False. Functions in
+        between may pass it on in `**kwargs`, so the keyword alone shows the calls.
+        """
+        param = self._switch(region)
+        if param is None:
+            return False
+        scope, name = param
+        direct = [(each, region.facts.values.given(each, scope, name)) for each in region.facts.callers(scope)]
+        files = dict.fromkeys(map(self.facts.of, sorted(program, key=lambda each: each.chunk.source.path)))
+        calls = (each for its in files for calls in its.calls.values() for each in calls)
+        passed = [*direct, *((each, each.keywords[name]) for each in calls if name in each.keywords)]
+        values = [constant(value) for call, value in passed if value is not None and not _passes_on(call, value, name)]
+        return bool(values) and all(value == (False,) for value in values)
+
+    def _switch(self, region: Region) -> tuple[Scope, str] | None:
+        """Return the function and the name of the parameter that `enabled` of a region is, if its default is False."""
+        call = region.call
+        given = enabled_argument(call, region.facts.called_path(call)) if call is not None else None
+        if call is None or given is None:
+            return None
+        name, scope = dotted(given), call.scope
+        if name.startswith("self.") and scope.owner is not None:
+            bound = region.facts.attributes(scope.owner).get(name[5:], [])
+            if len(bound) != 1 or bound[0].guard:
+                return None
+            name, scope = dotted(bound[0].value), bound[0].scope
+        found = any(param.name == name and constant(param.default) == (False,) for param in scope.params)
+        return (scope, name) if found else None
+
     def autocast(self, call: Call, path: str, complete: bool = False) -> Region:
         """Return the region that a call of an autocast creates: its device and dtype, with torch's defaults.
 
@@ -269,3 +301,8 @@ class Regions:
         else:
             dtypes = tuple((guard, _DEFAULTS.get(name or "")) for guard, name in devices)
         return Region("autocast", ALWAYS, call, self.facts, dtypes, device)
+
+
+def _passes_on(call: Call, value: cst.BaseExpression, name: str) -> bool:
+    """True if an argument is the parameter of the same name of the function that contains the call."""
+    return dotted(value) == name and any(param.name == name for param in call.scope.params)

@@ -909,6 +909,46 @@ for step in range(args.num_steps):
 print(f"[Benchmark] {args.num_steps * 64 / total:.1f} samples, {2 * 3 * 64 * 64 * 1e-12 / total:.2f} tflops")
 """
         ),
+        Good(
+            """\
+import torch
+from net import create
+
+def train(args, loader):
+    model = create(8, amp=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "net.py": "import torch\n\nclass Net(torch.nn.Module):\n    def __init__(self, width, amp=False):\n"
+                "        super().__init__()\n        self.amp = amp\n        self.layer = torch.nn.Linear(width, 8)\n\n"
+                "    def forward(self, x):\n        with torch.autocast('cuda', enabled=self.amp):\n"
+                "            return self.layer(x)\n\ndef create(width, **kwargs):\n    return Net(width, **kwargs)\n",
+            },
+        ),
+        Bad(
+            """\
+import torch
+from net import create
+
+def train(args, loader):
+    model = create(8, amp=args.amp)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()  # !
+        optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "net.py": "import torch\n\nclass Net(torch.nn.Module):\n    def __init__(self, width, amp=False):\n"
+                "        super().__init__()\n        self.amp = amp\n        self.layer = torch.nn.Linear(width, 8)\n\n"
+                "    def forward(self, x):\n        with torch.autocast('cuda', enabled=self.amp):\n"
+                "            return self.layer(x)\n\ndef create(width, **kwargs):\n    return Net(width, **kwargs)\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -961,6 +1001,7 @@ print(f"[Benchmark] {args.num_steps * 64 / total:.1f} samples, {2 * 3 * 64 * 64 
     def _low_precision(self, backward: Event, facts: Facts) -> Iterator[tuple[Region | None, Call, PathCondition]]:
         """Yield what computes this loss in FP16: the region (None: weights), its call, the condition for both."""
         assert backward.subject is not None
+        program = facts.programs_of(backward.scope)
         records: list[Record] = [backward.call, *facts.flow.backward(backward.subject, backward.call)]
         for record in records:
             if _of_another_loop(record, backward):
@@ -971,7 +1012,8 @@ print(f"[Benchmark] {args.num_steps * 64 / total:.1f} samples, {2 * 3 * 64 * 64 
                     both = guard.joined(record.guard, backward.guard)
                     if both.possible and not _of_accelerate(both, facts):
                         assert region.call is not None
-                        if region.call not in facts.forgotten_dtypes:  # BF16 was intended, which MPG310 reports
+                        intended = region.call in facts.forgotten_dtypes  # BF16 was, which MPG310 reports
+                        if not intended and not facts.switched_off(region, program):
                             yield region, region.call, both
         for load in facts.events("load"):
             for guard in load.may_be(Dtype.FP16):
