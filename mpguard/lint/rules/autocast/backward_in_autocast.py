@@ -17,6 +17,7 @@ from mpguard.lint import (
     any_of,
     library_names,
     python_edits,
+    text_of,
 )
 
 #: Calls that may follow a backward pass and need no autocast. The fix moves them out of the region too.
@@ -54,8 +55,8 @@ class BackwardInAutocast(Rule):
     ## Known limits
     A region that is entered in another file is seen only around a call of the function, and only if one of the two
     files takes a `step`: others measure memory or speed, and so does a function whose gradients no optimizer applies.
-    Tests (`test_...`) are not reported, since they may do this on
-    purpose.
+    Tests (`test_...`) are not reported, since they may do this on purpose, nor is the context of the forward pass if it
+    is entered again for the backward pass alone: a `torch.autograd.Function` without `custom_bwd` needs it.
     """
 
     code, name = "MPG301", "backward-in-autocast"
@@ -324,6 +325,49 @@ def train(model, loader, optimizer, scaler, accumulates):
         optimizer.step()
 """
         ),
+        Good(
+            """\
+import torch
+
+def train(model, loader, optimizer):
+    context = torch.autocast("cuda", dtype=torch.bfloat16)
+    for x in loader:
+        with context:
+            loss = model(x).sum()
+        loss = loss / 4
+        with context:
+            loss.backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def train(model, loader, optimizer):
+    context = torch.autocast("cuda", dtype=torch.bfloat16)
+    for x in loader:
+        with context:
+            loss = model(x).sum()
+        with context:
+            loss = loss + model.penalty()
+            loss.backward()  # !
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def train(model, loader, optimizer):
+    context = torch.autocast("cuda", dtype=torch.bfloat16)
+    for x in loader:
+        with context:
+            loss = model(x).sum()
+        with context:
+            loss = loss + model.penalty()
+        loss.backward()
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -332,7 +376,9 @@ def train(model, loader, optimizer, scaler, accumulates):
             if any(scope.name.startswith("test_") for scope in event.scope.within()):
                 continue
             region = self._region(event.call, facts)
-            if region is not None and (event.kind == "framework" or facts.has_step(event.scope)):
+            if region is None or self._is_on_purpose(event.call):
+                continue
+            if event.kind == "framework" or facts.has_step(event.scope):
                 made = region.call
                 notes = (Note("the region", made.span, facts.elsewhere(made)),) if made is not None else ()
                 fix = self._fix(event.call, facts)
@@ -352,6 +398,19 @@ def train(model, loader, optimizer, scaler, accumulates):
                 if plain and not any(region.kind != "no_grad" for region in function.facts.regions(inner)):
                     return inner if function.facts is not facts or self._region(inner, facts) is None else None
         return None
+
+    def _is_on_purpose(self, call: Call) -> bool:
+        """True if the context of the forward pass is entered again for the backward pass alone.
+
+        A `torch.autograd.Function` without `custom_bwd` runs its backward in the autocast that is active then; it may
+        be in any module that builds the model.
+        """
+        item = call.withs[-1] if call.withs else None
+        if item is None or any(
+            item in each.withs and each.statement is not call.statement for each in call.scope.calls
+        ):
+            return False
+        return any(each.order < item.order and text_of(each.expr) == text_of(item.expr) for each in call.scope.withs)
 
     def _runs_backward(self, event: Event, facts: Facts) -> bool:
         return bool(facts.kinds(event.subject, event.call) & library_names.RUNS_BACKWARD)
