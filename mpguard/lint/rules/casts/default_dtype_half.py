@@ -21,7 +21,7 @@ class DefaultDtypeHalf(Rule):
     ## Known limits
     Silent if the file sets the default to another dtype elsewhere (after the model is created, in a `finally`, on
     leaving a context manager), and if DeepSpeed runs the training, since it keeps FP32 masters of such parameters.
-    Silent for an unknown dtype.
+    Silent for an unknown dtype, and in a program that only measures the speed of steps on one synthetic batch.
     """
 
     code, name = "MPG104", "default-dtype-half"

@@ -49,8 +49,9 @@ class ManualHalfCast(Rule):
     masters of it. A dtype that follows `accelerator.mixed_precision` follows the policy. An optimizer alone, or a
     `backward`, does not count as training if the file takes no step. Where something may keep FP32 masters
     (`FP16_Optimizer`, `optimizer.backward(loss)`, a framework's own FP16 module, an optimizer of the tree whose code
-    has FP32 copies), no cast of the file is reported: such code has FP16 parameters by design. A library's module that
-    is trained elsewhere is not checked.
+    has FP32 copies), no cast of the file is reported: such code has FP16 parameters by design. Nothing is trained in a
+    file that only measures the speed of steps on one synthetic batch. A library's module that is trained elsewhere is
+    not checked.
     """
 
     code, name = "MPG101", "manual-half-cast"

@@ -59,8 +59,9 @@ class MissingGradScaler(Rule):
     outside the linted tree, it is unknown whether a scaler exists, and the rule is silent: for a parameter without a
     known argument, an attribute that is not set in the tree, a base class that is not in the tree. It is silent, too,
     where another branch of the function scales the loss and this one has another flag. BF16 needs no scaler. A model
-    that is cast to FP16 by hand is reported by MPG101. Files under `test` or `tests`, and scripts called `benchmark`,
-    are skipped: their loops measure or test something.
+    that is cast to FP16 by hand is reported by MPG101. Files under `test` or `tests`, and scripts called `benchmark`
+    or that only measure the speed of steps on one synthetic batch, are skipped: their loops measure or test something.
+    A region whose `enabled` is a parameter that all calls in the files of the program set to False is off.
     """
 
     code, name = "MPG201", "missing-grad-scaler"
