@@ -335,14 +335,17 @@ class ForwardFlow:
         return isinstance(above, cst.Expr)
 
     def rebound(self, key: str, scope: Scope, order: int, use: Record) -> bool:
-        """True if the name has been bound to another value before the use."""
+        """True if the name has been bound to another value before the use.
+
+        A loop under `no_grad` is taken to run: `for layer in frozen: x = layer(x)`.
+        """
         return (
             order >= 0
             and use.scope is scope
             and any(
                 binding.kind not in ("item", "augmented")
                 and not (binding.guard - use.guard)
-                and set(binding.loops) <= set(use.loops)
+                and (set(binding.loops) <= set(use.loops) or self._in_no_grad(binding))
                 for binding in self.facts.flow.between(scope.bindings.get(key, ()), order, use.order)
             )
         )

@@ -892,6 +892,64 @@ for step in range(args.num_steps):
 print(f"[Benchmark] {args.num_steps * 64 / total:.1f} samples, {2 * 3 * 64 * 64 * 1e-12 / total:.2f} tflops")
 """
         ),
+        Bad(
+            """\
+import torch
+
+def distill(student, teacher, x):
+    target = x.half()
+    hidden = x.half()  # !
+    with torch.no_grad():
+        for layer in teacher:
+            target = layer(target)
+    for layer in student:
+        hidden = layer(hidden)
+    return (hidden - target.float()).pow(2).mean()
+
+def train(student, teacher, loader):
+    optimizer = torch.optim.AdamW(student.parameters())
+    for x in loader:
+        distill(student, teacher, x).backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def distill(student, teacher, x):
+    target = x.half()
+    hidden = x
+    with torch.no_grad():
+        for layer in teacher:
+            target = layer(target)
+    for layer in student:
+        hidden = layer(hidden)
+    return (hidden - target.float()).pow(2).mean()
+
+def train(student, teacher, loader):
+    optimizer = torch.optim.AdamW(student.parameters())
+    for x in loader:
+        distill(student, teacher, x).backward()
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def distill(student, teacher, x):
+    target = x.half()
+    with torch.no_grad():
+        for layer in teacher:
+            target = layer(target)
+    return (student(x) - target.float()).pow(2).mean()
+
+def train(student, teacher, loader):
+    optimizer = torch.optim.AdamW(student.parameters())
+    for x in loader:
+        distill(student, teacher, x).backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
