@@ -75,7 +75,8 @@ def test_a_rule_that_is_not_asked_has_nothing_to_say() -> None:
 def test_examples_pass_their_own_gate(rule: type[Rule]) -> None:
     for example in rule.examples:
         if "# !" in example.code:
-            assert prefilter.relevant(example.code.encode(), [rule]) == [rule]
+            nearby = [text.encode() for text in example.files.values()]
+            assert prefilter.relevant(example.code.encode(), [rule], lambda nearby=nearby: nearby) == [rule]
 
 
 def test_little_is_parsed() -> None:
