@@ -38,12 +38,13 @@ def run_rules(
             instance = rule(project) if issubclass(rule, (ConfigRule, LaunchRule)) else rule()
             yielded = dict.fromkeys(instance.check(subject))  # type: ignore[attr-defined]
             _require_diagnostics(yielded, rule)
+            about = [each for each in yielded if not _is_about_other_versions(each, required)]
         except fatal:
             raise
         except (Exception, SystemExit) as error:
             defects.append(make_defect(path, rule.code, error, rule))
             continue
-        diagnostics += [each for each in yielded if not _is_about_other_versions(each, required)]
+        diagnostics += about
     return diagnostics, defects
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from made_rules import MakeRule, engine, found, report
 
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.model.rule import Diagnostic, Note, Rule
 from mpguard.lint.model.selection import Selectors
 from mpguard.lint.run import timeout
@@ -47,6 +48,19 @@ def test_a_rule_that_raises_is_a_defect_and_the_others_go_on(tmp_path: Path, mak
     (defect,) = result.defects
     assert f"{tmp_path / 'train.py'}: defect in MPG901 (of {broken.__module__}): ZeroDivisionError: oops" in str(defect)
     assert "ZeroDivisionError" in defect.traceback
+
+
+def test_versions_that_cannot_be_found_out_are_a_defect_of_the_rule_that_names_them(
+    tmp_path: Path, make_rule: MakeRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(facts: Facts, library: str) -> None:
+        raise ZeroDivisionError(library)
+
+    monkeypatch.setattr(Facts, "required", fail)
+    one, other = make_rule("MPG901", "alpha", versions={"torch": ">=2.4"}), make_rule("MPG902", "alpha")
+    result = report(tmp_path, "alpha\n", one, other)
+    assert [(finding.code, finding.line) for finding in result.findings] == [("MPG902", 1)]
+    assert [(defect.code, "ZeroDivisionError: torch" in str(defect)) for defect in result.defects] == [("MPG901", True)]
 
 
 def test_a_rule_that_recurses_without_end_is_a_defect_of_its_own(tmp_path: Path, make_rule: MakeRule) -> None:
