@@ -99,6 +99,7 @@ if TYPE_CHECKING:
     from mpguard.lint.model.example_programs import RIGHT_SCALER_CLASS as RIGHT_SCALER_CLASS
     from mpguard.lint.model.example_programs import SCALER_CLASS_FILES as SCALER_CLASS_FILES
     from mpguard.lint.model.example_programs import scaler_class as scaler_class
+    from mpguard.lint.model.example_programs import speed_measurement as speed_measurement
     from mpguard.lint.model.rule import Bad as Bad
     from mpguard.lint.model.rule import BaseRule as BaseRule
     from mpguard.lint.model.rule import ConfigRule as ConfigRule
@@ -167,7 +168,12 @@ _NAMES = {
     "mpguard.lint.facts.values.options": ("Option", "can_be_chosen", "dtype_options", "literal_choices"),
     "mpguard.lint.facts.values.precision": ("NUMBER", "TensorDtype"),
     "mpguard.lint.facts.values.scalars": ("ScalarUse",),
-    "mpguard.lint.model.example_programs": ("RIGHT_SCALER_CLASS", "SCALER_CLASS_FILES", "scaler_class"),
+    "mpguard.lint.model.example_programs": (
+        "RIGHT_SCALER_CLASS",
+        "SCALER_CLASS_FILES",
+        "scaler_class",
+        "speed_measurement",
+    ),
     "mpguard.lint.model.rule": (
         "Bad",
         "BaseRule",

@@ -63,3 +63,40 @@ RIGHT_SCALER_CLASS = Good(
     files=SCALER_CLASS_FILES,
     name="amp.py",
 )
+
+
+_LOSS = "loss = torch.nn.functional.cross_entropy(model(x), y)\n"
+_MEASUREMENT = """\
+import time
+
+import torch
+
+parser = ArgumentParser()
+parser.add_argument("--dtype", default="float32")
+args = parser.parse_args()
+{before}model = torch.nn.Linear(8, 8).cuda()
+{after}optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+x, y = torch.randn(64, 8, device="cuda"){cast}, torch.zeros(64, dtype=torch.int64, device="cuda")
+total = 0
+for step in range(args.num_steps):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    optimizer.zero_grad()
+{loss}    loss.backward()
+    optimizer.step()
+    torch.cuda.synchronize()
+    stop = time.perf_counter()
+    total += stop - start
+print(f"[Benchmark] {{args.num_steps * 64 / total:.1f}} samples, {{2 * 3 * 64 * 64 * 1e-12 / total:.2f}} tflops")
+"""
+
+
+def speed_measurement(before: str = "", after: str = "", cast: str = "", region: str = "") -> Good:
+    """Return a program that measures the speed of steps on one synthetic batch.
+
+    before, after: lines around the one that creates the model. cast: follows the input. region: a `with` around the
+    computation of the loss.
+    """
+    loss = f"{region}\n    {_LOSS}" if region else _LOSS
+    loss = textwrap.indent(loss, "    ")
+    return Good(_MEASUREMENT.format(before=before, after=after, cast=cast, loss=loss))

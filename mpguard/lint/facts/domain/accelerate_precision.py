@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mpguard.lint.facts.domain.regions import Region
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, negated
-from mpguard.lint.facts.syntax.records import Binding, Call
+from mpguard.lint.facts.syntax.records import Binding
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -50,7 +50,7 @@ def leaves_autocast_out(facts: Facts) -> bool:
     if any(config.distributed_type in _ENGINES for config in facts.project.configs_for(facts.path)):
         return True
     if any(
-        constant(event.call.keywords.get(name)) not in (None, (None,)) or _passes(event.call, name)
+        name in event.call.keywords and constant(event.call.keywords[name]) != (None,)
         for event in facts.events("accelerator")
         for name in _ENGINE_ARGUMENTS
     ):
@@ -61,10 +61,6 @@ def leaves_autocast_out(facts: Facts) -> bool:
         or any((word.text or "").startswith(("--deepspeed", "--use_deepspeed")) for word in launch.arguments)
         for launch in facts.project.launches_of(facts.path)
     )
-
-
-def _passes(call: Call, name: str) -> bool:
-    return name in call.keywords and constant(call.keywords[name]) is None
 
 
 def is_derived(region: Region) -> bool:

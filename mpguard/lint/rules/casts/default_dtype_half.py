@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import HALF_DTYPES, Bad, Diagnostic, Facts, Good, Note, Rule, any_of, compatible
+from mpguard.lint import HALF_DTYPES, Bad, Diagnostic, Facts, Good, Note, Rule, any_of, compatible, speed_measurement
 
 
 class DefaultDtypeHalf(Rule):
@@ -169,34 +169,7 @@ def train(args, model, loader):
         print(f"throughput: {len(loader) / (time.perf_counter() - start):.1f}")
 """
         ),
-        Good(
-            """\
-import time
-
-import torch
-
-parser = ArgumentParser()
-parser.add_argument("--dtype", default="float32")
-args = parser.parse_args()
-if args.dtype == "float16":
-    torch.set_default_dtype(torch.float16)
-model = torch.nn.Linear(8, 8).cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-x, y = torch.randn(64, 8, device="cuda"), torch.zeros(64, dtype=torch.int64, device="cuda")
-total = 0
-for step in range(args.num_steps):
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    optimizer.zero_grad()
-    loss = torch.nn.functional.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    torch.cuda.synchronize()
-    stop = time.perf_counter()
-    total += stop - start
-print(f"[Benchmark] {args.num_steps * 64 / total:.1f} samples, {2 * 3 * 64 * 64 * 1e-12 / total:.2f} tflops")
-"""
-        ),
+        speed_measurement(before='if args.dtype == "float16":\n    torch.set_default_dtype(torch.float16)\n'),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -15,6 +15,7 @@ from mpguard.lint import (
     accelerate_precision,
     any_of,
     python_edits,
+    speed_measurement,
 )
 
 #: Events that show a policy which chooses the dtype, so that the cast need only be removed.
@@ -865,33 +866,7 @@ def train(args, loader, dtype):
     torch.save(model.state_dict(), "half.pt")
 """
         ),
-        Good(
-            """\
-import time
-
-import torch
-
-parser = ArgumentParser()
-parser.add_argument("--dtype", default="float32")
-args = parser.parse_args()
-model = torch.nn.Linear(8, 8).cuda()
-model = model.half()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-x, y = torch.randn(64, 8, device="cuda").half(), torch.zeros(64, dtype=torch.int64, device="cuda")
-total = 0
-for step in range(args.num_steps):
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    optimizer.zero_grad()
-    loss = torch.nn.functional.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    torch.cuda.synchronize()
-    stop = time.perf_counter()
-    total += stop - start
-print(f"[Benchmark] {args.num_steps * 64 / total:.1f} samples, {2 * 3 * 64 * 64 * 1e-12 / total:.2f} tflops")
-"""
-        ),
+        speed_measurement(after="model = model.half()\n", cast=".half()"),
         Bad(
             """\
 import torch

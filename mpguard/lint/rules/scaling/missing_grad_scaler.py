@@ -26,8 +26,18 @@ from mpguard.lint import (
     compatible,
     dotted,
     python_edits,
+    speed_measurement,
     unscaled_steps,
 )
+
+#: A model whose autocast an argument of its constructor switches on.
+_SWITCHED_NET = {
+    "pyproject.toml": "",
+    "net.py": "import torch\n\nclass Net(torch.nn.Module):\n    def __init__(self, width, amp=False):\n"
+    "        super().__init__()\n        self.amp = amp\n        self.layer = torch.nn.Linear(width, 8)\n\n"
+    "    def forward(self, x):\n        with torch.autocast('cuda', enabled=self.amp):\n"
+    "            return self.layer(x)\n\ndef create(width, **kwargs):\n    return Net(width, **kwargs)\n",
+}
 
 
 class MissingGradScaler(Rule):
@@ -883,33 +893,7 @@ for x in loader:
         optimizer_cls.step()
 """
         ),
-        Good(
-            """\
-import time
-
-import torch
-
-parser = ArgumentParser()
-parser.add_argument("--dtype", default="float32")
-args = parser.parse_args()
-model = torch.nn.Linear(8, 8).cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-x, y = torch.randn(64, 8, device="cuda"), torch.zeros(64, dtype=torch.int64, device="cuda")
-total = 0
-for step in range(args.num_steps):
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    optimizer.zero_grad()
-    with torch.autocast("cuda"):
-        loss = torch.nn.functional.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    torch.cuda.synchronize()
-    stop = time.perf_counter()
-    total += stop - start
-print(f"[Benchmark] {args.num_steps * 64 / total:.1f} samples, {2 * 3 * 64 * 64 * 1e-12 / total:.2f} tflops")
-"""
-        ),
+        speed_measurement(region='with torch.autocast("cuda"):'),
         Good(
             """\
 import torch
@@ -922,13 +906,7 @@ def train(args, loader):
         model(x).sum().backward()
         optimizer.step()
 """,
-            files={
-                "pyproject.toml": "",
-                "net.py": "import torch\n\nclass Net(torch.nn.Module):\n    def __init__(self, width, amp=False):\n"
-                "        super().__init__()\n        self.amp = amp\n        self.layer = torch.nn.Linear(width, 8)\n\n"
-                "    def forward(self, x):\n        with torch.autocast('cuda', enabled=self.amp):\n"
-                "            return self.layer(x)\n\ndef create(width, **kwargs):\n    return Net(width, **kwargs)\n",
-            },
+            files=_SWITCHED_NET,
         ),
         Bad(
             """\
@@ -942,13 +920,7 @@ def train(args, loader):
         model(x).sum().backward()  # !
         optimizer.step()
 """,
-            files={
-                "pyproject.toml": "",
-                "net.py": "import torch\n\nclass Net(torch.nn.Module):\n    def __init__(self, width, amp=False):\n"
-                "        super().__init__()\n        self.amp = amp\n        self.layer = torch.nn.Linear(width, 8)\n\n"
-                "    def forward(self, x):\n        with torch.autocast('cuda', enabled=self.amp):\n"
-                "            return self.layer(x)\n\ndef create(width, **kwargs):\n    return Net(width, **kwargs)\n",
-            },
+            files=_SWITCHED_NET,
         ),
     )
 
