@@ -48,19 +48,23 @@ class Part:
 
     def numbers(self, key: str) -> list[float]:
         """Return all numbers under a key, when they have arrived."""
-        if key not in self._kinds:
-            return []
-        values = self.readout.values()
-        return [each for (own, _), found in zip(self._keys, values, strict=True) if own == key for each in found]
+        return [each for _, found in self._found(key) for each in found]
 
     def rows(self, key: str) -> dict[str, list[float]]:
         """Return the numbers under a key by name: one, or a row of them."""
         found: dict[str, list[float]] = {}
-        for (own, names), values in zip(self._keys, self.readout.values() if key in self._kinds else (), strict=False):
-            if own == key and names:
+        for names, values in self._found(key):
+            if names:
                 width = len(values) // len(names)
                 found |= {name: values[index * width : (index + 1) * width] for index, name in enumerate(names)}
         return found
+
+    def _found(self, key: str) -> list[tuple[list[str], list[float]]]:
+        """Return the names and the numbers of each tensor under a key. Most parts have none, and are not read then."""
+        if key not in self._kinds:
+            return []
+        read = zip(self._keys, self.readout.values(), strict=True)
+        return [(names, values) for (own, names), values in read if own == key]
 
 
 @dataclasses.dataclass

@@ -150,7 +150,9 @@ class Watch:
             own = getattr(own, "_local_tensor", own).to(torch.float32, copy=True)
             if isinstance(divisor, torch.Tensor):
                 own = own / divisor.to(own.device, non_blocking=True)
-            self._fresh.losses.append(own if isinstance(divisor, torch.Tensor) or divisor == 1 else own / divisor)
+            elif divisor != 1:
+                own = own / divisor
+            self._fresh.losses.append(own)
 
     def clipped(self, norm: Any, norm_type: float) -> None:
         """Record the norm that a call that clips gradients has computed: it costs nothing more."""
