@@ -22,6 +22,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -318,11 +319,14 @@ def run_case(name: str, dry_run: bool) -> None:
 
 
 def in_child(name: str, dry_run: bool) -> dict[str, Any]:
-    """Run a case in a process of its own; a failure is a result with its last line."""
+    """Run a case in a process of its own; a failure is a result with its exception or exit status."""
     command = [sys.executable, __file__, "--case", name, *(["--dry-run"] if dry_run else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = (done.stdout if not done.returncode else done.stderr).splitlines() or [f"exit status {done.returncode}"]
-    result: dict[str, Any] = {"error": None, "failed": lines[-1]} if done.returncode else json.loads(lines[-1])
+    if done.returncode:
+        errors = re.findall(r"^\w[\w.]*(?:Error|Exception|Interrupt)\b.*", done.stderr, re.MULTILINE)
+        result: dict[str, Any] = {"error": None, "failed": [f"exit status {done.returncode}", *errors][-1]}
+    else:
+        result = json.loads(done.stdout.splitlines()[-1])
     shown = ("estimated", "measured", "error", "trains_at", "seconds", "failed")
     print(name, json.dumps({key: result[key] for key in shown if key in result}), flush=True)
     return result

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import importlib
+import importlib.util
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from paths import REPOSITORY
@@ -192,3 +195,19 @@ def test_the_name_of_a_class_or_type_alias_means_one_thing() -> None:
 def test_types_are_found(code: str, found: list[str]) -> None:
     assert list(_public_types(code)) == found
     assert set(_defined_twice({"one": code, "other": code})) == set(found)
+
+
+_GPU_TESTS = sorted((REPOSITORY / "tests" / "gpu").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", _GPU_TESTS, ids=lambda path: path.stem)
+def test_what_a_gpu_test_imports_exists(path: Path) -> None:
+    """Without a GPU such a file is skipped before its imports are tried, so that a rename would go unnoticed."""
+    pytest.importorskip("torch")
+    own = {"mpguard", "mpguard_plugins", *(each.stem for each in (REPOSITORY / "tests" / "support").glob("*.py"))}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in own:
+            module = importlib.import_module(node.module)
+            for name in (each.name for each in node.names):
+                submodule = hasattr(module, "__path__") and importlib.util.find_spec(f"{node.module}.{name}")
+                assert hasattr(module, name) or submodule, f"line {node.lineno}: {node.module} has no {name}"

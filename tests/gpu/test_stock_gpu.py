@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import in_fork, results, transcript
-from stock import PROGRAMS, clean_accelerate, fixed_upstream, script
+from processes import in_fork, results, run_python, transcript
+from stock import PROGRAMS, clean_accelerate, fixed_upstream
 from torch import nn
 
 import mpguard
@@ -249,7 +249,7 @@ def test_s31_fused_adam_leaves_the_transposed_weights_of_delayed_scaling_behind(
 
 
 def test_s33_rnns_compute_in_fp16_under_bf16_autocast(tmp_path: Path) -> None:
-    stock = in_fork([PROGRAMS / "rnn.py"], cwd=tmp_path, program=script)
+    stock = in_fork([PROGRAMS / "rnn.py"], cwd=tmp_path, program=run_python)
     assert stock.returncode == 0, transcript(stock)
     ours = in_fork(["--enforce", "warn", PROGRAMS / "rnn.py"], cwd=tmp_path, MPGUARD_POLICY='{"bf16": true}')
     assert ours.returncode == 0, transcript(ours)
