@@ -230,17 +230,22 @@ def _record(module: nn.Module, state: Fp32State, output: Any) -> None:
     dtype = _dtype_of(output)
     if dtype is not None:
         state.calls[_short(dtype)] += 1
-    state.weights.update(_short(each.dtype) for each in module._parameters.values() if each is not None)
+    _record_weights(module, state)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _record_compiled(number: int, dtype: torch.dtype | None) -> bool:
-    """Record the dtype of the output in compiled code. Dynamo calls it once, while it traces the module."""
+    """Record the dtypes of output and parameters in compiled code. Dynamo calls it once, while it traces the module."""
     for module in kept():
         state: Fp32State = vars(module)[MARK]
         if state.number == number and dtype is not None:
             state.compiled.add(_short(dtype))
+            _record_weights(module, state)
     return True
+
+
+def _record_weights(module: nn.Module, state: Fp32State) -> None:
+    state.weights.update(_short(each.dtype) for each in module._parameters.values() if each is not None)
 
 
 def _short(dtype: torch.dtype) -> str:

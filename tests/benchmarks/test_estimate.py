@@ -42,9 +42,8 @@ def test_the_context_and_the_fragments_are_those_that_were_measured() -> None:
         enough += [name] if trains_at is not None and trains_at <= counted else []
         lost = [share for share in benchmark.SHARES if trains_at is None or share < trains_at]
         too_little += [name] if lost[-1] >= counted else []
-    assert len(limited) == 17 and len(enough) >= 14
-    # ZeRO-2 was limited while the engine of the run before was still in memory: its limits decide nothing.
-    assert set(too_little) <= {"llama-zero2"}, "what is counted for fragments was shown to be too little"
+    assert len(limited) == 17 and len(enough) == 17
+    assert too_little == [], "what is counted for fragments was shown to be too little"
 
 
 RELEASED = """

@@ -148,7 +148,7 @@ def test_mxfp8_on_hopper_is_refused() -> None:
 
 def test_the_recipe_of_megatron_bridge_with_both_ends_in_bf16() -> None:
     net = model()
-    policy = mpguard.recipe("bf16_with_fp8_current_scaling_mixed").replace(fp8_param=False)
+    policy = mpguard.recipe("bf16_with_fp8_current_scaling_mixed").replace(backend="te")
     done = mpguard.convert(net, policy)
     assert done.backend == "te" and len(done.converted) == 4
     assert type(net.layers[0].up) is nn.Linear and type(net.layers[3].down) is nn.Linear

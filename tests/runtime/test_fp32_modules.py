@@ -78,6 +78,8 @@ def test_norms_and_the_head_compute_in_fp32_in_every_engine(tmp_path: Path, word
     assert row["found"] == f"fp32 (blocks.0.norm, blocks.1.norm, norm and 1 more){ENGINES[words][2]}"
     assert row["ok"] is True and made["verdict"] == "in force"
     assert made["observed"]["fp32"]["computed"] == {"fp32": ["blocks.0.norm", "blocks.1.norm", "norm", "lm_head"]}
+    weights = made["observed"]["fp32"]["weights"]
+    assert weights and ("bf16" in weights) is bool(ENGINES[words][2])
 
 
 def test_parameters_stay_fp32_in_a_bf16_model(tmp_path: Path) -> None:
