@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.util
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import pytest
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Once per session, before its workers start: measure the machine, and compile what DeepSpeed would compile."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` of a script; programs of tests inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(session.config, "workerinput"):  # a worker of xdist
         return
     limits.scale()
