@@ -624,7 +624,7 @@ def _frozen_share(seen: Observed, least: float = 0.01) -> str:
     if share <= least:
         return ""
     counts = _by_dtype(each for each in seen.computed if not each.trained)
-    return f"{format_counts(counts)}, {100 * share:.2g} % of the products" if counts else ""
+    return f"{format_counts(counts)}, {format_share(share)} of the products" if counts else ""
 
 
 def _fp32_modules(seen: Observed) -> list[Row]:
@@ -708,7 +708,7 @@ def _fp8_share(seen: Observed, plan: Plan) -> Row:
         return Row(name, found, "", None)
     others = [each for each in products if each.dtype not in ("fp8", "fp4", None)]
     places = list(dict.fromkeys(each.place for each in others))
-    found = f"{100 * share:.2g} % of the products; the others are in {_names(places)}"
+    found = f"{format_share(share)} of the products; the others are in {_names(places)}"
     asked = f"at least {100 * LEAST_FP8_SHARE:.0f} %: FP8 saves no time here"
     return Row(name, found, asked, False if plan.policy.fp8_required else None)
 
@@ -957,7 +957,14 @@ def format_counts(counts: Mapping[str, int]) -> str:
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     if len(ordered) == 1:
         return ordered[0][0]
-    return ", ".join(f"{dtype} {100 * count / total:.3g} %" for dtype, count in ordered)
+    return ", ".join(f"{dtype} {format_share(count / total)}" for dtype, count in ordered)
+
+
+def format_share(share: float) -> str:
+    """Return `97.6 %`; `below 0.1 %` or `above 99.9 %` for what is hardly there, or hardly missing."""
+    if share < 0.001:
+        return "below 0.1 %"
+    return "above 99.9 %" if 0.999 < share < 1 else f"{100 * share:.3g} %"
 
 
 def _mostly(counts: Mapping[str, int], dtype: str) -> bool:

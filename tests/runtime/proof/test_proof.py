@@ -19,7 +19,7 @@ import mpguard
 from mpguard.policy.allow import allowances
 from mpguard.policy.policy import Policy
 from mpguard.runtime.plan import Plan
-from mpguard.runtime.proof.compare import NO_TF32, Proof, compare, failures, verdict_on
+from mpguard.runtime.proof.compare import NO_TF32, Proof, compare, failures, format_counts, verdict_on
 from mpguard.runtime.proof.fp8 import Fp8Layers
 from mpguard.runtime.proof.observe import Computed, Observed, observe
 from mpguard.runtime.proof.recorder import Recorder
@@ -424,3 +424,16 @@ def test_prove_compares_a_model_and_an_optimizer() -> None:
     assert made.in_force and {row.name for row in made.rows} >= {"parameters", "gradients", "optimizer", "engine"}
     with pytest.raises(mpguard.NotInForce, match="weights and states bf16"):
         mpguard.prove(model, optimizer, "bf16_full")
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ({"bf16": 7}, "bf16"),
+        ({"bf16": 976, "fp32": 24}, "bf16 97.6 %, fp32 2.4 %"),
+        ({"bf16": 10**8, "fp32": 45}, "bf16 above 99.9 %, fp32 below 0.1 %"),
+        ({"fp8": 999, "bf16": 1}, "fp8 99.9 %, bf16 0.1 %"),
+    ],
+)
+def test_shares_are_readable_however_small(counts: dict[str, int], text: str) -> None:
+    assert format_counts(counts) == text
