@@ -12,7 +12,7 @@ _FIELDS = {
     "Float8BlockScaling": {"use_f32_scales", "x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"},
     "NVFP4BlockScaling": {"disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "fp4_format"},
 }
-#: Fields of Transformer Engine 1.x that version 2.0 removed.
+#: Fields of Transformer Engine 1.x that version 2.0 removed, or 2.2 (`interval`).
 _REMOVED = {"interval", "override_linear_precision"}
 _KNOWN = set[str]().union(*_FIELDS.values()) | _REMOVED
 
@@ -21,14 +21,14 @@ class RemovedRecipeArgument(Rule):
     """An argument of an FP8 recipe that Transformer Engine ignores without a warning.
 
     ## What it does
-    Reports `interval=` and `override_linear_precision=`, which Transformer Engine 2.0 removed, on its recipes and on
-    accelerate's `TERecipeKwargs` and `FP8RecipeKwargs`; and a setting that only another recipe has, such as
-    `amax_history_len=` on `Float8CurrentScaling`.
+    Reports `override_linear_precision=`, which Transformer Engine 2.0 removed, and `interval=`, which 2.2 removed and
+    versions before it do not use, on its recipes and on accelerate's `TERecipeKwargs` and `FP8RecipeKwargs`; and a
+    setting that only another recipe has, such as `amax_history_len=` on `Float8CurrentScaling`.
 
     ## Why is this bad
-    The recipes are pydantic dataclasses, which ignore unknown arguments: no error, no warning. With
-    `override_linear_precision=(False, False, True)` the weight gradients are meant to be computed in high precision;
-    since 2.0 they are computed in FP8 all the same. Tried with the recipes of 2.20.
+    The recipes are pydantic dataclasses, which ignore unknown arguments: no error, no warning (2.0 and 2.1 still warn
+    about `interval`). With `override_linear_precision=(False, False, True)` the weight gradients are meant to be
+    computed in high precision; since 2.0 they are computed in FP8 all the same. Tried with the recipes of 2.20.
 
     ## Fix safety
     Safe: the argument has no effect, so it is removed. Its purpose has to be achieved in another way.
