@@ -267,23 +267,34 @@ class Tape:
         saved = [self.constant(x.count, 1), self.constant(weight.count, self.precision.fp8, "fp8")]
         return self._new("linear", [x, weight, *more], (count, self.precision.compute), saved)
 
-    def product(self, x: Value, weight: Value, count: int, more: Sequence[Value] = ()) -> Value:
-        """A product with a weight, which saves the input and the weight."""
-        x = self.cast(x, self.precision.compute)
+    def product(
+        self, x: Value, weight: Value, count: int, more: Sequence[Value] = (), *, width: int | None = None
+    ) -> Value:
+        """A product with a weight, which saves the input and the weight. width: of the result, if autocast is off."""
+        width = self.precision.compute if width is None or self.precision.autocast else width
+        x = self.cast(x, width)
         expert = weight.weight is not None and weight.weight.kind == "expert"  # cast by the model, not by autocast
-        copy = self.cast(weight, self.precision.compute) if expert else self._compute_copy(weight)
+        copy = self.cast(weight, width) if expert or width > weight.width else self._compute_copy(weight)
         bias = [self._compute_copy(each) for each in more]
         saved = [x, *([copy] if x.grad else [])]
-        return self._new("linear", [x, copy, *bias], (count, self.precision.compute), saved)
+        return self._new("linear", [x, copy, *bias], (count, width), saved)
 
-    def expert_product(self, x: Value, name: str, stacked: tuple[int, int, int]) -> Value:
+    def expert_product(
+        self, x: Value, name: str, stacked: tuple[int, int, int], *, transposed: bool = False, bias: bool = False
+    ) -> Value:
         """A grouped product of rows with the matrices of their experts. stacked: experts, outputs and inputs.
+        transposed: a weight has its inputs first.
 
         In FP8 the rows of each expert are padded to multiples of 16, and the weights are saved as they are; the
         backward pass rounds them again.
         """
         number, outputs, inputs = stacked
-        weight, rows = self.parameter(f"mlp.experts.{name}", stacked, "expert"), x.count // inputs
+        shape = (number, inputs, outputs) if transposed else stacked
+        weight, rows = self.parameter(f"mlp.experts.{name}", shape, "expert"), x.count // inputs
+        if bias:
+            added = self.gathered(self.parameter(f"mlp.experts.{name}_bias", (number, outputs)), rows * outputs, rows)
+            y = self.product(x, weight, rows * outputs)
+            return self._new("add", [y, added], (y.count, y.width), cheap=True)  # in place
         fp8 = self.precision.fp8_experts
         if fp8 is None or not fp8(f"{self._prefix}mlp.experts", inputs, outputs):
             return self.product(x, weight, rows * outputs)
@@ -326,6 +337,31 @@ class Tape:
         scores = self._new("attention", [q, k], (count, q.width), [q, k])
         weights = self.softmax(self.pointwise(scores, "add", ""), q.width)
         return self._new("attention", [weights, v], (q.count, q.width), [weights, v])
+
+    def eager_attention(
+        self, q: Value, k: Value, v: Value, sums: int, row: int, *, cap: bool = False, sinks: Value | None = None
+    ) -> Value:
+        """Attention of models that no fused kernel fits: all scores are computed, `row` for each of `sums`.
+
+        cap: scores are bounded by tanh. sinks: a further score of each head, which takes a share of the softmax.
+        """
+        width, count = q.width, sums * row
+        if k.count < q.count:
+            k, v = (self._new("repeat", [each], (q.count, each.width)) for each in (k, v))
+        q, k = (self.cast(each, self.precision.compute) for each in (q, k))
+        scores = self._new("attention", [q, k], (count, q.width), [q, k])
+        scores = self.pointwise(scores, "mul", "")
+        if cap:
+            scores = self.pointwise(self.pointwise(self.pointwise(scores, "div", ""), "tanh", "output"), "mul", "")
+        scores = self.pointwise(scores, "add", "")  # the mask
+        if sinks is None:
+            weights = self.cast(self.softmax(scores, FULL), width)
+        else:
+            scores = self._new("cat", [scores, sinks], (count + sums, max(scores.width, sinks.width)), cheap=True)
+            weights = self.softmax(self.pointwise(scores, "sub", ""), scores.width)
+            weights = self.cast(self.part(weights, count), v.width)
+        weights, v = (self.cast(each, self.precision.compute) for each in (weights, v))
+        return self.copy(self._new("attention", [weights, v], (q.count, v.width), [weights, v]))
 
     def dropout(self, x: Value, probability: float) -> Value:
         """`dropout` on CUDA: saves a mask."""

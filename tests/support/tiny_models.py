@@ -16,6 +16,10 @@ _DECODER: Mapping[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _EXPERTS: Mapping[str, Any] = {**_DECODER, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_SHARED: Mapping[str, Any] = {
+    **_DECODER, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1,
+    "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 _ENCODER: Mapping[str, Any] = {
     "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 512,
     "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 256,
@@ -25,12 +29,23 @@ _ENCODER: Mapping[str, Any] = {
 TINY: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "smollm3", "granite", "olmo2", "phi3", "stablelm"), _DECODER),
     "starcoder2": _DECODER,
-    **{name: {**_DECODER, "head_dim": 32} for name in ("qwen3", "gemma", "gemma3_text")},
+    **{
+        name: {**_DECODER, "head_dim": 32}
+        for name in ("qwen3", "gemma", "gemma2", "gemma3_text", "ministral3", "ernie4_5", "glm", "glm4")
+    },
+    "seed_oss": {**_DECODER, "head_dim": 32, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    **{name: {**_DECODER, "num_hidden_layers": 4} for name in ("olmo3", "cohere", "cohere2")},
     "phi": {**_DECODER, "num_key_value_heads": 4},
     "mixtral": {**_DECODER, "num_local_experts": 4},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 96, "mlp_only_layers": [1]},
     "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True, "head_dim": 32},
     "olmoe": {name: value for name, value in _EXPERTS.items() if name != "moe_intermediate_size"},
+    "deepseek_v3": {
+        **_SHARED, "num_key_value_heads": 4, "n_group": 2, "q_lora_rank": 24, "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    },
+    "glm4_moe": {**_SHARED, "n_group": 1, "head_dim": 32},
+    "gpt_oss": {**_DECODER, "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 32},
     "gpt2": {
         "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 512, "n_positions": 256, "resid_pdrop": 0.0,
         "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False,
