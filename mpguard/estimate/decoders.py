@@ -7,23 +7,11 @@ from collections.abc import Callable
 from typing import Literal
 
 from mpguard.estimate import layers
+from mpguard.estimate.blocks import Batch
 from mpguard.estimate.reading import ModelConfig
 from mpguard.estimate.tape import FULL, INDEX, Tape, Value
 
 Norm = Callable[[Tape, Value, str, int], Value]
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """The inputs of a step."""
-
-    size: int
-    length: int
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens."""
-        return self.size * self.length
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from mpguard.core.errors import ConfigError
-from mpguard.estimate import decoders, others
+from mpguard.estimate import decoders, encoders, others, seq2seq, vision
+from mpguard.estimate.blocks import Batch
 from mpguard.estimate.compiled import fuse
-from mpguard.estimate.decoders import Batch
 from mpguard.estimate.reading import ModelConfig
 from mpguard.estimate.tape import Tape, TapeDtypes
 
 Program = Callable[[Tape, ModelConfig, Batch], object]
 
-FAMILIES: Mapping[str, Program] = {**dict.fromkeys(decoders.STYLES, decoders.run), **others.PROGRAMS}
+FAMILIES: Mapping[str, Program] = {
+    **dict.fromkeys(decoders.STYLES, decoders.run),
+    **dict.fromkeys(encoders.STYLES, encoders.run),
+    **dict.fromkeys(seq2seq.STYLES, seq2seq.run),
+    **vision.PROGRAMS,
+    **others.PROGRAMS,
+}
 
 
 #: Families with a table of positions, in which longer rows have no entry: the key, its default, and entries that are

@@ -25,6 +25,18 @@ _ENCODER: Mapping[str, Any] = {
     "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 256,
 }  # fmt: skip
 
+_SEQ2SEQ: Mapping[str, Any] = {
+    "d_model": 64, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 256, "decoder_ffn_dim": 128, "vocab_size": 512, "dropout": 0.0, "attention_dropout": 0.0,
+    "activation_dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "max_position_embeddings": 256,
+    "use_cache": False, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+
+_T5: Mapping[str, Any] = {
+    "d_model": 64, "d_ff": 256, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 512,
+    "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "use_cache": False, "decoder_start_token_id": 0,
+}  # fmt: skip
+
 #: Dropout is off: on the CPU it saves other masks than on a GPU.
 TINY: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "smollm3", "granite", "olmo2", "phi3", "stablelm"), _DECODER),
@@ -58,7 +70,12 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         "hidden_size": 64, "ffn_dim": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 512,
         "max_position_embeddings": 256, "dropout": 0.0, "word_embed_proj_dim": 32, "use_cache": False,
     },
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), _ENCODER),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "mpnet"), _ENCODER),
+    "electra": {**_ENCODER, "embedding_size": 32},
+    "deberta-v2": {
+        **_ENCODER, "relative_attention": True, "position_buckets": 16, "norm_rel_ebd": "layer_norm",
+        "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False, "type_vocab_size": 0,
+    },
     "distilbert": {
         "dim": 64, "hidden_dim": 256, "n_layers": 3, "n_heads": 4, "vocab_size": 512, "dropout": 0.0,
         "attention_dropout": 0.0, "max_position_embeddings": 256,
@@ -67,15 +84,20 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
         "image_size": 64, "patch_size": 8,
     },
-    "bart": {
-        "d_model": 64, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 256, "decoder_ffn_dim": 128, "vocab_size": 512,
-        "dropout": 0.0, "max_position_embeddings": 256, "use_cache": False,
-    },
-    "t5": {
-        "d_model": 64, "d_ff": 256, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 512,
-        "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "use_cache": False, "decoder_start_token_id": 0,
-    },
+    **dict.fromkeys(("bart", "mbart", "pegasus", "marian", "m2m_100"), _SEQ2SEQ),
+    "whisper": {**_SEQ2SEQ, "num_mel_bins": 16, "max_source_positions": 48, "max_target_positions": 64},
+    **dict.fromkeys(("t5", "mt5"), _T5),
+}  # fmt: skip
+
+
+#: The class that builds a model, and the families that it builds; others are decoders.
+_HEADS = {
+    "AutoModelForMaskedLM": (
+        "bert", "roberta", "xlm-roberta", "camembert", "mpnet", "electra", "deberta-v2", "distilbert",
+    ),
+    "AutoModelForImageClassification": ("vit",),
+    "AutoModelForSeq2SeqLM": ("bart", "mbart", "pegasus", "marian", "m2m_100", "t5", "mt5"),
+    "AutoModelForSpeechSeq2Seq": ("whisper",),
 }  # fmt: skip
 
 
@@ -84,12 +106,8 @@ def tiny(name: str, **changes: Any) -> tuple[Any, ModelConfig]:
     import transformers
 
     config = transformers.CONFIG_MAPPING[name](**{**TINY[name], **changes})
-    heads = {
-        "bert": "AutoModelForMaskedLM", "roberta": "AutoModelForMaskedLM", "xlm-roberta": "AutoModelForMaskedLM",
-        "distilbert": "AutoModelForMaskedLM", "vit": "AutoModelForImageClassification",
-        "bart": "AutoModelForSeq2SeqLM", "t5": "AutoModelForSeq2SeqLM",
-    }  # fmt: skip
-    model = getattr(transformers, heads.get(name, "AutoModelForCausalLM")).from_config(config)
+    head = next((head for head, names in _HEADS.items() if name in names), "AutoModelForCausalLM")
+    model = getattr(transformers, head).from_config(config)
     return model.train(), ModelConfig(json.loads(config.to_json_string(use_diff=False)), name)
 
 
@@ -101,4 +119,6 @@ def inputs(name: str, dtype: torch.dtype, rows: int, length: int) -> dict[str, t
             "labels": torch.zeros(rows, dtype=torch.long),
         }
     ids = torch.randint(5, 500, (rows, length))
+    if name == "whisper":
+        return {"input_features": torch.randn(rows, 16, 96, dtype=dtype), "labels": ids}
     return {"input_ids": ids, "labels": ids.clone()}
