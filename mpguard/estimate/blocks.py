@@ -10,10 +10,11 @@ from mpguard.estimate.tape import INDEX, Tape, Value
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The inputs of a step."""
+    """The inputs of a step. patches: of an image, for models that take images of any size."""
 
     size: int
     length: int
+    patches: int = 1024
 
     @property
     def tokens(self) -> int:

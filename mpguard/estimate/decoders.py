@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
+from mpguard.core.errors import ConfigError
 from mpguard.estimate import layers
 from mpguard.estimate.blocks import Batch
 from mpguard.estimate.reading import ModelConfig
@@ -26,7 +27,7 @@ class DecoderStyle:
     parallel: attention and MLP have one input.
     tied: the default of `tie_word_embeddings`.
     rotary: the default share of a head that has positions. turning: how it is computed: by halves, in pairs, or by
-    halves with cosines that each layer repeats. turned: the layers that have it.
+    halves with cosines that each layer repeats, or that each row has. turned: the layers that have it.
     scaled: the embedding, the residual branches, the logits, the queries are multiplied by a number.
     eager: attention is no fused kernel, because scores are bounded (`cap`), or heads have a sink.
     latent: keys and values are made of one narrow product.
@@ -40,7 +41,7 @@ class DecoderStyle:
     mlp_bias: tuple[bool, str] = (False, "mlp_bias")
     qk_norm: Literal["head", "all", ""] = ""
     fused: Literal["all", "mlp", ""] = ""
-    turning: Literal["halves", "paired", "repeated"] = "halves"
+    turning: Literal["halves", "paired", "repeated", "rows"] = "halves"
     turned: Literal["all", "sliding", "listed"] = "all"
     eager: Literal["cap", "sinks", ""] = ""
     latent: bool = False
@@ -142,10 +143,12 @@ _FULL_COSINES = ("olmo2", "olmo3", "ernie4_5")
 
 
 class Decoder:
-    """A decoder of one of the styles."""
+    """A decoder of one of the styles. masked: attention has a mask, so keys and values are repeated for each head."""
 
-    def __init__(self, tape: Tape, config: ModelConfig, batch: Batch, style: DecoderStyle) -> None:
-        self.tape, self.config, self.batch, self.style = tape, config, batch, style
+    def __init__(
+        self, tape: Tape, config: ModelConfig, batch: Batch, style: DecoderStyle, *, masked: bool = False
+    ) -> None:
+        self.tape, self.config, self.batch, self.style, self.masked = tape, config, batch, style, masked
         self.hidden = config.size("hidden_size")
         self.heads = config.size("num_attention_heads")
         self.groups = config.size("num_key_value_heads", default=self.heads)
@@ -153,23 +156,34 @@ class Decoder:
             "head_dim", default=128 if config.architecture == "qwen3" else self.hidden // self.heads
         )
         self.act = config.word("hidden_act", "hidden_activation", default=style.act)
-        rope = config.part("rope_parameters")
-        share = rope.get("partial_rotary_factor", config.share("partial_rotary_factor", default=style.rotary))
+        if self.heads % self.groups:
+            raise ConfigError(
+                f"{config.path}: `num_attention_heads` is {self.heads}, which is no multiple of `num_key_value_heads`, "
+                f"{self.groups}"
+            )
+        share = config.share("partial_rotary_factor", default=style.rotary)
+        if (rope := config.part("rope_parameters")) and "partial_rotary_factor" in rope:
+            share = ModelConfig(rope, f"{config.path} (rope_parameters)").share("partial_rotary_factor", default=share)
+        if not 0 <= share <= 1:
+            raise ConfigError(f"{config.path}: `partial_rotary_factor` is {share}; a number from 0 to 1 is needed")
         self.rotary = int(self.head * share) / self.head
         if style.latent:
             self.head, self.rotary = config.size("qk_rope_head_dim"), 1.0
 
-    def run(self) -> Value:
-        """Run the model and its loss, and return the loss."""
+    def run(self, images: Value | None = None) -> Value:
+        """Run the model and its loss, and return the loss. images: rows that stand at the place of some tokens."""
         tape, config, batch, hidden = self.tape, self.config, self.batch, self.hidden
         words = config.size("vocab_size")
-        count = config.size("num_hidden_layers")
+        count = config.blocks("num_hidden_layers")
         x = tape.embedding(tape.constant(batch.tokens, INDEX, "input"), "embed_tokens", words, hidden)
         if "embedding" in self.style.scaled:
             x = tape.pointwise(x, "mul", "")
+        if images is not None:
+            x = tape.placed(x, tape.cast(images, x.width), batch.tokens)
         width = FULL if config.architecture in _FULL_COSINES else x.width
         turned = int(self.head * self.rotary) // (2 if config.architecture == "gpt_oss" else 1)
-        turns = [[tape.constant(batch.length * turned, width) for _ in range(2)]
+        rows = batch.tokens if self.style.turning == "rows" else batch.length
+        turns = [[tape.constant(rows * turned, width) for _ in range(2)]
                  for _ in range(2)]  # fmt: skip
         for number in range(count):
             with tape.block(f"layers.{number}"):
@@ -291,10 +305,19 @@ class Decoder:
                 sinks = tape.parameter("sinks", (self.heads,))
             y = tape.eager_attention(q, k, v, rows, self.batch.length, cap=cap, sinks=sinks)
         else:
-            y = tape.attention(q, k, v, rows)
+            y = self._fused_attention(q, k, v, rows)
         if style.joins:
             y = tape.copy(y)
         return tape.linear(y, "o_proj", wide, hidden, self._biased(style.out_bias))
+
+    def _fused_attention(self, q: Value, k: Value, v: Value, rows: int) -> Value:
+        tape = self.tape
+        if not self.masked:
+            return tape.attention(q, k, v, rows)
+        if self.groups < self.heads:
+            k, v = (tape.repeated(each, self.heads // self.groups) for each in (k, v))
+        mask = tape.constant(self.batch.tokens * self.batch.length, tape.precision.compute)
+        return tape.attention(q, k, v, rows, mask)
 
     def _turned(self, q: Value, k: Value, turns: list[Value]) -> tuple[Value, Value]:
         """Return queries and keys with rotary embeddings."""

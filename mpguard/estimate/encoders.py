@@ -50,14 +50,27 @@ class Encoder:
     def run(self) -> Value:
         """Run the model and its loss, and return the loss."""
         tape, hidden = self.tape, self.hidden
-        x = self._embedded()
+        x = first = self._embedded()
         attention = self._attention()
-        for number in range(self.config.size("num_hidden_layers")):
+        for number in range(self.config.blocks("num_hidden_layers")):
             with tape.block(f"layer.{number}"):
                 x = tape.layer_norm(tape.add(attention(x), x), "attention.LayerNorm", hidden)
                 y = mlp(tape, x, ("intermediate.dense", "output.dense"), (hidden, self.inner, self.act))
-                x = tape.layer_norm(tape.add(tape.dropout(y, self.dropped), x), "output.LayerNorm", hidden)
+                y = tape.layer_norm(tape.add(tape.dropout(y, self.dropped), x), "output.LayerNorm", hidden)
+            x = self._convolved(first, y) if number == 0 else y
         return self._loss(x)
+
+    def _convolved(self, x: Value, y: Value) -> Value:
+        """Add a convolution of the embeddings to the result of the first block, where DeBERTa has one."""
+        tape, config, hidden = self.tape, self.config, self.hidden
+        size = config.count("conv_kernel_size") if self.style.attention == "disentangled" else 0
+        if not size:
+            return y
+        shape = (hidden, hidden // config.size("conv_groups", default=1), size)
+        kernel, bias = tape.parameter("conv.weight", shape, "linear"), [tape.parameter("conv.bias", (hidden,))]
+        z = tape.copy(tape.product(tape.copy(x), kernel, x.count, bias))
+        z = layers.activation(tape, tape.dropout(z, self.dropped), config.word("conv_act", default="tanh"))
+        return tape.layer_norm(tape.add(y, z), "conv.LayerNorm", hidden)
 
     def _embedded(self) -> Value:
         tape, config, batch, narrow = self.tape, self.config, self.batch, self.narrow
@@ -109,9 +122,11 @@ class Encoder:
         y = tape.eager_attention(q, k, v, self.heads * self.batch.tokens, self.batch.length, bias=bias, full=False)
         return tape.dropout(tape.linear(y, _NAMES[3], hidden, hidden, True), self.dropped)
 
-    def _positions(self) -> Value:
-        """Return the embeddings of distances, which all blocks share."""
+    def _positions(self) -> Value | None:
+        """Return the embeddings of distances, which all blocks share; None without them."""
         tape, config = self.tape, self.config
+        if not config.flag("relative_attention", False):
+            return None
         span = config.size("position_buckets") if config.share("position_buckets", default=-1) > 0 else (
             config.size("max_relative_positions") if config.share("max_relative_positions", default=-1) > 0
             else config.size("max_position_embeddings", default=512)
@@ -120,16 +135,16 @@ class Encoder:
         normed = "layer_norm" in config.word("norm_rel_ebd", default="none")
         return tape.layer_norm(table, "rel_embeddings.LayerNorm", self.hidden) if normed else table
 
-    def _disentangled(self, x: Value, positions: Value) -> Value:
+    def _disentangled(self, x: Value, positions: Value | None) -> Value:
         """Attention of DeBERTa: contents with contents, contents with positions, positions with contents."""
         tape, config, hidden, batch = self.tape, self.config, self.hidden, self.batch
         q, k, v = (tape.copy(tape.linear(x, name, hidden, hidden, True)) for name in _NAMES[:3])
         scores = self._scores(q, tape.pointwise(k, "div", ""), batch.length)
         kinds = config.values.get("pos_att_type") or ()
-        shared, places = config.flag("share_att_key", False), tape.dropout(positions, self.dropped)
-        span = positions.count // hidden
         for kind, own, name in (("c2p", q, "key"), ("p2c", k, "query")):
-            if kind in kinds:
+            if positions is not None and kind in kinds:
+                shared, places = config.flag("share_att_key", False), tape.dropout(positions, self.dropped)
+                span = positions.count // hidden
                 product = f"attention.{name}" if shared else f"attention.pos_{name}"
                 of_places = tape.linear(places, product, hidden, hidden, True)
                 of_places = tape.repeated(of_places, batch.size)

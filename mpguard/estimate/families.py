@@ -28,13 +28,19 @@ _TABLES = {
     "gpt2": ("n_positions", 1024, 0), "opt": ("max_position_embeddings", 2048, 0),
     "bert": ("max_position_embeddings", 512, 0), "roberta": ("max_position_embeddings", 512, 2),
     "xlm-roberta": ("max_position_embeddings", 512, 2), "distilbert": ("max_position_embeddings", 512, 0),
-    "bart": ("max_position_embeddings", 1024, 0),
+    **dict.fromkeys(("electra", "deberta-v2"), ("max_position_embeddings", 512, 0)),
+    **dict.fromkeys(("camembert", "mpnet"), ("max_position_embeddings", 512, 2)),
+    **dict.fromkeys(("bart", "mbart", "pegasus", "marian"), ("max_position_embeddings", 1024, 0)),
+    "whisper": ("max_target_positions", 448, 0),
+    **dict.fromkeys(("clip", "siglip"), ("max_position_embeddings", 64, 0)),
 }  # fmt: skip
 
 
 def most_positions(config: ModelConfig) -> int | None:
     """Return the longest row that a model takes; None if its architecture sets no limit."""
     table = _TABLES.get(config.architecture)
+    if config.architecture in ("clip", "siglip"):
+        config = config.section("text_config", f"{config.architecture}_text_model")
     return None if table is None else config.size(table[0], default=table[1]) - table[2]
 
 

@@ -67,4 +67,6 @@ def activation(tape: Tape, x: Value, name: str) -> Value:
         inner = tape.pointwise(tape.add(x, cube), "mul", "")
         tanh = tape.pointwise(inner, "tanh", "output")
         return tape.mul(tape.pointwise(x, "mul", ""), tape.pointwise(tanh, "add", ""))
+    if name == "quick_gelu":
+        return tape.mul(x, tape.pointwise(tape.pointwise(x, "mul", ""), "sigmoid", "output"))
     return tape.pointwise(x, name, "output" if name in ("relu", "tanh", "sigmoid") else "input")

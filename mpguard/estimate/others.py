@@ -18,7 +18,7 @@ def gpt2(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
     x = tape.embedding(token_ids(tape, batch.tokens), "wte", words, hidden)
     place = tape.embedding(tape.constant(batch.length, INDEX), "wpe", config.size("n_positions", default=1024), hidden)
     x = tape.dropout(tape.add(x, place), config.share("embd_pdrop", default=0.1))
-    for number in range(config.size("n_layer", "num_hidden_layers")):
+    for number in range(config.blocks("n_layer", "num_hidden_layers")):
         with tape.block(f"h.{number}"):
             y = tape.layer_norm(x, "ln_1", hidden)
             qkv = _conv1d(tape, y, "attn.c_attn", hidden, 3 * hidden)
@@ -48,7 +48,7 @@ def gpt_neox(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
     share = int(hidden // heads * share) / (hidden // heads)
     x = tape.dropout(tape.embedding(token_ids(tape, batch.tokens), "embed_in", words, hidden), dropped)
     turns = [tape.constant(int(batch.length * hidden // heads * share), x.width) for _ in range(2)]
-    for number in range(config.size("num_hidden_layers")):
+    for number in range(config.blocks("num_hidden_layers")):
         with tape.block(f"layers.{number}"):
             y = tape.linear(tape.layer_norm(x, "input_layernorm", hidden), "query_key_value", hidden, 3 * hidden, bias)
             q, k, v = (tape.part(y, y.count // 3) for _ in range(3))
@@ -78,7 +78,7 @@ def opt(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
     place = tape.embedding(tape.constant(batch.tokens, INDEX), "embed_positions", places, hidden)
     x = tape.linear(x, "project_in", narrow, hidden) if narrow != hidden else x
     x = tape.add(x, place)
-    for number in range(config.size("num_hidden_layers")):
+    for number in range(config.blocks("num_hidden_layers")):
         with tape.block(f"layers.{number}"):
             y = tape.layer_norm(x, "self_attn_layer_norm", hidden) if first else x
             names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj")
@@ -102,7 +102,7 @@ def distilbert(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
     places = config.size("max_position_embeddings", default=512)
     x = tape.add(x, tape.embedding(tape.constant(batch.length, INDEX), "position_embeddings", places, hidden))
     x = tape.dropout(tape.layer_norm(x, "embeddings.LayerNorm", hidden), dropped)
-    for number in range(config.size("n_layers")):
+    for number in range(config.blocks("n_layers")):
         with tape.block(f"layer.{number}"):
             x = tape.layer_norm(tape.add(Heads(names, hidden, heads)(tape, x, x), x), "sa_layer_norm", hidden)
             y = tape.dropout(mlp(tape, x, ("ffn.lin1", "ffn.lin2"), (hidden, inner, act)), dropped)
@@ -161,7 +161,7 @@ def t5(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
                 x = fed(x, "ff")
         return tape.dropout(norm(x, f"{name}.final_layer_norm"), dropped)
 
-    layer_count = config.size("num_layers")
+    layer_count = config.blocks("num_layers")
     source = side("encoder", layer_count, None)
     x = side("decoder", config.size("num_decoder_layers", default=layer_count), source)
     tape.returned.append(source)

@@ -50,13 +50,13 @@ class Seq2Seq:
         """Run the model and its loss, and return the loss."""
         tape, config = self.tape, self.config
         source = self._heard() if self.style.speech else self._embedded("encoder")
-        for number in range(config.size("encoder_layers")):
+        for number in range(config.blocks("encoder_layers")):
             with tape.block(f"encoder.layers.{number}"):
                 source = self._attended(source, None, "self_attn", config.size("encoder_attention_heads"))
                 source = self._fed(source, config.size("encoder_ffn_dim"))
         source = self._ended(source, "encoder")
         x = self._embedded("decoder")
-        for number in range(config.size("decoder_layers")):
+        for number in range(config.blocks("decoder_layers")):
             with tape.block(f"decoder.layers.{number}"):
                 x = self._attended(x, None, "self_attn", config.size("decoder_attention_heads"))
                 x = self._attended(x, source, "encoder_attn", config.size("decoder_attention_heads"))
@@ -86,7 +86,7 @@ class Seq2Seq:
         for name, inputs, count in (("conv1", bins, 2 * places), ("conv2", hidden, places)):
             kernel = tape.parameter(f"encoder.{name}.weight", (hidden, inputs, 3), "linear")
             bias = tape.parameter(f"encoder.{name}.bias", (hidden,))
-            x = tape.pointwise(tape.product(x, kernel, size * count * hidden, [bias]), "gelu")
+            x = tape.pointwise(tape.product(x, kernel, size * count * hidden, [bias], convolution=True), "gelu")
         place = tape.embedding(tape.constant(places, INDEX), "encoder.embed_positions", places, hidden)
         return tape.dropout(tape.add(x, place), self.dropped)
 

@@ -133,6 +133,14 @@ class Tape:
         finally:
             self._segment, self._prefix = None, ""
 
+    @contextmanager
+    def unused(self, unused: bool) -> Iterator[None]:
+        """What runs inside gives nothing that the loss depends on, if `unused`: its weights are there, and no more."""
+        kept = len(self.ops)
+        yield
+        if unused:
+            del self.ops[kept:]
+
     def head(self, x: Value) -> Value:
         """What follows are logits and the loss. The model holds `x` and the logits until it returns."""
         self.returned.append(x)
@@ -193,6 +201,14 @@ class Tape:
     def copy(self, x: Value) -> Value:
         """`contiguous`, `cat`, `reshape` of what is not contiguous: another memory, nothing saved."""
         return self._new("copy", [x], (x.count, x.width), cheap=True)
+
+    def new(self, name: str, x: Value, count: int) -> Value:
+        """An operator that saves its input."""
+        return self._new(name, [x], (count, x.width), [x])
+
+    def placed(self, x: Value, rows: Value, tokens: int) -> Value:
+        """`masked_scatter`: rows stand at the place of some of the tokens."""
+        return self._new("masked_scatter", [x, rows], (x.count, x.width), [self.constant(tokens, MASK)])
 
     def repeated(self, x: Value, times: int) -> Value:
         """`repeat`, or `expand` that is made contiguous."""
@@ -278,15 +294,24 @@ class Tape:
         return self._new("linear", [x, weight, *more], (count, self.precision.compute), saved)
 
     def product(
-        self, x: Value, weight: Value, count: int, more: Sequence[Value] = (), *, width: int | None = None
+        self,
+        x: Value,
+        weight: Value,
+        count: int,
+        more: Sequence[Value] = (),
+        *,
+        width: int | None = None,
+        convolution: bool = False,
     ) -> Value:
-        """A product with a weight, which saves the input and the weight. width: of the result, if autocast is off."""
+        """A product with a weight, which saves the input and the weight. width: of the result, if autocast is off.
+        convolution: it saves its weight even if the input needs no gradient.
+        """
         width = self.precision.compute if width is None or self.precision.autocast else width
         x = self.cast(x, width)
         expert = weight.weight is not None and weight.weight.kind == "expert"  # cast by the model, not by autocast
         copy = self.cast(weight, width) if expert or width > weight.width else self._compute_copy(weight)
         bias = [self._compute_copy(each) for each in more]
-        saved = [x, *([copy] if x.grad else [])]
+        saved = [x, *([copy] if x.grad or convolution else [])]
         return self._new("linear", [x, copy, *bias], (count, width), saved)
 
     def expert_product(

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
 #: A number that is on the host already, or a tensor of numbers.
-Number: TypeAlias = Union["torch.Tensor", float]
+HostOrDevice: TypeAlias = Union["torch.Tensor", float]
 
 
 class Readout:
@@ -18,7 +18,7 @@ class Readout:
     On the CPU they are there at once.
     """
 
-    def __init__(self, tensors: Sequence[Number]) -> None:
+    def __init__(self, tensors: Sequence[HostOrDevice]) -> None:
         """Start the copies. tensors: with one or more elements each, on any devices."""
         self._copies: list[tuple[list[int], list[int], torch.Tensor]] = []
         self._arrivals: list[Any] = []

@@ -26,7 +26,7 @@ from mpguard.watching.analysis import Analysis
 from mpguard.watching.containment import CONTAINMENT
 from mpguard.watching.fp8 import DelayedScales
 from mpguard.watching.output import JsonLines
-from mpguard.watching.readout import Number
+from mpguard.watching.readout import HostOrDevice
 from mpguard.watching.replay import Captures
 from mpguard.watching.rounds import Fresh, Keys, Part, StepRound, names_in
 
@@ -249,7 +249,7 @@ class Watch:
         self._round.stepped.add(id(optimizer))
         return True
 
-    def _fresh_numbers(self) -> tuple[list[Number], Keys]:
+    def _fresh_numbers(self) -> tuple[list[HostOrDevice], Keys]:
         """Return what has been computed since the last step of an optimizer, and what FP8 has scaled, if it is due."""
         tensors, keys = self._fresh.numbers()
         step, every = self._round.step, SCALES_EVERY[self.level]
@@ -299,7 +299,7 @@ class Watch:
 
     # -- numbers -----------------------------------------------------------------------------
 
-    def _add_part(self, tensors: list[Number], keys: Keys, *, intact: bool) -> None:
+    def _add_part(self, tensors: list[HostOrDevice], keys: Keys, *, intact: bool) -> None:
         """Copy numbers, and look at them at once if they have arrived. intact: the weights are those of the round."""
         if self._stepping is not None:
             self._round.scaled = True
@@ -317,7 +317,7 @@ class Watch:
         part.examined = True
         self.analysis.examine(current, part, self.captures, intact=intact)
 
-    def _add_gradients(self, optimizer: Any, tensors: list[Number], keys: Keys, *, always: bool = False) -> None:
+    def _add_gradients(self, optimizer: Any, tensors: list[HostOrDevice], keys: Keys, *, always: bool = False) -> None:
         """Add norms of the gradients of an optimizer if they are due, and the shares that underflow."""
         step, every = self._round.step, UNDERFLOW_EVERY[self.level]
         shares_due = step % every == UNDERFLOW_FIRST % every

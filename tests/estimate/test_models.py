@@ -12,24 +12,26 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5")
 
 from memory import Memory, saved_tensors
-from tiny_models import TINY, inputs, tiny
+from tiny_models import TINY, default, inputs, part_config, tiny
 
 import mpguard
-from mpguard.estimate import FAMILIES, ModelConfig
+from mpguard.estimate import FAMILIES, ModelConfig, Request, estimate
 from mpguard.estimate.blocks import Batch
 from mpguard.estimate.families import record
+from mpguard.estimate.reading import defaults
 from mpguard.estimate.replay import Replay
 from mpguard.estimate.tape import FULL, HALF, Tape, TapeDtypes
+from mpguard.targets.plugin import STRATEGIES
 
-ROWS, LENGTH = 2, 32
+ROWS, LENGTH, PATCHES = 2, 32, 64
 
 #: On the CPU their attention is another one.
 T5 = ("t5", "mt5")
 
 #: On the CPU some of their operators save other tensors than on a GPU.
 INEXACT = (
-    "bert", "roberta", "xlm-roberta", "camembert", "electra", "mpnet", "deberta-v2", "distilbert", "vit", "bart", "mbart",
-    "pegasus", "marian", "m2m_100", "whisper", "gpt_oss",
+    "bert", "roberta", "xlm-roberta", "camembert", "electra", "mpnet", "deberta-v2", "distilbert", "vit", "bart",
+    "mbart", "pegasus", "marian", "m2m_100", "whisper", "gpt_oss", "clip", "siglip", "llava", "gemma3", "qwen2_5_vl",
 )  # fmt: skip
 
 #: Name -> what the tape gets, the dtype of the model, and autocast.
@@ -51,7 +53,7 @@ def lowered_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorded(config: ModelConfig, precision: TapeDtypes) -> Tape:
-    return record(config, Batch(ROWS, LENGTH), precision)
+    return record(config, Batch(ROWS, LENGTH, PATCHES), precision)
 
 
 def test_each_family_has_a_tiny_model() -> None:
@@ -63,6 +65,38 @@ def test_parameters_are_those_of_transformers(name: str) -> None:
     model, config = tiny(name)
     real = Counter(tuple(each.shape) for each in model.parameters())
     assert Counter(each.shape for each in recorded(config, TapeDtypes()).weights.values()) == real
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_of_the_defaults_are_those_of_transformers(name: str) -> None:
+    """What a config.json leaves out, and sizes that are no multiples of each other. No memory: on the meta device."""
+    model, config = default(name)
+    real = Counter(tuple(each.shape) for each in model.parameters())
+    assert Counter(each.shape for each in recorded(config, TapeDtypes()).weights.values()) == real
+
+
+def test_a_deberta_with_a_convolution_and_positions_of_its_own() -> None:
+    changes = {"conv_kernel_size": 3, "share_att_key": False, "type_vocab_size": 2, "position_biased_input": True}
+    model, config = tiny("deberta-v2", **changes)
+    real = Counter(tuple(each.shape) for each in model.parameters())
+    assert Counter(each.shape for each in recorded(config, TapeDtypes()).weights.values()) == real
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_strategy_and_option_of_each_family(name: str) -> None:
+    _, config = tiny(name)
+    policy = mpguard.recipe("bf16_with_fp8_current_scaling_mixed").decided()
+    for strategy in STRATEGIES:
+        request = Request(config, policy, strategy, 1 if strategy == "single" else 2, batch=2, length=32)
+        for changes in ({}, {"checkpointing": True}, {"compiled": True}) if strategy == "single" else ({},):
+            found = estimate(dataclasses.replace(request, **changes))
+            assert found.allocated > found.parameters * 2 and found.per_gpu["activations"] > 0, (strategy, changes)
+
+
+def test_the_defaults_of_parts_are_those_of_transformers() -> None:
+    for kind, values in defaults().items():
+        real = part_config(kind).to_dict()
+        assert values.items() <= real.items(), kind
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "phi", "gemma", "t5"])
@@ -157,7 +191,7 @@ def test_saved_tensors_of_a_compiled_model(name: str, mode: str) -> None:
         loss = forward(compiled, batch, autocast)
     real = saved()
     del loss
-    tape = record(config, Batch(ROWS, LENGTH), precision, compiled=True)
+    tape = record(config, Batch(ROWS, LENGTH, PATCHES), precision, compiled=True)
     found = sum(each.size for each in {storage for op in tape.ops for storage in op.saved}
                 if each.kind not in ("weight", "input"))  # fmt: skip
     assert abs(found - real) <= 0.05 * real, f"estimated {found}, real {real}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,7 @@ def saved_tensors(without: Iterable[torch.Tensor]) -> Iterator[Callable[[], int]
         return own
 
     def sizes() -> dict[int, int]:
+        gc.collect()  # outputs that a model does not return may be in a cycle
         storages = (each.tensor.untyped_storage() for each in alive)
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
 

@@ -37,6 +37,17 @@ _T5: Mapping[str, Any] = {
     "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "use_cache": False, "decoder_start_token_id": 0,
 }  # fmt: skip
 
+#: An image has 64 patches.
+_TOWER: Mapping[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 64,
+    "patch_size": 8,
+}  # fmt: skip
+_TEXT: Mapping[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512,
+    "max_position_embeddings": 64, "projection_size": 64,
+}  # fmt: skip
+_MROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+
 #: Dropout is off: on the CPU it saves other masks than on a GPU.
 TINY: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "smollm3", "granite", "olmo2", "phi3", "stablelm"), _DECODER),
@@ -80,6 +91,38 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         "dim": 64, "hidden_dim": 256, "n_layers": 3, "n_heads": 4, "vocab_size": 512, "dropout": 0.0,
         "attention_dropout": 0.0, "max_position_embeddings": 256,
     },
+    "clip": {"vision_config": _TOWER, "text_config": _TEXT, "projection_dim": 32},
+    "siglip": {"vision_config": _TOWER, "text_config": _TEXT},
+    "llava": {
+        "vision_config": {**_TOWER, "patch_size": 16, "model_type": "clip_vision_model"},
+        "text_config": {**_DECODER, "model_type": "llama"}, "image_token_index": 7, "vision_feature_layer": -1,
+    },
+    "paligemma": {
+        "vision_config": {
+            **_TOWER, "patch_size": 16, "model_type": "siglip_vision_model", "vision_use_head": False,
+        },
+        "text_config": {**_DECODER, "model_type": "gemma", "head_dim": 32}, "image_token_index": 7,
+        "projection_dim": 64,
+    },
+    "gemma3": {
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model"}, "mm_tokens_per_image": 16,
+        "text_config": {**_DECODER, "model_type": "gemma3_text", "head_dim": 32}, "image_token_index": 7,
+    },
+    "mistral3": {
+        "vision_config": {**_TOWER, "model_type": "pixtral", "image_size": 64, "head_dim": 16},
+        "text_config": {**_DECODER, "model_type": "mistral"}, "image_token_index": 7, "vision_feature_layer": -1,
+    },
+    "qwen2_vl": {
+        "vision_config": {"depth": 3, "embed_dim": 64, "num_heads": 4, "hidden_size": 64}, "image_token_id": 7,
+        "text_config": {**_DECODER, "rope_parameters": _MROPE},
+    },
+    "qwen2_5_vl": {
+        "vision_config": {
+            "depth": 3, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64,
+            "fullatt_block_indexes": [2],
+        },
+        "image_token_id": 7, "text_config": {**_DECODER, "rope_parameters": _MROPE},
+    },
     "vit": {
         "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
         "image_size": 64, "patch_size": 8,
@@ -96,9 +139,15 @@ _HEADS = {
         "bert", "roberta", "xlm-roberta", "camembert", "mpnet", "electra", "deberta-v2", "distilbert",
     ),
     "AutoModelForImageClassification": ("vit",),
+    "AutoModel": ("clip", "siglip"),
+    "AutoModelForImageTextToText": ("llava", "paligemma", "gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl"),
     "AutoModelForSeq2SeqLM": ("bart", "mbart", "pegasus", "marian", "m2m_100", "t5", "mt5"),
     "AutoModelForSpeechSeq2Seq": ("whisper",),
 }  # fmt: skip
+
+
+#: Tokens that are replaced by an image.
+IMAGE_TOKENS = dict.fromkeys(("llava", "paligemma", "gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl"), 16)
 
 
 def tiny(name: str, **changes: Any) -> tuple[Any, ModelConfig]:
@@ -106,9 +155,41 @@ def tiny(name: str, **changes: Any) -> tuple[Any, ModelConfig]:
     import transformers
 
     config = transformers.CONFIG_MAPPING[name](**{**TINY[name], **changes})
-    head = next((head for head, names in _HEADS.items() if name in names), "AutoModelForCausalLM")
-    model = getattr(transformers, head).from_config(config)
+    model = getattr(transformers, _head_of(name)).from_config(config)
     return model.train(), ModelConfig(json.loads(config.to_json_string(use_diff=False)), name)
+
+
+def default(name: str) -> tuple[Any, ModelConfig]:
+    """Return a model of two blocks with the default sizes of its class, without memory, and its config."""
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[name]()
+    for key in ("num_hidden_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_layers"):
+        for part in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
+            if getattr(part, key, None):
+                setattr(part, key, 2)
+                if getattr(part, "layer_types", None):
+                    part.layer_types = part.layer_types[:2]
+    with torch.device("meta"):
+        model = getattr(transformers, _head_of(name)).from_config(config)
+    return model, ModelConfig(json.loads(config.to_json_string(use_diff=False)), name)
+
+
+def part_config(kind: str) -> Any:
+    """Return the config of a part of a model, with its defaults."""
+    import transformers
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig, Qwen2_5_VLVisionConfig
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig, Qwen2VLVisionConfig
+
+    nested = {
+        "qwen2_vl": Qwen2VLVisionConfig, "qwen2_vl_text": Qwen2VLTextConfig, "qwen2_5_vl": Qwen2_5_VLVisionConfig,
+        "qwen2_5_vl_text": Qwen2_5_VLTextConfig,
+    }  # fmt: skip
+    return (nested.get(kind) or transformers.CONFIG_MAPPING[kind])()
+
+
+def _head_of(name: str) -> str:
+    return next((head for head, names in _HEADS.items() if name in names), "AutoModelForCausalLM")
 
 
 def inputs(name: str, dtype: torch.dtype, rows: int, length: int) -> dict[str, torch.Tensor]:
@@ -118,7 +199,22 @@ def inputs(name: str, dtype: torch.dtype, rows: int, length: int) -> dict[str, t
             "pixel_values": torch.randn(rows, 3, 64, 64, dtype=dtype),
             "labels": torch.zeros(rows, dtype=torch.long),
         }
-    ids = torch.randint(5, 500, (rows, length))
+    ids = torch.randint(8, 500, (rows, length))
+    pixels = torch.randn(rows, 3, 64, 64, dtype=dtype)
+    if name in ("clip", "siglip"):
+        return {"input_ids": ids, "pixel_values": pixels, "return_loss": torch.tensor(True)}
+    if tokens := IMAGE_TOKENS.get(name):
+        ids[:, :tokens] = 7
+        batch = {"input_ids": ids, "labels": ids.clone(), "pixel_values": pixels}
+        if name in ("gemma3", "paligemma"):
+            batch["token_type_ids"] = (ids == 7).long()
+        if name == "mistral3":
+            batch["image_sizes"] = torch.tensor([[64, 64]] * rows)
+        if name.startswith("qwen"):
+            batch["pixel_values"] = torch.randn(rows * 64, 3 * 2 * 14 * 14, dtype=dtype)
+            batch["image_grid_thw"] = torch.tensor([[1, 8, 8]] * rows)
+            batch["mm_token_type_ids"] = (ids == 7).long()
+        return batch
     if name == "whisper":
         return {"input_features": torch.randn(rows, 16, 96, dtype=dtype), "labels": ids}
     return {"input_ids": ids, "labels": ids.clone()}
