@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from mpguard.core.console import Line, printable, write_lines
+from mpguard.core.console import Line, print_message, printable, write_lines
 from mpguard.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,6 +71,11 @@ def run(options: argparse.Namespace) -> int:
         )
     request = _request(options)
     found = estimate.estimate(request)
+    if request.config.has("quantization_config"):
+        print_message(
+            f"{request.config.path}: `quantization_config` is not counted: the estimate is for weights as the recipe "
+            "has them"
+        )
     if options.format == "json":
         print(json.dumps(found.as_json(), indent=2))
     else:

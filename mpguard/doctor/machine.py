@@ -104,7 +104,8 @@ def inspect(system: System) -> Machine:
             gpus.append(Gpu(fields[0], _version(fields[1]), int(fields[3]) if fields[3].isdigit() else None, fields[4]))
             drivers.append(fields[2])
     if not gpus:
-        return Machine(loaded=loaded, smi=True, status=6, failure=text.strip(), visible=visible, wsl=wsl)
+        none = not text.strip() or "No devices" in text
+        return Machine(loaded=loaded, smi=True, status=6 if none else 0, failure=text.strip(), visible=visible, wsl=wsl)
     _, header = _output([path], system)
     match = _CUDA.search(header)
     cuda = (int(match[1]), int(match[2])) if match else None

@@ -104,6 +104,11 @@ def _failed(machine: Machine) -> MachineProblem:
             "sudo usermod -aG video,render $USER   # then log in again",
         )
     first = next(iter(text.splitlines()), "")
+    if machine.status == 0:
+        return MachineProblem(
+            f"nvidia-smi prints what is no list of GPUs: {first[:200]}",
+            "type -a nvidia-smi   # another program of that name, or a wrapper; the driver's own must be the first",
+        )
     return MachineProblem(f"nvidia-smi failed with status {machine.status}: {first[:200]}", "sudo dmesg | grep -i nvrm")
 
 

@@ -3,8 +3,12 @@
     reading      config.json, or a built-in model (models.json) -> `ModelConfig`
     tape         the operators of a training step, each with what it saves for the backward pass
     layers       parts that families share: norms, rotary embeddings, activations
-    decoders     LLaMA and its relatives, with and without experts
-    others       GPT-2, BERT, T5, vision transformers, ...
+    blocks       parts with several layers
+    decoders     LLaMA and its relatives, with and without experts: one style per family
+    encoders     BERT and its relatives
+    seq2seq      BART and its relatives, and Whisper
+    vision       vision transformers, alone, with an encoder of text, or in front of a decoder
+    others       GPT-2, GPT-NeoX, OPT, DistilBERT, T5
     families     all of these, by `model_type`
     compiled     what torch.compile saves instead
     replay       runs a tape forward and backward, and records what is alive

@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from mpguard.core.errors import ConfigError, PolicyError, did_you_mean
-from mpguard.estimate.decoders import Batch
+from mpguard.estimate.blocks import Batch
 from mpguard.estimate.families import record
 from mpguard.estimate.gpus import MEMORY_MIB, architecture, memory_of
 from mpguard.estimate.optimizers import OPTIMIZERS

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from mpguard.core.errors import ConfigError
-from mpguard.estimate import decoders, others
+from mpguard.estimate import decoders, encoders, others, seq2seq, vision
+from mpguard.estimate.blocks import Batch
 from mpguard.estimate.compiled import fuse
-from mpguard.estimate.decoders import Batch
 from mpguard.estimate.reading import ModelConfig
 from mpguard.estimate.tape import Tape, TapeDtypes
 
 Program = Callable[[Tape, ModelConfig, Batch], object]
 
-FAMILIES: Mapping[str, Program] = {**dict.fromkeys(decoders.STYLES, decoders.run), **others.PROGRAMS}
+FAMILIES: Mapping[str, Program] = {
+    **dict.fromkeys(decoders.STYLES, decoders.run),
+    **dict.fromkeys(encoders.STYLES, encoders.run),
+    **dict.fromkeys(seq2seq.STYLES, seq2seq.run),
+    **vision.PROGRAMS,
+    **others.PROGRAMS,
+}
 
 
 #: Families with a table of positions, in which longer rows have no entry: the key, its default, and entries that are
@@ -22,13 +28,19 @@ _TABLES = {
     "gpt2": ("n_positions", 1024, 0), "opt": ("max_position_embeddings", 2048, 0),
     "bert": ("max_position_embeddings", 512, 0), "roberta": ("max_position_embeddings", 512, 2),
     "xlm-roberta": ("max_position_embeddings", 512, 2), "distilbert": ("max_position_embeddings", 512, 0),
-    "bart": ("max_position_embeddings", 1024, 0),
+    **dict.fromkeys(("electra", "deberta-v2"), ("max_position_embeddings", 512, 0)),
+    **dict.fromkeys(("camembert", "mpnet"), ("max_position_embeddings", 512, 2)),
+    **dict.fromkeys(("bart", "mbart", "pegasus", "marian"), ("max_position_embeddings", 1024, 0)),
+    "whisper": ("max_target_positions", 448, 0),
+    **dict.fromkeys(("clip", "siglip"), ("max_position_embeddings", 64, 0)),
 }  # fmt: skip
 
 
 def most_positions(config: ModelConfig) -> int | None:
     """Return the longest row that a model takes; None if its architecture sets no limit."""
     table = _TABLES.get(config.architecture)
+    if config.architecture in ("clip", "siglip"):
+        config = config.section("text_config", f"{config.architecture}_text_model")
     return None if table is None else config.size(table[0], default=table[1]) - table[2]
 
 

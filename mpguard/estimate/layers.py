@@ -25,6 +25,16 @@ def olmo_norm(tape: Tape, x: Value, name: str, width: int) -> Value:
     return tape.cast(tape.mul(weight, _normalized(tape, tape.cast(x, FULL), width)), dtype)
 
 
+def cohere_norm(tape: Tape, x: Value, name: str, width: int) -> Value:
+    """`CohereLayerNorm`: a layer norm without bias in FP32, written out; the mean is subtracted twice."""
+    weight, dtype = tape.parameter(f"{name}.weight", (width,)), x.width
+    x = tape.cast(x, FULL)
+    mean = tape.mean(x, x.count // width)
+    variance = tape.mean(tape.pointwise(tape.add(x, mean), "pow"), x.count // width)
+    y = tape.mul(tape.add(x, mean), tape.rsqrt(variance))
+    return tape.cast(tape.mul(tape.cast(weight, FULL), y), dtype)
+
+
 def _normalized(tape: Tape, x: Value, width: int) -> Value:
     return tape.mul(x, tape.rsqrt(tape.mean(tape.pointwise(x, "pow"), x.count // width)))
 
@@ -33,6 +43,12 @@ def rotary(tape: Tape, x: Value, cos: Value, sin: Value) -> Value:
     """`apply_rotary_pos_emb` of queries or keys."""
     turned = tape.copy(x)
     return tape.add(tape.mul(x, cos), tape.mul(turned, sin))
+
+
+def paired_rotary(tape: Tape, x: Value, cos: Value, sin: Value) -> Value:
+    """Rotary embedding of two halves, each multiplied with cosines and sines, and joined again."""
+    first, second = (tape.part(x, x.count // 2) for _ in range(2))
+    return tape.joined([tape.add(tape.mul(a, cos), tape.mul(b, sin)) for a, b in ((first, second), (second, first))])
 
 
 def partial_rotary(tape: Tape, x: Value, share: float, cos: Value, sin: Value) -> Value:
@@ -51,4 +67,6 @@ def activation(tape: Tape, x: Value, name: str) -> Value:
         inner = tape.pointwise(tape.add(x, cube), "mul", "")
         tanh = tape.pointwise(inner, "tanh", "output")
         return tape.mul(tape.pointwise(x, "mul", ""), tape.pointwise(tanh, "add", ""))
+    if name == "quick_gelu":
+        return tape.mul(x, tape.pointwise(tape.pointwise(x, "mul", ""), "sigmoid", "output"))
     return tape.pointwise(x, name, "output" if name in ("relu", "tanh", "sigmoid") else "input")

@@ -1,52 +1,13 @@
-"""Models that are no LLaMA with changes: GPT-2, GPT-NeoX, OPT, encoders, encoder-decoders, vision transformers."""
+"""Models that are no LLaMA with changes, and like no other here: GPT-2, GPT-NeoX, OPT, DistilBERT, T5."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 
 from mpguard.estimate import layers
-from mpguard.estimate.decoders import Batch
+from mpguard.estimate.blocks import Batch, Heads, mlp, tied_head, token_ids
 from mpguard.estimate.reading import ModelConfig
 from mpguard.estimate.tape import FULL, INDEX, Tape, Value
-
-
-def _ids(tape: Tape, tokens: int) -> Value:
-    return tape.constant(tokens, INDEX, "input")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Heads:
-    """Attention with a product each for queries, keys, values and the result, whose names are given."""
-
-    names: tuple[str, str, str, str]
-    hidden: int
-    count: int
-    bias: bool = True
-    dropout: float = 0.0
-    scaled: bool = False
-
-    def __call__(self, tape: Tape, x: Value, other: Value) -> Value:
-        """Run it. other: what keys and values are made of."""
-        q = tape.linear(x, self.names[0], self.hidden, self.hidden, self.bias)
-        q = tape.pointwise(q, "mul", "") if self.scaled else q
-        k, v = (tape.linear(other, name, self.hidden, self.hidden, self.bias) for name in self.names[1:3])
-        y = tape.attention(q, k, v, self.count * (x.count // self.hidden))
-        return tape.dropout(
-            tape.linear(y, self.names[3], self.hidden, self.hidden, self.bias or not self.scaled), self.dropout
-        )
-
-
-def _mlp(tape: Tape, x: Value, names: tuple[str, str], sizes: tuple[int, int, str], bias: bool = True) -> Value:
-    hidden, inner, act = sizes
-    y = layers.activation(tape, tape.linear(x, names[0], hidden, inner, bias), act)
-    return tape.linear(y, names[1], inner, hidden, bias)
-
-
-def _head(tape: Tape, x: Value, name: str, sizes: tuple[int, int], rows: int) -> Value:
-    """The product with the embedding, whose sizes are given, and the loss in FP32."""
-    logits = tape.product(x, tape.parameter(name, sizes, "embedding"), rows * sizes[0])
-    return tape.cross_entropy(logits, rows, full=True)
 
 
 def gpt2(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
@@ -54,10 +15,10 @@ def gpt2(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
     inner = config.size("n_inner", default=4 * hidden)
     heads, act = config.size("n_head", "num_attention_heads"), config.word("activation_function", default="gelu_new")
     dropped = config.share("resid_pdrop", default=0.1)
-    x = tape.embedding(_ids(tape, batch.tokens), "wte", words, hidden)
+    x = tape.embedding(token_ids(tape, batch.tokens), "wte", words, hidden)
     place = tape.embedding(tape.constant(batch.length, INDEX), "wpe", config.size("n_positions", default=1024), hidden)
     x = tape.dropout(tape.add(x, place), config.share("embd_pdrop", default=0.1))
-    for number in range(config.size("n_layer", "num_hidden_layers")):
+    for number in range(config.blocks("n_layer", "num_hidden_layers")):
         with tape.block(f"h.{number}"):
             y = tape.layer_norm(x, "ln_1", hidden)
             qkv = _conv1d(tape, y, "attn.c_attn", hidden, 3 * hidden)
@@ -70,7 +31,7 @@ def gpt2(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
     x = tape.head(tape.layer_norm(x, "ln_f", hidden))
     if not config.flag("tie_word_embeddings", True):
         return tape.cross_entropy(tape.linear(x, "lm_head", hidden, words), batch.tokens, full=True)
-    return _head(tape, x, "wte", (words, hidden), batch.tokens)
+    return tied_head(tape, x, "wte", (words, hidden), batch.tokens)
 
 
 def _conv1d(tape: Tape, x: Value, name: str, inputs: int, outputs: int) -> Value:
@@ -85,9 +46,9 @@ def gpt_neox(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
     dropped, bias = config.share("hidden_dropout"), config.flag("attention_bias", True)
     share = config.part("rope_parameters").get("partial_rotary_factor", config.share("rotary_pct", default=0.25))
     share = int(hidden // heads * share) / (hidden // heads)
-    x = tape.dropout(tape.embedding(_ids(tape, batch.tokens), "embed_in", words, hidden), dropped)
+    x = tape.dropout(tape.embedding(token_ids(tape, batch.tokens), "embed_in", words, hidden), dropped)
     turns = [tape.constant(int(batch.length * hidden // heads * share), x.width) for _ in range(2)]
-    for number in range(config.size("num_hidden_layers")):
+    for number in range(config.blocks("num_hidden_layers")):
         with tape.block(f"layers.{number}"):
             y = tape.linear(tape.layer_norm(x, "input_layernorm", hidden), "query_key_value", hidden, 3 * hidden, bias)
             q, k, v = (tape.part(y, y.count // 3) for _ in range(3))
@@ -98,11 +59,11 @@ def gpt_neox(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
             parallel = config.flag("use_parallel_residual", True)
             x = x if parallel else tape.add(attended, x)
             y = tape.layer_norm(x, "post_attention_layernorm", hidden)
-            y = tape.dropout(_mlp(tape, y, ("dense_h_to_4h", "dense_4h_to_h"), (hidden, inner, act)), dropped)
+            y = tape.dropout(mlp(tape, y, ("dense_h_to_4h", "dense_4h_to_h"), (hidden, inner, act)), dropped)
             x = tape.add(tape.add(y, attended), x) if parallel else tape.add(y, x)
     x = tape.head(tape.layer_norm(x, "final_layer_norm", hidden))
     if config.flag("tie_word_embeddings", False):
-        return _head(tape, x, "embed_in", (words, hidden), batch.tokens)
+        return tied_head(tape, x, "embed_in", (words, hidden), batch.tokens)
     logits = tape.linear(x, "lm_head", hidden, words)
     return tape.cross_entropy(logits, batch.tokens, full=True)
 
@@ -112,50 +73,24 @@ def opt(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
     heads, act = config.size("num_attention_heads"), config.word("activation_function", default="relu")
     dropped, bias = config.share("dropout", default=0.1), config.flag("enable_bias", True)
     narrow, first = config.size("word_embed_proj_dim", default=hidden), config.flag("do_layer_norm_before", True)
-    x = tape.embedding(_ids(tape, batch.tokens), "embed_tokens", words, narrow)
+    x = tape.embedding(token_ids(tape, batch.tokens), "embed_tokens", words, narrow)
     places = config.size("max_position_embeddings", default=2048) + 2
     place = tape.embedding(tape.constant(batch.tokens, INDEX), "embed_positions", places, hidden)
     x = tape.linear(x, "project_in", narrow, hidden) if narrow != hidden else x
     x = tape.add(x, place)
-    for number in range(config.size("num_hidden_layers")):
+    for number in range(config.blocks("num_hidden_layers")):
         with tape.block(f"layers.{number}"):
             y = tape.layer_norm(x, "self_attn_layer_norm", hidden) if first else x
             names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj")
-            x = tape.add(x, _Heads(names, hidden, heads, bias, dropped, True)(tape, y, y))
+            x = tape.add(x, Heads(names, hidden, heads, bias, dropped, True)(tape, y, y))
             x = x if first else tape.layer_norm(x, "self_attn_layer_norm", hidden)
             y = tape.layer_norm(x, "final_layer_norm", hidden) if first else x
-            x = tape.add(x, tape.dropout(_mlp(tape, y, ("fc1", "fc2"), (hidden, inner, act), bias), dropped))
+            x = tape.add(x, tape.dropout(mlp(tape, y, ("fc1", "fc2"), (hidden, inner, act), bias), dropped))
             x = x if first else tape.layer_norm(x, "final_layer_norm", hidden)
     if first and not config.flag("_remove_final_layer_norm", False):
         x = tape.layer_norm(x, "final_layer_norm", hidden)
     x = tape.head(tape.linear(x, "project_out", hidden, narrow) if narrow != hidden else x)
-    return _head(tape, x, "embed_tokens", (words, narrow), batch.tokens)
-
-
-def bert(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
-    """BERT and RoBERTa with the head of masked language models."""
-    hidden, words, inner = (config.size(key) for key in ("hidden_size", "vocab_size", "intermediate_size"))
-    heads, act = config.size("num_attention_heads"), config.word("hidden_act", default="gelu")
-    dropped = config.share("hidden_dropout_prob", default=0.1)
-    names = ("attention.query", "attention.key", "attention.value", "attention.output")
-    x = tape.embedding(_ids(tape, batch.tokens), "word_embeddings", words, hidden)
-    kinds = config.size("type_vocab_size", default=2)
-    x = tape.add(x, tape.embedding(tape.constant(batch.tokens, INDEX), "token_type_embeddings", kinds, hidden))
-    places = config.size("max_position_embeddings", default=512)
-    rows = batch.tokens if config.architecture != "bert" else batch.length  # RoBERTa has positions for each row
-    x = tape.add(x, tape.embedding(tape.constant(rows, INDEX), "position_embeddings", places, hidden))
-    x = tape.dropout(tape.layer_norm(x, "embeddings.LayerNorm", hidden), dropped)
-    for number in range(config.size("num_hidden_layers")):
-        with tape.block(f"layer.{number}"):
-            y = _Heads(names, hidden, heads, True, dropped)(tape, x, x)
-            x = tape.layer_norm(tape.add(y, x), "attention.LayerNorm", hidden)
-            y = _mlp(tape, x, ("intermediate.dense", "output.dense"), (hidden, inner, act))
-            x = tape.layer_norm(tape.add(tape.dropout(y, dropped), x), "output.LayerNorm", hidden)
-    x = layers.activation(tape, tape.linear(tape.head(x), "head.dense", hidden, hidden, True), "gelu")
-    x = tape.layer_norm(x, "head.LayerNorm", hidden)
-    table, bias = tape.parameter("word_embeddings", (words, hidden), "embedding"), tape.parameter("head.bias", (words,))
-    logits = tape.product(x, table, batch.tokens * words, [bias])
-    return tape.cross_entropy(logits, batch.tokens)
+    return tied_head(tape, x, "embed_tokens", (words, narrow), batch.tokens)
 
 
 def distilbert(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
@@ -163,91 +98,19 @@ def distilbert(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
     heads, act = config.size("n_heads"), config.word("activation", default="gelu")
     dropped = config.share("dropout", default=0.1)
     names = ("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin")
-    x = tape.embedding(_ids(tape, batch.tokens), "word_embeddings", words, hidden)
+    x = tape.embedding(token_ids(tape, batch.tokens), "word_embeddings", words, hidden)
     places = config.size("max_position_embeddings", default=512)
     x = tape.add(x, tape.embedding(tape.constant(batch.length, INDEX), "position_embeddings", places, hidden))
     x = tape.dropout(tape.layer_norm(x, "embeddings.LayerNorm", hidden), dropped)
-    for number in range(config.size("n_layers")):
+    for number in range(config.blocks("n_layers")):
         with tape.block(f"layer.{number}"):
-            x = tape.layer_norm(tape.add(_Heads(names, hidden, heads)(tape, x, x), x), "sa_layer_norm", hidden)
-            y = tape.dropout(_mlp(tape, x, ("ffn.lin1", "ffn.lin2"), (hidden, inner, act)), dropped)
+            x = tape.layer_norm(tape.add(Heads(names, hidden, heads)(tape, x, x), x), "sa_layer_norm", hidden)
+            y = tape.dropout(mlp(tape, x, ("ffn.lin1", "ffn.lin2"), (hidden, inner, act)), dropped)
             x = tape.layer_norm(tape.add(y, x), "output_layer_norm", hidden)
     x = layers.activation(tape, tape.linear(tape.head(x), "vocab_transform", hidden, hidden, True), act)
     x = tape.layer_norm(x, "vocab_layer_norm", hidden)
     table = tape.parameter("word_embeddings", (words, hidden), "embedding")
     logits = tape.product(x, table, batch.tokens * words, [tape.parameter("vocab_projector.bias", (words,))])
-    return tape.cross_entropy(logits, batch.tokens)
-
-
-def vit(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
-    """A vision transformer with a classifier. The length of a row follows from image and patch."""
-    hidden, inner, heads = (config.size(key) for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
-    image, patch = config.size("image_size", default=224), config.size("patch_size", default=16)
-    channels, act = config.size("num_channels", default=3), config.word("hidden_act", default="gelu")
-    patches, dropped = (image // patch) ** 2, config.share("hidden_dropout_prob")
-    labels = len(config.part("id2label")) or config.size("num_labels", default=2)
-    rows = batch.size * (patches + 1)
-    pixels = tape.constant(batch.size * channels * image**2, tape.precision.weights, "input")
-    kernel = tape.parameter("patch_embeddings.weight", (hidden, channels, patch, patch), "linear")
-    x = tape.product(
-        pixels, kernel, batch.size * patches * hidden, [tape.parameter("patch_embeddings.bias", (hidden,))]
-    )
-    x = tape.joined([tape.parameter("cls_token", (1, 1, hidden)), x])
-    x.count = rows * hidden
-    x.storage.size = x.count * x.width
-    places = tape.parameter("position_embeddings", (1, patches + 1, hidden))
-    x = tape.dropout(tape.add(x, places), dropped)
-    names, bias = ("q_proj", "k_proj", "v_proj", "o_proj"), config.flag("qkv_bias", True)
-    for number in range(config.size("num_hidden_layers")):
-        with tape.block(f"layers.{number}"):
-            y = tape.layer_norm(x, "layernorm_before", hidden)
-            x = tape.add(_Heads(names, hidden, heads, bias, dropped)(tape, y, y), x)
-            y = tape.layer_norm(x, "layernorm_after", hidden)
-            x = tape.add(tape.dropout(_mlp(tape, y, ("fc1", "fc2"), (hidden, inner, act)), dropped), x)
-    x = tape.head(tape.layer_norm(x, "layernorm", hidden))
-    logits = tape.linear(tape.part(x, batch.size * hidden), "classifier", hidden, labels, True)
-    return tape.cross_entropy(logits, batch.size)
-
-
-def bart(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
-    """An encoder and a decoder, both with rows of the given length."""
-    hidden, words = config.size("d_model"), config.size("vocab_size")
-    act, dropped = config.word("activation_function", default="gelu"), config.share("dropout", default=0.1)
-    places = config.size("max_position_embeddings", default=1024) + 2
-
-    def embedded(side: str) -> Value:
-        x = tape.embedding(_ids(tape, batch.tokens), "shared", words, hidden)
-        x = tape.pointwise(x, "mul", "")
-        rows = tape.constant(batch.tokens, INDEX)
-        x = tape.add(x, tape.embedding(rows, f"{side}.embed_positions", places, hidden))
-        return tape.dropout(tape.layer_norm(x, f"{side}.layernorm_embedding", hidden), dropped)
-
-    def attended(x: Value, other: Value, name: str, heads: int) -> Value:
-        names = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj", f"{name}.out_proj")
-        y = _Heads(names, hidden, heads, True, dropped)(tape, x, other)
-        return tape.layer_norm(tape.add(x, y), f"{name}_layer_norm", hidden)
-
-    def fed(x: Value, inner: int) -> Value:
-        y = tape.dropout(_mlp(tape, x, ("fc1", "fc2"), (hidden, inner, act)), dropped)
-        return tape.layer_norm(tape.add(x, y), "final_layer_norm", hidden)
-
-    source = embedded("encoder")
-    for number in range(config.size("encoder_layers")):
-        with tape.block(f"encoder.layers.{number}"):
-            source = attended(source, source, "self_attn", config.size("encoder_attention_heads"))
-            source = fed(source, config.size("encoder_ffn_dim"))
-    x = embedded("decoder")
-    for number in range(config.size("decoder_layers")):
-        with tape.block(f"decoder.layers.{number}"):
-            x = attended(x, x, "self_attn", config.size("decoder_attention_heads"))
-            x = attended(x, source, "encoder_attn", config.size("decoder_attention_heads"))
-            x = fed(x, config.size("decoder_ffn_dim"))
-    tape.returned.append(source)
-    logits = tape.product(tape.head(x), tape.parameter("shared", (words, hidden), "embedding"), batch.tokens * words)
-    tape.buffer("final_logits_bias", words, tape.precision.weights)
-    logits = tape.pointwise(logits, "add", "")
-    if tape.precision.autocast:  # the bias is FP32
-        logits = tape.cast(logits, FULL)
     return tape.cross_entropy(logits, batch.tokens)
 
 
@@ -284,7 +147,7 @@ def t5(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
         return tape.add(x, tape.dropout(tape.linear(y, f"{name}.wo", inner, hidden), dropped))
 
     def side(name: str, count: int, source: Value | None) -> Value:
-        x = tape.dropout(tape.embedding(_ids(tape, batch.tokens), "shared", words, hidden), dropped)
+        x = tape.dropout(tape.embedding(token_ids(tape, batch.tokens), "shared", words, hidden), dropped)
         bias: Value | None = None
         for number in range(count):
             with tape.block(f"{name}.block.{number}"):
@@ -298,7 +161,7 @@ def t5(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
                 x = fed(x, "ff")
         return tape.dropout(norm(x, f"{name}.final_layer_norm"), dropped)
 
-    layer_count = config.size("num_layers")
+    layer_count = config.blocks("num_layers")
     source = side("encoder", layer_count, None)
     x = side("decoder", config.size("num_decoder_layers", default=layer_count), source)
     tape.returned.append(source)
@@ -310,6 +173,5 @@ def t5(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
 
 
 PROGRAMS: Mapping[str, Callable[[Tape, ModelConfig, Batch], Value]] = {
-    "gpt2": gpt2, "gpt_neox": gpt_neox, "opt": opt, "bert": bert, "roberta": bert, "xlm-roberta": bert,
-    "distilbert": distilbert, "vit": vit, "bart": bart, "t5": t5,
+    "gpt2": gpt2, "gpt_neox": gpt_neox, "opt": opt, "distilbert": distilbert, "t5": t5, "mt5": t5,
 }  # fmt: skip

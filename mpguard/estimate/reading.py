@@ -13,6 +13,12 @@ from mpguard.core.errors import ConfigError, did_you_mean, did_you_mean_file
 #: Sizes of published models, by name, as their config.json has them.
 BUILT_IN = Path(__file__).with_name("models.json")
 
+#: Values of the parts of models with images, by `model_type`, as their classes in transformers have them.
+DEFAULTS = Path(__file__).with_name("defaults.json")
+
+#: The largest number of blocks, and the largest size of another kind.
+MOST_BLOCKS, MOST = 2000, 2**40
+
 _ABSENT = object()
 
 
@@ -45,7 +51,16 @@ class ModelConfig:
             )
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise ConfigError(f"{self.path}: `{names[0]}` is {value!r:.40}; a whole number above 0 is needed")
+        if value > MOST:
+            raise ConfigError(f"{self.path}: `{names[0]}` is {value}; {MOST:,} is the most that is estimated")
         return value
+
+    def blocks(self, *names: str) -> int:
+        """Return the number of repeated blocks. Each is run on its own, so there is a limit."""
+        number = self.size(*names)
+        if number > MOST_BLOCKS:
+            raise ConfigError(f"{self.path}: `{names[0]}` is {number}; {MOST_BLOCKS:,} is the most that is estimated")
+        return number
 
     def count(self, *names: str, default: int = 0) -> int:
         """Return a number that may be 0."""
@@ -96,8 +111,28 @@ class ModelConfig:
         value = self.values.get(name)
         return value if isinstance(value, Mapping) else {}
 
+    def section(self, name: str, kind: str, *, flat: bool = False) -> ModelConfig:
+        """Return a part that is a config of its own, with the defaults of its class: files leave these out.
+
+        kind: its `model_type` if it names none. flat: older files have its keys next to `name`.
+        """
+        own = self.part(name)
+        if not own and flat:
+            own = {key: value for key, value in self.values.items() if key != "model_type"}
+        named = own.get("model_type")
+        kind = named.removesuffix("_vision") if isinstance(named, str) else kind
+        shared = {key: self.values[key] for key in ("tie_word_embeddings",) if key in self.values and flat}
+        return ModelConfig({**defaults().get(kind, {}), **own, **shared, "model_type": kind}, f"{self.path} ({name})")
+
     def _value(self, names: tuple[str, ...]) -> Any:
         return next((self.values[name] for name in names if name in self.values), _ABSENT)
+
+
+@cache
+def defaults() -> dict[str, dict[str, Any]]:
+    """Return what transformers' classes have for keys that a file leaves out, of parts of a model, by `model_type`."""
+    found: dict[str, dict[str, Any]] = json.loads(DEFAULTS.read_text(encoding="utf-8"))
+    return found
 
 
 @cache

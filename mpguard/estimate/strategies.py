@@ -111,7 +111,7 @@ def _gathered(weights: Sequence[Weight], plan: ShardingPlan) -> tuple[int, int]:
 
 def fsdp2(weights: Sequence[Weight], plan: ShardingPlan) -> Shares:
     """Each parameter is split along its first dimension; the first rank has the largest part."""
-    parts = {each: (math.ceil(each.shape[0] / plan.gpus), *each.shape[1:]) for each in weights}
+    parts = {each: (math.ceil((each.shape or (1,))[0] / plan.gpus), *each.shape[1:]) for each in weights}
     owned = [Owned(parts[each], plan.trained, each.kind) for each in weights]
     return _fsdp(weights, plan, owned, lambda weight: math.prod(parts[weight]) * plan.trained)
 

@@ -88,7 +88,7 @@ class TapeDtypes:
     fp8_layers, fp8_experts: which Linear layers, and which experts, are FP8: functions of name, inputs and outputs.
     row: tokens in a row if attention with grouped queries stores all scores in FP32, as on CUDA, which has no other
     kernel for it; 0 on the CPU.
-    cuda: `pow` is in FP32 under autocast, which it is on CUDA only.
+    cuda: `pow`, softmax and layer norms are in FP32 under autocast, which they are on CUDA only.
     """
 
     weights: int = FULL
@@ -132,6 +132,14 @@ class Tape:
             yield
         finally:
             self._segment, self._prefix = None, ""
+
+    @contextmanager
+    def unused(self, unused: bool) -> Iterator[None]:
+        """What runs inside gives nothing that the loss depends on, if `unused`: its weights are there, and no more."""
+        kept = len(self.ops)
+        yield
+        if unused:
+            del self.ops[kept:]
 
     def head(self, x: Value) -> Value:
         """What follows are logits and the loss. The model holds `x` and the logits until it returns."""
@@ -194,6 +202,23 @@ class Tape:
         """`contiguous`, `cat`, `reshape` of what is not contiguous: another memory, nothing saved."""
         return self._new("copy", [x], (x.count, x.width), cheap=True)
 
+    def new(self, name: str, x: Value, count: int) -> Value:
+        """An operator that saves its input."""
+        return self._new(name, [x], (count, x.width), [x])
+
+    def placed(self, x: Value, rows: Value, tokens: int) -> Value:
+        """`masked_scatter`: rows stand at the place of some of the tokens."""
+        return self._new("masked_scatter", [x, rows], (x.count, x.width), [self.constant(tokens, MASK)])
+
+    def repeated(self, x: Value, times: int) -> Value:
+        """`repeat`, or `expand` that is made contiguous."""
+        return self._new("repeat", [x], (times * x.count, x.width))
+
+    def matmul(self, a: Value, b: Value, count: int) -> Value:
+        """A product of two values that are no weights."""
+        a, b = (self.cast(each, self.precision.compute) for each in (a, b))
+        return self._new("attention", [a, b], (count, a.width), [a, b])
+
     def part(self, x: Value, count: int) -> Value:
         """A slice: the memory is that of the whole, the gradient is as large as the whole."""
         output = Value(count, x.width, x.grad, x.storage)
@@ -205,9 +230,10 @@ class Tape:
         count = sum(each.count for each in parts)
         return self._new("cat", parts, (count, max(each.width for each in parts)), passes=True, cheap=True)
 
-    def gathered(self, x: Value, count: int, index: int) -> Value:
-        """`x[index]`: saves `index` indices."""
-        return self._new("index", [x], (count, x.width), [self.constant(index, INDEX)])
+    def gathered(self, x: Value, count: int, index: int, *, keeps: bool = False) -> Value:
+        """`x[index]`: saves `index` indices. keeps: it is `torch.gather`, which saves its input too."""
+        saved = [self.constant(index, INDEX), *([x] if keeps else [])]
+        return self._new("index", [x], (count, x.width), saved)
 
     def softmax(self, x: Value, width: int) -> Value:
         """`softmax` with results of a dtype."""
@@ -267,23 +293,43 @@ class Tape:
         saved = [self.constant(x.count, 1), self.constant(weight.count, self.precision.fp8, "fp8")]
         return self._new("linear", [x, weight, *more], (count, self.precision.compute), saved)
 
-    def product(self, x: Value, weight: Value, count: int, more: Sequence[Value] = ()) -> Value:
-        """A product with a weight, which saves the input and the weight."""
-        x = self.cast(x, self.precision.compute)
+    def product(
+        self,
+        x: Value,
+        weight: Value,
+        count: int,
+        more: Sequence[Value] = (),
+        *,
+        width: int | None = None,
+        convolution: bool = False,
+    ) -> Value:
+        """A product with a weight, which saves the input and the weight. width: of the result, if autocast is off.
+        convolution: it saves its weight even if the input needs no gradient.
+        """
+        width = self.precision.compute if width is None or self.precision.autocast else width
+        x = self.cast(x, width)
         expert = weight.weight is not None and weight.weight.kind == "expert"  # cast by the model, not by autocast
-        copy = self.cast(weight, self.precision.compute) if expert else self._compute_copy(weight)
+        copy = self.cast(weight, width) if expert or width > weight.width else self._compute_copy(weight)
         bias = [self._compute_copy(each) for each in more]
-        saved = [x, *([copy] if x.grad else [])]
-        return self._new("linear", [x, copy, *bias], (count, self.precision.compute), saved)
+        saved = [x, *([copy] if x.grad or convolution else [])]
+        return self._new("linear", [x, copy, *bias], (count, width), saved)
 
-    def expert_product(self, x: Value, name: str, stacked: tuple[int, int, int]) -> Value:
+    def expert_product(
+        self, x: Value, name: str, stacked: tuple[int, int, int], *, transposed: bool = False, bias: bool = False
+    ) -> Value:
         """A grouped product of rows with the matrices of their experts. stacked: experts, outputs and inputs.
+        transposed: a weight has its inputs first.
 
         In FP8 the rows of each expert are padded to multiples of 16, and the weights are saved as they are; the
         backward pass rounds them again.
         """
         number, outputs, inputs = stacked
-        weight, rows = self.parameter(f"mlp.experts.{name}", stacked, "expert"), x.count // inputs
+        shape = (number, inputs, outputs) if transposed else stacked
+        weight, rows = self.parameter(f"mlp.experts.{name}", shape, "expert"), x.count // inputs
+        if bias:
+            added = self.gathered(self.parameter(f"mlp.experts.{name}_bias", (number, outputs)), rows * outputs, rows)
+            y = self.product(x, weight, rows * outputs)
+            return self._new("add", [y, added], (y.count, y.width), cheap=True)  # in place
         fp8 = self.precision.fp8_experts
         if fp8 is None or not fp8(f"{self._prefix}mlp.experts", inputs, outputs):
             return self.product(x, weight, rows * outputs)
@@ -294,12 +340,12 @@ class Tape:
         return self.gathered(y, rows * outputs, padded)
 
     def layer_norm(self, x: Value, name: str, width: int, bias: bool = True) -> Value:
-        """`nn.LayerNorm`, which autocast computes in FP32."""
+        """`nn.LayerNorm`, which autocast of CUDA computes in FP32."""
         more = [
             self.parameter(f"{name}.weight", (width,)),
             *([self.parameter(f"{name}.bias", (width,))] if bias else []),
         ]
-        if self.precision.autocast:
+        if self.precision.autocast and self.precision.cuda:
             x = self.cast(x, FULL)
         statistics = [self.constant(x.count // width, FULL) for _ in range(2)]
         return self._new("layer_norm", [x, *more], (x.count, x.width), [x, *more, *statistics])
@@ -326,6 +372,51 @@ class Tape:
         scores = self._new("attention", [q, k], (count, q.width), [q, k])
         weights = self.softmax(self.pointwise(scores, "add", ""), q.width)
         return self._new("attention", [weights, v], (q.count, q.width), [weights, v])
+
+    def eager_attention(
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        sums: int,
+        row: int,
+        *,
+        cap: bool = False,
+        sinks: Value | None = None,
+        bias: Value | None = None,
+        full: bool = True,
+    ) -> Value:
+        """Attention of models that no fused kernel fits: all scores are computed, `row` for each of `sums`.
+
+        cap: scores are bounded by tanh. sinks: a further score of each head, which takes a share of the softmax.
+        bias: is added to the scores in place, as a mask is. full: the softmax is in FP32, and its result cast back.
+        """
+        width, count = q.width, sums * row
+        if k.count < q.count:
+            k, v = (self._new("repeat", [each], (q.count, each.width)) for each in (k, v))
+        q, k = (self.cast(each, self.precision.compute) for each in (q, k))
+        scores = self._new("attention", [q, k], (count, q.width), [q, k])
+        scores = self.pointwise(scores, "mul", "")
+        if cap:
+            scores = self.pointwise(self.pointwise(self.pointwise(scores, "div", ""), "tanh", "output"), "mul", "")
+        scores = self._new("add", [scores, *([bias] if bias else [])], (count, scores.width), cheap=True)
+        if sinks is None:
+            return self.eager_weights(scores, v, full=full, width=width)
+        scores = self._new("cat", [scores, sinks], (count + sums, max(scores.width, sinks.width)), cheap=True)
+        weights = self.softmax(self.pointwise(scores, "sub", ""), scores.width)
+        weights = self.cast(self.part(weights, count), v.width)
+        weights, v = (self.cast(each, self.precision.compute) for each in (weights, v))
+        return self.copy(self._new("attention", [weights, v], (q.count, v.width), [weights, v]))
+
+    def eager_weights(self, scores: Value, v: Value, *, full: bool, width: int | None = None, mask: int = 0) -> Value:
+        """The softmax of scores, and its product with the values. mask: elements of a mask that is kept."""
+        if mask:
+            scores = self._new("masked_fill", [scores], (scores.count, scores.width), [self.constant(mask, MASK)])
+        full_softmax = full or (self.precision.autocast and self.precision.cuda)
+        weights = self.softmax(scores, FULL if full_softmax else scores.width)
+        weights = self.cast(weights, width) if full and width else weights
+        weights, v = (self.cast(each, self.precision.compute) for each in (weights, v))
+        return self.copy(self._new("attention", [weights, v], (v.count, v.width), [weights, v]))
 
     def dropout(self, x: Value, probability: float) -> Value:
         """`dropout` on CUDA: saves a mask."""

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 from mpguard.core.console import print_line
@@ -22,9 +22,31 @@ log = logging.getLogger("mpguard")
 class _Call:
     """How the call of a wrapped function's original has ended. It keeps no exception, because that keeps frames."""
 
+    __slots__ = ("raised", "result", "returned")
+
     def __init__(self) -> None:
         self.raised = self.returned = False
         self.result: Any = None
+
+
+class _Contained:
+    """A block whose failure is reported. A class, because a generator costs twice the time, several times a step."""
+
+    __slots__ = ("_containment", "_where")
+
+    def __init__(self, containment: Containment, where: str) -> None:
+        self._containment, self._where = containment, where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> bool:
+        if kind is None or not isinstance(error, Exception) or isinstance(error, MpguardError):
+            return False
+        self._containment.report_own_failure(self._where, error)
+        return True
 
 
 class Containment:
@@ -60,15 +82,9 @@ class Containment:
                 f'{self._effect}. Please report it; logging.getLogger("mpguard") has the traceback at DEBUG'
             )
 
-    @contextlib.contextmanager
-    def contained(self, where: str) -> Iterator[None]:
-        """Report a failure of mpguard's own code in the block instead of raising it."""
-        try:
-            yield
-        except MpguardError:
-            raise
-        except Exception as error:
-            self.report_own_failure(where, error)
+    def contained(self, where: str) -> _Contained:
+        """Return a context that reports a failure of mpguard's own code in its block instead of raising it."""
+        return _Contained(self, where)
 
     def contained_hook(self, function: Callable[..., None], where: str) -> Callable[..., None]:
         """Return a hook that calls a function, and whose failure does not reach the library that calls it."""

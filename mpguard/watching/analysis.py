@@ -111,6 +111,8 @@ class Analysis:
         if self._replays >= REPLAYS:
             return _by_order(losses, norms, f"there were {REPLAYS} replays in this run already")
         batches = captures.batches
+        if not batches and captures.reason:
+            return _by_order(losses, norms, f"the batch cannot be replayed: {captures.reason}")
         if not batches:
             return _by_order(losses, norms, "the batch of the first step is not kept; `mpguard.watch(model)` keeps it")
         self._replays += 1

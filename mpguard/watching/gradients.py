@@ -30,11 +30,12 @@ def local(gradient: torch.Tensor) -> torch.Tensor:
     return own._values() if own.is_sparse else own  # type: ignore[no-any-return]
 
 
-def norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the norm of each gradient: one tensor per device and dtype, in the order of `grouped`."""
+def norms(gradients: Sequence[torch.Tensor], groups: list[list[int]] | None = None) -> list[torch.Tensor]:
+    """Return the norm of each gradient: one tensor per device and dtype, in the order of `grouped`, or of `groups`."""
     import torch
 
-    return [torch.stack(torch._foreach_norm([gradients[index] for index in indices])) for indices in grouped(gradients)]
+    groups = grouped(gradients) if groups is None else groups
+    return [torch.stack(torch._foreach_norm([gradients[index] for index in indices])) for indices in groups]
 
 
 def grouped(gradients: Sequence[torch.Tensor]) -> list[list[int]]:

@@ -80,7 +80,7 @@ class JsonLines:
 
     def write_step(self, line: dict[str, Any]) -> None:
         """Write the line of a step, on rank 0."""
-        if rank() == 0:
+        if self._path is not None and rank() == 0:
             self._write(line, at_once=False)
 
     def write_event(self, line: dict[str, Any]) -> None:

@@ -33,6 +33,9 @@ KEPT_CALLS = 8
 #: Why a replay, forward and backward, has found nothing.
 FINITE = "the replay of the batch was finite"
 
+#: Why a model of TorchScript has no replay.
+SCRIPTED = "it has a ScriptModule, which takes no hooks"
+
 #: What the code between modules is called: the loss, if it is computed outside of the model.
 LOSS = "the loss function"
 
@@ -58,6 +61,13 @@ class CapturedCall:
     def follow(self, outputs: Any) -> None:
         """Keep the gradients of the outputs when they are computed."""
         leaves = _tensors(outputs)
+        if len(leaves) == 1:  # nearly every model: nothing to choose from
+            (leaf,) = leaves
+            if leaf.requires_grad:
+                self.scalar = leaf.numel() == 1
+                if leaf.numel() * leaf.element_size() <= KEPT_BYTES:
+                    _register(leaf, functools.partial(self._keep, 0))
+            return
         with_graph = [(index, leaf) for index, leaf in enumerate(leaves) if leaf.requires_grad]
         self.scalar = any(leaf.numel() == 1 for _, leaf in with_graph)
         kept = 0
@@ -69,7 +79,7 @@ class CapturedCall:
                 _register(leaf, functools.partial(self._keep, index))
 
     def _keep(self, index: int, gradient: torch.Tensor) -> None:
-        self.gradients[index] = gradient.detach()
+        self.gradients[index] = gradient.detach() if gradient.requires_grad else gradient
 
 
 def _register(tensor: Any, hook: Callable[[torch.Tensor], None]) -> None:
@@ -94,11 +104,12 @@ def _autocast_kinds() -> list[str]:
 def _tensors(tree: Any) -> list[torch.Tensor]:
     """Return the floating-point tensors of a nested structure."""
     import torch
-    from torch.utils._pytree import tree_leaves
 
     plain: list[torch.Tensor] = []
     if _collect(tree, plain):
         return plain
+    from torch.utils._pytree import tree_leaves
+
     if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, Mapping)):
         tree = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
     return [
@@ -158,6 +169,7 @@ class Captures:
         self.batches: list[CapturedCall] = []
         self.dropped = 0
         self.stale = False  # the step of the batches has ended; they are released when the next begins
+        self.reason = ""  # why the batches of a watched model are not kept
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
         self._closed = False
@@ -168,6 +180,9 @@ class Captures:
         if module in self._watched:
             return
         self._watched.add(module)
+        if _is_scripted(module):  # it takes no hooks
+            self.reason = SCRIPTED
+            return
         own: Any = module
         compiled = own.__dict__.get("_compiled_call_impl")
         if compiled is not None:  # compiled in place: hooks that are added now do not run
@@ -196,6 +211,9 @@ class Captures:
             if self.stale:
                 self.clear()
             batch = CapturedCall(module, args, kwargs)
+            if not self.batches:
+                self.batches.append(batch)
+                return
             size = sum(each.numel() * each.element_size() for each in _tensors((args, kwargs)))
             room = KEPT_CALLS if size * KEPT_CALLS <= KEPT_BYTES else 1
             self.dropped += max(0, len(self.batches) + 1 - room)
@@ -262,10 +280,17 @@ class Located:
         return {**facts, "reason": self.reason} if self.reason else facts
 
 
+def _is_scripted(module: Any) -> bool:
+    """True for a module of `torch.jit.script` or `torch.jit.load`."""
+    return any(base.__name__ == "RecursiveScriptModule" for base in type(module).__mro__)
+
+
 def cannot_replay(module: nn.Module) -> str:
     """Return why a model cannot be replayed on one rank; empty if it can."""
     for own in module.modules():
         kind = type(own)
+        if _is_scripted(own):
+            return SCRIPTED
         if any(base.__name__ in ("FSDPModule", "FullyShardedDataParallel") for base in kind.__mro__):
             return "its parameters are sharded (FSDP): a replay would wait for the other ranks"
         if kind.__name__ == "SyncBatchNorm":

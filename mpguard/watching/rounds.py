@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpguard.watching.readout import Readout
+from mpguard.watching.readout import HostOrDevice, Readout
 
 if TYPE_CHECKING:
     import torch
@@ -23,11 +24,11 @@ MOST_NUMBERS = 1024
 class Fresh:
     """What has happened since the last step of any optimizer. losses: unscaled; clips: norms that clipping computed."""
 
-    losses: deque[torch.Tensor] = dataclasses.field(default_factory=lambda: deque(maxlen=MOST_NUMBERS))
+    losses: deque[HostOrDevice] = dataclasses.field(default_factory=lambda: deque(maxlen=MOST_NUMBERS))
     clips: deque[torch.Tensor] = dataclasses.field(default_factory=lambda: deque(maxlen=MOST_NUMBERS))
     backwards: int = 0
 
-    def numbers(self) -> tuple[list[torch.Tensor], Keys]:
+    def numbers(self) -> tuple[list[HostOrDevice], Keys]:
         """Return the losses and norms, with their keys; each is taken once."""
         keys: Keys = [("loss", []) for _ in self.losses]
         tensors = [*self.losses, *self.clips]
@@ -40,7 +41,7 @@ class Fresh:
 class Part:
     """Numbers of a round that are copied from the device together."""
 
-    def __init__(self, tensors: list[torch.Tensor], keys: Keys) -> None:
+    def __init__(self, tensors: Sequence[HostOrDevice], keys: Keys) -> None:
         self.readout = Readout(tensors)
         self.examined = False
         self._keys = keys

@@ -26,6 +26,7 @@ from mpguard.watching.analysis import Analysis
 from mpguard.watching.containment import CONTAINMENT
 from mpguard.watching.fp8 import DelayedScales
 from mpguard.watching.output import JsonLines
+from mpguard.watching.readout import HostOrDevice
 from mpguard.watching.replay import Captures
 from mpguard.watching.rounds import Fresh, Keys, Part, StepRound, names_in
 
@@ -147,7 +148,11 @@ class Watch:
 
         if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
             own = loss.detach()
-            own = getattr(own, "_local_tensor", own).to(torch.float32, copy=True)
+            own = getattr(own, "_local_tensor", own)
+            if own.is_cpu and not (isinstance(divisor, torch.Tensor) and not divisor.is_cpu):
+                self._fresh.losses.append(float(own) / float(divisor))
+                return
+            own = own.to(torch.float32, copy=True)
             if isinstance(divisor, torch.Tensor):
                 own = own / divisor.to(own.device, non_blocking=True)
             elif divisor != 1:
@@ -244,7 +249,7 @@ class Watch:
         self._round.stepped.add(id(optimizer))
         return True
 
-    def _fresh_numbers(self) -> tuple[list[torch.Tensor], Keys]:
+    def _fresh_numbers(self) -> tuple[list[HostOrDevice], Keys]:
         """Return what has been computed since the last step of an optimizer, and what FP8 has scaled, if it is due."""
         tensors, keys = self._fresh.numbers()
         step, every = self._round.step, SCALES_EVERY[self.level]
@@ -294,7 +299,7 @@ class Watch:
 
     # -- numbers -----------------------------------------------------------------------------
 
-    def _add_part(self, tensors: list[torch.Tensor], keys: Keys, *, intact: bool) -> None:
+    def _add_part(self, tensors: list[HostOrDevice], keys: Keys, *, intact: bool) -> None:
         """Copy numbers, and look at them at once if they have arrived. intact: the weights are those of the round."""
         if self._stepping is not None:
             self._round.scaled = True
@@ -312,28 +317,29 @@ class Watch:
         part.examined = True
         self.analysis.examine(current, part, self.captures, intact=intact)
 
-    def _add_gradients(self, optimizer: Any, tensors: list[torch.Tensor], keys: Keys, *, always: bool = False) -> None:
+    def _add_gradients(self, optimizer: Any, tensors: list[HostOrDevice], keys: Keys, *, always: bool = False) -> None:
         """Add norms of the gradients of an optimizer if they are due, and the shares that underflow."""
         step, every = self._round.step, UNDERFLOW_EVERY[self.level]
         shares_due = step % every == UNDERFLOW_FIRST % every
         norms_due = always or self.level == "full" or step >= self._norm_last + self._norm_every
         if not (norms_due or shares_due):
             return
-        parameters = [own for own in updated_by(optimizer) if own.grad is not None and own.is_floating_point()]
+        began = time.perf_counter()
+        pairs = [(own, own.grad) for own in updated_by(optimizer) if own.is_floating_point()]
+        parameters = [own for own, gradient in pairs if gradient is not None]
         if not parameters:
             return
         self._round.sharded |= any(hasattr(own, "device_mesh") or hasattr(own, "_is_flat_param") for own in parameters)
-        pairs = [
-            (name, gradients.local(own.grad))
-            for name, own in zip(self._names_of(parameters), parameters, strict=True)
-            if own.grad is not None
-        ]
-        pairs = [(name, own) for name, own in pairs if own.numel()]
-        own = [gradient for _, gradient in pairs]
-        groups = [[pairs[index][0] for index in indices] for indices in gradients.grouped(own)]
+        found = [gradients.local(gradient) for _, gradient in pairs if gradient is not None]
+        own, names = [], []
+        for name, gradient in zip(self._names_of(parameters), found, strict=True):
+            if gradient.numel():
+                own.append(gradient)
+                names.append(name)
+        alike = gradients.grouped(own)
+        groups = [[names[index] for index in indices] for indices in alike]
         if norms_due:
-            began = time.perf_counter()
-            tensors += gradients.norms(own)
+            tensors += gradients.norms(own, alike)
             keys += [("norm", group) for group in groups]
             self._set_norm_interval(own, time.perf_counter() - began)
         if shares_due:
@@ -343,10 +349,14 @@ class Watch:
             keys += [("underflow", group) for group in groups]
 
     def _set_norm_interval(self, own: Sequence[torch.Tensor], seconds: float) -> None:
-        """Set after how many steps norms are due again, so that they take at most `NORM_SHARE` of the time."""
+        """Set after how many steps norms are due again, so that they take at most `NORM_SHARE` of the time.
+
+        seconds: what they took of the host's time, with the search for gradients. A model of many small parameters
+        takes more of it than of the GPU's.
+        """
         self._norm_last = self._round.step
         if any(each.device.type != "cpu" for each in own):
-            seconds = KERNELS + sum(each.numel() * each.element_size() for each in own) / BANDWIDTH
+            seconds = max(seconds, KERNELS + sum(each.numel() * each.element_size() for each in own) / BANDWIDTH)
         self._norm_times.append(seconds)
         if self._times and self._round.step >= FIRST_STEPS:
             wanted = math.ceil(min(self._norm_times) / (NORM_SHARE * statistics.median(self._times)))

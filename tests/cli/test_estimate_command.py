@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpguard.cli import main
+from mpguard.estimate import built_in
 from mpguard.policy import hardware
 
 
@@ -67,6 +68,17 @@ def test_a_file_with_an_unknown_architecture(tmp_path: Path, capsys: pytest.Capt
     path.write_text('{"model_type": "mamba", "hidden_size": 64}', encoding="utf-8")
     assert main(["estimate", str(path)]) == 2
     assert f"{path}: the architecture `mamba` is not known" in capsys.readouterr().err
+
+
+def test_a_quantized_model_is_estimated_as_the_recipe_has_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    values = {**built_in()["llama-3.2-1b"], "quantization_config": {"quant_method": "bitsandbytes"}}
+    path.write_text(json.dumps(values), encoding="utf-8")
+    assert main(["estimate", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert "1.24 B parameters" in captured.out and "`quantization_config` is not counted" in captured.err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -46,17 +47,29 @@ class Memory(TorchDispatchMode):
         self.now -= size
 
 
+class Saved:
+    """A tensor that a node of autograd's graph has saved; it ends with the node."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
 @contextmanager
 def saved_tensors(without: Iterable[torch.Tensor]) -> Iterator[Callable[[], int]]:
-    """Yield a function that returns the bytes which autograd has saved inside, each storage once."""
+    """Yield a function that returns the bytes which autograd has saved inside, and still has, each storage once."""
     known = {each.untyped_storage().data_ptr() for each in without}
-    storages: dict[int, int] = {}
+    alive: weakref.WeakSet[Saved] = weakref.WeakSet()
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def pack(tensor: torch.Tensor) -> Saved:
+        own = Saved(tensor)
+        if tensor.untyped_storage().data_ptr() not in known:
+            alive.add(own)
+        return own
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield lambda: sum(storages.values())
+    def sizes() -> dict[int, int]:
+        gc.collect()  # outputs that a model does not return may be in a cycle
+        storages = (each.tensor.untyped_storage() for each in alive)
+        return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda own: own.tensor):
+        yield lambda: sum(sizes().values())

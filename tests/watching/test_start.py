@@ -71,3 +71,23 @@ def test_a_step_that_dynamo_traces_is_watched(tmp_path: Path) -> None:
     torch.compiler.reset()
     _, *lines = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
     assert [(line["step"], line["grad_norm"] is not None) for line in lines] == [(1, True), (2, True), (3, True)]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_model_of_torchscript_is_watched_but_not_replayed(whole: bool, tmp_path: Path) -> None:
+    """It takes no hooks: its NaN is found, and the event says plainly why no module is named."""
+    scripted = torch.jit.script(torch.nn.Linear(4, 4))
+    model = scripted if whole else torch.nn.Sequential(scripted, torch.nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpguard.watch(model, jsonl=str(tmp_path / "run.jsonl"))
+    for step in range(3):
+        (model(torch.randn(2, 4)).sum() * (float("nan") if step else 1.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mpguard.watch(level="off")
+    _, *lines = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    (event,) = [line for line in lines if line["event"] == "nonfinite"]
+    assert event["step"] == 2 and event["module"] is None
+    assert event["value"]["reason"] == "the batch cannot be replayed: it has a ScriptModule, which takes no hooks"
+    assert [line["step"] for line in lines if line["event"] == "step"] == [1, 2, 3]
