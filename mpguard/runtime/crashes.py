@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mpguard")
 
+#: The function of torch that runs a backward pass.
+BACKWARD = "_engine_run_backward"
+
 #: The frames of an exception, innermost first.
 _Frames = list[FrameType]
 
@@ -140,12 +143,24 @@ def _nothing_to_update(frames: _Frames) -> Cause:
 
 
 def _different_dtypes(frames: _Frames) -> Cause:
-    tensors: dict[str, torch.Tensor] = next(filter(None, map(_tensors, frames)), {})
-    place = _innermost_module(frames)
-    if place is None:
+    backward = next((number for number, frame in enumerate(frames) if frame.f_code.co_name == BACKWARD), None)
+    inner = frames[:backward]  # what a backward pass calls: hooks, functions, recomputation
+    tensors: dict[str, torch.Tensor] = next(filter(None, map(_tensors, filter(_is_of_script, inner))), {})
+    place = _innermost_module(inner)
+    if place is None and backward is not None and not tensors:
         return Cause(
-            f"{_listed(tensors) or 'the operands'} differ in dtype{_line(frames)}. One of them was cast by hand, or "
-            "the product is outside of autocast: remove the cast, or compute it under autocast",
+            f"an operator of the backward pass{_line(frames)} has operands of different dtypes: a gradient and a "
+            "tensor that the forward pass has saved. A hook has cast one of them: remove the cast. "
+            "`torch.autograd.set_detect_anomaly(True)` shows which forward call it is of",
+            "MPG307",
+        )
+    if place is None:
+        operands = _listed(tensors)
+        if len(set(map(_short, tensors.values()))) < 2:
+            operands = f"operands{f' (one of them is {operands})' if operands else ''}"
+        return Cause(
+            f"{operands} differ in dtype{_line(frames)}. One of them was cast by hand, or the product is outside of "
+            "autocast: remove the cast, or compute it under autocast",
             "MPG307",
         )
     frame, module = place
@@ -302,10 +317,13 @@ def _tensors(frame: FrameType) -> dict[str, torch.Tensor]:
 
 def _line(frames: _Frames) -> str:
     """Return ` at train.py:12`, the innermost line that is not in an installed package; empty if there is none."""
+    frame = next(filter(_is_of_script, frames), None)
+    return f", at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def _is_of_script(frame: FrameType) -> bool:
+    """True if the code of a frame is not in an installed package."""
     paths = sysconfig.get_paths()
-    installed = tuple({paths["stdlib"], paths["purelib"], paths["platlib"]})
-    for frame in frames:
-        file = frame.f_code.co_filename
-        if not file.startswith((*installed, "<")) and not frame.f_globals.get("__name__", "").startswith("mpguard."):
-            return f", at {file}:{frame.f_lineno}"
-    return ""
+    installed = (paths["stdlib"], paths["purelib"], paths["platlib"], "<")
+    own = frame.f_globals.get("__name__", "").startswith("mpguard.")
+    return not own and not frame.f_code.co_filename.startswith(installed)

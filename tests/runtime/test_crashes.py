@@ -56,6 +56,21 @@ CRASHES = {
         "The parameters were cast to bf16 by hand, and the policy keeps them in fp32",
         "`mpguard rule MPG102`",
     ),
+    "with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t): loss = net(x).sum()\n"
+    "loss.backward()": (
+        "to have the same dtype",
+        "mpguard: an operator of the backward pass, at t.py:12 has operands of different dtypes: a gradient and a",
+        "`mpguard rule MPG307`",
+    ),
+    "class Times(torch.autograd.Function):\n"
+    "    forward = staticmethod(lambda ctx, a: a * 2)\n"
+    "    @staticmethod\n"
+    "    def backward(ctx, gradient): return gradient.half() @ torch.ones(4, 4)\n"
+    "Times.apply(net(x)).sum().backward()": (
+        "to have the same dtype",
+        "mpguard: operands (one of them is gradient fp32) differ in dtype, at t.py:14",
+        "`mpguard rule MPG307`",
+    ),
     "net.first.requires_grad_(False); net(x.half())": (
         "must have the same dtype",
         "mpguard: `first` (Linear): weight fp32, bias fp32; inputs input fp16",
