@@ -19,7 +19,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import NotInForce
@@ -40,7 +40,6 @@ from mpguard.runtime.proof.observe import Observed, existing_optimizers, innermo
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.script_updates import ScriptSteps
-from mpguard.runtime.ranks import world_size
 from mpguard.runtime.reporter import Reporter, unproven_at_exit
 from mpguard.targets.capabilities import left_out_at_start
 
@@ -119,7 +118,7 @@ class Guard:
         self._implied: weakref.WeakKeyDictionary[Any, Inferred] = weakref.WeakKeyDictionary()
         self._unstepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         #: What was observed at a step that was not recorded, from those graphs.
-        self._unrecorded: dict[Progress, tuple[tuple[Row, ...], Observed]] = {}
+        self._unrecorded: dict[Progress, _Pending] = {}
         self._newcomer_steps = 0
         self._recording = 0  # the number of the recorder
         self._whole = True  # the recorder was started between the steps of all optimizers
@@ -323,19 +322,26 @@ class Guard:
             if reached and read < UNRECORDED_PASSES:
                 self._unstepped[optimizer] = read + 1
                 implied = products_behind(outputs)
-                if implied.leaves & {id(own) for own in parameters}:
+                others = {id(own) for other in self.optimizers for own in updated_by(other)}
+                # FSDP2 has copies of the parameters: leaves of no optimizer.
+                if implied.leaves & {id(own) for own in parameters} or not implied.leaves & others:
                     self._implied.setdefault(optimizer, Inferred()).add(implied)
 
     def _observe_unrecorded(self, optimizer: Any, progress: Progress) -> None:
         """Observe a step of which only graphs were read: it counts if no step follows that is recorded."""
         implied = self._implied.pop(optimizer, None)
-        if implied is None or world_size()[0] > 1:
+        if implied is None:
             return
         recorder = Recorder(self.recorder)
         recorder.account.imply(implied)
         recorder.record_step(optimizer)
         seen = observe(recorder, [], optimizer, policy=self.plan.policy, step=progress.applied + progress.skipped)
-        self._unrecorded[progress] = compare.compare(seen, self.plan), seen
+        rows = compare.compare(seen, self.plan)
+        failures = compare.failures(rows, self.plan, seen)
+        self._rounds["unrecorded"] += 1
+        name = f"{self._number}/unrecorded/{self._repetition}/{self._rounds['unrecorded']}"
+        agreement = consensus.Round(name, failures, _fingerprint(seen), self.recorder.backwards)
+        self._unrecorded[progress] = _Pending(rows, seen, agreement, progress)
 
     def _publish(self, optimizer: Any, progress: Progress, model: nn.Module | None) -> _Pending:
         """Observe the first applied step of an optimizer, and publish the failures of this rank."""
@@ -608,6 +614,11 @@ class Guard:
         if progress.cast is not None and not progress.failed and self.failure is None:
             self._fail_alone(progress, f"weights: {progress.cast}, and training continued with them. {casts.ADVICE}")
 
+    def tensors_are_exchanged(self, tensors: Collection[torch.Tensor]) -> None:
+        """Release weak references to tensors that are going to be exchanged: torch refuses it where there are any."""
+        self._script.release({id(tensor) for tensor in tensors})
+        self.recorder.tensors_are_exchanged(tensors)
+
     def weights_loaded(self, module: nn.Module) -> None:
         """Forget casts of weights that were loaded since, and values from before."""
         self._script.forget()
@@ -758,12 +769,10 @@ class Guard:
         """Fail if an optimizer has stepped, but never while its step was recorded."""
         if status or self.failure is not None or not (self.proof and self.proof.in_force):
             return
-        for progress, (rows, seen) in self._unrecorded.items():
+        for progress, pending in self._unrecorded.items():
             if progress.unrecorded:
                 progress.prove(agrees=False)
-                failures = compare.failures(rows, self.plan, seen)
-                agreement = consensus.Round(self._next_round(progress, seen), failures, None)
-                self._conclude(_Pending(rows, seen, agreement, progress), failures, progress)
+                self._conclude(pending, pending.agreement.result(consensus.FINAL_WAIT), progress)
         unseen = [progress for progress in self.run if progress.unrecorded]
         if not unseen:
             return

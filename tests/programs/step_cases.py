@@ -686,9 +686,16 @@ def states_in_slots() -> None:
     _states(Nested, torch.bfloat16)
 
 
-def _late(first: int, every: int, steps: int, enabled: bool, create_late: bool = False) -> None:
-    """Train one model, and another one from a step on, every few steps."""
-    often, rarely = net(), net()
+def _late(
+    first: int,
+    every: int,
+    steps: int,
+    enabled: bool,
+    create_late: bool = False,
+    wrap: Callable[[Any], Any] = lambda m: m,
+) -> None:
+    """Train one model, and another one from a step on, every few steps. wrap: for several processes."""
+    often, rarely = wrap(net()), wrap(net())
     optimizer = adam(often)
     late = None if create_late else adam(rarely)
     for step in range(steps):
@@ -730,6 +737,42 @@ def steps_once_late() -> None:
 @case("single")
 def steps_once_late_in_fp32() -> None:
     _late(8, 100, 12, False)
+
+
+@case()
+def steps_once_late_on_two_ranks() -> None:
+    _late(8, 100, 12, True, wrap=DDP)
+
+
+@case()
+def steps_once_late_on_two_ranks_in_fp32() -> None:
+    _late(8, 100, 12, False, wrap=DDP)
+
+
+@case()
+def steps_once_late_without_a_reduction() -> None:
+    wrapped: list[Any] = []
+
+    def wrap(model: Any) -> Any:
+        wrapped.append(model if wrapped else DDP(model))
+        return wrapped[-1]
+
+    _late(8, 100, 12, True, wrap=wrap)
+
+
+@case("fsdp2")
+def steps_once_late_with_fsdp2() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    _late(8, 100, 12, True, wrap=lambda model: fully_shard(model, mesh=init_device_mesh(DEVICE, (2,))))
+
+
+@case("fsdp1")
+def steps_once_late_with_fsdp1() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    _late(8, 100, 12, True, wrap=lambda model: FullyShardedDataParallel(model, device_id=_device()))
 
 
 # -- optimizers that call others, or clear gradients ---------------------------------------------

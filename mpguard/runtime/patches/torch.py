@@ -308,7 +308,7 @@ def _swap_tensors(original: AnyFunction) -> AnyFunction:
     def swap_tensors(t1: Any, t2: Any) -> None:
         guard = guards.current()
         if guard is not None:
-            guard.recorder.account.tensors_are_exchanged()
+            guard.tensors_are_exchanged((t1, t2))
         original(t1, t2)
 
     return swap_tensors

@@ -208,11 +208,7 @@ class StepAccount:
 
     def range_without_data(self) -> contextlib.AbstractContextManager[Any]:
         """Return a range for operators on fake tensors, which are no part of the training."""
-        if not self.running:
-            return contextlib.nullcontext()
-        from torch._C._profiler import _RecordFunctionFast
-
-        return _RecordFunctionFast(trace.FAKE)
+        return trace.outside() if self.running else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Any:

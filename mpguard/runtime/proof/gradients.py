@@ -19,6 +19,7 @@ from mpguard.runtime.proof import rounding
 from mpguard.runtime.proof.collectives import Collective
 from mpguard.runtime.proof.inferred import is_leaf, nodes_behind
 from mpguard.runtime.proof.products import short
+from mpguard.runtime.proof.trace import outside
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +73,11 @@ class Gradients:
     def release(self) -> None:
         """Release the samples; what was counted remains."""
         self._leaves, self._sums, self.optimizers = {}, {}, ()
+
+    def forget_leaf(self, number: int) -> None:
+        """Release the weak reference to a leaf, and its samples. number: its id."""
+        self._leaves.pop(number, None)
+        self._sums.pop(number, None)
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -326,7 +332,7 @@ def safely(look: Callable[..., Any], *arguments: Any) -> Any:
     import torch
 
     try:
-        with torch.no_grad():
+        with torch.no_grad(), outside():
             return look(*arguments)
     except Exception as error:
         log.debug("mpguard: gradients were not observed: %r", error)

@@ -59,6 +59,11 @@ class MasterValues:
             elif rounding.rounded_to(after) is None:
                 self._exact[id(own)] = weakref.ref(own)
 
+    def forget_weight(self, number: int) -> None:
+        """Forget what was found in one weight. number: its id."""
+        self._exact.pop(number, None)
+        self._before.pop(number, None)
+
     def forget(self) -> None:
         """Forget what was found: other weights were loaded."""
         self._exact.clear()

@@ -463,12 +463,9 @@ def _add_reductions(seen: Observed, recorder: Recorder, optimizer: Any, roots: l
     seen.averaging = recorder.averaging
     if seen.engine == "tp" and any(shards_of(own) == seen.world_size for own in updated_by(optimizer)):
         seen.reduced_by = seen.reduced_by or "tensor parallel"
-    ddp = [module for root in roots for module in root.modules() if reductions.is_ddp(module)]
-    if ddp and not recorder.listened and not any(map(reductions.has_hook, ddp)):
-        # Without a recorder: a bucket of DDP has the dtype of its parameters.
-        for module in ddp:
-            _count(seen.reductions, (own for own in module.parameters() if own.requires_grad))
-        seen.reduced_by = "the buckets of DDP's reducer"
+    if not recorder.listened:
+        found, source = reductions.configured(roots)
+        seen.reductions, seen.reduced_by = found or seen.reductions, source or seen.reduced_by
 
 
 def _add_fingerprint(

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime.proof import rounding
 from mpguard.runtime.proof.gradients import Gradients, local, sample
+from mpguard.runtime.proof.products import short
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +60,36 @@ def is_ddp(module: nn.Module) -> bool:
 def has_hook(module: Any) -> bool:
     """True if a communication hook of a DDP reduces its gradients, a built-in one in C++ too."""
     return bool(getattr(module, "_comm_hooks", None) or module._get_ddp_logging_data().get("comm_hook"))
+
+
+def configured(roots: Sequence[nn.Module]) -> tuple[dict[str, int], str | None]:
+    """Return in which dtype the engines of models reduce, by their settings, and what that was read from.
+
+    It is what they do where their collectives were not recorded. Empty if the hook of a DDP reduces.
+    """
+    found: Counter[str] = Counter()
+    modules = [module for root in roots for module in root.modules()]
+    ddp = [module for module in modules if is_ddp(module)]
+    if any(map(has_hook, ddp)):
+        return {}, None
+    for module in ddp:  # a bucket has the dtype of its parameters
+        for own in module.parameters():
+            found[short(own.dtype)] += own.numel() if own.requires_grad and own.is_floating_point() else 0
+    for dtype, elements in itertools.chain.from_iterable(map(_reduced_by_fsdp, modules)):
+        found[short(dtype)] += elements
+    return dict(+found), "the buckets of DDP's reducer" if ddp else "the settings of FSDP" if found else None
+
+
+def _reduced_by_fsdp(module: Any) -> Iterator[tuple[torch.dtype, int]]:
+    """Yield the dtypes in which the own groups of parameters of an FSDP module are reduced, and their elements."""
+    handle: Any = getattr(module, "_handle", None) if hasattr(module, "_fsdp_wrapped_module") else None
+    if getattr(handle, "_reduce_dtype", None) is not None:
+        yield handle._reduce_dtype, handle.flat_param.numel()
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+        for own in group.fsdp_params if group is not None else ():
+            if own.sharded_param.requires_grad:
+                yield own.reduce_dtype or own.param_dtype or own.orig_dtype, own.sharded_param.numel()
 
 
 @dataclasses.dataclass

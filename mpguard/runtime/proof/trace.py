@@ -17,11 +17,11 @@ from mpguard.runtime.proof import products
 #: The beginning of the name of a range that a module opens; the rest is its number.
 MODULE = "mpguard::module "
 
-#: The name of a range around operators that run without data, on fake tensors.
-FAKE = "mpguard::fake"
+#: The name of a range around operators that are no part of the training: mpguard's own, and those on fake tensors.
+OUTSIDE = "mpguard::outside"
 
 #: Ranges whose operators are no part of the training: compilation runs the operators with fake tensors.
-IGNORED = ("Optimizer.", "DistributedOptimizer.", FAKE)
+IGNORED = ("Optimizer.", "DistributedOptimizer.", OUTSIDE)
 COMPILING = "(dynamo_timed)"
 
 #: Functions of autograd around compiled code, and the range of a compiled graph.
@@ -39,6 +39,10 @@ FUSED = ("triton_poi_", "triton_red_", "triton_per_", "triton_for_", "triton_spl
 
 #: The beginnings of names of events that are no kernels of other libraries.
 NO_KERNELS = ("aten::", "autograd::", "torchao::triton_", "c10d", MODULE, "## ", *FUSED)
+
+#: What a product calls that multiplies a sparse matrix. How many elements that has is not recorded, and autocast casts
+#: no sparse products: they do not count.
+SPARSE = "aten::_nnz"
 
 #: Scopes of events: an operator, or a node of autograd's graph.
 FUNCTION, BACKWARD = 0, 1
@@ -79,19 +83,26 @@ class OperatorTrace:
     widened: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
+def outside() -> Any:
+    """Return a range for operators that are no part of the training. Without a profiler it does nothing."""
+    from torch._C._profiler import _RecordFunctionFast
+
+    return _RecordFunctionFast(OUTSIDE)
+
+
 class _Event:
     """An event with what it inherits from the events around it."""
 
     __slots__ = (
         "attention", "backward", "compiled", "end", "fp8", "ignored", "inside", "known", "module", "multiplies", "name",
-        "node", "outer", "raw",
+        "node", "outer", "raw", "sparse",
     )  # fmt: skip
 
     def __init__(self, raw: Any, name: str, end: int, outer: _Event | None) -> None:
         self.raw, self.name, self.end, self.outer = raw, name, end, outer
         self.known: products.Operator | None = None
         self.node: GraphNode | None = None
-        self.multiplies = False  # a product ran inside
+        self.multiplies = self.sparse = False  # a product ran inside; it multiplies a sparse matrix
         if outer is None:
             self.ignored = self.attention = self.compiled = self.fp8 = self.inside = False
             self.module: int | None = None
@@ -138,6 +149,8 @@ def read(
             event.ignored = False
         if event.ignored:
             continue
+        if event.name == SPARSE and event.outer is not None:
+            event.outer.sparse = True
         if event.inside and event.name == "aten::copy_":
             _add_widened(event.raw, trace)
         if event.known is not None or _may_be_a_kernel(event):
@@ -146,7 +159,7 @@ def read(
         if event.known is not None:
             event.mark_multiplying()
     for event in candidates:
-        if not event.multiplies:
+        if not (event.multiplies or event.sparse):
             _add(event, trace, creators, weights, te_dtype)
     for node, event in creators.items():
         trace.origins[node] = Work(None, event.attention, event.module, event.compiled)
@@ -238,9 +251,11 @@ def _input_shapes(raw: Any) -> products.Shapes:
 
 
 def _add_widened(copy: Any, trace: OperatorTrace) -> None:
-    """Add a copy to a tensor of a wider dtype: of a gradient, or of an activation that was saved in a narrower one."""
+    """Add a copy to a wider dtype, or to the other one of 16 bits: of a gradient, or of a saved activation."""
     to, source = map(products.kineto_dtype, copy.dtypes()[:2])
-    if to and source and to.startswith(("fp", "bf")) and products.bits(source) < products.bits(to):
+    if not (to and source and to.startswith(("fp", "bf"))) or source == to:
+        return
+    if products.bits(source) <= products.bits(to):
         trace.widened[source] += math.prod(copy.shapes()[1])
 
 

@@ -64,7 +64,8 @@ RIGHT = {
         "ddp", "ddp_on_the_same_data", "ddp_compresses_as_asked", "by_hand_in_fp32", "ddp_accumulates",
         "flat_in_fp32_and_a_metric_in_bf16", "tensor_parallel", "ddp_ignores_a_weight_of_each_rank",
         "head_outside_reduced_by_hand", "ddp_clears_gradients_in_its_step", "ddp_updates_by_hand",
-        "ddp_with_an_optimizer_of_a_shard_on_each_rank",
+        "ddp_with_an_optimizer_of_a_shard_on_each_rank", "steps_once_late_on_two_ranks", "steps_once_late_with_fsdp1",
+        "steps_once_late_with_fsdp2",
         "fsdp1", "fsdp2", "zero1", "zero2", "zero3",
     ),
 }  # fmt: skip
@@ -107,6 +108,8 @@ WRONG = {
         "fsdp2_ignores_a_weight": "coverage: the gradients of 2.weight are not reduced",
         "fsdp1_ignores_a_weight": "coverage: the gradients of 2.weight are not reduced",
         "fsdp1_adds_in_bf16": "accumulation: bf16 80 %",
+        "steps_once_late_on_two_ranks_in_fp32": "compute: fp32",
+        "steps_once_late_without_a_reduction": "reduction: the gradients differ between ranks",
     },
 }
 
