@@ -504,7 +504,7 @@ class Guard:
             progress.switches = self.switches
             self._looking.add(progress)
             self._record(whole=False, in_step=in_step)
-            self.recorder.account.begin_step(updated_by(optimizer))
+            self.recorder.begin_gap(optimizer, updated_by(optimizer))
 
     def _close_round(self) -> None:
         """Stop to record, unless a step is looked at, or the first step of a new optimizer is still expected."""
@@ -735,7 +735,7 @@ class Guard:
         if self._open and not status:
             self._finalize_open(self._open[0])
             return
-        trained, enforced = self.trained, self.plan.enforce != "off"
+        trained, enforced, policy = self.trained, self.plan.enforce != "off", self.plan.policy
         message = unproven_at_exit(
             enforced=enforced,
             trained=trained,
@@ -743,6 +743,7 @@ class Guard:
             without_optimizer=bool(self._script.passes) and self._without_optimizer,
             skipped=self.skipped,
             status=status,
+            first_scale=policy.initial_loss_scale if policy.fp16 and policy.loss_scale is None else None,
         )
         self.proof = Proof("not proven", self.plan, failures=(message,))
         if trained or not self.spawned:

@@ -216,13 +216,20 @@ def _unwritable(path: str, error: OSError) -> ConfigError:
 
 
 def unproven_at_exit(
-    *, enforced: bool, trained: bool, without_gradients: bool, without_optimizer: bool, skipped: int, status: int
+    *,
+    enforced: bool,
+    trained: bool,
+    without_gradients: bool,
+    without_optimizer: bool,
+    skipped: int,
+    status: int,
+    first_scale: float | None = None,
 ) -> str:
     """Return the message for a run that ends without a proof.
 
     trained: True if gradients were computed. without_gradients: True if optimizers were stepped and none of their
     parameters had a gradient. without_optimizer: True if there was none. skipped: steps that were skipped. status: the
-    script's exit status.
+    script's exit status. first_scale: that of a dynamic loss scale.
     """
     if not enforced:
         reason = "enforce is off"
@@ -242,6 +249,7 @@ def unproven_at_exit(
         )
     else:
         reason = "the run computed gradients and ended before an optimizer step was applied"
-    skips = f" ({skipped} steps were skipped)" if skipped else ""
+    scale = f": the loss scale began at {first_scale:g} and is halved by a skip" if first_scale else ""
+    skips = f" ({skipped} steps were skipped{scale})" if skipped else ""
     end = f"; the script ended with status {status}" if status else ""
     return f"not proven: {reason}{skips}; what was in force could not be observed{end}"

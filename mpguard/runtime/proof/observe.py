@@ -81,10 +81,11 @@ class Observed:
     is a matrix, and the process has other optimizers, whose products are proven.
     accumulation: gradients that were added to earlier ones, in backward passes (`accumulated_passes`); of DeepSpeed
     its setting. rounded: sampled parameters whose FP32 sums were rounded, by the 16-bit dtype; rounded_weights: those
-    whose FP32 values were, between steps or in one.
+    whose FP32 values were, between steps or in one; rounded_states: those of whose states in FP32 the values were.
     reductions: of gradients across processes. reduced_by: how they were observed. reductions_over: the same for each
-    dimension of the mesh. covered: elements of the parameters by what reduces their gradients, see `Coverage`.
-    alone: the names of those that nothing reduces. fingerprint: what is compared between ranks.
+    dimension of the mesh. passed_on: elements that this rank has sent to one other, and that are no gradients of
+    parameters, as the stages of a pipeline do. covered: elements of the parameters by what reduces their gradients, see
+    `Coverage`. alone: the names of those that nothing reduces. fingerprint: what is compared between ranks.
     replicated: norm and sum of gradients that must be the same on all ranks; None if they are sharded.
     unscaled: True if gradients came from a loss that was not scaled by a GradScaler.
     fp32_switches: torch's switches for the products of FP32 matrices, see `tf32`; tf32: that of cuBLAS alone.
@@ -118,6 +119,7 @@ class Observed:
     reductions: dict[str, int] = dataclasses.field(default_factory=dict)
     reduced_by: str | None = None
     reductions_over: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    passed_on: int = 0
     covered: dict[str, int] = dataclasses.field(default_factory=dict)
     alone: list[str] = dataclasses.field(default_factory=list)
     replicated: tuple[float, float] | None = None
@@ -125,6 +127,7 @@ class Observed:
     accumulation: dict[str, int] = dataclasses.field(default_factory=dict)
     accumulated_passes: int = 0
     rounded_weights: dict[str, int] = dataclasses.field(default_factory=dict)
+    rounded_states: dict[str, int] = dataclasses.field(default_factory=dict)
     matrices: bool = True
     rounded: dict[str, int] = dataclasses.field(default_factory=dict)
     scaler: dict[str, Any] | None = None
@@ -438,6 +441,7 @@ def _add_optimizer(seen: Observed, recorder: Recorder, optimizer: Any, roots: li
         states |= Counter(state_dtypes(around, updated_by(around), copies))
     seen.states = dict(states)
     seen.rounded_weights = dict(recorder.values.rounded.get(id(optimizer), {}))
+    seen.rounded_states = dict(recorder.values.rounded_states.get(id(optimizer), {}))
 
 
 def _add_accumulation(seen: Observed, recorder: Recorder, updated: list[torch.Tensor], roots: list[nn.Module]) -> None:
@@ -460,7 +464,7 @@ def _add_reductions(seen: Observed, recorder: Recorder, optimizer: Any, roots: l
         return
     seen.reductions, seen.reductions_over = reductions.reduced(recorder.gradients, updated_by(optimizer), roots)
     seen.reduced_by = "the collective" if seen.reductions else None
-    seen.averaging = recorder.averaging
+    seen.averaging, seen.passed_on = recorder.averaging, recorder.gradients.passed_on
     if seen.engine == "tp" and any(shards_of(own) == seen.world_size for own in updated_by(optimizer)):
         seen.reduced_by = seen.reduced_by or "tensor parallel"
     if not recorder.listened:

@@ -182,6 +182,11 @@ class Recorder:
 
     # -- optimizers --------------------------------------------------------------------------
 
+    def begin_gap(self, optimizer: Any, parameters: list[torch.Tensor]) -> None:
+        """Record that what leads to the next step of an optimizer begins, which is looked at."""
+        self.account.begin_step(parameters)
+        self.values.begin_gap(optimizer)
+
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record which gradients an optimizer has when its step begins: the step may clear them."""
         groups = optimizer.param_groups

@@ -42,7 +42,8 @@ class Fingerprint:
     gradients: norm and sum of the gradients that every rank should have, by the name of the first parameter of a part.
     alone: the same for parameters that belong to no engine and were not sent, with a sum of some of their values before
     the first step. engine: True if an engine reduces some of the others. loss: of the last backward pass of this rank;
-    it may differ. rounded: the 16-bit dtype of which all sampled gradients are, although their dtype is wider.
+    it may differ. passes_on: True if this rank has sent activations to another one. rounded: the 16-bit dtype of which
+    all sampled gradients are, although their dtype is wider.
     """
 
     gradients: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
@@ -50,6 +51,7 @@ class Fingerprint:
     engine: bool = False
     loss: float | None = None
     rounded: str | None = None
+    passes_on: bool = False
 
 
 def is_ddp(module: nn.Module) -> bool:
@@ -242,6 +244,7 @@ def fingerprint(found: Coverage, gradients: Gradients, *, exact: bool) -> Finger
         result.alone[_name(part)] = (*_checksum(part), sum(starts))
     result.engine = bool(found.engine)
     result.loss = float(gradients.loss) if gradients.loss is not None else None
+    result.passes_on = bool(gradients.passed_on)
     result.rounded = _rounded(everywhere.values()) if exact else None
     return result
 
@@ -295,6 +298,8 @@ def compare_ranks(fingerprints: Sequence[Fingerprint], *, explained: bool = Fals
     failures = _differing([each.gradients for each in fingerprints])
     alone = [{name: sums[:2] for name, sums in each.alone.items()} for each in fingerprints]
     nothing_reduced = not fingerprints[0].gradients and not fingerprints[0].engine
+    if nothing_reduced and _are_stages(fingerprints):
+        return []
     if nothing_reduced and (differing := _differing(alone)):
         return differing
     shared = [name for name in fingerprints[0].alone if not _starts_differ(name, fingerprints)]
@@ -327,6 +332,14 @@ def _differing(ranks: Sequence[Mapping[str, tuple[float, ...]]]) -> list[str]:
         "model of its own. Call the wrapped model, and run the last backward pass before a step outside no_sync(); or "
         "allow it: mpguard_allow: [local_sgd]"
     ]
+
+
+def _are_stages(fingerprints: Sequence[Fingerprint]) -> bool:
+    """True if each rank has a part of a model of its own, and passes on what it computes: a pipeline."""
+    if not all(each.passes_on for each in fingerprints):
+        return False
+    names = [set(each.alone) for each in fingerprints]
+    return names[0] != set.intersection(*names) or any(_starts_differ(name, fingerprints) for name in names[0])
 
 
 def _starts_differ(name: str, fingerprints: Sequence[Fingerprint]) -> bool:
