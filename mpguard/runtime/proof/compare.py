@@ -140,8 +140,9 @@ class Proof:
             else f"{step}: {self.verdict}"
         )
         notes = f", after {seen.skipped} skipped" if seen.skipped else ""
-        if self.in_force and (frozen := _frozen_share(seen)):
-            notes += f" (frozen parts: {frozen})"
+        named = {"frozen parts": _frozen_share(seen), "optimizer states": ", ".join(_quantized_states(seen))}
+        if self.in_force and any(named.values()):
+            notes += f" ({'; '.join(f'{name}: {found}' for name, found in named.items() if found)})"
         unobserved = [row.name for row in self.rows if row.unobserved]
         if unobserved and self.in_force:
             notes += f", except for what could not be observed: {', '.join(unobserved)}"
@@ -861,11 +862,13 @@ def _optimizer(seen: Observed, plan: Plan) -> Row:
     rounded = "".join(f" rounded to {dtype}" for dtype in seen.rounded_weights)
     found = f"{seen.optimizer}, weights {format_counts(seen.masters)}{rounded}{states}"
     narrow = [dtype for dtype in seen.states if dtype in ("bf16", "fp16") and dtype != asked]
-    quantized = any(
-        Dtype.spelled(dtype) is None for dtype in seen.states
-    )  # quantized states: the script chose that optimizer
     ok = _mostly(seen.masters, asked) and not narrow and not ((rounded or rounded_states) and asked == "fp32")
-    return Row("optimizer", found, f"weights and states {asked}", None if ok and quantized else ok)
+    return Row("optimizer", found, f"weights and states {asked}", None if ok and _quantized_states(seen) else ok)
+
+
+def _quantized_states(seen: Observed) -> list[str]:
+    """Return the formats of quantized states. They are named, and not refused: the script chose that optimizer."""
+    return [dtype for dtype in seen.states if Dtype.spelled(dtype) is None]
 
 
 def _scaler(seen: Observed, plan: Plan) -> list[Row]:

@@ -254,6 +254,7 @@ def test_quantized_states_are_not_reported_by_their_dtype_attribute(tmp_path: Pa
     row = proof(tmp_path / "proof.json")["rows"]["optimizer"]
     assert ended.returncode == 0 and row["ok"] is None, transcript(ended)
     assert row["found"].startswith("AdamW8bit, weights fp32, states OptimState8bit 9"), row
+    assert "proven in force on 1 process (optimizer states: OptimState8bit)" in ended.stderr, transcript(ended)
 
 
 def test_a_layer_added_after_the_optimizer_is_reported_with_advice(tmp_path: Path) -> None:
