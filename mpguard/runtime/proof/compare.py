@@ -57,6 +57,9 @@ NO_WRAPPER = "no wrapper around the model"
 #: a narrower one.
 WIDER_SHARE = 0.1
 
+#: So many elements of gradients that backward casts to a narrower dtype and back are refused, however large the model.
+MANY = 4096
+
 #: The same for the elements of parameters, gradients and buffers: embeddings and norms in FP32 lose nothing.
 WIDER_ELEMENTS = 0.5
 
@@ -578,6 +581,7 @@ def _rounded(seen: Observed, plan: Plan) -> list[str]:
         return []
     least = WIDER_SHARE * sum(seen.gradients.values())
     narrow = {dtype for dtype, elements in seen.widened.items() if elements > least}
+    narrow |= {dtype for dtype, elements in seen.rounded_in_backward.items() if elements > min(least, MANY)}
     expected = {asked.short, *(() if plan.policy.low_bit_recipe is None else ("fp8", "fp4"))}
     return sorted(narrow & {"bf16", "fp16", "fp8", "fp4"} - expected)  # integers are masks and indices
 

@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpguard.nn.compile import is_compiled
@@ -24,7 +24,7 @@ from mpguard.runtime.proof.account import Products, steps_around
 from mpguard.runtime.proof.fp32_modules import Fp32Modules, find_fp32_modules
 from mpguard.runtime.proof.inferred import ATTENTION, UNNAMED, Inferred
 from mpguard.runtime.proof.optimizer_state import state_dtypes
-from mpguard.runtime.proof.products import short
+from mpguard.runtime.proof.products import bits, short
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.trace import Work
@@ -76,7 +76,7 @@ class Observed:
     computed: the products of the step. passes: its backward passes. looked_at: those in which they were observed.
     inferred: why the operators could not be recorded, so that the products are those that autograd's graph implies;
     empty if they were recorded. widened: elements of gradients and of saved activations that were converted to a wider
-    dtype in backward, by the narrower one.
+    dtype in backward, by the narrower one; rounded_in_backward: of those that went to a narrow dtype and back.
     masters, gradients, states: of the parameters that the optimizer updates. matrices: False if none
     is a matrix, and the process has other optimizers, whose products are proven.
     accumulation: gradients that were added to earlier ones, in backward passes (`accumulated_passes`); of DeepSpeed
@@ -111,6 +111,7 @@ class Observed:
     looked_at: int = 0
     inferred: str = ""
     widened: dict[str, int] = dataclasses.field(default_factory=dict)
+    rounded_in_backward: dict[str, int] = dataclasses.field(default_factory=dict)
     output: str | None = None
     optimizer: str = ""
     masters: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -332,7 +333,8 @@ def shards_of(parameter: torch.Tensor) -> int:
 def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], products: Products) -> None:
     """Add the products of the step, by module."""
     seen.passes, seen.looked_at, seen.inferred = products.passes, products.looked_at, products.reason
-    seen.unscaled, seen.widened = products.unscaled, dict(products.widened)
+    seen.unscaled = products.unscaled
+    seen.widened, seen.rounded_in_backward = _conversions(products.converted)
     seen.compiled = products.inferred.compiled or bool(recorder.compiled)
     if products.reason:
         _add_inferred(seen, recorder, roots, products.inferred)
@@ -352,6 +354,18 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
                 inside = name is not None and module not in trainable
                 whole[Computed(trained, work.dtype, 0, name, work.name or place, work.attention, inside)] += part
         seen.computed += [dataclasses.replace(found, flops=flops) for found, flops in whole.most_common()]
+
+
+def _conversions(converted: Mapping[tuple[str, str], int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the elements that were converted to a wider dtype, and those that went to a narrow dtype and back.
+
+    Both by the narrow dtype; of two with 16 bits each is narrow. converted: elements by the dtypes before and after.
+    """
+    widened, rounded = Counter[str](), Counter[str]()
+    for (narrow, wide), elements in converted.items():
+        widened[narrow] += elements if bits(narrow) < bits(wide) else 0
+        rounded[narrow] += min(elements, converted.get((wide, narrow), 0)) if bits(narrow) <= bits(wide) else 0
+    return dict(+widened), dict(+rounded)
 
 
 def _is_trainable(module: nn.Module) -> bool:

@@ -71,8 +71,8 @@ class OperatorTrace:
 
     forward: work of the forward pass, each with the nodes that it belongs to (none: without gradient) and its FLOPs.
     backward: FLOPs in the nodes that were evaluated. evaluated: these nodes. origins: where the nodes were created.
-    opaque: FLOPs of the kernels that are no operators, by their nodes; their backward does twice as much. widened:
-    elements that were converted to a wider dtype in backward, by the narrower one.
+    opaque: FLOPs of the kernels that are no operators, by their nodes; their backward does twice as much. converted:
+    elements that were copied to another dtype in backward, by the dtypes before and after.
     """
 
     forward: list[tuple[Work, frozenset[GraphNode], int]] = dataclasses.field(default_factory=list)
@@ -80,7 +80,7 @@ class OperatorTrace:
     evaluated: set[GraphNode] = dataclasses.field(default_factory=set)
     origins: dict[GraphNode, Work] = dataclasses.field(default_factory=dict)
     opaque: dict[GraphNode, tuple[Work, int]] = dataclasses.field(default_factory=dict)
-    widened: Counter[str] = dataclasses.field(default_factory=Counter)
+    converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
 
 
 def outside() -> Any:
@@ -152,7 +152,7 @@ def read(
         if event.name == SPARSE and event.outer is not None:
             event.outer.sparse = True
         if event.inside and event.name == "aten::copy_":
-            _add_widened(event.raw, trace)
+            _add_conversion(event.raw, trace)
         if event.known is not None or _may_be_a_kernel(event):
             candidates.append(event)
     for event in candidates:
@@ -250,13 +250,11 @@ def _input_shapes(raw: Any) -> products.Shapes:
     return shapes
 
 
-def _add_widened(copy: Any, trace: OperatorTrace) -> None:
-    """Add a copy to a wider dtype, or to the other one of 16 bits: of a gradient, or of a saved activation."""
+def _add_conversion(copy: Any, trace: OperatorTrace) -> None:
+    """Add a copy in backward to another dtype: of a gradient, or of an activation that was saved in a narrower one."""
     to, source = map(products.kineto_dtype, copy.dtypes()[:2])
-    if not (to and source and to.startswith(("fp", "bf"))) or source == to:
-        return
-    if products.bits(source) <= products.bits(to):
-        trace.widened[source] += math.prod(copy.shapes()[1])
+    if to and source and to != source and to.startswith(("fp", "bf")):
+        trace.converted[source, to] += math.prod(copy.shapes()[1])
 
 
 def _operand(dtypes: Sequence[str]) -> str | None:
