@@ -7,6 +7,7 @@ taken from the frames of the traceback.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import re
 import sysconfig
@@ -167,7 +168,9 @@ def _different_dtypes(frames: _Frames) -> Cause:
     inputs = {name: tensor for name, tensor in _tensors(frame).items() if not name.startswith("self")} or tensors
     parameters = {name: each for name, each in module.named_parameters(recurse=False) if each.is_floating_point()}
     low = sorted({_short(each) for each in parameters.values()} & {"bf16", "fp16"})
-    where = f"{_name_of(module)} ({type(module).__name__}): {_listed(parameters) or 'no parameters of its own'}; "
+    within = [each for each in module.parameters() if each.is_floating_point()]
+    own = _listed(parameters) or (f"parameters {_dtypes(within)}" if within else "no parameters")
+    where = f"{_name_of(module)} ({type(module).__name__}): {own}; "
     where += f"inputs {_listed(inputs)}" if inputs else "inputs are not in the traceback"
     guard = guards.current()
     masters = guard.plan.policy.master_dtype.short if guard is not None else "fp32"
@@ -303,11 +306,16 @@ def _innermost_module(frames: _Frames) -> tuple[FrameType, nn.Module] | None:
 
 
 def _tensors(frame: FrameType) -> dict[str, torch.Tensor]:
-    """Return the floating-point tensors among the local variables of a frame, and in its arguments."""
+    """Return the floating-point tensors among the variables of a frame, and in these; a library's arguments only."""
     import torch
 
     found: dict[str, torch.Tensor] = {}
+    code = frame.f_code
+    variadic = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + variadic]
     for name, value in frame.f_locals.items():
+        if name not in arguments and not _is_of_script(frame):
+            continue
         values = enumerate(value) if isinstance(value, (tuple, list)) and name != "self" else [("", value)]
         for number, each in values:
             if isinstance(each, torch.Tensor) and each.is_floating_point():

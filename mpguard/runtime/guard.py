@@ -68,6 +68,9 @@ NEWCOMER_STEPS = 64
 #: Graphs of backward passes that are read, while nothing is recorded, for an optimizer that has not stepped yet.
 UNRECORDED_PASSES = 64
 
+#: Steps without gradients in a row, at looks, before it is reported and the next ones are not recorded.
+EMPTY_STEPS = 8
+
 #: Backward passes without an optimizer step before the run counts as not proven: far beyond any gradient accumulation.
 BACKWARD_LIMIT = 10_000
 
@@ -278,6 +281,7 @@ class Guard:
         elif progress in self._looking:
             self._look(optimizer, progress, model)
         else:
+            self.recorder.gradients.forget_sums(updated_by(optimizer))
             self._close_round()
         if progress.proven and not progress.failed:
             self._open_look(optimizer, progress, in_step=True)
@@ -516,8 +520,9 @@ class Guard:
         """Look at a step that was just applied: observe, compare, agree with the other ranks. Raises `NotInForce`."""
         agreed = progress.applied == progress.next_look
         if model is None and not self.recorder.record_step(optimizer):
-            progress.next_look = progress.applied + 1 if agreed else progress.next_look
+            self._look_again(progress, agreed=agreed)
             return  # there was no gradient to apply
+        progress.empty = 0
         self._looking.discard(progress)
         with self.recorder.ignoring_collectives():
             rows, seen, failures = self._observe_again(optimizer, progress, model)
@@ -536,6 +541,18 @@ class Guard:
             progress.next_look = progress.propose(self.budget)
         self._close_round()
         self._conclude_look(progress, rows, seen, failures, agreed=agreed and progress.agrees)
+
+    def _look_again(self, progress: Progress, *, agreed: bool) -> None:
+        """Look at the next step in place of one without gradients; after some of these, at a later one."""
+        progress.empty += 1
+        if progress.empty < EMPTY_STEPS:
+            progress.next_look = progress.applied + 1 if agreed else progress.next_look
+            return
+        if progress.empty == EMPTY_STEPS:
+            self.reporter.report_empty(progress)
+        self._looking.discard(progress)
+        progress.leave_out_look()
+        self._close_round()
 
     def _observe_again(
         self, optimizer: Any, progress: Progress, model: nn.Module | None

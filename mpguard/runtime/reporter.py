@@ -155,6 +155,14 @@ class Reporter:
             "the loss and the gradients for inf and NaN"
         )
 
+    def report_empty(self, progress: Progress) -> None:
+        """Print that the last steps of an optimizer had no gradients to apply."""
+        self.print_once(
+            f"mpguard: none of the parameters of {progress.name} had a gradient at its last {progress.empty} steps, so "
+            f"that nothing was looked at (step {progress.applied}). If it should train, they are no longer those of "
+            "the model: `load_state_dict(assign=True)`, a new layer or a copy has replaced them"
+        )
+
     def report_cast(self, what: str, enforce: str) -> None:
         """Print that weights were cast, when it happens; a step that follows is refused."""
         follows = "refused" if enforce == "error" else f"not in force (continuing: enforce is {enforce})"

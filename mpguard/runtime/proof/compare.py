@@ -582,7 +582,8 @@ def _rounded(seen: Observed, plan: Plan) -> list[str]:
     least = WIDER_SHARE * sum(seen.gradients.values())
     narrow = {dtype for dtype, elements in seen.widened.items() if elements > least}
     narrow |= {dtype for dtype, elements in seen.rounded_in_backward.items() if elements > min(least, MANY)}
-    expected = {asked.short, *(() if plan.policy.low_bit_recipe is None else ("fp8", "fp4"))}
+    expected = {asked.short, plan.policy.reduce_dtype.short}  # DDP's hooks run in backward
+    expected |= set() if plan.policy.low_bit_recipe is None else {"fp8", "fp4"}
     return sorted(narrow & {"bf16", "fp16", "fp8", "fp4"} - expected)  # integers are masks and indices
 
 
