@@ -427,12 +427,13 @@ def _unnamed(work: Work, module: int | None) -> str:
 
 
 def _add_uncalled(found: fp8.Fp8Layers, modules: list[tuple[str, nn.Module]], products: Products) -> None:
-    """Add the FP8 layers that were not called, although their weights got gradients: other code multiplied them."""
-    if products.called is None:
-        return
+    """Add the FP8 layers whose weights other code multiplied: in place of calling them, or as well."""
+    shared = {id(module._parameters.get("weight")) for _, module in modules if not fp8.is_fp8(module)}
     for name, module in modules:
-        weight = module._parameters.get("weight")
-        if fp8.is_fp8(module) and id(module) not in products.called and id(weight) in products.inferred.leaves:
+        weight = id(module._parameters.get("weight"))
+        uncalled = products.called is not None and id(module) not in products.called
+        multiplied = weight in products.inferred.weights - shared
+        if fp8.is_fp8(module) and ((uncalled and weight in products.inferred.leaves) or multiplied):
             found.beside.append(plain_name(name))
 
 
