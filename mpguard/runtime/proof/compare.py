@@ -58,7 +58,7 @@ NO_WRAPPER = "no wrapper around the model"
 WIDER_SHARE = 0.1
 
 #: So many elements of gradients that backward casts to a narrower dtype and back are refused, however large the model.
-MANY = 4096
+MANY = 256
 
 #: The same for the elements of parameters, gradients and buffers: embeddings and norms in FP32 lose nothing.
 WIDER_ELEMENTS = 0.5
