@@ -38,6 +38,9 @@ KEY = "master_weight"
 #: The dtypes of the parameters that get a master.
 DTYPES = (torch.float32, torch.bfloat16)
 
+#: How many parameters, and values of each, show whether a step updates the masters.
+SAMPLED = 16
+
 
 @dataclasses.dataclass(eq=False)
 class Master:
@@ -186,6 +189,12 @@ def _take_over(parameter: torch.Tensor, master: Master) -> None:
         torch.where(value.to(master.dtype) == parameter, value, parameter, out=value.data)
 
 
+def _values(parameter: torch.Tensor, master: Master) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return some values of a parameter and of its master, copied."""
+    own, exact = (each.detach().reshape(-1)[:SAMPLED].clone() for each in (parameter, master.value))
+    return own, exact
+
+
 class _Exchange:
     """Hooks of one optimizer. own: while its groups have masters, the parameters of each group."""
 
@@ -194,6 +203,10 @@ class _Exchange:
         self.exchanged: list[tuple[torch.Tensor, Master, int]] = []  # with the version of the parameter
         self.in_step = False
         self.first = True
+        #: Values of some exchanged parameters and of their masters before a step, until a step has updated the masters:
+        #: a fused kernel changes no version.
+        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.updates_masters = False
         self.saved: dict[int, Any] = {}
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
@@ -258,6 +271,9 @@ class _Exchange:
                     group["params"].append(master.value)
                     self._exchange(optimizer, parameter, master, step=step)
         self.first = self.first and not step
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if step and not self.updates_masters and not capturing:
+            self.before = [_values(parameter, master) for parameter, master, _ in self.exchanged[:SAMPLED]]
 
     def _exchange(self, optimizer: Any, parameter: torch.Tensor, master: Master, *, step: bool) -> None:
         if step:
@@ -286,7 +302,7 @@ class _Exchange:
             if state is not None:
                 optimizer.state[parameter] = state
             master.value.grad = None
-        if any(parameter._version != version for parameter, _, version in exchanged):
+        if any(parameter._version != version for parameter, _, version in exchanged) or self._passed_by(exchanged):
             raise NotInForce(
                 f"master_weights: {type(optimizer).__name__} updates parameters that it has kept itself, and not those "
                 "in its param_groups: FP32 masters cannot be updated by it. Use another optimizer, or set "
@@ -296,6 +312,16 @@ class _Exchange:
             with torch.no_grad():
                 own = [parameter for parameter, _, _ in exchanged]
                 torch._foreach_copy_(own, [master.value.detach() for _, master, _ in exchanged])
+
+    def _passed_by(self, exchanged: list[tuple[torch.Tensor, Master, int]]) -> bool:
+        """Return True if a step has changed parameters in place of their masters."""
+        before, self.before = self.before, []
+        now = [_values(parameter, master) for parameter, master, _ in exchanged[: len(before)]]
+        own, masters = (
+            [not torch.equal(old[part], new[part]) for old, new in zip(before, now, strict=False)] for part in (0, 1)
+        )
+        self.updates_masters = self.updates_masters or any(masters)
+        return any(own)
 
     # -- checkpoints -------------------------------------------------------------------------
 

@@ -19,13 +19,14 @@ from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import given
 from mpguard.runtime import exit_hooks
 from mpguard.runtime.guard import Guard, current, set_current
-from mpguard.runtime.messages import header, suppress_not_carried
+from mpguard.runtime.messages import header
 from mpguard.runtime.meter import Meter
 from mpguard.runtime.patches import import_hooks
 from mpguard.runtime.patches.table import apply_patches
 from mpguard.runtime.plan import Plan, enforcement
 from mpguard.runtime.ranks import is_started_by_script, launcher_variable, rank
 from mpguard.targets.capabilities import require_supported
+from mpguard.targets.inject import build
 
 
 def start(plan: Plan, *, launched: bool = True) -> Guard:
@@ -105,9 +106,8 @@ def _begin(guard: Guard, launched: bool) -> None:
     os.register_at_fork(after_in_child=guard.begin_again)
 
     def on_torch_import(_torch: ModuleType) -> None:
-        with suppress_not_carried():
-            if guard.plan.policy.tf32 is not None:
-                guard.plan.policy.to("torch").set_tf32()
+        if guard.plan.policy.tf32 is not None:
+            build(guard.plan.policy, "torch", warn=False).set_tf32()
         guard.listen()
 
     apply_patches()

@@ -7,6 +7,7 @@ taken from the frames of the traceback.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import re
 import sysconfig
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 log = logging.getLogger("mpguard")
+
+#: The function of torch that runs a backward pass.
+BACKWARD = "_engine_run_backward"
 
 #: The frames of an exception, innermost first.
 _Frames = list[FrameType]
@@ -140,19 +144,33 @@ def _nothing_to_update(frames: _Frames) -> Cause:
 
 
 def _different_dtypes(frames: _Frames) -> Cause:
-    tensors: dict[str, torch.Tensor] = next(filter(None, map(_tensors, frames)), {})
-    place = _innermost_module(frames)
-    if place is None:
+    backward = next((number for number, frame in enumerate(frames) if frame.f_code.co_name == BACKWARD), None)
+    inner = frames[:backward]  # what a backward pass calls: hooks, functions, recomputation
+    tensors: dict[str, torch.Tensor] = next(filter(None, map(_tensors, filter(_is_of_script, inner))), {})
+    place = _innermost_module(inner)
+    if place is None and backward is not None and not tensors:
         return Cause(
-            f"{_listed(tensors) or 'the operands'} differ in dtype{_line(frames)}. One of them was cast by hand, or "
-            "the product is outside of autocast: remove the cast, or compute it under autocast",
+            f"an operator of the backward pass{_line(frames)} has operands of different dtypes: a gradient and a "
+            "tensor that the forward pass has saved. A hook has cast one of them: remove the cast. "
+            "`torch.autograd.set_detect_anomaly(True)` shows which forward call it is of",
+            "MPG307",
+        )
+    if place is None:
+        operands = _listed(tensors)
+        if len(set(map(_short, tensors.values()))) < 2:
+            operands = f"operands{f' (one of them is {operands})' if operands else ''}"
+        return Cause(
+            f"{operands} differ in dtype{_line(frames)}. One of them was cast by hand, or the product is outside of "
+            "autocast: remove the cast, or compute it under autocast",
             "MPG307",
         )
     frame, module = place
     inputs = {name: tensor for name, tensor in _tensors(frame).items() if not name.startswith("self")} or tensors
     parameters = {name: each for name, each in module.named_parameters(recurse=False) if each.is_floating_point()}
     low = sorted({_short(each) for each in parameters.values()} & {"bf16", "fp16"})
-    where = f"{_name_of(module)} ({type(module).__name__}): {_listed(parameters) or 'no parameters of its own'}; "
+    within = [each for each in module.parameters() if each.is_floating_point()]
+    own = _listed(parameters) or (f"parameters {_dtypes(within)}" if within else "no parameters")
+    where = f"{_name_of(module)} ({type(module).__name__}): {own}; "
     where += f"inputs {_listed(inputs)}" if inputs else "inputs are not in the traceback"
     guard = guards.current()
     masters = guard.plan.policy.master_dtype.short if guard is not None else "fp32"
@@ -288,11 +306,16 @@ def _innermost_module(frames: _Frames) -> tuple[FrameType, nn.Module] | None:
 
 
 def _tensors(frame: FrameType) -> dict[str, torch.Tensor]:
-    """Return the floating-point tensors among the local variables of a frame, and in its arguments."""
+    """Return the floating-point tensors among the variables of a frame, and in these; a library's arguments only."""
     import torch
 
     found: dict[str, torch.Tensor] = {}
+    code = frame.f_code
+    variadic = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + variadic]
     for name, value in frame.f_locals.items():
+        if name not in arguments and not _is_of_script(frame):
+            continue
         values = enumerate(value) if isinstance(value, (tuple, list)) and name != "self" else [("", value)]
         for number, each in values:
             if isinstance(each, torch.Tensor) and each.is_floating_point():
@@ -302,10 +325,13 @@ def _tensors(frame: FrameType) -> dict[str, torch.Tensor]:
 
 def _line(frames: _Frames) -> str:
     """Return ` at train.py:12`, the innermost line that is not in an installed package; empty if there is none."""
+    frame = next(filter(_is_of_script, frames), None)
+    return f", at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def _is_of_script(frame: FrameType) -> bool:
+    """True if the code of a frame is not in an installed package."""
     paths = sysconfig.get_paths()
-    installed = tuple({paths["stdlib"], paths["purelib"], paths["platlib"]})
-    for frame in frames:
-        file = frame.f_code.co_filename
-        if not file.startswith((*installed, "<")) and not frame.f_globals.get("__name__", "").startswith("mpguard."):
-            return f", at {file}:{frame.f_lineno}"
-    return ""
+    installed = (paths["stdlib"], paths["purelib"], paths["platlib"], "<")
+    own = frame.f_globals.get("__name__", "").startswith("mpguard.")
+    return not own and not frame.f_code.co_filename.startswith(installed)

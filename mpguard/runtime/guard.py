@@ -19,7 +19,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import NotInForce
@@ -40,7 +40,6 @@ from mpguard.runtime.proof.observe import Observed, existing_optimizers, innermo
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.script_updates import ScriptSteps
-from mpguard.runtime.ranks import world_size
 from mpguard.runtime.reporter import Reporter, unproven_at_exit
 from mpguard.targets.capabilities import left_out_at_start
 
@@ -68,6 +67,9 @@ NEWCOMER_STEPS = 64
 
 #: Graphs of backward passes that are read, while nothing is recorded, for an optimizer that has not stepped yet.
 UNRECORDED_PASSES = 64
+
+#: Steps without gradients in a row, at looks, before it is reported and the next ones are not recorded.
+EMPTY_STEPS = 8
 
 #: Backward passes without an optimizer step before the run counts as not proven: far beyond any gradient accumulation.
 BACKWARD_LIMIT = 10_000
@@ -119,7 +121,7 @@ class Guard:
         self._implied: weakref.WeakKeyDictionary[Any, Inferred] = weakref.WeakKeyDictionary()
         self._unstepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         #: What was observed at a step that was not recorded, from those graphs.
-        self._unrecorded: dict[Progress, tuple[tuple[Row, ...], Observed]] = {}
+        self._unrecorded: dict[Progress, _Pending] = {}
         self._newcomer_steps = 0
         self._recording = 0  # the number of the recorder
         self._whole = True  # the recorder was started between the steps of all optimizers
@@ -279,6 +281,7 @@ class Guard:
         elif progress in self._looking:
             self._look(optimizer, progress, model)
         else:
+            self.recorder.gradients.forget_sums(updated_by(optimizer))
             self._close_round()
         if progress.proven and not progress.failed:
             self._open_look(optimizer, progress, in_step=True)
@@ -323,19 +326,26 @@ class Guard:
             if reached and read < UNRECORDED_PASSES:
                 self._unstepped[optimizer] = read + 1
                 implied = products_behind(outputs)
-                if implied.leaves & {id(own) for own in parameters}:
+                others = {id(own) for other in self.optimizers for own in updated_by(other)}
+                # FSDP2 has copies of the parameters: leaves of no optimizer.
+                if implied.leaves & {id(own) for own in parameters} or not implied.leaves & others:
                     self._implied.setdefault(optimizer, Inferred()).add(implied)
 
     def _observe_unrecorded(self, optimizer: Any, progress: Progress) -> None:
         """Observe a step of which only graphs were read: it counts if no step follows that is recorded."""
         implied = self._implied.pop(optimizer, None)
-        if implied is None or world_size()[0] > 1:
+        if implied is None:
             return
         recorder = Recorder(self.recorder)
         recorder.account.imply(implied)
         recorder.record_step(optimizer)
         seen = observe(recorder, [], optimizer, policy=self.plan.policy, step=progress.applied + progress.skipped)
-        self._unrecorded[progress] = compare.compare(seen, self.plan), seen
+        rows = compare.compare(seen, self.plan)
+        failures = compare.failures(rows, self.plan, seen)
+        self._rounds["unrecorded"] += 1
+        name = f"{self._number}/unrecorded/{self._repetition}/{self._rounds['unrecorded']}"
+        agreement = consensus.Round(name, failures, _fingerprint(seen), self.recorder.backwards)
+        self._unrecorded[progress] = _Pending(rows, seen, agreement, progress)
 
     def _publish(self, optimizer: Any, progress: Progress, model: nn.Module | None) -> _Pending:
         """Observe the first applied step of an optimizer, and publish the failures of this rank."""
@@ -498,7 +508,7 @@ class Guard:
             progress.switches = self.switches
             self._looking.add(progress)
             self._record(whole=False, in_step=in_step)
-            self.recorder.account.begin_step(updated_by(optimizer))
+            self.recorder.begin_gap(optimizer, updated_by(optimizer))
 
     def _close_round(self) -> None:
         """Stop to record, unless a step is looked at, or the first step of a new optimizer is still expected."""
@@ -510,8 +520,9 @@ class Guard:
         """Look at a step that was just applied: observe, compare, agree with the other ranks. Raises `NotInForce`."""
         agreed = progress.applied == progress.next_look
         if model is None and not self.recorder.record_step(optimizer):
-            progress.next_look = progress.applied + 1 if agreed else progress.next_look
+            self._look_again(progress, agreed=agreed)
             return  # there was no gradient to apply
+        progress.empty = 0
         self._looking.discard(progress)
         with self.recorder.ignoring_collectives():
             rows, seen, failures = self._observe_again(optimizer, progress, model)
@@ -530,6 +541,18 @@ class Guard:
             progress.next_look = progress.propose(self.budget)
         self._close_round()
         self._conclude_look(progress, rows, seen, failures, agreed=agreed and progress.agrees)
+
+    def _look_again(self, progress: Progress, *, agreed: bool) -> None:
+        """Look at the next step in place of one without gradients; after some of these, at a later one."""
+        progress.empty += 1
+        if progress.empty < EMPTY_STEPS:
+            progress.next_look = progress.applied + 1 if agreed else progress.next_look
+            return
+        if progress.empty == EMPTY_STEPS:
+            self.reporter.report_empty(progress)
+        self._looking.discard(progress)
+        progress.leave_out_look()
+        self._close_round()
 
     def _observe_again(
         self, optimizer: Any, progress: Progress, model: nn.Module | None
@@ -607,6 +630,11 @@ class Guard:
         progress = self._progress_of(optimizer)
         if progress.cast is not None and not progress.failed and self.failure is None:
             self._fail_alone(progress, f"weights: {progress.cast}, and training continued with them. {casts.ADVICE}")
+
+    def tensors_are_exchanged(self, tensors: Collection[torch.Tensor]) -> None:
+        """Release weak references to tensors that are going to be exchanged: torch refuses it where there are any."""
+        self._script.release({id(tensor) for tensor in tensors})
+        self.recorder.tensors_are_exchanged(tensors)
 
     def weights_loaded(self, module: nn.Module) -> None:
         """Forget casts of weights that were loaded since, and values from before."""
@@ -724,7 +752,7 @@ class Guard:
         if self._open and not status:
             self._finalize_open(self._open[0])
             return
-        trained, enforced = self.trained, self.plan.enforce != "off"
+        trained, enforced, policy = self.trained, self.plan.enforce != "off", self.plan.policy
         message = unproven_at_exit(
             enforced=enforced,
             trained=trained,
@@ -732,6 +760,7 @@ class Guard:
             without_optimizer=bool(self._script.passes) and self._without_optimizer,
             skipped=self.skipped,
             status=status,
+            first_scale=policy.initial_loss_scale if policy.fp16 and policy.loss_scale is None else None,
         )
         self.proof = Proof("not proven", self.plan, failures=(message,))
         if trained or not self.spawned:
@@ -758,12 +787,10 @@ class Guard:
         """Fail if an optimizer has stepped, but never while its step was recorded."""
         if status or self.failure is not None or not (self.proof and self.proof.in_force):
             return
-        for progress, (rows, seen) in self._unrecorded.items():
+        for progress, pending in self._unrecorded.items():
             if progress.unrecorded:
                 progress.prove(agrees=False)
-                failures = compare.failures(rows, self.plan, seen)
-                agreement = consensus.Round(self._next_round(progress, seen), failures, None)
-                self._conclude(_Pending(rows, seen, agreement, progress), failures, progress)
+                self._conclude(pending, pending.agreement.result(consensus.FINAL_WAIT), progress)
         unseen = [progress for progress in self.run if progress.unrecorded]
         if not unseen:
             return

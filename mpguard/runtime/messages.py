@@ -1,14 +1,12 @@
-"""The messages that a run prints, and the warnings that it suppresses."""
+"""The messages that a run prints."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import re
 import warnings
-from collections.abc import Iterator
 
-from mpguard.core.errors import NotCarried, NotProven
+from mpguard.core.errors import NotProven
 from mpguard.policy import hardware
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import AUTO
@@ -53,11 +51,3 @@ def warn_not_proven(message: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("always", NotProven)
         warnings.warn(NotProven(message), stacklevel=4)  # where `Guard.fail` was called
-
-
-@contextlib.contextmanager
-def suppress_not_carried() -> Iterator[None]:
-    """Suppress `NotCarried`: another target may carry the field, and `require_supported` raises where none does."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotCarried)
-        yield

@@ -43,7 +43,7 @@ class Progress:
     in force. without_result: looks that observed too little. next_look: the applied step of the next look that all
     ranks take. cost: seconds that the last observation took. switches: how many switches to evaluation the last look
     has followed. cast: where weights were cast, if they were. unread: flags of a fused optimizer on a device, see
-    `Guard`.
+    `Guard`. empty: steps without gradients in a row that were to be looked at.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Progress:
     switches: int = 0
     cast: str | None = None
     unread: list[Any] = dataclasses.field(default_factory=list)
+    empty: int = 0
     _proven_at: tuple[float, int] = (0.0, 0)
 
     def prove(self, agrees: bool) -> None:
@@ -80,6 +81,10 @@ class Progress:
             while not budget.allows(self.cost, (look - self.applied) * step) and look < 2**40:
                 look *= 2
         return look
+
+    def leave_out_look(self) -> None:
+        """Set the next look to the first power of two: all ranks do the same without an agreement."""
+        self.next_look = _power_of_two_above(self.applied)
 
     def facts(self) -> dict[str, Any]:
         """Return what the proof file has about the run."""

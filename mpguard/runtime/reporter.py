@@ -155,6 +155,14 @@ class Reporter:
             "the loss and the gradients for inf and NaN"
         )
 
+    def report_empty(self, progress: Progress) -> None:
+        """Print that the last steps of an optimizer had no gradients to apply."""
+        self.print_once(
+            f"mpguard: none of the parameters of {progress.name} had a gradient at its last {progress.empty} steps, so "
+            f"that nothing was looked at (step {progress.applied}). If it should train, they are no longer those of "
+            "the model: `load_state_dict(assign=True)`, a new layer or a copy has replaced them"
+        )
+
     def report_cast(self, what: str, enforce: str) -> None:
         """Print that weights were cast, when it happens; a step that follows is refused."""
         follows = "refused" if enforce == "error" else f"not in force (continuing: enforce is {enforce})"
@@ -216,13 +224,20 @@ def _unwritable(path: str, error: OSError) -> ConfigError:
 
 
 def unproven_at_exit(
-    *, enforced: bool, trained: bool, without_gradients: bool, without_optimizer: bool, skipped: int, status: int
+    *,
+    enforced: bool,
+    trained: bool,
+    without_gradients: bool,
+    without_optimizer: bool,
+    skipped: int,
+    status: int,
+    first_scale: float | None = None,
 ) -> str:
     """Return the message for a run that ends without a proof.
 
     trained: True if gradients were computed. without_gradients: True if optimizers were stepped and none of their
     parameters had a gradient. without_optimizer: True if there was none. skipped: steps that were skipped. status: the
-    script's exit status.
+    script's exit status. first_scale: that of a dynamic loss scale.
     """
     if not enforced:
         reason = "enforce is off"
@@ -242,6 +257,7 @@ def unproven_at_exit(
         )
     else:
         reason = "the run computed gradients and ended before an optimizer step was applied"
-    skips = f" ({skipped} steps were skipped)" if skipped else ""
+    scale = f": the loss scale began at {first_scale:g} and is halved by a skip" if first_scale else ""
+    skips = f" ({skipped} steps were skipped{scale})" if skipped else ""
     end = f"; the script ended with status {status}" if status else ""
     return f"not proven: {reason}{skips}; what was in force could not be observed{end}"

@@ -48,11 +48,16 @@ class Change(FormerNames, former={"why": "reason"}):
         return f"{self.key}: {show(self.old)} -> {new}" + (f" ({self.reason})" if self.reason else "")
 
 
-def build(policy: Policy, target: str, strategy: str | None = None) -> Any:
-    """Return the real object of a target: the implementation of `Policy.to`."""
+def build(policy: Policy, target: str, strategy: str | None = None, *, warn: bool = True) -> Any:
+    """Return the real object of a target: the implementation of `Policy.to`.
+
+    warn: False where another target may carry a field, and `require_supported` raises where none does. To ignore the
+    warning instead would make Python show every other warning again that it has shown.
+    """
     found = get(target)
     built = found.build(policy, strategy)
-    _warn_not_carried(found, policy, strategy, stacklevel=4)
+    if warn:
+        _warn_not_carried(found, policy, strategy, stacklevel=4)
     return built
 
 

@@ -227,13 +227,26 @@ class Remembering(torch.optim.Optimizer):
                 parameter.add_(parameter.grad, alpha=-0.1)
 
 
-def test_an_optimizer_that_passes_its_groups_by_is_refused() -> None:
+class RememberingFused(Remembering):
+    """Updates them with a fused kernel, which does not count their versions up."""
+
+    def step(self, closure: Any = None) -> None:
+        zeros = [[torch.zeros_like(own) for own in self.mine] for _ in range(2)]
+        steps = [torch.ones(()) for _ in self.mine]
+        torch._fused_adamw_(
+            self.mine, [own.grad.to(own.dtype) for own in self.mine], *zeros, [], steps, lr=0.1, beta1=0.9, beta2=0.99,
+            weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Remembering, RememberingFused])
+def test_an_optimizer_that_passes_its_groups_by_is_refused(kind: type[Remembering]) -> None:
     model = network()
-    optimizer = Remembering(model.parameters())
+    optimizer = kind(model.parameters())
     master_weights.keep(optimizer)
     for own in model.parameters():
         own.grad = torch.ones_like(own)
-    with pytest.raises(NotInForce, match="Remembering updates parameters that it has kept itself"):
+    with pytest.raises(NotInForce, match=f"{kind.__name__} updates parameters that it has kept itself"):
         optimizer.step()
 
 

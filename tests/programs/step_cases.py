@@ -25,14 +25,14 @@ from mpguard.runtime.patches.table import apply_patches
 from mpguard.runtime.plan import Plan
 
 Case = Callable[[], None]
-CASES: dict[str, tuple[Case, str, str, dict[str, Any]]] = {}
+CASES: dict[str, tuple[Case, str | None, str, dict[str, Any]]] = {}
 rank = int(os.environ.get("RANK") or 0)
 
 #: `cuda` for two GPUs with NCCL.
 DEVICE = os.environ.get("STEP_DEVICE", "cpu")
 
 
-def case(strategy: str = "ddp", recipe: str = "bf16_mixed", **overrides: Any) -> Callable[[Case], Case]:
+def case(strategy: str | None = "ddp", recipe: str = "bf16_mixed", **overrides: Any) -> Callable[[Case], Case]:
     """Add a function to the cases of one or of two processes (those with a strategy other than `single`)."""
 
     def add(function: Case) -> Case:
@@ -557,6 +557,30 @@ def weights_rounded_between_steps() -> None:
 
 
 @case("single")
+def states_rounded_between_steps() -> None:
+    model = net()
+    optimizer = adam(model)
+    for inputs in batches(4):
+        loss_of(model, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for state in optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"].bfloat16().float()
+
+
+@case("single")
+def momentum_that_begins_again() -> None:
+    """The first momentum is the gradient, whose values are those of BF16."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for inputs in batches(6):
+        loss_of(model, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.state.clear()
+
+
+@case("single")
 def rounded_weights_that_are_loaded() -> None:
     model, best = net(), net().bfloat16().state_dict()
     optimizer = adam(model)
@@ -686,9 +710,16 @@ def states_in_slots() -> None:
     _states(Nested, torch.bfloat16)
 
 
-def _late(first: int, every: int, steps: int, enabled: bool, create_late: bool = False) -> None:
-    """Train one model, and another one from a step on, every few steps."""
-    often, rarely = net(), net()
+def _late(
+    first: int,
+    every: int,
+    steps: int,
+    enabled: bool,
+    create_late: bool = False,
+    wrap: Callable[[Any], Any] = lambda m: m,
+) -> None:
+    """Train one model, and another one from a step on, every few steps. wrap: for several processes."""
+    often, rarely = wrap(net()), wrap(net())
     optimizer = adam(often)
     late = None if create_late else adam(rarely)
     for step in range(steps):
@@ -730,6 +761,35 @@ def steps_once_late() -> None:
 @case("single")
 def steps_once_late_in_fp32() -> None:
     _late(8, 100, 12, False)
+
+
+@case()
+def steps_once_late_on_two_ranks() -> None:
+    _late(8, 100, 12, True, wrap=DDP)
+
+
+@case()
+def steps_once_late_on_two_ranks_in_fp32() -> None:
+    _late(8, 100, 12, False, wrap=DDP)
+
+
+@case()
+def steps_once_late_without_a_reduction() -> None:
+    wrapped: list[Any] = []
+
+    def wrap(model: Any) -> Any:
+        wrapped.append(model if wrapped else DDP(model))
+        return wrapped[-1]
+
+    _late(8, 100, 12, True, wrap=wrap)
+
+
+@case("fsdp2")
+def steps_once_late_with_fsdp2() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    _late(8, 100, 12, True, wrap=lambda model: fully_shard(model, mesh=init_device_mesh(DEVICE, (2,))))
 
 
 # -- optimizers that call others, or clear gradients ---------------------------------------------
@@ -907,10 +967,79 @@ def switches_of_both_kinds() -> None:
     train(model, adam(model))
 
 
+# -- pipelines -----------------------------------------------------------------------------------
+
+
+def _pipeline(enabled: bool = True, seed: int = rank) -> None:
+    """Train a stage on each rank: the first one gets the gradients of its outputs from the second one."""
+    stage = net()
+    torch.manual_seed(seed)
+    for own in stage.parameters():
+        nn.init.normal_(own, std=0.1)
+    optimizer = adam(stage)
+    for inputs in batches(3):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
+            if rank == 0:
+                outputs = stage(inputs).float()
+                dist.send(outputs.detach(), 1)
+                gradient = torch.empty_like(outputs)
+                dist.recv(gradient, 1)
+                outputs.backward(gradient)
+            else:
+                received = torch.empty_like(inputs)
+                dist.recv(received, 0)
+                received.requires_grad_()
+                stage(received).float().pow(2).mean().backward()
+                dist.send(received.grad, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(strategy=None)
+def pipeline_by_hand() -> None:
+    _pipeline()
+
+
+@case(strategy=None)
+def pipeline_in_fp32() -> None:
+    _pipeline(enabled=False)
+
+
+@case(strategy=None)
+def copies_that_send_activations() -> None:
+    """Both ranks have the same weights, so that their gradients belong together."""
+    _pipeline(seed=0)
+
+
+@case(strategy=None)
+def pipeline_of_torch() -> None:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = net()
+            torch.manual_seed(rank)
+            nn.init.normal_(self.own[0].weight, std=0.1)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(DEVICE, torch.bfloat16):
+                return self.own(inputs).float()  # type: ignore[no-any-return]
+
+    model = Stage()
+    stage = PipelineStage(model, rank, 2, _device())
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    optimizer = adam(model)
+    for inputs in batches(3):
+        schedule.step(inputs) if rank == 0 else schedule.step(target=inputs)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 # -- all of them ---------------------------------------------------------------------------------
 
 
-def prove(function: Case, strategy: str, recipe: str, overrides: dict[str, Any]) -> dict[str, Any]:
+def prove(function: Case, strategy: str | None, recipe: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """Run a program with a guard of its own, and return what was proven."""
     policy = mpguard.recipe(recipe).replace(**overrides)
     processes = 1 if strategy == "single" else 2

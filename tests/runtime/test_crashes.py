@@ -56,6 +56,27 @@ CRASHES = {
         "The parameters were cast to bf16 by hand, and the policy keeps them in fp32",
         "`mpguard rule MPG102`",
     ),
+    "encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 1).eval()\n"
+    "with torch.no_grad(), amp: encoder(x[None], src_key_padding_mask=torch.arange(8)[None] > 5)": (
+        "expected scalar type Float but found BFloat16",
+        "mpguard: `layers.0` (TransformerEncoderLayer): parameters fp32; inputs src fp32, at t.py:12",
+        "`mpguard rule MPG307`",
+    ),
+    "with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t): loss = net(x).sum()\n"
+    "loss.backward()": (
+        "to have the same dtype",
+        "mpguard: an operator of the backward pass, at t.py:12 has operands of different dtypes: a gradient and a",
+        "`mpguard rule MPG307`",
+    ),
+    "class Times(torch.autograd.Function):\n"
+    "    forward = staticmethod(lambda ctx, a: a * 2)\n"
+    "    @staticmethod\n"
+    "    def backward(ctx, gradient): return gradient.half() @ torch.ones(4, 4)\n"
+    "Times.apply(net(x)).sum().backward()": (
+        "to have the same dtype",
+        "mpguard: operands (one of them is gradient fp32) differ in dtype, at t.py:14",
+        "`mpguard rule MPG307`",
+    ),
     "net.first.requires_grad_(False); net(x.half())": (
         "must have the same dtype",
         "mpguard: `first` (Linear): weight fp32, bias fp32; inputs input fp16",

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the real library runs here")
 
+import short_programs
 from paths import PROGRAMS
 from processes import in_fork, ranks_in_fork, run_module, transcript
 
@@ -56,3 +57,15 @@ def test_two_processes(tmp_path: Path) -> None:
     assert "step 1 proven in force on all 2 ranks" in guarded[0].stderr, transcript(guarded[0])
     for with_mpguard, without in zip(guarded, alone, strict=True):
         assert kinds(with_mpguard, len(LEVELS)) == kinds(without) != {}
+
+
+def test_a_warning_that_python_shows_once_is_shown_once(tmp_path: Path) -> None:
+    """To enter `warnings.catch_warnings` would make Python show again whatever it has shown before."""
+    script = (
+        "import warnings\n"
+        "def noisy(): warnings.warn('of the script')\n"
+        "torch.amp.GradScaler('cpu')\n"
+        "for _ in range(4): noisy(); torch.amp.GradScaler('cpu')\n"
+    )
+    ended = short_programs.run(tmp_path, script, recipe="fp16_mixed")
+    assert ended.returncode == 0 and ended.stderr.count("UserWarning: of the script") == 1, transcript(ended)

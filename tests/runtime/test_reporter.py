@@ -136,6 +136,7 @@ def test_a_failure_that_does_not_end_the_run_is_a_warning_or_a_line(capsys: pyte
         ({"without_gradients": True}, "not proven: an optimizer was stepped, but none of its parameters had gradients"),
         ({"without_optimizer": True}, "without an optimizer of torch, and its weights no longer exist"),
         ({"skipped": 2}, "applied (2 steps were skipped); what was in force could not be observed"),
+        ({"skipped": 2, "first_scale": 2.0**32}, "skipped: the loss scale began at 4.29497e+09 and is halved"),
         ({"status": 3}, "could not be observed; the script ended with status 3"),
     ],
 )

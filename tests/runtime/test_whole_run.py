@@ -203,6 +203,32 @@ def test_a_parameter_group_that_is_added_is_proven(tmp_path: Path) -> None:
     assert ended.returncode == 0 and "in force at steps 1-6 of 7 (4 looks)" in ended.stderr, transcript(ended)
 
 
+REPLACED = """
+m = net(); o = sgd(m); train(m, o, 3)
+m.load_state_dict({name: own.bfloat16() for name, own in m.state_dict().items()}, assign=True)
+train(m, o, 40)
+"""
+
+FROZEN_FOR_A_WHILE = """
+a, b = net(), net(); oa, ob = sgd(a), sgd(b)
+def both(steps):
+    for _ in range(steps):
+        with amp(): loss = b(a(x)).float().pow(2).mean()
+        loss.backward(); oa.step(); ob.step(); oa.zero_grad(); ob.zero_grad()
+both(3); a.requires_grad_(False); both(20); a.requires_grad_(True); both(60)
+"""
+
+
+@pytest.mark.parametrize(("script", "looks"), [(REPLACED, [1, 2]), (FROZEN_FOR_A_WHILE, [1, 2, 32, 64])])
+def test_steps_without_gradients_are_reported_and_not_recorded_for_ever(
+    tmp_path: Path, script: str, looks: list[int]
+) -> None:
+    ended = run(tmp_path, script)
+    message = "mpguard: none of the parameters of SGD had a gradient at its last 8 steps"
+    assert ended.returncode == 0 and ended.stderr.count(message) == 1, transcript(ended)
+    assert proof(tmp_path / "proof.json")["run"][0]["looks"] == looks, transcript(ended)
+
+
 def test_the_code_of_a_look_that_fails_ends_no_training(tmp_path: Path) -> None:
     script = (
         "from mpguard.runtime import guard as guards\ndef broken(*_, **__): raise ZeroDivisionError('in the proof')\n"

@@ -36,6 +36,21 @@ m = net().requires_grad_(False); m[0], m[2] = Lora(m[0]), Lora(m[2])
 train(m, torch.optim.AdamW([p for p in m.parameters() if p.requires_grad]))
 """
 
+GRAPH = """
+import warnings; warnings.simplefilter("ignore")  # torch's, of sparse tensors
+edges = torch.sparse_coo_tensor(torch.randint(0, 16, (2, 40)), torch.ones(40), (16, 16)).coalesce()
+m = net(); o = adam(m)
+for _ in range(3):
+    with amp(): h = m(x)
+    torch.sparse.mm(LAYOUT, h.float()).pow(2).mean().backward(); o.step(); o.zero_grad()
+"""
+
+EXCHANGED_LATER = """
+m = net(); o = adam(m); train(m, o)
+for p in m.parameters(): torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone()))
+train(m, o)
+"""
+
 GAN = """
 g, d = net(), net(); og, od = adam(g), adam(d)
 for _ in range(3):
@@ -174,6 +189,9 @@ RIGHT: dict[str, tuple[str, str]] = {
     "compiled_blocks": ("bf16_mixed", REGIONAL),
     "gradient_accumulation": ("bf16_mixed", ACCUMULATION),
     "parameters_exchanged_after_a_forward_pass": ("bf16_mixed", EXCHANGED),
+    "parameters_exchanged_after_steps": ("bf16_mixed", EXCHANGED_LATER),
+    "a_sparse_graph": ("bf16_mixed", GRAPH.replace("LAYOUT", "edges")),
+    "a_sparse_graph_by_rows": ("bf16_mixed", GRAPH.replace("LAYOUT", "edges.to_sparse_csr()")),
     "own_profiler": ("bf16_mixed", PROFILER),
     "own_ranges": ("bf16_mixed", RANGES),
     "gradient_penalty": ("bf16_mixed", GRADIENT_PENALTY),

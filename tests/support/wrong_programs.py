@@ -171,6 +171,14 @@ for _ in range(3):
     loss.backward(); o.step(); o.zero_grad()
 """
 
+GRADIENTS_IN_HALF = """
+a, b = net(), net(); o = torch.optim.AdamW([*a.parameters(), *b.parameters()])
+for _ in range(3):
+    with amp():
+        h = a(x); h.register_hook(lambda g: g.half().to(g.dtype)); loss = b(h).float().pow(2).mean()
+    loss.backward(); o.step(); o.zero_grad()
+"""
+
 QUANTIZED_BACKBONE = """
 class N(nn.Module):
     def __init__(s):
@@ -264,5 +272,6 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "per_sample_gradients_in_fp32": ("bf16_mixed", "compute", PER_SAMPLE_GRADIENTS),
     "a_recomputation_in_fp32": ("bf16_mixed", "compute", RECOMPUTATION),
     "activations_saved_in_half": ("bf16_mixed", "compute", SAVED_IN.replace("DTYPE", "half()")),
+    "gradients_that_a_hook_casts_to_half": ("bf16_mixed", "compute", GRADIENTS_IN_HALF),
     "activations_saved_in_fp8": ("bf16_mixed", "compute", SAVED_IN.replace("DTYPE", "to(torch.float8_e5m2)")),
 }  # fmt: skip

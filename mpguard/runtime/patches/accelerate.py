@@ -13,11 +13,10 @@ from typing import Any
 from mpguard.nn import compile as compilation
 from mpguard.runtime import checkpoints
 from mpguard.runtime import guard as guards
-from mpguard.runtime.messages import suppress_not_carried
 from mpguard.runtime.patches import fp8_conversion
 from mpguard.runtime.patches.patch import AnyFunction, Patch
 from mpguard.targets.capabilities import fp8_weights
-from mpguard.targets.inject import Change
+from mpguard.targets.inject import Change, build
 from mpguard.targets.settings import ABSENT
 
 #: Accelerators that compile models because the policy requires it, or `auto` has selected it.
@@ -60,8 +59,7 @@ def _enable_fp16_on_cpu(accelerator: Any, guard: guards.Guard) -> None:
     if accelerator.device.type != "cpu" or accelerator.mixed_precision != "fp16" or accelerator.scaler is not None:
         return
     if accelerator.state.deepspeed_plugin is None:
-        with suppress_not_carried():
-            accelerator.scaler = guard.plan.policy.to("torch").scaler("cpu")
+        accelerator.scaler = build(guard.plan.policy, "torch", warn=False).scaler("cpu")
         accelerator.native_amp = True
 
 
@@ -72,8 +70,8 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
     kept = fp8_conversion.keeps_fp8_weights(guard, strategy)
     guard.converts_models, guard.compiles_models = not (kept and fp8_weights(policy, strategy) == "torchao"), False
     converts = policy.low_bit_recipe is not None and guard.converts_models
-    with suppress_not_carried():
-        wanted = (policy.replace(fp8=None, fp4=None) if converts else policy).to("accelerate", strategy)
+    without_fp8 = policy.replace(fp8=None, fp4=None) if converts else policy
+    wanted = build(without_fp8, "accelerate", strategy, warn=False)
     wanted.pop("deepspeed_plugin", None)  # the run keeps its own plugin; `deepspeed.initialize` gets the policy
     fsdp = wanted.pop("fsdp_plugin", None)
     mode = wanted["mixed_precision"]

@@ -13,7 +13,6 @@ from typing import Any
 
 from mpguard.core.errors import ConfigError
 from mpguard.runtime import guard as guards
-from mpguard.runtime.messages import suppress_not_carried
 from mpguard.runtime.patches import fp8_conversion, fp32_modules, master_weights
 from mpguard.runtime.patches.patch import AnyFunction, Patch
 from mpguard.runtime.proof.observe import innermost
@@ -65,8 +64,7 @@ def _deepspeed_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str
     plain = getattr(config, "_param_dict", getattr(config, "config", config))
     if not isinstance(plain, Mapping):
         raise ConfigError(f"deepspeed.initialize: config is a {type(config).__name__}; a dict or a file is needed")
-    with suppress_not_carried():
-        changes = differences(plain, guard.plan.policy, "deepspeed")
+    changes = differences(plain, guard.plan.policy, "deepspeed")
     for change in changes:
         if change.overrides:
             guard.reporter.log_override(where, change)

@@ -16,13 +16,12 @@ from mpguard.runtime import casts
 from mpguard.runtime import guard as guards
 from mpguard.runtime.exit_hooks import drain_gloo_threads
 from mpguard.runtime.launch import build_locks
-from mpguard.runtime.messages import suppress_not_carried
 from mpguard.runtime.patches import compile as compilation
 from mpguard.runtime.patches import fp8_conversion, fp32_modules, master_weights
 from mpguard.runtime.patches.patch import Adjustment, AnyFunction, Patch
 from mpguard.runtime.proof import account
 from mpguard.runtime.proof.observe import innermost, updated_by
-from mpguard.targets.inject import Change
+from mpguard.targets.inject import Change, build
 
 #: The position of the inputs among the arguments of a backward pass, after the outputs.
 INPUTS = 3
@@ -47,8 +46,7 @@ def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Ca
             models = given_module if isinstance(given_module, list) else [given_module]
             fp8_conversion.keeps_fp8_weights(guard, target, models=models)
             master_weights.leave_to_engine(guard, models)
-            with suppress_not_carried():
-                wanted = guard.plan.policy.to(target)
+            wanted = build(guard.plan.policy, target, warn=False)
             given = bound.arguments.get(parameter)
             bound.arguments[parameter] = _with_dtypes(given, wanted, fields, target, guard)
             if target == "fsdp1" and not bound.arguments.get("use_orig_params"):
@@ -99,8 +97,7 @@ def _scaler_init(original: AnyFunction) -> AnyFunction:
         guard = guards.current()
         bound = signature.bind(self, *args, **kwargs)
         if guard is not None and guard.plan.policy.fp16 and bound.arguments.get("enabled", True):
-            with suppress_not_carried():
-                wanted = guard.plan.policy.to("torch")
+            wanted = build(guard.plan.policy, "torch", warn=False)
             for name, value in wanted.scaling.items():
                 old = bound.arguments.get(name)
                 if old is not None and old != value:
@@ -308,7 +305,7 @@ def _swap_tensors(original: AnyFunction) -> AnyFunction:
     def swap_tensors(t1: Any, t2: Any) -> None:
         guard = guards.current()
         if guard is not None:
-            guard.recorder.account.tensors_are_exchanged()
+            guard.tensors_are_exchanged((t1, t2))
         original(t1, t2)
 
     return swap_tensors

@@ -46,8 +46,8 @@ class Products:
     trained: their results reach a gradient. frozen: they do not. passes: backward passes, looked_at: of them.
     reason: why the operators could not be recorded (then `trained` and `frozen` are empty); empty if they were.
     inferred: what autograd's graph implies. called: ids of the modules that were called; None if calls were not
-    observed. unscaled: True if a loss was not scaled by a GradScaler. widened: elements that were converted to a wider
-    dtype in backward, by the narrower one.
+    observed. unscaled: True if a loss was not scaled by a GradScaler. converted: elements that were copied to
+    another dtype in backward, by the dtypes before and after.
     """
 
     trained: Counter[Work] = dataclasses.field(default_factory=Counter)
@@ -58,7 +58,7 @@ class Products:
     inferred: Inferred = dataclasses.field(default_factory=Inferred)
     called: set[int] | None = None
     unscaled: bool = False
-    widened: Counter[str] = dataclasses.field(default_factory=Counter)
+    converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
 
 
 @dataclasses.dataclass
@@ -76,7 +76,7 @@ class _Pass:
     missed: bool = True
     trained: Counter[Work] = dataclasses.field(default_factory=Counter)
     frozen: Counter[Work] = dataclasses.field(default_factory=Counter)
-    widened: Counter[str] = dataclasses.field(default_factory=Counter)
+    converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
 
 
 class StepAccount:
@@ -208,11 +208,7 @@ class StepAccount:
 
     def range_without_data(self) -> contextlib.AbstractContextManager[Any]:
         """Return a range for operators on fake tensors, which are no part of the training."""
-        if not self.running:
-            return contextlib.nullcontext()
-        from torch._C._profiler import _RecordFunctionFast
-
-        return _RecordFunctionFast(trace.FAKE)
+        return trace.outside() if self.running else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Any:
@@ -293,7 +289,7 @@ class StepAccount:
                 self.start()
             return
         self._remember(found)
-        ended.looked_at, ended.missed, ended.widened = True, False, found.widened
+        ended.looked_at, ended.missed, ended.converted = True, False, found.converted
         self._resolve(ended, found.evaluated)
         for work, node, flops in found.backward:
             origin = self._origin(node)
@@ -364,7 +360,7 @@ class StepAccount:
         for each in passes:
             whole.trained += each.trained
             whole.frozen += each.frozen
-            whole.widened += each.widened
+            whole.converted += each.converted
         if self._open is None:  # else an optimizer is stepped by a hook of a parameter
             self._resume |= self.running
             self._remember(self._cut(resume=False) or OperatorTrace())

@@ -49,14 +49,24 @@ DEPTH = 60
 class Collective:
     """One call. It is passed to the listener while it happens, and must not be kept: it holds tensors.
 
-    tensors: floating-point tensors of more than one element that this rank contributes. group: the name of the process
-    group. reduces: False if the tensors are only moved. origin: who called it, see `origin`.
+    name: of the operator. tensors: floating-point tensors of more than one element that this rank contributes. group:
+    the name of the process group. origin: who called it, see `origin`.
     """
 
+    name: str
     tensors: list[Any]
     group: str
-    reduces: bool
     origin: str
+
+    @property
+    def reduces(self) -> bool:
+        """False if the tensors are only moved."""
+        return self.name in REDUCING
+
+    @property
+    def is_sent_to_one(self) -> bool:
+        """True if one other rank gets the tensors."""
+        return self.name == "send"
 
 
 #: The listener whose kernels are registered: torch takes one kernel for an operator.
@@ -92,7 +102,7 @@ class CollectiveListener:
             for name, position in {**REDUCING, **MOVING}.items():
                 packet = getattr(torch.ops.c10d, name, None)
                 if packet is not None:
-                    kernel = self._kernel(packet.default, below, position, name in REDUCING)
+                    kernel = self._kernel(packet.default, below, position, name)
                     library.impl(name, kernel, "BackendSelect", with_keyset=True)
         except RuntimeError as error:
             library._destroy()
@@ -108,21 +118,21 @@ class CollectiveListener:
             self._library = None
             _listening = None
 
-    def _kernel(self, operator: Any, below: Any, position: int, reduces: bool) -> Callable[..., Any]:
+    def _kernel(self, operator: Any, below: Any, position: int, name: str) -> Callable[..., Any]:
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if not getattr(self._inside, "ignored", False):
                 try:
-                    self._observe(args, position, reduces)
+                    self._observe(args, position, name)
                 except Exception as error:
                     log.debug("mpguard: a collective was not recorded: %r", error)
             return operator.redispatch(keyset & below, *args, **kwargs)
 
         return kernel
 
-    def _observe(self, args: tuple[Any, ...], position: int, reduces: bool) -> None:
+    def _observe(self, args: tuple[Any, ...], position: int, name: str) -> None:
         tensors = [each for each in _leaves(args[position]) if each.is_floating_point() and each.numel() > 1]
         if tensors:
-            self._record(Collective(tensors, _group_name(args), reduces, origin()))
+            self._record(Collective(name, tensors, _group_name(args), origin()))
 
     @contextlib.contextmanager
     def ignoring(self) -> Iterator[None]:

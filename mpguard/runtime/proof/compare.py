@@ -57,6 +57,9 @@ NO_WRAPPER = "no wrapper around the model"
 #: a narrower one.
 WIDER_SHARE = 0.1
 
+#: So many elements of gradients that backward casts to a narrower dtype and back are refused, however large the model.
+MANY = 256
+
 #: The same for the elements of parameters, gradients and buffers: embeddings and norms in FP32 lose nothing.
 WIDER_ELEMENTS = 0.5
 
@@ -140,8 +143,9 @@ class Proof:
             else f"{step}: {self.verdict}"
         )
         notes = f", after {seen.skipped} skipped" if seen.skipped else ""
-        if self.in_force and (frozen := _frozen_share(seen)):
-            notes += f" (frozen parts: {frozen})"
+        named = {"frozen parts": _frozen_share(seen), "optimizer states": ", ".join(_quantized_states(seen))}
+        if self.in_force and any(named.values()):
+            notes += f" ({'; '.join(f'{name}: {found}' for name, found in named.items() if found)})"
         unobserved = [row.name for row in self.rows if row.unobserved]
         if unobserved and self.in_force:
             notes += f", except for what could not be observed: {', '.join(unobserved)}"
@@ -288,6 +292,11 @@ def reduced_by_script(seen: Observed) -> bool:
     return seen.engine == "none" and sum(seen.reductions.values()) >= sum(seen.gradients.values()) > 0
 
 
+def is_stage(seen: Observed) -> bool:
+    """True if this rank passes activations on to others: they compare that each has a part of the model."""
+    return seen.engine == "none" and seen.passed_on > 0
+
+
 def is_unsynchronized(seen: Observed) -> bool:
     """True if this is one of several processes and its gradients are not reduced with those of the others."""
     return seen.world_size > 1 and seen.engine == "none" and not reduced_by_script(seen)
@@ -371,6 +380,8 @@ def _advice(row: Row, plan: Plan, seen: Observed) -> str:
         )
     if row.name == "optimizer" and seen.rounded_weights:
         return ". What the small dtype rounds away of each update is lost: cast copies of the weights, not their values"
+    if row.name == "optimizer" and seen.rounded_states:
+        return ". The script rounds the values of the states between the steps: leave them as the step has made them"
     if row.name == "optimizer" and _mostly(seen.masters, policy.master_dtype.short):
         return ". Create the optimizer with its states in that dtype, or use one that keeps them in it"
     if row.name == "optimizer" and policy.master_dtype is Dtype.FP32:
@@ -430,12 +441,15 @@ def _allow_hint(products: Iterable[Computed], plan: Plan) -> str:
 
 
 def _engine(seen: Observed, plan: Plan) -> Row:
-    found = {"none": NO_WRAPPER, "single": "single process"}.get(seen.engine, seen.engine)
+    names = {"none": "pipeline" if is_stage(seen) else NO_WRAPPER, "single": "single process"}
+    found = names.get(seen.engine, seen.engine)
     asked = plan.strategy
     if asked is None or (asked == "single" and seen.engine in ("single", "ddp") and seen.world_size == 1):
         return Row("engine", found, asked or "", None if asked is None else True)
     if asked == "ddp" and seen.engine == "tp":
         return Row("engine", "tensor parallel", asked, True)
+    if asked == "ddp" and is_stage(seen):
+        return Row("engine", "pipeline", asked, True)
     if asked == "ddp" and reduced_by_script(seen):
         return Row("engine", "gradients reduced by the script itself", asked, True)
     return Row("engine", found, asked, seen.engine == asked)
@@ -567,7 +581,9 @@ def _rounded(seen: Observed, plan: Plan) -> list[str]:
         return []
     least = WIDER_SHARE * sum(seen.gradients.values())
     narrow = {dtype for dtype, elements in seen.widened.items() if elements > least}
-    expected = {asked.short, *(() if plan.policy.low_bit_recipe is None else ("fp8", "fp4"))}
+    narrow |= {dtype for dtype, elements in seen.rounded_in_backward.items() if elements > min(least, MANY)}
+    expected = {asked.short, plan.policy.reduce_dtype.short}  # DDP's hooks run in backward
+    expected |= set() if plan.policy.low_bit_recipe is None else {"fp8", "fp4"}
     return sorted(narrow & {"bf16", "fp16", "fp8", "fp4"} - expected)  # integers are masks and indices
 
 
@@ -796,6 +812,8 @@ def _reduction(seen: Observed, plan: Plan) -> Row:
         return Row("reduction", f"none: weights are averaged ({seen.averaging})", asked.short, None)
     if not seen.reductions and seen.reduced_by == "tensor parallel":
         return Row("reduction", "none: parameters are sharded over all ranks (tensor parallel)", asked.short, None)
+    if not seen.reductions and is_stage(seen):
+        return Row("reduction", "none: each rank has a part of the model", asked.short, None)
     if not seen.reductions:
         return Row("reduction", "not observed", asked.short, None)
     parts = seen.reductions_over or {"": seen.reductions}
@@ -844,15 +862,18 @@ def _optimizer(seen: Observed, plan: Plan) -> Row:
     asked = plan.policy.master_dtype.short
     if not seen.masters:
         return Row("optimizer", seen.optimizer or "not observed", asked, None)
-    states = f", states {format_counts(seen.states)}" if seen.states else ""
+    rounded_states = "".join(f" rounded to {dtype}" for dtype in seen.rounded_states)
+    states = f", states {format_counts(seen.states)}{rounded_states}" if seen.states else ""
     rounded = "".join(f" rounded to {dtype}" for dtype in seen.rounded_weights)
     found = f"{seen.optimizer}, weights {format_counts(seen.masters)}{rounded}{states}"
     narrow = [dtype for dtype in seen.states if dtype in ("bf16", "fp16") and dtype != asked]
-    quantized = any(
-        Dtype.spelled(dtype) is None for dtype in seen.states
-    )  # quantized states: the script chose that optimizer
-    ok = _mostly(seen.masters, asked) and not narrow and not (rounded and asked == "fp32")
-    return Row("optimizer", found, f"weights and states {asked}", None if ok and quantized else ok)
+    ok = _mostly(seen.masters, asked) and not narrow and not ((rounded or rounded_states) and asked == "fp32")
+    return Row("optimizer", found, f"weights and states {asked}", None if ok and _quantized_states(seen) else ok)
+
+
+def _quantized_states(seen: Observed) -> list[str]:
+    """Return the formats of quantized states. They are named, and not refused: the script chose that optimizer."""
+    return [dtype for dtype in seen.states if Dtype.spelled(dtype) is None]
 
 
 def _scaler(seen: Observed, plan: Plan) -> list[Row]:

@@ -41,7 +41,7 @@ class Fp8Layers:
     why it is not FP8; "" if it is.
     kept: number of weights that are kept in FP8, by the class of their quantizer. masters: number of their exact
     values, by dtype. inexact: layers that are trained, and whose exact values no optimizer has.
-    beside: FP8 layers that were not called while other code multiplied their weights. experts: with `fp8_experts`, the
+    beside: FP8 layers whose weights other code multiplied. experts: with `fp8_experts`, the
     modules with experts, each with the reason why it is not FP8; "" if it is.
     """
 

@@ -19,6 +19,7 @@ from mpguard.runtime.proof import rounding
 from mpguard.runtime.proof.collectives import Collective
 from mpguard.runtime.proof.inferred import is_leaf, nodes_behind
 from mpguard.runtime.proof.products import short
+from mpguard.runtime.proof.trace import outside
 
 if TYPE_CHECKING:
     import torch
@@ -48,9 +49,10 @@ class Gradients:
     and the dtype. passes: backward passes that added to the gradient of a leaf, by its id. rounded: the number of
     sampled parameters whose FP32 sums were rounded to a 16-bit dtype, by that dtype. loss: the value from which the
     last backward pass began. sent: elements by origin, dtype and process group, see `collectives.origin`; of the
-    script's only those that hold gradients. reduced: ids of the parameters whose gradients the script has sent. made:
-    by the id of a leaf, the dtype of the gradient that a backward pass has made, since the last step began. starts: by
-    the id of a parameter, a sum of some of its values before the first step.
+    script's only those that hold gradients. reduced: ids of the parameters whose gradients the script has sent.
+    passed_on: elements of other tensors that the script has sent to one rank, as the stages of a pipeline do. made: by
+    the id of a leaf, the dtype of the gradient that a backward pass has made, since the last step began. starts: by the
+    id of a parameter, a sum of some of its values before the first step.
     """
 
     def __init__(self, optimizers: Collection[Any] = ()) -> None:
@@ -61,6 +63,7 @@ class Gradients:
         self.loss: Any = None
         self.sent: Counter[tuple[str, str, str]] = Counter()
         self.reduced: set[int] = set()
+        self.passed_on = 0
         self.made: dict[int, str] = {}
         self.starts: dict[int, Any] = {}
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -72,6 +75,11 @@ class Gradients:
     def release(self) -> None:
         """Release the samples; what was counted remains."""
         self._leaves, self._sums, self.optimizers = {}, {}, ()
+
+    def forget_leaf(self, number: int) -> None:
+        """Release the weak reference to a leaf, and its samples. number: its id."""
+        self._leaves.pop(number, None)
+        self._sums.pop(number, None)
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -199,6 +207,12 @@ class Gradients:
         """Compare the gradients that an optimizer has applied with the sums of those that backward passes made."""
         safely(self._compare_sums, list(parameters))
 
+    def forget_sums(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Forget the gradients that were applied in a step which is not looked at."""
+        if self._sums:
+            for parameter in parameters:
+                self._sums.pop(id(parameter), None)
+
     def _compare_sums(self, parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:
             total = self._sums.pop(id(parameter), None)
@@ -224,6 +238,7 @@ class Gradients:
                 owners = self._owners(tensor)
                 self.reduced |= owners
                 if not owners:
+                    self.passed_on += tensor.numel() if call.is_sent_to_one else 0
                     continue
             self.sent[call.origin, short(tensor.dtype), call.group] += tensor.numel()
 
@@ -238,11 +253,19 @@ class Gradients:
 
     def _orders(self) -> Iterator[list[torch.Tensor]]:
         """Yield lists of parameters in the orders in which scripts put them into one buffer."""
-        leaves = [leaf for reference in self._leaves.values() if (leaf := reference()) is not None]
         own = [[own for group in optimizer.param_groups for own in group["params"]] for optimizer in self.optimizers]
+        leaves = [leaf for reference in self._leaves.values() if (leaf := reference()) is not None]
+        # An input of a pipeline's stage has a gradient too, which is not reduced.
+        leaves = [leaf for leaf in leaves if not own or _is_parameter(leaf)]
         for order in (*own, leaves):
             yield order
             yield order[::-1]
+
+
+def _is_parameter(leaf: Any) -> bool:
+    import torch
+
+    return isinstance(leaf, torch.nn.Parameter)
 
 
 def is_capturing() -> bool:
@@ -326,7 +349,7 @@ def safely(look: Callable[..., Any], *arguments: Any) -> Any:
     import torch
 
     try:
-        with torch.no_grad():
+        with torch.no_grad(), outside():
             return look(*arguments)
     except Exception as error:
         log.debug("mpguard: gradients were not observed: %r", error)

@@ -40,17 +40,20 @@ class Inferred:
     """The products behind a backward pass. Holds no tensor.
 
     work: multiply-adds by dtype and by the id of the weight (`UNNAMED` if unknown, `ATTENTION` if there is none).
-    leaves: ids of the tensors that get gradients. compiled: True if a compiled region is part of it, whose products
-    are in dynamo's graph.
+    leaves: ids of the tensors that get gradients. weights: ids of leaves that operators of torch multiplied by
+    something else; not inside of a `torch.autograd.Function`, as FP8 layers do. compiled: True if a compiled region is
+    part of it, whose products are in dynamo's graph.
     """
 
     work: Counter[tuple[str, int]] = dataclasses.field(default_factory=Counter)
     leaves: set[int] = dataclasses.field(default_factory=set)
+    weights: set[int] = dataclasses.field(default_factory=set)
     compiled: bool = False
 
     def add(self, other: Inferred) -> None:
         self.work += other.work
         self.leaves |= other.leaves
+        self.weights |= other.weights
         self.compiled |= other.compiled
 
 
@@ -90,7 +93,21 @@ def products_behind(outputs: Iterable[Any]) -> Inferred:
         weight, work = _work(node, tuple(output.shape), function)
         if work:
             products.work[short(output.dtype), weight] += work
+            factors = set() if function else {_leaf(operand) for operand in _factors(node)}
+            products.weights |= factors - {0} if len(factors) > 1 else set()  # W times W is no use of a layer
     return products
+
+
+def _factors(node: Any) -> list[tuple[Any, int]]:
+    """Return the two operands that a node of an operator of torch multiplies; none for another node."""
+    name = _kind(node)
+    positions = FACTORS.get(name, (0, 1) if name in WEIGHTED else ())
+    return [node.next_functions[position] for position in positions]
+
+
+def _kind(node: Any) -> str:
+    """Return the name of a node without `Backward0`."""
+    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
 
 
 def _work(node: Any, shape: tuple[int, ...], function: bool) -> tuple[int, int]:
@@ -98,7 +115,7 @@ def _work(node: Any, shape: tuple[int, ...], function: bool) -> tuple[int, int]:
 
     shape: of the output. function: True for a `torch.autograd.Function`.
     """
-    name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+    name = _kind(node)
     operands = node.next_functions
     elements = math.prod(shape)
     if name in FACTORS:

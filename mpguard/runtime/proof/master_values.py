@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from mpguard.policy.dtype import Dtype
 from mpguard.runtime.proof import rounding
 from mpguard.runtime.proof.gradients import LEAVES, is_allocated, is_capturing, local, safely, sample
 
@@ -17,6 +19,7 @@ class MasterValues:
     """Compares samples of the weights before and after the steps that are recorded. Holds weak references.
 
     rounded: by the id of an optimizer, the number of its sampled parameters that were rounded, by dtype.
+    rounded_states: the same for its states in FP32, between two steps.
 
     Weights that were loaded from a checkpoint in BF16 may begin as numbers of BF16, but no step in FP32 leaves them so.
     """
@@ -24,8 +27,14 @@ class MasterValues:
     def __init__(self, previous: MasterValues | None = None) -> None:
         """Begin with the weights that a recorder before has found to be exact."""
         self.rounded: dict[int, Counter[str]] = {}
+        self.rounded_states: dict[int, Counter[str]] = {}
         self._exact: dict[int, weakref.ref[Any]] = {} if previous is None else previous._exact
         self._before: dict[int, torch.Tensor] = {}
+        self._states: dict[tuple[int, str], torch.Tensor] = {}  # after the last step
+
+    def begin_gap(self, optimizer: Any) -> None:
+        """Take samples of an optimizer's states between two steps: the second one finds whether they were rounded."""
+        safely(self._begin_gap, optimizer)
 
     def begin_step(self, optimizer: Any) -> None:
         """Take samples of the weights that a step is going to update, and look for exact ones that were rounded."""
@@ -35,7 +44,22 @@ class MasterValues:
         """Look for weights that the step has rounded, and remember those that are exact now."""
         safely(self._end_step, optimizer)
 
+    def _begin_gap(self, optimizer: Any) -> None:
+        for key, state in _sampled_states(optimizer):
+            self._states[key] = sample(state).clone()
+
+    def _end_gap(self, optimizer: Any) -> None:
+        found = self.rounded_states[id(optimizer)] = Counter()
+        for key, state in _sampled_states(optimizer):
+            before, now = self._states.pop(key, None), sample(state)
+            if before is None or before.shape != now.shape or rounding.rounded_to(before) is not None:
+                continue
+            dtype = rounding.rounded_to(now)
+            if dtype is not None and bool((now == before.to(Dtype.parse(dtype).torch).to(now.dtype)).all()):
+                found[dtype] += 1
+
     def _begin_step(self, optimizer: Any) -> None:
+        self._end_gap(optimizer)
         found = self.rounded[id(optimizer)] = Counter()
         for own in _sampled(optimizer):
             before = self._before[id(own)] = sample(own).clone()
@@ -59,10 +83,28 @@ class MasterValues:
             elif rounding.rounded_to(after) is None:
                 self._exact[id(own)] = weakref.ref(own)
 
+    def forget_weight(self, number: int) -> None:
+        """Forget what was found in one weight. number: its id."""
+        self._exact.pop(number, None)
+        self._before.pop(number, None)
+
     def forget(self) -> None:
         """Forget what was found: other weights were loaded."""
         self._exact.clear()
         self._before.clear()
+        self._states.clear()
+
+
+def _sampled_states(optimizer: Any) -> Iterator[tuple[tuple[int, str], Any]]:
+    """Yield the states in FP32 of sampled parameters that have their shape, by the id of the parameter and the name."""
+    import torch
+
+    for own in _sampled(optimizer):
+        states = optimizer.state.get(own)
+        for name, state in states.items() if isinstance(states, dict) else ():
+            whole = type(local(state)) is torch.Tensor and state.dtype is torch.float32
+            if whole and local(state).shape == local(own).shape:
+                yield (id(own), str(name)), state
 
 
 def _sampled(optimizer: Any) -> list[Any]:

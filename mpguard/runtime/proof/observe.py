@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpguard.nn.compile import is_compiled
@@ -24,7 +24,7 @@ from mpguard.runtime.proof.account import Products, steps_around
 from mpguard.runtime.proof.fp32_modules import Fp32Modules, find_fp32_modules
 from mpguard.runtime.proof.inferred import ATTENTION, UNNAMED, Inferred
 from mpguard.runtime.proof.optimizer_state import state_dtypes
-from mpguard.runtime.proof.products import short
+from mpguard.runtime.proof.products import bits, short
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.trace import Work
@@ -76,15 +76,16 @@ class Observed:
     computed: the products of the step. passes: its backward passes. looked_at: those in which they were observed.
     inferred: why the operators could not be recorded, so that the products are those that autograd's graph implies;
     empty if they were recorded. widened: elements of gradients and of saved activations that were converted to a wider
-    dtype in backward, by the narrower one.
+    dtype in backward, by the narrower one; rounded_in_backward: of those that went to a narrow dtype and back.
     masters, gradients, states: of the parameters that the optimizer updates. matrices: False if none
     is a matrix, and the process has other optimizers, whose products are proven.
     accumulation: gradients that were added to earlier ones, in backward passes (`accumulated_passes`); of DeepSpeed
     its setting. rounded: sampled parameters whose FP32 sums were rounded, by the 16-bit dtype; rounded_weights: those
-    whose FP32 values were, between steps or in one.
+    whose FP32 values were, between steps or in one; rounded_states: those of whose states in FP32 the values were.
     reductions: of gradients across processes. reduced_by: how they were observed. reductions_over: the same for each
-    dimension of the mesh. covered: elements of the parameters by what reduces their gradients, see `Coverage`.
-    alone: the names of those that nothing reduces. fingerprint: what is compared between ranks.
+    dimension of the mesh. passed_on: elements that this rank has sent to one other, and that are no gradients of
+    parameters, as the stages of a pipeline do. covered: elements of the parameters by what reduces their gradients, see
+    `Coverage`. alone: the names of those that nothing reduces. fingerprint: what is compared between ranks.
     replicated: norm and sum of gradients that must be the same on all ranks; None if they are sharded.
     unscaled: True if gradients came from a loss that was not scaled by a GradScaler.
     fp32_switches: torch's switches for the products of FP32 matrices, see `tf32`; tf32: that of cuBLAS alone.
@@ -110,6 +111,7 @@ class Observed:
     looked_at: int = 0
     inferred: str = ""
     widened: dict[str, int] = dataclasses.field(default_factory=dict)
+    rounded_in_backward: dict[str, int] = dataclasses.field(default_factory=dict)
     output: str | None = None
     optimizer: str = ""
     masters: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -118,6 +120,7 @@ class Observed:
     reductions: dict[str, int] = dataclasses.field(default_factory=dict)
     reduced_by: str | None = None
     reductions_over: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    passed_on: int = 0
     covered: dict[str, int] = dataclasses.field(default_factory=dict)
     alone: list[str] = dataclasses.field(default_factory=list)
     replicated: tuple[float, float] | None = None
@@ -125,6 +128,7 @@ class Observed:
     accumulation: dict[str, int] = dataclasses.field(default_factory=dict)
     accumulated_passes: int = 0
     rounded_weights: dict[str, int] = dataclasses.field(default_factory=dict)
+    rounded_states: dict[str, int] = dataclasses.field(default_factory=dict)
     matrices: bool = True
     rounded: dict[str, int] = dataclasses.field(default_factory=dict)
     scaler: dict[str, Any] | None = None
@@ -329,7 +333,8 @@ def shards_of(parameter: torch.Tensor) -> int:
 def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], products: Products) -> None:
     """Add the products of the step, by module."""
     seen.passes, seen.looked_at, seen.inferred = products.passes, products.looked_at, products.reason
-    seen.unscaled, seen.widened = products.unscaled, dict(products.widened)
+    seen.unscaled = products.unscaled
+    seen.widened, seen.rounded_in_backward = _conversions(products.converted)
     seen.compiled = products.inferred.compiled or bool(recorder.compiled)
     if products.reason:
         _add_inferred(seen, recorder, roots, products.inferred)
@@ -349,6 +354,18 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
                 inside = name is not None and module not in trainable
                 whole[Computed(trained, work.dtype, 0, name, work.name or place, work.attention, inside)] += part
         seen.computed += [dataclasses.replace(found, flops=flops) for found, flops in whole.most_common()]
+
+
+def _conversions(converted: Mapping[tuple[str, str], int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the elements that were converted to a wider dtype, and those that went to a narrow dtype and back.
+
+    Both by the narrow dtype; of two with 16 bits each is narrow. converted: elements by the dtypes before and after.
+    """
+    widened, rounded = Counter[str](), Counter[str]()
+    for (narrow, wide), elements in converted.items():
+        widened[narrow] += elements if bits(narrow) < bits(wide) else 0
+        rounded[narrow] += min(elements, converted.get((wide, narrow), 0)) if bits(narrow) <= bits(wide) else 0
+    return dict(+widened), dict(+rounded)
 
 
 def _is_trainable(module: nn.Module) -> bool:
@@ -410,12 +427,13 @@ def _unnamed(work: Work, module: int | None) -> str:
 
 
 def _add_uncalled(found: fp8.Fp8Layers, modules: list[tuple[str, nn.Module]], products: Products) -> None:
-    """Add the FP8 layers that were not called, although their weights got gradients: other code multiplied them."""
-    if products.called is None:
-        return
+    """Add the FP8 layers whose weights other code multiplied: in place of calling them, or as well."""
+    shared = {id(module._parameters.get("weight")) for _, module in modules if not fp8.is_fp8(module)}
     for name, module in modules:
-        weight = module._parameters.get("weight")
-        if fp8.is_fp8(module) and id(module) not in products.called and id(weight) in products.inferred.leaves:
+        weight = id(module._parameters.get("weight"))
+        uncalled = products.called is not None and id(module) not in products.called
+        multiplied = weight in products.inferred.weights - shared
+        if fp8.is_fp8(module) and ((uncalled and weight in products.inferred.leaves) or multiplied):
             found.beside.append(plain_name(name))
 
 
@@ -438,6 +456,7 @@ def _add_optimizer(seen: Observed, recorder: Recorder, optimizer: Any, roots: li
         states |= Counter(state_dtypes(around, updated_by(around), copies))
     seen.states = dict(states)
     seen.rounded_weights = dict(recorder.values.rounded.get(id(optimizer), {}))
+    seen.rounded_states = dict(recorder.values.rounded_states.get(id(optimizer), {}))
 
 
 def _add_accumulation(seen: Observed, recorder: Recorder, updated: list[torch.Tensor], roots: list[nn.Module]) -> None:
@@ -460,15 +479,12 @@ def _add_reductions(seen: Observed, recorder: Recorder, optimizer: Any, roots: l
         return
     seen.reductions, seen.reductions_over = reductions.reduced(recorder.gradients, updated_by(optimizer), roots)
     seen.reduced_by = "the collective" if seen.reductions else None
-    seen.averaging = recorder.averaging
+    seen.averaging, seen.passed_on = recorder.averaging, recorder.gradients.passed_on
     if seen.engine == "tp" and any(shards_of(own) == seen.world_size for own in updated_by(optimizer)):
         seen.reduced_by = seen.reduced_by or "tensor parallel"
-    ddp = [module for root in roots for module in root.modules() if reductions.is_ddp(module)]
-    if ddp and not recorder.listened and not any(map(reductions.has_hook, ddp)):
-        # Without a recorder: a bucket of DDP has the dtype of its parameters.
-        for module in ddp:
-            _count(seen.reductions, (own for own in module.parameters() if own.requires_grad))
-        seen.reduced_by = "the buckets of DDP's reducer"
+    if not recorder.listened:
+        found, source = reductions.configured(roots)
+        seen.reductions, seen.reduced_by = found or seen.reductions, source or seen.reduced_by
 
 
 def _add_fingerprint(

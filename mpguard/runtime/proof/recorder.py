@@ -145,6 +145,13 @@ class Recorder:
         if torch.is_grad_enabled():
             self.attention_masks += attention_masks.kernels_in_graph(module)
 
+    def tensors_are_exchanged(self, tensors: Collection[torch.Tensor]) -> None:
+        """Release weak references to tensors that are going to be exchanged: torch refuses it where there are any."""
+        self.account.tensors_are_exchanged()
+        for tensor in tensors:
+            self.gradients.forget_leaf(id(tensor))
+            self.values.forget_weight(id(tensor))
+
     # -- modules -----------------------------------------------------------------------------
 
     def listen_to_modules(self) -> None:
@@ -174,6 +181,11 @@ class Recorder:
         return self._collectives.ignoring()
 
     # -- optimizers --------------------------------------------------------------------------
+
+    def begin_gap(self, optimizer: Any, parameters: list[torch.Tensor]) -> None:
+        """Record that what leads to the next step of an optimizer begins, which is looked at."""
+        self.account.begin_step(parameters)
+        self.values.begin_gap(optimizer)
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record which gradients an optimizer has when its step begins: the step may clear them."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime.proof import rounding
 from mpguard.runtime.proof.gradients import Gradients, local, sample
+from mpguard.runtime.proof.products import short
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +42,8 @@ class Fingerprint:
     gradients: norm and sum of the gradients that every rank should have, by the name of the first parameter of a part.
     alone: the same for parameters that belong to no engine and were not sent, with a sum of some of their values before
     the first step. engine: True if an engine reduces some of the others. loss: of the last backward pass of this rank;
-    it may differ. rounded: the 16-bit dtype of which all sampled gradients are, although their dtype is wider.
+    it may differ. passes_on: True if this rank has sent activations to another one. rounded: the 16-bit dtype of which
+    all sampled gradients are, although their dtype is wider.
     """
 
     gradients: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
@@ -48,6 +51,7 @@ class Fingerprint:
     engine: bool = False
     loss: float | None = None
     rounded: str | None = None
+    passes_on: bool = False
 
 
 def is_ddp(module: nn.Module) -> bool:
@@ -58,6 +62,36 @@ def is_ddp(module: nn.Module) -> bool:
 def has_hook(module: Any) -> bool:
     """True if a communication hook of a DDP reduces its gradients, a built-in one in C++ too."""
     return bool(getattr(module, "_comm_hooks", None) or module._get_ddp_logging_data().get("comm_hook"))
+
+
+def configured(roots: Sequence[nn.Module]) -> tuple[dict[str, int], str | None]:
+    """Return in which dtype the engines of models reduce, by their settings, and what that was read from.
+
+    It is what they do where their collectives were not recorded. Empty if the hook of a DDP reduces.
+    """
+    found: Counter[str] = Counter()
+    modules = [module for root in roots for module in root.modules()]
+    ddp = [module for module in modules if is_ddp(module)]
+    if any(map(has_hook, ddp)):
+        return {}, None
+    for module in ddp:  # a bucket has the dtype of its parameters
+        for own in module.parameters():
+            found[short(own.dtype)] += own.numel() if own.requires_grad and own.is_floating_point() else 0
+    for dtype, elements in itertools.chain.from_iterable(map(_reduced_by_fsdp, modules)):
+        found[short(dtype)] += elements
+    return dict(+found), "the buckets of DDP's reducer" if ddp else "the settings of FSDP" if found else None
+
+
+def _reduced_by_fsdp(module: Any) -> Iterator[tuple[torch.dtype, int]]:
+    """Yield the dtypes in which the own groups of parameters of an FSDP module are reduced, and their elements."""
+    handle: Any = getattr(module, "_handle", None) if hasattr(module, "_fsdp_wrapped_module") else None
+    if getattr(handle, "_reduce_dtype", None) is not None:
+        yield handle._reduce_dtype, handle.flat_param.numel()
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+        for own in group.fsdp_params if group is not None else ():
+            if own.sharded_param.requires_grad:
+                yield own.reduce_dtype or own.param_dtype or own.orig_dtype, own.sharded_param.numel()
 
 
 @dataclasses.dataclass
@@ -210,6 +244,7 @@ def fingerprint(found: Coverage, gradients: Gradients, *, exact: bool) -> Finger
         result.alone[_name(part)] = (*_checksum(part), sum(starts))
     result.engine = bool(found.engine)
     result.loss = float(gradients.loss) if gradients.loss is not None else None
+    result.passes_on = bool(gradients.passed_on)
     result.rounded = _rounded(everywhere.values()) if exact else None
     return result
 
@@ -263,6 +298,8 @@ def compare_ranks(fingerprints: Sequence[Fingerprint], *, explained: bool = Fals
     failures = _differing([each.gradients for each in fingerprints])
     alone = [{name: sums[:2] for name, sums in each.alone.items()} for each in fingerprints]
     nothing_reduced = not fingerprints[0].gradients and not fingerprints[0].engine
+    if nothing_reduced and _are_stages(fingerprints):
+        return []
     if nothing_reduced and (differing := _differing(alone)):
         return differing
     shared = [name for name in fingerprints[0].alone if not _starts_differ(name, fingerprints)]
@@ -295,6 +332,14 @@ def _differing(ranks: Sequence[Mapping[str, tuple[float, ...]]]) -> list[str]:
         "model of its own. Call the wrapped model, and run the last backward pass before a step outside no_sync(); or "
         "allow it: mpguard_allow: [local_sgd]"
     ]
+
+
+def _are_stages(fingerprints: Sequence[Fingerprint]) -> bool:
+    """True if each rank has a part of a model of its own, and passes on what it computes: a pipeline."""
+    if not all(each.passes_on for each in fingerprints):
+        return False
+    names = [set(each.alone) for each in fingerprints]
+    return names[0] != set.intersection(*names) or any(_starts_differ(name, fingerprints) for name in names[0])
 
 
 def _starts_differ(name: str, fingerprints: Sequence[Fingerprint]) -> bool:

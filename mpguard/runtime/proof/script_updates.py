@@ -32,6 +32,10 @@ class ScriptUpdate:
         """Set the leaves."""
         self._leaves = [weakref.ref(leaf) for leaf in leaves]
 
+    def release(self, numbers: set[int]) -> None:
+        """Release the weak references to leaves. numbers: their ids."""
+        self._leaves = [reference for reference in self._leaves if id(reference()) not in numbers]
+
 
 class ScriptSteps:
     """The backward passes of a script without optimizers. Holds weak references and small samples.
@@ -60,6 +64,11 @@ class ScriptSteps:
     def forget(self) -> None:
         """Forget the values: a checkpoint was loaded, which is no update."""
         self._samples = []
+
+    def release(self, numbers: set[int]) -> None:
+        """Release the weak references to leaves. numbers: their ids."""
+        self.update.release(numbers)
+        self._samples = [pair for pair in self._samples if id(pair[0]()) not in numbers]
 
     def is_applied(self) -> bool:
         """True if sampled values have changed since the last pass."""

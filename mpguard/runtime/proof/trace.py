@@ -17,11 +17,11 @@ from mpguard.runtime.proof import products
 #: The beginning of the name of a range that a module opens; the rest is its number.
 MODULE = "mpguard::module "
 
-#: The name of a range around operators that run without data, on fake tensors.
-FAKE = "mpguard::fake"
+#: The name of a range around operators that are no part of the training: mpguard's own, and those on fake tensors.
+OUTSIDE = "mpguard::outside"
 
 #: Ranges whose operators are no part of the training: compilation runs the operators with fake tensors.
-IGNORED = ("Optimizer.", "DistributedOptimizer.", FAKE)
+IGNORED = ("Optimizer.", "DistributedOptimizer.", OUTSIDE)
 COMPILING = "(dynamo_timed)"
 
 #: Functions of autograd around compiled code, and the range of a compiled graph.
@@ -39,6 +39,10 @@ FUSED = ("triton_poi_", "triton_red_", "triton_per_", "triton_for_", "triton_spl
 
 #: The beginnings of names of events that are no kernels of other libraries.
 NO_KERNELS = ("aten::", "autograd::", "torchao::triton_", "c10d", MODULE, "## ", *FUSED)
+
+#: What a product calls that multiplies a sparse matrix. How many elements that has is not recorded, and autocast casts
+#: no sparse products: they do not count.
+SPARSE = "aten::_nnz"
 
 #: Scopes of events: an operator, or a node of autograd's graph.
 FUNCTION, BACKWARD = 0, 1
@@ -67,8 +71,8 @@ class OperatorTrace:
 
     forward: work of the forward pass, each with the nodes that it belongs to (none: without gradient) and its FLOPs.
     backward: FLOPs in the nodes that were evaluated. evaluated: these nodes. origins: where the nodes were created.
-    opaque: FLOPs of the kernels that are no operators, by their nodes; their backward does twice as much. widened:
-    elements that were converted to a wider dtype in backward, by the narrower one.
+    opaque: FLOPs of the kernels that are no operators, by their nodes; their backward does twice as much. converted:
+    elements that were copied to another dtype in backward, by the dtypes before and after.
     """
 
     forward: list[tuple[Work, frozenset[GraphNode], int]] = dataclasses.field(default_factory=list)
@@ -76,7 +80,14 @@ class OperatorTrace:
     evaluated: set[GraphNode] = dataclasses.field(default_factory=set)
     origins: dict[GraphNode, Work] = dataclasses.field(default_factory=dict)
     opaque: dict[GraphNode, tuple[Work, int]] = dataclasses.field(default_factory=dict)
-    widened: Counter[str] = dataclasses.field(default_factory=Counter)
+    converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+
+
+def outside() -> Any:
+    """Return a range for operators that are no part of the training. Without a profiler it does nothing."""
+    from torch._C._profiler import _RecordFunctionFast
+
+    return _RecordFunctionFast(OUTSIDE)
 
 
 class _Event:
@@ -84,14 +95,14 @@ class _Event:
 
     __slots__ = (
         "attention", "backward", "compiled", "end", "fp8", "ignored", "inside", "known", "module", "multiplies", "name",
-        "node", "outer", "raw",
+        "node", "outer", "raw", "sparse",
     )  # fmt: skip
 
     def __init__(self, raw: Any, name: str, end: int, outer: _Event | None) -> None:
         self.raw, self.name, self.end, self.outer = raw, name, end, outer
         self.known: products.Operator | None = None
         self.node: GraphNode | None = None
-        self.multiplies = False  # a product ran inside
+        self.multiplies = self.sparse = False  # a product ran inside; it multiplies a sparse matrix
         if outer is None:
             self.ignored = self.attention = self.compiled = self.fp8 = self.inside = False
             self.module: int | None = None
@@ -138,15 +149,17 @@ def read(
             event.ignored = False
         if event.ignored:
             continue
+        if event.name == SPARSE and event.outer is not None:
+            event.outer.sparse = True
         if event.inside and event.name == "aten::copy_":
-            _add_widened(event.raw, trace)
+            _add_conversion(event.raw, trace)
         if event.known is not None or _may_be_a_kernel(event):
             candidates.append(event)
     for event in candidates:
         if event.known is not None:
             event.mark_multiplying()
     for event in candidates:
-        if not event.multiplies:
+        if not (event.multiplies or event.sparse):
             _add(event, trace, creators, weights, te_dtype)
     for node, event in creators.items():
         trace.origins[node] = Work(None, event.attention, event.module, event.compiled)
@@ -237,11 +250,11 @@ def _input_shapes(raw: Any) -> products.Shapes:
     return shapes
 
 
-def _add_widened(copy: Any, trace: OperatorTrace) -> None:
-    """Add a copy to a tensor of a wider dtype: of a gradient, or of an activation that was saved in a narrower one."""
+def _add_conversion(copy: Any, trace: OperatorTrace) -> None:
+    """Add a copy in backward to another dtype: of a gradient, or of an activation that was saved in a narrower one."""
     to, source = map(products.kineto_dtype, copy.dtypes()[:2])
-    if to and source and to.startswith(("fp", "bf")) and products.bits(source) < products.bits(to):
-        trace.widened[source] += math.prod(copy.shapes()[1])
+    if to and source and to != source and to.startswith(("fp", "bf")):
+        trace.converted[source, to] += math.prod(copy.shapes()[1])
 
 
 def _operand(dtypes: Sequence[str]) -> str | None:

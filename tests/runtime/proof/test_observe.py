@@ -245,6 +245,13 @@ def test_a_checkpoint_that_is_loaded_without_training_leaves_the_proof(tmp_path:
     assert proof(tmp_path / "proof.json")["verdict"] == "in force"
 
 
+def test_gradients_that_go_to_another_dtype_and_back_are_rounded() -> None:
+    there, back = {("bf16", "fp16"): 8, ("fp32", "bf16"): 5}, {("fp16", "bf16"): 6, ("bf16", "fp32"): 9}
+    assert observe._conversions(there) == ({}, {})
+    assert observe._conversions(back) == ({"bf16": 9}, {})
+    assert observe._conversions({**there, **back}) == ({"bf16": 9}, {"fp16": 6, "bf16": 11})
+
+
 def test_quantized_states_are_not_reported_by_their_dtype_attribute(tmp_path: Path) -> None:
     script = (
         "torch.compile = lambda f, **_: f\nfrom torchao.optim import AdamW8bit\n"
@@ -254,6 +261,7 @@ def test_quantized_states_are_not_reported_by_their_dtype_attribute(tmp_path: Pa
     row = proof(tmp_path / "proof.json")["rows"]["optimizer"]
     assert ended.returncode == 0 and row["ok"] is None, transcript(ended)
     assert row["found"].startswith("AdamW8bit, weights fp32, states OptimState8bit 9"), row
+    assert "proven in force on 1 process (optimizer states: OptimState8bit)" in ended.stderr, transcript(ended)
 
 
 def test_a_layer_added_after_the_optimizer_is_reported_with_advice(tmp_path: Path) -> None:

@@ -355,6 +355,23 @@ def test_an_fp8_layer_that_is_not_called_is_not_in_force(tmp_path: Path) -> None
     assert run.returncode == 0 and "fp8 products   82 % of the products" in run.stderr, transcript(run)
 
 
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("nn.functional.linear(self.taken(x), self.taken.weight)", 1),
+        ("self.taken(x) + (self.taken.weight @ self.taken.weight.t()).sum()", 0),
+    ],
+)
+def test_an_fp8_layer_that_is_called_and_multiplied_by_other_code_is_not_in_force(
+    tmp_path: Path, line: str, status: int
+) -> None:
+    """A penalty on a weight, which multiplies it by itself, is no layer."""
+    (tmp_path / "direct.py").write_text(DIRECT.replace("nn.functional.linear(x, self.taken.weight)", line))
+    run = in_fork(["--config", mp_yaml(tmp_path, **float8(master_dtype="fp32")), "direct.py"], cwd=tmp_path)
+    named = "fp8 products: taken multiplied outside of the FP8 layer" in run.stderr
+    assert (run.returncode, named) == (status, bool(status)), transcript(run)
+
+
 def test_a_compiled_model_is_converted_to_fp8_too(tmp_path: Path) -> None:
     run = trained(tmp_path, "--compile", **float8(master_dtype="fp32"))
     assert run.returncode == 0 and "2 of 2 Linear (torchao tensorwise, emulated)" in run.stderr, transcript(run)

@@ -59,12 +59,14 @@ RIGHT = {
         "gradients_that_overflowed_are_thrown_away", "a_backbone_collects_gradients_in_bf16",
         "a_temperature_in_fp64_has_an_optimizer",
         "weights_from_a_checkpoint_in_bf16", "weights_from_zeros", "rounded_weights_that_are_loaded",
+        "momentum_that_begins_again",
     ),
     2: (
         "ddp", "ddp_on_the_same_data", "ddp_compresses_as_asked", "by_hand_in_fp32", "ddp_accumulates",
         "flat_in_fp32_and_a_metric_in_bf16", "tensor_parallel", "ddp_ignores_a_weight_of_each_rank",
         "head_outside_reduced_by_hand", "ddp_clears_gradients_in_its_step", "ddp_updates_by_hand",
-        "ddp_with_an_optimizer_of_a_shard_on_each_rank",
+        "ddp_with_an_optimizer_of_a_shard_on_each_rank", "steps_once_late_on_two_ranks", "steps_once_late_with_fsdp2",
+        "pipeline_by_hand", "pipeline_of_torch",
         "fsdp1", "fsdp2", "zero1", "zero2", "zero3",
     ),
 }  # fmt: skip
@@ -80,6 +82,7 @@ WRONG = {
         "weights_rounded_between_steps": "optimizer: SGD, weights fp32 rounded to bf16",
         "states_in_an_attribute": "optimizer: Momentum, weights fp32, states bf16",
         "states_in_a_dataclass": "optimizer: Boxed, weights fp32, states bf16",
+        "states_rounded_between_steps": "optimizer: AdamW, weights fp32, states fp32 rounded to bf16",
         "states_in_slots": "optimizer: Nested, weights fp32, states bf16",
         "steps_every_fifth_time_in_fp32": "compute: fp32",
         "steps_once_when_created_in_fp32": "compute: fp32",
@@ -107,6 +110,10 @@ WRONG = {
         "fsdp2_ignores_a_weight": "coverage: the gradients of 2.weight are not reduced",
         "fsdp1_ignores_a_weight": "coverage: the gradients of 2.weight are not reduced",
         "fsdp1_adds_in_bf16": "accumulation: bf16 80 %",
+        "steps_once_late_on_two_ranks_in_fp32": "compute: fp32",
+        "pipeline_in_fp32": "compute: fp32",
+        "copies_that_send_activations": "reduction: the gradients differ between ranks",
+        "steps_once_late_without_a_reduction": "reduction: the gradients differ between ranks",
     },
 }
 
@@ -205,7 +212,7 @@ def with_gradients(*sizes: int) -> list[nn.Parameter]:
 
 def recorded(own: list[nn.Parameter], tensor: torch.Tensor) -> set[int]:
     watch = gradients.Gradients([torch.optim.SGD(own, lr=0.1)])
-    watch.record_collective(collectives.Collective([tensor], "0", True, "script"))
+    watch.record_collective(collectives.Collective("allreduce_", [tensor], "0", "script"))
     return watch.reduced
 
 
