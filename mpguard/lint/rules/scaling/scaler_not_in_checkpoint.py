@@ -13,8 +13,8 @@ from mpguard.lint import (
     Rule,
     Scope,
     any_of,
-    bfloat16_region,
     compatible,
+    scales_without_need,
 )
 
 
@@ -400,6 +400,24 @@ def under_bf16(model, loader, resume):
             """\
 import torch
 
+def in_fp32(model, loader, resume):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.cuda.amp.GradScaler()
+    if resume:
+        optimizer.load_state_dict(torch.load("last.pt")["optimizer"])
+    for x in loader:
+        with torch.cuda.amp.autocast(dtype=torch.float32):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+"""
+        ),
+        Good(
+            """\
+import torch
+
 class Tests:
     def amp(self, model, loader):
         optimizer = torch.optim.AdamW(model.parameters())
@@ -533,7 +551,7 @@ def save_model(args, epoch, model, optimizer, loss_scaler):
         ):
             return False
         enabled = facts.enabled(scaler.call, facts.called_path(scaler.call))
-        return bfloat16_region(scaler, enabled, facts) is None
+        return not scales_without_need(scaler, enabled, facts)
 
     def _keys(self, scaler: Event, facts: Facts) -> Iterator[str]:
         """Yield the names that a scaler is bound to."""
