@@ -297,6 +297,13 @@ class Project:
         with tracked_fs.recording_for(path):
             return tracked_fs.is_file(folder / "__init__.py") and references.is_installable(tree.top_of(folder))
 
+    def asks_for(self, path: str, word: str) -> bool:
+        """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            return not tree.is_project(top) or references.may_ask_for(top, file, word)
+
     def deepspeed_config_read(self, path: str) -> bool:
         """True if something in the project may read the DeepSpeed config that a file is, or contains."""
         file = Path(path).absolute()

@@ -43,7 +43,7 @@ _NAMES_DEEPSPEED = re.compile(rb"(?i)deepspeed|HfArgumentParser|TrainingArgument
 #: The tables of a pyproject.toml with which a package is built.
 _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 #: Kinds of questions.
-_USES, _LOOKS_UP, _READS = "use ", "looks up", "reads deepspeed"
+_USES, _LOOKS_UP, _READS, _ASKS = "use ", "looks up", "reads deepspeed", "asks for "
 
 
 def may_use(top: Path, file: Path, name: str) -> bool:
@@ -59,6 +59,11 @@ def may_look_up(top: Path, file: Path) -> bool:
 def may_read_deepspeed(top: Path, file: Path) -> bool:
     """True if something in a project may read the DeepSpeed config that a file is, or contains."""
     return _asked(top, file, _READS)
+
+
+def may_ask_for(top: Path, file: Path, word: str) -> bool:
+    """True if a script, config or text of a project contains a word, in lower or upper case: code does not count."""
+    return _asked(top, file, _ASKS + word)
 
 
 def _asked(top: Path, file: Path, question: str) -> bool:
@@ -81,6 +86,9 @@ def answer(top: str, file: str, question: str) -> bool:
             others = (each for each in files if each != file)
             own = file.endswith(PYTHON) and _READS_DEEPSPEED.search(stripped(_content(file)))
             return bool(own) or any(_NAMES_DEEPSPEED.search(_content(each)) for each in others)
+        if question.startswith(_ASKS):
+            word = question.removeprefix(_ASKS).encode()
+            return any(word in _content(each).lower() for each in files if not each.endswith(PYTHON))
         name = question.removeprefix(_USES)
         return any(_uses(each, file, name) for each in files if each != file)
 

@@ -86,14 +86,14 @@ def summarize(data: bytes) -> ModuleSummary:
     """Return the summary of a module. Text in strings counts as code: a summary says what may be."""
     data = b"\n" + data.replace(b"\r", b"\n") if b"\r" in data else b"\n" + data
     imports: dict[str, set[str]] = {}
+    whole = dict[str, None]()
     for module, names, modules in _IMPORT.findall(data):
         if module:
             imports.setdefault(module.decode(), set()).update(_names(names))
-        for each in _names(modules):
-            imports.setdefault(each, set())
+        whole.update(dict.fromkeys(_names(modules)))
     bases = {base.rpartition(".")[2] for found in _BASES.findall(data) for base in _names(found)}
     return ModuleSummary(
-        tuple((module, frozenset(names)) for module, names in imports.items()),
+        (*((module, frozenset(names)) for module, names in imports.items()), *((each, frozenset()) for each in whole)),
         frozenset(bases),
         trains(data),
     )

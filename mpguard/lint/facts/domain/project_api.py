@@ -64,6 +64,9 @@ class ProjectApi(Protocol):
     def is_library(self, path: str) -> bool:
         """True if a file is in a package that other projects may install, and use."""
 
+    def asks_for(self, path: str, word: str) -> bool:
+        """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
+
     def deepspeed_config_read(self, path: str) -> bool:
         """True if something in the project may read the DeepSpeed config that a file is, or contains."""
 
@@ -115,6 +118,9 @@ class NoProject:
 
     def is_library(self, path: str) -> bool:  # noqa: ARG002
         return False
+
+    def asks_for(self, path: str, word: str) -> bool:  # noqa: ARG002
+        return True
 
     def deepspeed_config_read(self, path: str) -> bool:  # noqa: ARG002
         return True

@@ -28,6 +28,10 @@ _ENTRIES = frozenset({"main", "_mp_fn"})
 _COMMON_BASES = frozenset({"", "object", "nn.Module", "torch.nn.Module", "Module", "ABC"})
 #: Code that may get a function of its own file by a name that comes from outside.
 _BY_NAME = re.compile(r"(?<![\w.])(?:(?:globals|locals|vars)\(\)|eval\()|sys\.modules")
+_MAIN = re.compile(r"if[ \t]*\(?__name__[ \t]*==")
+_RANDOM = re.compile(r"\btorch\.(?:rand|randn|randint|ones)\(")
+#: Names of functions and objects that give data, or arguments.
+_LOADS = re.compile(r"(?i)loader|dataset|\bparse_args\b|\bopen\(|\bargparse\b")
 _NO_PARAMETERS = re.compile(r"\A(?:async[ \t]+)?def[ \t]+\w+[ \t]*\([ \t]*\)")
 _BASES = re.compile(r"\Aclass[ \t]+\w+[ \t]*\(\s*([^()]*?)\s*\)")
 _NAME = re.compile(r"[^\W\d]\w*")
@@ -67,7 +71,7 @@ def is_unused_value(call: Call, facts: Facts) -> bool:
 
 
 class UnusedDefinitions:
-    """The top-level functions and classes of a file that nothing in its project refers to."""
+    """The top-level functions and classes of a file that nothing in its project refers to, and trials of a module."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
@@ -78,14 +82,26 @@ class UnusedDefinitions:
     def contain(self, place: int) -> bool:
         """True if an offset of the file is in one of them."""
         chunk = self._chunks[max(bisect.bisect_right(self._starts, place) - 1, 0)]
-        if chunk.defines is None or self._may_use_any:
+        if self._may_use_any:
             return False
+        if chunk.defines is None:
+            return self._is_trial(chunk)
         users = [chunk]
         for each in users:
             if self._is_root(each):
                 return False
             users += [user for user in self._chunks if user not in users and each.defines in self._words[user]]
         return True
+
+    def _is_trial(self, chunk: Chunk) -> bool:
+        """True for a trial of a module on random tensors: `if __name__ == "__main__":` in a file that others import."""
+        is_main, code = _MAIN.match(chunk.text), stripped(chunk.text)
+        return (
+            is_main is not None
+            and _RANDOM.search(code) is not None
+            and not _LOADS.search(code)
+            and self._facts.project.used_elsewhere(self._facts.path)
+        )
 
     @functools.cached_property
     def _may_use_any(self) -> bool:

@@ -20,7 +20,13 @@ def {}:
 """
 TRAIN = f"import torch\n\n{LOOP}"
 CLASS = "import torch\n\nclass Run(Base):\n" + "".join(f"    {line}\n" for line in LOOP.splitlines())
-BYPASSED = "MPG203"
+TRIAL = """\
+    scaler = torch.amp.GradScaler("cuda")
+    for _ in range(10):
+        with torch.autocast("cuda"): loss = model(x).sum()
+        scaler.scale(loss).backward()
+        optimizer.step()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +68,10 @@ UNUSED = {
         "a.py": "def fit(model): ...\n",
         "b.py": "from a import fit\n\nfit(1)\n",
     },
+    "its file is a module that is tried on random tensors": {
+        "a.py": "import torch\n\nif __name__ == '__main__':\n    x = torch.rand(8, 8)\n" + TRIAL,
+        "b.py": "import a\n",
+    },
     "it is an experiment in a package": {
         "setup.py": "",
         "pkg/__init__.py": "",
@@ -81,6 +91,10 @@ USED = {
     "another file imports its module": {
         "src/a.py": TRAIN.format("fit(model, loader, optimizer)"),
         "b.py": "import src.a as a\n\na.fit(1)\n",
+    },
+    "another file imports its module, and another name of it": {
+        "src/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "b.py": "import src.a as a\nfrom src.a import other\n\na.fit(1)\n",
     },
     "a package re-exports it": {
         "pkg/a.py": TRAIN.format("fit(model, loader, optimizer)"),
