@@ -173,6 +173,29 @@ def main(config, loader):
         optimizer.step()
 """
         ),
+        Good(
+            """\
+import functools
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+def policy_of(module):
+    layers = {type(layer) for layer in module.layers}
+    return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
+
+def reward(model):
+    model = model.to(torch.bfloat16)
+    return FSDP(model, auto_wrap_policy=policy_of(model))
+
+def train(model, loader):
+    model = FSDP(model, auto_wrap_policy=policy_of(model))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -359,6 +359,23 @@ def never_resumed(model, loader):
             """\
 import torch
 
+def new_each_epoch(model, loader, resume):
+    optimizer = torch.optim.AdamW(model.parameters())
+    if resume:
+        optimizer.load_state_dict(torch.load("last.pt")["optimizer"])
+    for _ in range(10):
+        scaler = torch.amp.GradScaler("cuda")
+        for x in loader:
+            scaler.scale(model(x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+"""
+        ),
+        Good(
+            """\
+import torch
+
 class NewEachEpoch:
     def epoch(self, loader):
         scaler = torch.amp.GradScaler("cuda")
@@ -566,6 +583,8 @@ def save_model(args, epoch, model, optimizer, loss_scaler):
     def _same_run(self, scaler: Event, saved: Event, facts: Facts) -> bool:
         """True if a scaler and a checkpoint belong to one run."""
         near = facts.reachable(saved.scope)
+        if scaler.call.loops and scaler.call.loops[-1:] == saved.call.loops[-1:]:
+            return False  # a new one in each iteration, at whose end the checkpoint is written
         if not near & {scaler.scope, scaler.scope.owner} or not compatible(scaler.guard, saved.guard):
             return False
         if any(key.startswith("self.") for key in self._keys(scaler, facts)) or scaler.scope.kind != "function":
