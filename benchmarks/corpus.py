@@ -51,6 +51,8 @@ HALVES = (
     "wide4",
     "wide5",
     "wide6",
+    "wide7",
+    "wide8",
 )
 
 Key = tuple[str, str, int, str]
@@ -253,6 +255,8 @@ def heading(batch: dict[str, Any]) -> str:
         "wide4": "86 more, closed before the rules were changed again",
         "wide5": "The other 85 of the same list",
         "wide6": "97 more, after the rules were fixed because of those two",
+        "wide7": "114 more, closed before the rules were changed because of those",
+        "wide8": "The other 110 of that list",
         "all": "All",
     }[batch["half"]]
     return f"### {where}, {batch['date']}, commit {batch['linter'][:7]}"

@@ -9,7 +9,7 @@ without MPG302 and MPG305, report nothing; a config is an accelerate YAML or a D
 Each kind of mistake says what it changes, which rules have to see it, and in which programs it is one. For each kind,
 up to `--per-kind` programs are drawn by the hash of their names, at most three of a repository. A mutant counts as
 found if one of the kind's rules reports something in it. No file is written: the mutant is checked in memory, at the
-place of the original, so that its imports and configs are those of the repository.
+place of the original, as a part of its project, so that its imports, users and configs are those of the repository.
 """
 
 from __future__ import annotations
@@ -978,7 +978,7 @@ def reported(path: Path, text: str) -> list[str]:
     data = text.encode()
     what = kind_of(str(path))
     assert what is not None
-    report = ENGINE.check(Target(str(path), what, data=data, named=True, size=len(data)))
+    report = ENGINE.content(data, Target(str(path), what, data=data, named=True, size=len(data)), with_project=True)
     return sorted({each.code for each in report.findings} - set(corpus.FREQUENT))
 
 

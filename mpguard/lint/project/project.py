@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mpguard.core import settings, tracked_fs
 from mpguard.core.errors import ConfigError
-from mpguard.lint.project import launch_configs, launch_lines, summaries, tree
+from mpguard.lint.project import launch_configs, launch_lines, references, summaries, tree
 from mpguard.lint.project.launch_configs import LaunchConfig
 from mpguard.lint.project.launch_lines import Launch
 from mpguard.lint.project.requirements import Required, required
@@ -274,19 +274,42 @@ class Project:
         with tracked_fs.recording_for(path):
             return summaries.may_derive(tree.top_of(file.parent), file, name)
 
-    def used_elsewhere(self, path: str, name: str) -> bool:
-        """True if other code may use a top-level name of a module, or the module by its name.
+    def used_elsewhere(self, path: str, name: str = "") -> bool:
+        """True if other code may use a top-level name of a module; without a name, the module itself.
 
-        False only if the whole project is known, no other file of it contains the name, and its package does not
+        False only if the whole project is known, nothing in its other files refers to it, and its package does not
         re-export it. Outside of a project, other code is unknown.
         """
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             top = tree.top_of(file.parent)
-            if not tree.is_project(top) or summaries.may_mention(top, file, name) or summaries.exports_all(file):
-                return True
-            settings_files = (self._text(str(top / each)) for each in ("pyproject.toml", "setup.cfg"))
-            return any(name.encode() in text for text in settings_files)
+            return not tree.is_project(top) or references.exports_all(file) or references.may_use(top, file, name)
+
+    def looked_up(self, path: str) -> bool:
+        """True if code of the project of a file may get a class by a name that is not in the code."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            return references.may_look_up(tree.top_of(file.parent), file)
+
+    def is_library(self, path: str) -> bool:
+        """True if a file is in a package that other projects may install, and use."""
+        folder = Path(path).absolute().parent
+        with tracked_fs.recording_for(path):
+            return tracked_fs.is_file(folder / "__init__.py") and references.is_installable(tree.top_of(folder))
+
+    def asks_for(self, path: str, word: str) -> bool:
+        """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            return not tree.is_project(top) or references.may_ask_for(top, file, word)
+
+    def deepspeed_config_read(self, path: str) -> bool:
+        """True if something in the project may read the DeepSpeed config that a file is, or contains."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            return not tree.is_project(top) or references.may_read_deepspeed(top, file)
 
     def parser_of(self, path: str, size: int) -> Callable[[str], Tree]:
         """Return what parses the statements of a file, once for its own check and for those of files that use it."""

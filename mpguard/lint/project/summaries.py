@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ _TRAINS = TokenSearch((
 ))  # fmt: skip
 _LIBRARIES = frozenset({"torch", "numpy", "os", "sys", "typing", "transformers", "torchvision", "collections", "re"})
 #: Kinds of questions.
-_IMPORTS, _DERIVES, _USES, _MENTIONS = "", "class ", "use ", "mention "
+_IMPORTS, _DERIVES, _USES = "", "class ", "use "
 #: Both begin with a newline, which makes the search three times as fast as `^` does.
 _BASES = re.compile(rb"\n[ \t]*class[ \t]+\w+[ \t]*\(([^()]*)\)[ \t]*:")
 _IMPORT = re.compile(
@@ -86,14 +86,14 @@ def summarize(data: bytes) -> ModuleSummary:
     """Return the summary of a module. Text in strings counts as code: a summary says what may be."""
     data = b"\n" + data.replace(b"\r", b"\n") if b"\r" in data else b"\n" + data
     imports: dict[str, set[str]] = {}
+    whole = dict[str, None]()
     for module, names, modules in _IMPORT.findall(data):
         if module:
             imports.setdefault(module.decode(), set()).update(_names(names))
-        for each in _names(modules):
-            imports.setdefault(each, set())
+        whole.update(dict.fromkeys(_names(modules)))
     bases = {base.rpartition(".")[2] for found in _BASES.findall(data) for base in _names(found)}
     return ModuleSummary(
-        tuple((module, frozenset(names)) for module, names in imports.items()),
+        (*((module, frozenset(names)) for module, names in imports.items()), *((each, frozenset()) for each in whole)),
         frozenset(bases),
         trains(data),
     )
@@ -138,23 +138,6 @@ def users(top: Path, file: Path, name: str) -> list[str] | None:
     return found if isinstance(found, list) else None
 
 
-def may_mention(top: Path, file: Path, name: str) -> bool:
-    """True if the code of another file of a tree contains a name as a word, or the tree is too large to search."""
-    return bool(_asked(top, file, _MENTIONS + name))
-
-
-def exports_all(file: Path) -> bool:
-    """True if the outermost package of a file re-exports all its names: `from .file import *`, in each package."""
-    home = file.parent if file.stem == "__init__" else file
-    package = home.parent / "__init__.py"
-    if not tracked_fs.is_file(package):
-        return False
-    stars = {module for module, names in summarize(tracked_fs.read(package)).imports if "*" in names}
-    if not any(module.rpartition(".")[2] == home.stem for module in stars):
-        return False
-    return not tracked_fs.is_file(package.parent.parent / "__init__.py") or exports_all(package)
-
-
 def _asked(top: Path, file: Path, question: str) -> Answer:
     """Answer a question, and record it with its answer as a dependency of the findings."""
     before = state(str(top)) if tracked_fs.is_recording() else None
@@ -165,12 +148,10 @@ def _asked(top: Path, file: Path, question: str) -> Answer:
 
 def answer(top: str, file: str, question: str) -> Answer:
     """Answer a question, without recording what was read."""
-    kind = next(kind for kind in (_DERIVES, _USES, _MENTIONS, _IMPORTS) if question.startswith(kind))
+    kind = next(kind for kind in (_DERIVES, _USES, _IMPORTS) if question.startswith(kind))
     name = question.removeprefix(kind)
     if kind is _USES:
         return _users(_importers(top), file, name)
-    if kind is _MENTIONS:
-        return _mentioned(top, file, name)
     taken = _imported_names(top)
     stem = Path(file).stem
     if taken is not None and kind is _DERIVES and name not in taken[_DERIVES]:
@@ -180,25 +161,16 @@ def answer(top: str, file: str, question: str) -> Answer:
     return bool({name, "*"} & taken.get(stem, set())) or stem in taken[""]
 
 
-def _mentioned(top: str, file: str, name: str) -> bool:
-    files = list(_files(top))
-    word = re.compile(rf"\b{re.escape(name)}\b".encode())
-    return len(files) > MOST_FILES or any(word.search(_content(each)) for each in files if each != file)
-
-
-def _content(file: str) -> bytes:
-    """Return the content of a file; empty for one that cannot be read."""
-    try:
-        return tracked_fs.read_regular_file(file)
-    except OSError:
-        return b""
-
-
 @cached_per_run
 def state(top: str) -> str | None:
     """Return a digest of the statuses of a tree's files; None if a status does not prove the content."""
+    return state_of(_files(top))
+
+
+def state_of(files: Iterable[str]) -> str | None:
+    """Return the same for some files."""
     parts: list[str] = []
-    for path in _files(top):
+    for path in files:
         status = tracked_fs.status_in_run(path)
         if status is None:  # a broken link
             parts.append(path)

@@ -96,21 +96,23 @@ class Engine:
             data = tracked_fs.read(target.path) if target.data is None else target.data
         except OSError as error:
             return self._unreadable(target, f"the file cannot be read: {error.strerror or error}")
-        checked = self.content(data, target)
+        with_project = not target.named and target.data is None
+        checked = self.content(data, target, with_project)
         if self.options.fix is not None:
-            return self._fixed(target, data, checked)
+            return self._fixed(target, data, checked, with_project)
         trace = tracked_fs.trace(target.path) if target.data is None and not checked.defects else None
         return FileReport(
             target, tuple(checked.findings), tuple(checked.defects), recognized=checked.recognized, trace=trace
         )
 
-    def _fixed(self, target: Target, data: bytes, checked: FileCheck) -> FileReport:
+    def _fixed(self, target: Target, data: bytes, checked: FileCheck, with_project: bool) -> FileReport:
         """Apply fixes, or add `noqa` comments; report what is left."""
         from mpguard.lint.run import fixer
         from mpguard.lint.run.adoption import noqa
 
         # As if the file were named: then the result of a fix is parsed, also where no rule's trigger is met any more.
-        check = functools.partial(self.content, target=dataclasses.replace(target, named=True))
+        named = dataclasses.replace(target, named=True)
+        check = functools.partial(self.content, target=named, with_project=with_project)
         recognized, before_fixes = checked.recognized, tuple(checked.findings)
         if self.options.fix == "noqa":
             result, checked = noqa.add_noqa(data, checked, check, target)
@@ -120,11 +122,14 @@ class Engine:
             target, tuple(checked.findings), tuple(checked.defects), result, recognized, before_fixes=before_fixes
         )
 
-    def content(self, data: bytes, target: Target) -> FileCheck:
-        """Check some content of a file."""
+    def content(self, data: bytes, target: Target, with_project: bool = False) -> FileCheck:
+        """Check some content of a file.
+
+        with_project: as a part of its project, so that nothing is reported in code that the project does not use.
+        """
         selected = self.selection(target.path)
         self.project.begin(target.path)
-        context = Context(target, selected, self.rules, self.project, self.trees, self._rules_by_kind)
+        context = Context(target, selected, self.rules, self.project, self.trees, self._rules_by_kind, with_project)
         checked = _READERS[target.kind](data, context)
         pairs = sorted(zip(checked.findings, checked.diagnostics, strict=True), key=lambda pair: pair[0].order)
         checked.findings, checked.diagnostics = [pair[0] for pair in pairs], [pair[1] for pair in pairs]

@@ -178,9 +178,10 @@ def test_classes_of_other_files_that_may_derive_from_one() -> None:
 
 def test_names_that_other_code_may_use() -> None:
     make({"pkg/__init__.py": "", "pkg/sub/__init__.py": "from .policies import *\n",
-          "pkg/sub/policies.py": "one = 1\ntwo = 2\nthree = 3\n", "pkg/sub/other.py": "print(sub.two, one_more)\n",
+          "pkg/sub/policies.py": "one = 1\ntwo = 2\nthree = 3\n",
+          "pkg/sub/other.py": "from pkg import sub\nprint(sub.two, one_more)\n",
           "train.py": "from pkg import sub\n"})  # fmt: skip
-    project, names = Project(), ("one", "two", "three", "policies")
+    project, names = Project(), ("one", "two", "three", "")
     path = "pkg/sub/policies.py"
     assert [project.used_elsewhere(path, each) for each in names] == [True] * 4, "outside of a project, anything may"
     make({"pyproject.toml": "[project.scripts]\nrun = 'pkg.sub:three'\n"})

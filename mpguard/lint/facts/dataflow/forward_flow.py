@@ -109,6 +109,9 @@ class ForwardFlow:
         self.nodes_left = _MAX_NODES
         self.depth = 0
         self.cast: tuple[str, Scope] | None = None
+        #: Where the value is made; and functions that it enters, with the calls through whose arguments it does.
+        self.home: Scope | None = None
+        self.entries: dict[Scope, list[Call]] = {}
 
     def start(self, node: cst.CSTNode, at: Record) -> Reach:
         """Follow the value of an expression."""
@@ -125,6 +128,7 @@ class ForwardFlow:
 
     def follow(self, node: cst.CSTNode, at: Record) -> None:
         """Follow the value of `node`, in the file of `at`, to the enclosing expressions and statements."""
+        self.home = self.home or at.scope
         with self.in_file_of(at):
             self._follow(node, at)
 
@@ -270,6 +274,7 @@ class ForwardFlow:
             self.reach.outside = True
             return
         self.seen.add((key, scope, order))
+        self.home = self.home or scope
         self.depth += 1
         with self.in_file_of(scope):
             self.uses(key, scope, order)
@@ -523,20 +528,26 @@ class ForwardFlow:
             place = call.positional.index(arg.value)
             name = params[place].name if place < len(params) else None
         if name is not None and not api_names.is_inference(scope.name):
+            entries = self.entries.setdefault(scope, [])
+            again = bool(entries) and call not in entries and ("returned", scope) in self.seen
+            entries.append(call)
             self.taint(name, scope, scope.order)
+            if again and not self._in_no_grad(call):
+                self.follow(call.node, call)
 
     def returned(self, scope: Scope) -> None:
-        """Follow the value to the callers of the function that returns it."""
+        """Follow the value to the callers of the function that returns it: those that it came from, if it did."""
         if ("returned", scope) in self.seen:
             return
         self.seen.add(("returned", scope))
-        callers = self.facts.callers(scope) if scope.kind == "function" else []
+        entries = self.entries.get(scope) if scope is not self.home else None
+        callers = entries or (self.facts.callers(scope) if scope.kind == "function" else [])
         if scope.name in FRAMEWORK_STEPS and scope.is_method and self.facts.base_unknown(scope.owner):
             call = next(iter(scope.calls), None)
             if call is not None:
                 self.sink("trainer", call)
         if not callers:
             self.reach.outside = True
-        for call in callers:
+        for call in tuple(callers):
             if not self._in_no_grad(call):
                 self.follow(call.node, call)

@@ -401,10 +401,11 @@ class Traces:
         if one is None or other is None:
             return False
         made, made_there = self._creating_calls(one, at), self._creating_calls(other, there)
-        if made is not None and made_there is not None:
-            return bool(made & made_there)
-        place, elsewhere = dotted(one), dotted(other)
         text = self.facts.short(one) == self.facts.short(other)
+        if made is not None and made_there is not None:
+            # A helper that returns what it is given may return the object of any of its callers: these are several.
+            return bool(made & made_there) and (text or len(made) == len(made_there) == 1)
+        place, elsewhere = dotted(one), dotted(other)
         return text and (at.scope is there.scope or (place.startswith("self.") and elsewhere == place))
 
     def differ(self, one: cst.CSTNode | None, at: Record, other: cst.CSTNode | None, there: Record) -> bool:

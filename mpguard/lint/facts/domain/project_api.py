@@ -55,8 +55,20 @@ class ProjectApi(Protocol):
     def derived_elsewhere(self, path: str, name: str) -> bool:
         """True if a class of another file of the tree may derive from a class of a module."""
 
-    def used_elsewhere(self, path: str, name: str) -> bool:
-        """True if other code may use a top-level name of a module, or the module by its name."""
+    def used_elsewhere(self, path: str, name: str = "") -> bool:
+        """True if other code may use a top-level name of a module; without a name, the module itself."""
+
+    def looked_up(self, path: str) -> bool:
+        """True if code of the project of a file may get a class by a name that is not in the code."""
+
+    def is_library(self, path: str) -> bool:
+        """True if a file is in a package that other projects may install, and use."""
+
+    def asks_for(self, path: str, word: str) -> bool:
+        """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
+
+    def deepspeed_config_read(self, path: str) -> bool:
+        """True if something in the project may read the DeepSpeed config that a file is, or contains."""
 
 
 class NoProject:
@@ -98,5 +110,17 @@ class NoProject:
     def derived_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
         return False
 
-    def used_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
+    def used_elsewhere(self, path: str, name: str = "") -> bool:  # noqa: ARG002
+        return True
+
+    def looked_up(self, path: str) -> bool:  # noqa: ARG002
+        return True
+
+    def is_library(self, path: str) -> bool:  # noqa: ARG002
+        return False
+
+    def asks_for(self, path: str, word: str) -> bool:  # noqa: ARG002
+        return True
+
+    def deepspeed_config_read(self, path: str) -> bool:  # noqa: ARG002
         return True

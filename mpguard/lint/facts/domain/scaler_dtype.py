@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
 
 def bfloat16_region(scaler: Event, enabled: PathCondition, facts: Facts) -> Region | None:
     """Return a BF16 region of a loss that the scaler scales if all regions of all its losses are definitely BF16."""
+    return _common_region(scaler, enabled, facts, (Dtype.BF16,))
+
+
+def scales_without_need(scaler: Event, enabled: PathCondition, facts: Facts) -> bool:
+    """True if all regions of all losses that the scaler scales definitely have a dtype with the exponents of FP32."""
+    return _common_region(scaler, enabled, facts, (Dtype.BF16, Dtype.FP32)) is not None
+
+
+def _common_region(scaler: Event, enabled: PathCondition, facts: Facts, dtypes: Collection[Dtype]) -> Region | None:
+    """Return a region of a loss that the scaler scales if all regions of all its losses definitely have the dtypes."""
     found: Region | None = None
     if _several_files_create(scaler, facts):
         return None
@@ -35,7 +46,7 @@ def bfloat16_region(scaler: Event, enabled: PathCondition, facts: Facts) -> Regi
                 for dtype_guard, dtype in region.dtypes:
                     if not compatible(guard, inside, dtype_guard):
                         continue
-                    if dtype is not Dtype.BF16:
+                    if dtype not in dtypes:
                         return None
                     found = region
     return found

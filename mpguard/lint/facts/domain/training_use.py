@@ -24,6 +24,7 @@ from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
 from mpguard.lint.facts.values import api_names, project_words
 from mpguard.lint.facts.values.dtypes import AnyDtype, as_dtype
 from mpguard.lint.facts.values.lattice import Function, Object, Ref
+from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -60,6 +61,8 @@ _CRITERION = re.compile(r"(?i)(?:^|[._])(?:loss|loss_?fn|loss_?func(?:tion)?|cri
 _MASK = re.compile(r"(?i)mask")
 #: Profiler markers: a script that contains one only measures.
 _PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
+#: What a helper may return that gives the dtype of any name.
+_ANY_DTYPE = frozenset({Dtype.FP32, Dtype.BF16, Dtype.FP16})
 #: Names of clocks; words for speed; names of functions and classes that give data.
 _CLOCK = re.compile(r"(?:^|_)(?:time|time_ns|perf_counter|perf_counter_ns|monotonic|elapsed_time)$")
 _SPEED = re.compile(r"(?i)\b(?:gflops|tflops|flops|throughput|benchmark|latency)\b|_per_sec|per second|/ ?sec\b")
@@ -336,6 +339,8 @@ class TrainingUse:
                 guards = event.may_be(dtype)
                 if not guards or not self.is_module(event) or self.has_adapters(event.key, event.call):
                     continue
+                if {each for _, each in event.dtypes} >= _ANY_DTYPE:
+                    continue  # a helper that returns the dtype of a name, which is not known
                 loaded = event.kind == "load"
                 training = self._loaded(event, dtype, guards[0]) if loaded else self.cast(event, dtype)
                 if training is not None:

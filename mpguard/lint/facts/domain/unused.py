@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpguard.lint.source.strip_comments import stripped
+
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
     from mpguard.lint.facts.syntax.records import Call
+    from mpguard.lint.source.source import Chunk
 
 #: Modules that tools import by their names.
 _BY_TOOLS = frozenset({"__init__", "__main__", "conftest", "hubconf", "setup", "sitecustomize", "usercustomize"})
@@ -17,6 +22,19 @@ _BY_TOOLS = frozenset({"__init__", "__main__", "conftest", "hubconf", "setup", "
 _RUNS = frozenset(
     {"argparse", "asyncio", "concurrent", "multiprocessing", "runpy", "subprocess", "threading", "unittest"}
 )
+#: Functions that a launcher calls by their names.
+_ENTRIES = frozenset({"main", "_mp_fn"})
+#: Bases of a class that tell nothing about who uses it.
+_COMMON_BASES = frozenset({"", "object", "nn.Module", "torch.nn.Module", "Module", "ABC"})
+#: Code that may get a function of its own file by a name that comes from outside.
+_BY_NAME = re.compile(r"(?<![\w.])(?:(?:globals|locals|vars)\(\)|eval\()|sys\.modules")
+_MAIN = re.compile(r"if[ \t]*\(?__name__[ \t]*==")
+_RANDOM = re.compile(r"\btorch\.(?:rand|randn|randint|ones)\(")
+#: Names of functions and objects that give data, or arguments.
+_LOADS = re.compile(r"(?i)loader|dataset|\bparse_args\b|\bopen\(|\bargparse\b")
+_NO_PARAMETERS = re.compile(r"\A(?:async[ \t]+)?def[ \t]+\w+[ \t]*\([ \t]*\)")
+_BASES = re.compile(r"\Aclass[ \t]+\w+[ \t]*\(\s*([^()]*?)\s*\)")
+_NAME = re.compile(r"[^\W\d]\w*")
 _HARMLESS = re.compile(r"torch\.(?:set_|device$|manual_seed$|cuda\.is_available$)")
 
 
@@ -30,7 +48,7 @@ def is_unused_module(facts: Facts) -> bool:
         and not facts.may_train
         and all(_is_preparation(call, facts) for call in facts.module.calls)
         and not facts.project.launches_of(facts.path)
-        and not facts.project.used_elsewhere(facts.path, stem)
+        and not facts.project.used_elsewhere(facts.path)
     )
 
 
@@ -50,3 +68,75 @@ def is_unused_value(call: Call, facts: Facts) -> bool:
         and len(re.findall(rf"\b{re.escape(names[0])}\b", facts.file_text)) == 1
         and not facts.project.used_elsewhere(facts.path, names[0])
     )
+
+
+class UnusedDefinitions:
+    """The top-level functions and classes of a file that nothing in its project refers to, and trials of a module."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._chunks = facts.source.chunks
+        self._starts = [facts.source.offset(each.start) for each in self._chunks]
+        self._roots: dict[Chunk, bool] = {}
+
+    def contain(self, place: int) -> bool:
+        """True if an offset of the file is in one of them."""
+        chunk = self._chunks[max(bisect.bisect_right(self._starts, place) - 1, 0)]
+        if self._may_use_any:
+            return False
+        if chunk.defines is None:
+            return self._is_trial(chunk)
+        users = [chunk]
+        for each in users:
+            if self._is_root(each):
+                return False
+            users += [user for user in self._chunks if user not in users and each.defines in self._words[user]]
+        return True
+
+    def _is_trial(self, chunk: Chunk) -> bool:
+        """True for a trial of a module on random tensors: `if __name__ == "__main__":` in a file that others import."""
+        is_main, code = _MAIN.match(chunk.text), stripped(chunk.text)
+        return (
+            is_main is not None
+            and _RANDOM.search(code) is not None
+            and not _LOADS.search(code)
+            and self._facts.project.used_elsewhere(self._facts.path)
+        )
+
+    @functools.cached_property
+    def _may_use_any(self) -> bool:
+        """True if all functions of the file may be used: by a tool, as tests, or by names that are not in the code."""
+        facts = self._facts
+        return Path(facts.path).stem in _BY_TOOLS or facts.is_test or _BY_NAME.search(facts.file_text) is not None
+
+    @functools.cached_property
+    def _words(self) -> dict[Chunk, set[str]]:
+        return {chunk: set(_NAME.findall(stripped(chunk.text))) for chunk in self._chunks}
+
+    def _is_root(self, chunk: Chunk) -> bool:
+        if chunk not in self._roots:
+            self._roots[chunk] = self._find_root(chunk)
+        return self._roots[chunk]
+
+    def _find_root(self, chunk: Chunk) -> bool:
+        """True if a statement runs, or if something outside of the file may use what it defines."""
+        name = chunk.defines
+        return (
+            name is None
+            or name in _ENTRIES
+            or chunk.text.startswith("@")
+            or self._is_public(chunk, name)
+            or self._is_looked_up(chunk)
+            or self._facts.project.used_elsewhere(self._facts.path, name)
+        )
+
+    def _is_public(self, chunk: Chunk, name: str) -> bool:
+        """True if a definition is part of the interface of an installable package; a function needs parameters."""
+        is_private = name.startswith("_") or _NO_PARAMETERS.search(chunk.text) is not None
+        return not is_private and self._facts.project.is_library(self._facts.path)
+
+    def _is_looked_up(self, chunk: Chunk) -> bool:
+        """True if a class with a base class may be chosen by its name, as a trainer or a model of a registry."""
+        bases = _BASES.search(chunk.text)
+        is_derived = bases is not None and bases[1] not in _COMMON_BASES
+        return is_derived and self._facts.project.looked_up(self._facts.path)

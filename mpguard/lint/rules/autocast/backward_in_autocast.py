@@ -368,6 +368,22 @@ def train(model, loader, optimizer):
         optimizer.step()
 """,
         ),
+        Good(
+            """\
+from accelerate import Accelerator
+
+class Trainer:
+    def __init__(self, pipeline, optimizer):
+        self.accelerator = Accelerator(mixed_precision="fp16")
+        self.optimizer = self.accelerator.prepare(optimizer)
+        self.autocast = pipeline.autocast or self.accelerator.autocast
+
+    def step(self, pipeline, x):
+        with self.autocast():
+            self.accelerator.backward(pipeline(x).sum())
+            self.optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -417,9 +433,17 @@ def train(model, loader, optimizer):
 
     def _region(self, call: Call, facts: Facts, depth: int = 3) -> Region | None:
         """Return the region around a call, or else one that surrounds all calls of its function."""
+        unsure = {
+            region
+            for item in call.withs
+            if any(
+                not each.kind for each in facts.entered(item)
+            )  # `with (pipeline.autocast or accelerator.autocast)():`
+            for region in facts.entered(item)
+        }
         for region in reversed(facts.regions(call)):
             if region.kind == "accelerator_autocast" and region.guard.joined(call.guard).possible:
-                return region
+                return region if region not in unsure else None
         found = facts.autocasts(call, depth=0)
         if found:
             return found[-1][0]

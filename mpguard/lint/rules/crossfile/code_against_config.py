@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from mpguard.lint import (
@@ -17,6 +18,10 @@ from mpguard.lint import (
     launch_expectations,
     library_names,
 )
+
+#: What an Accelerator is used for that has no precision, and what applies its precision.
+_RANKS = re.compile(r"\.(?:device|process_index|num_processes|is_(?:local_)?main_process|wait_for_everyone)\b")
+_APPLIES = re.compile(r"\.(?:prepare|prepare_model|autocast|backward)\(|Trainer\(|\btrain\w*\(")
 
 
 class CodeAgainstConfig(Rule):
@@ -149,6 +154,19 @@ class AMPOptimizer:
         ),
         Good(
             """\
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+
+accelerator = Accelerator(mixed_precision="bf16")
+model = AutoModelForCausalLM.from_pretrained("base", torch_dtype=torch.bfloat16, device_map=accelerator.device)
+for prompt in prompts[accelerator.process_index :: accelerator.num_processes]:
+    print(model.generate(prompt))
+""",
+            files={"mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: 'no'\n"},
+        ),
+        Good(
+            """\
 from accelerate import Accelerator
 
 accelerator = Accelerator(mixed_precision="fp16")
@@ -219,7 +237,7 @@ accelerator = Accelerator(mixed_precision="fp16")
         configs = launch_expectations.configs(facts)
         if not configs:
             return
-        for event in facts.events("accelerator"):
+        for event in facts.events("accelerator") if not self._is_for_ranks(facts) else ():
             given = event.call.argument(2, "mixed_precision")
             found = launch_expectations.literal(facts.evaluate(given, event.call)) if given is not None else None
             other = found is not None and all(config.mixed_precision != found for config in configs)
@@ -241,6 +259,14 @@ accelerator = Accelerator(mixed_precision="fp16")
                 and self._trained(event, facts)
             ):
                 yield self._against(event, "the dtype of the trained weights", loaded.label, configs)
+
+    def _is_for_ranks(self, facts: Facts) -> bool:
+        """True if a file uses an Accelerator for its ranks or its device, and nothing near applies its precision."""
+        if not _RANKS.search(facts.file_text):
+            return False
+        users = facts.users("")
+        near = (facts, *facts.imported_modules(), *(users or ()))
+        return users is not None and not any(_APPLIES.search(each.file_text) for each in near)
 
     def _trained_regions(self, facts: Facts) -> list[tuple[Record, Dtype]]:
         """Return the autocast calls around what a backward pass is computed from, with their dtype."""

@@ -58,7 +58,8 @@ class DeprecatedTeApi(Rule):
     ## Known limits
     Not reported if the project requires a Transformer Engine older than 2.10, or the code can only run with one: it
     calls a function, or passes an argument, that was removed before. A fallback for old versions (in an `except` arm,
-    under a condition on the version) is not reported either. There is no fix if a name is passed on as a value, if the
+    under a condition on the version) is not reported either, nor a call under a condition if no script, config or text
+    of the project mentions FP8: nothing switches it on. There is no fix if a name is passed on as a value, if the
     new module has no such name, or if another name of the file would clash.
     """
 
@@ -224,6 +225,20 @@ with te.fp8_autocast(fp8_recipe=recipe):
     layer(x)
 """
         ),
+        Good(
+            """\
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+def forward(layer, x, config):
+    if not config.fp8:
+        return layer(x)
+    recipe = DelayedScaling(margin=0, interval=config.fp8_interval)
+    with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+        return layer(x)
+""",
+            files={"pyproject.toml": "", "run.sh": "torchrun train.py --bf16 --transformer-impl transformer_engine\n"},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -247,6 +262,8 @@ with te.fp8_autocast(fp8_recipe=recipe):
                 for use in uses:
                     old = self._deprecated_name(use, facts)
                     if not old or imports.stands_in(use):
+                        continue
+                    if use.guard and not facts.project.asks_for(facts.path, "fp8"):
                         continue
                     fix = self._fix_use(use, facts)
                     if old.startswith(f"{_MODULE}.") and not _REEXPORTED.match(old.split(".")[3]):

@@ -36,7 +36,8 @@ class RemovedRecipeArgument(Rule):
     ## Known limits
     Not reported if the project requires a Transformer Engine older than 2.0, or the code can only run with one: it
     calls a function, or passes an argument to a layer, that was removed before. Arguments that no known recipe ever had
-    are not checked (a newer version may have them), nor arguments from `**kwargs`.
+    are not checked (a newer version may have them), nor arguments from `**kwargs`, nor a recipe under a condition if no
+    script, config or text of the project mentions FP8: nothing switches it on.
     """
 
     code, name = "MPG407", "removed-recipe-argument"
@@ -175,6 +176,20 @@ class Attention(torch.nn.Module):
                 "pyproject.toml": "",
             },
         ),
+        Good(
+            """\
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+def forward(layer, x, config):
+    if not config.fp8:
+        return layer(x)
+    recipe = DelayedScaling(margin=0, interval=config.fp8_interval)
+    with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+        return layer(x)
+""",
+            files={"pyproject.toml": "", "run.sh": "torchrun train.py --bf16 --transformer-impl transformer_engine\n"},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -188,6 +203,8 @@ class Attention(torch.nn.Module):
                 (event.call, recipe, name, value) for name, value in event.call.keywords.items() if name in dropped
             ]
         for call, recipe, name, value in found:
+            if call.guard and not facts.project.asks_for(facts.path, "fp8"):
+                continue
             keyword = next(arg.keyword for arg in call.node.args if arg.value is value)
             first = facts.span(keyword, call)[0] if keyword is not None else call.span[0]
             fix = Fix("Remove the argument", "safe", (python_edits.without_argument(call, value),))

@@ -149,6 +149,53 @@ def reference(x):
         return model(x)
 """
         ),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from transformers import AutoModelForCausalLM
+
+def to_dtype(precision):
+    if precision in ("fp16", "float16"):
+        return torch.float16
+    elif precision in ("fp32", "float32"):
+        return torch.float32
+    elif precision in ("bf16", "bfloat16"):
+        return torch.bfloat16
+    raise ValueError(precision)
+
+def main(config, loader):
+    dtype = to_dtype(config.get("model_dtype", "fp32"))
+    model = FSDP(AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=dtype))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).loss.backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import functools
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+def policy_of(module):
+    layers = {type(layer) for layer in module.layers}
+    return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
+
+def reward(model):
+    model = model.to(torch.bfloat16)
+    return FSDP(model, auto_wrap_policy=policy_of(model))
+
+def train(model, loader):
+    model = FSDP(model, auto_wrap_policy=policy_of(model))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

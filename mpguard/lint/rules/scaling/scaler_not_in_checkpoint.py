@@ -13,8 +13,8 @@ from mpguard.lint import (
     Rule,
     Scope,
     any_of,
-    bfloat16_region,
     compatible,
+    scales_without_need,
 )
 
 
@@ -359,6 +359,23 @@ def never_resumed(model, loader):
             """\
 import torch
 
+def new_each_epoch(model, loader, resume):
+    optimizer = torch.optim.AdamW(model.parameters())
+    if resume:
+        optimizer.load_state_dict(torch.load("last.pt")["optimizer"])
+    for _ in range(10):
+        scaler = torch.amp.GradScaler("cuda")
+        for x in loader:
+            scaler.scale(model(x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+"""
+        ),
+        Good(
+            """\
+import torch
+
 class NewEachEpoch:
     def epoch(self, loader):
         scaler = torch.amp.GradScaler("cuda")
@@ -389,6 +406,24 @@ def under_bf16(model, loader, resume):
         optimizer.load_state_dict(torch.load("last.pt")["optimizer"])
     for x in loader:
         with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def in_fp32(model, loader, resume):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.cuda.amp.GradScaler()
+    if resume:
+        optimizer.load_state_dict(torch.load("last.pt")["optimizer"])
+    for x in loader:
+        with torch.cuda.amp.autocast(dtype=torch.float32):
             loss = model(x).sum()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -533,7 +568,7 @@ def save_model(args, epoch, model, optimizer, loss_scaler):
         ):
             return False
         enabled = facts.enabled(scaler.call, facts.called_path(scaler.call))
-        return bfloat16_region(scaler, enabled, facts) is None
+        return not scales_without_need(scaler, enabled, facts)
 
     def _keys(self, scaler: Event, facts: Facts) -> Iterator[str]:
         """Yield the names that a scaler is bound to."""
@@ -548,6 +583,8 @@ def save_model(args, epoch, model, optimizer, loss_scaler):
     def _same_run(self, scaler: Event, saved: Event, facts: Facts) -> bool:
         """True if a scaler and a checkpoint belong to one run."""
         near = facts.reachable(saved.scope)
+        if scaler.call.loops and scaler.call.loops[-1:] == saved.call.loops[-1:]:
+            return False  # a new one in each iteration, at whose end the checkpoint is written
         if not near & {scaler.scope, scaler.scope.owner} or not compatible(scaler.guard, saved.guard):
             return False
         if any(key.startswith("self.") for key in self._keys(scaler, facts)) or scaler.scope.kind != "function":

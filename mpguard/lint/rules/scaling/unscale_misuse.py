@@ -195,6 +195,32 @@ def both_halves(model, loader, optimizer, scaler):
         scaler.update()
 """
         ),
+        Good(
+            """\
+import torch
+
+def load(path, model, optimizer):
+    found = torch.load(path)
+    model.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    return optimizer, found["epoch"]
+
+def main(g, d, loader):
+    optim_g = torch.optim.AdamW(g.parameters())
+    optim_d = torch.optim.AdamW(d.parameters())
+    optim_g, epoch = load("g.pt", g, optim_g)
+    optim_d, epoch = load("d.pt", d, optim_d)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(d(x).sum()).backward()
+        scaler.unscale_(optim_d)
+        scaler.step(optim_d)
+        scaler.scale(g(x).sum()).backward()
+        scaler.unscale_(optim_g)
+        scaler.step(optim_g)
+        scaler.update()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -26,8 +26,8 @@ class Dependencies:
 
     def unchanged(self, what: str, where: str, seen: Seen) -> bool:
         """True if a recorded read gives the same result now."""
-        if what == "imported":
-            return self._imported(where, seen)
+        if what in ("imported", "referenced"):
+            return self._answered(what, where, seen)
         key = (what, where)
         if key not in self._seen:
             self._seen[key] = self._read(what, where)
@@ -73,16 +73,17 @@ class Dependencies:
             self.changed = True
         return digest
 
-    def _imported(self, where: str, seen: Seen) -> bool:
-        """True if the imports of the tree are equivalent: no file has changed, or a new search finds the same."""
-        from mpguard.lint.project import summaries
+    def _answered(self, what: str, where: str, seen: Seen) -> bool:
+        """True if a question about the tree has the same answer: no file has changed, or a new search finds it."""
+        from mpguard.lint.project import references, summaries
 
+        asked = references if what == "referenced" else summaries
         top, file, question = where.split("\0")
         answer, before = seen
-        now = summaries.state(top)
+        now = asked.state(top)
         if now is not None and now == before:
             return True
-        if summaries.answer(top, file, question) != answer:
+        if asked.answer(top, file, question) != answer:
             return False
         seen[1] = now  # the next run need not search
         self.changed = self.changed or now is not None

@@ -77,6 +77,9 @@ def check(data: bytes, context: Context) -> FileCheck:
     if read.format == "yaml" and (kind is not None or named) and _SUPPRESSION.search(data):
         comments = suppressions.in_yaml(lines)
     encode = None if read.root is None and read.problems else read.encoded
-    checked = context.finish(RuleOutput(lines, diagnostics, ran, comments, defects, encode))
+    output = RuleOutput(lines, diagnostics, ran, comments, defects, encode)
+    if kind == "deepspeed":
+        output.is_unused = lambda _: not context.project.deepspeed_config_read(context.path)
+    checked = context.finish(output)
     checked.recognized = named or kind is not None or bool(checked.findings)
     return checked

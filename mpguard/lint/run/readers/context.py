@@ -30,6 +30,7 @@ class RuleOutput:
     """The diagnostics of some content before suppressions apply.
 
     ran: the codes whose rules ran to the end. encode: a new text as bytes; None where the content could not be read.
+    is_unused: True for a diagnostic about code or a config that nothing in the project uses.
     """
 
     lines: Lines
@@ -38,6 +39,7 @@ class RuleOutput:
     comments: suppressions.Comments = suppressions.NONE
     defects: list[Defect] = dataclasses.field(default_factory=list)
     encode: Callable[[str], bytes] | None = None
+    is_unused: Callable[[Diagnostic], bool] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Context:
     """One file, and what its check needs.
 
     selection: the rules that are on for it. rules: all there are, by code.
+    with_project: the file is checked as a part of its project, and not by itself.
     trees: the trees of the version before, where versions of the same file are checked one after another.
     """
 
@@ -54,6 +57,7 @@ class Context:
     project: Project
     trees: Trees | None = None
     rules_by_kind: RulesByKind = dataclasses.field(default_factory=dict)
+    with_project: bool = False
 
     @property
     def path(self) -> str:
@@ -84,6 +88,8 @@ class Context:
         lines = output.lines
         self._drop_misplaced(output)
         kept, used = suppressions.split(output.diagnostics, output.comments, lines)
+        if self.with_project and output.is_unused is not None:
+            kept = [each for each in kept if not output.is_unused(each)]
         if output.ran:
             unused = suppressions.report_unused(output.comments, used, self.rules, output.ran, lines)
             about_suppressions = [each for each in unused if self.is_on(each.code)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
+from mpguard.lint.facts.domain.unused import UnusedDefinitions
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.model import suppressions
 from mpguard.lint.model.finding import Lines
@@ -39,6 +41,7 @@ def check(data: bytes, context: Context) -> FileCheck:
 
     diagnostics: list[Diagnostic] = []
     defects: list[Defect] = []
+    is_unused = None
     try:
         parse = bool(rules or dict_rules) or strict
         source = Source.parse(data, context.path, check_syntax=strict) if parse else Source(data, context.path)
@@ -53,6 +56,7 @@ def check(data: bytes, context: Context) -> FileCheck:
                 more, failed = _check_dicts(dict_rules, facts, context)
                 diagnostics += more
                 defects += failed
+            is_unused = _Unused(facts, {rule.code for rule in dict_rules}).is_unused
             if diagnostics and not strict:  # findings are reported for programs that Python accepts
                 source.check_syntax()
     except (Unparsable, RecursionError) as error:
@@ -65,7 +69,20 @@ def check(data: bytes, context: Context) -> FileCheck:
     lines = Lines(source.text)
     comments = suppressions.in_python(lines) if has_suppressions or diagnostics else suppressions.NONE
     encode = functools.partial(_encoded, encoding=source.encoding, bom=source.bom)
-    return context.finish(RuleOutput(lines, diagnostics, ran, comments, defects, encode))
+    return context.finish(RuleOutput(lines, diagnostics, ran, comments, defects, encode, is_unused))
+
+
+class _Unused:
+    """The code and the DeepSpeed configs of a file that nothing in its project uses. codes: rules about configs."""
+
+    def __init__(self, facts: Facts, codes: Container[str]) -> None:
+        self._facts, self._codes = facts, codes
+        self._definitions = UnusedDefinitions(facts)
+
+    def is_unused(self, diagnostic: Diagnostic) -> bool:
+        if diagnostic.code in self._codes and not self._facts.project.deepspeed_config_read(self._facts.path):
+            return True
+        return self._definitions.contain(diagnostic.span[0])
 
 
 def _rules_about_dicts(data: bytes, context: Context) -> list[type[ConfigRule]]:

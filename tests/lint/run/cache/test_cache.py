@@ -220,6 +220,7 @@ def test_a_module_that_an_imported_module_imports(lint: Linted) -> None:
 def test_a_caller_in_another_module_appears_changes_and_goes(lint: Linted) -> None:
     """A loop that another file calls: its findings depend on what that file passes, and on nothing else."""
     write("engine.py", ENGINE)
+    write("run.sh", "python -c 'import engine; engine.train(1, 2)'\n")
     write("unrelated.py", "import torch\n\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n")
     select, found = ("--select", "MPG201", "."), [("engine.py", "MPG201")]
     plain, prepared = CALLER.format("optimizer"), CALLER.format("Accelerator().prepare(optimizer)")

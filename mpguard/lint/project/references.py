@@ -1,0 +1,200 @@
+"""References to a file's functions and classes from the other files of its project.
+
+A definition that nothing refers to does not run. Every file of the project counts: Python code, in which imports are
+resolved, and strings; notebooks, configs, shell scripts, the code in Markdown, and other text. What cannot be resolved
+counts as a reference.
+"""
+
+# Thousands of paths are handled here, and strings are several times faster than Path.
+# ruff: noqa: PTH118, PTH119, PTH120
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from mpguard.core import tracked_fs
+from mpguard.core.tracked_fs import cached_per_run
+from mpguard.lint.project import summaries, tree
+from mpguard.lint.source.files import MARKDOWN, NOTEBOOK, PYTHON
+from mpguard.lint.source.strip_comments import stripped
+
+#: The most files of a project that are searched; of a larger one, it is unknown what is used.
+MOST_FILES = 4000
+#: The size in bytes above which a file that is not Python is data or a log.
+LARGEST = 512 << 10
+#: Files that no program reads, by their suffixes: pictures, archives, weights, tables.
+_DATA = (
+    ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf", ".mp4", ".wav", ".gz", ".zip", ".tar", ".pt", ".pth", ".bin",
+    ".npy", ".npz", ".pkl", ".csv", ".tsv", ".jsonl", ".ttf", ".woff", ".woff2", ".css", ".js", ".html", ".c", ".cc",
+    ".cpp", ".cu", ".cuh", ".h", ".hpp", ".so", ".safetensors", ".onnx", ".parquet", ".h5",
+)  # fmt: skip
+#: What Markdown has of commands and code: blocks, indented or fenced, and spans.
+_MARKDOWN_CODE = re.compile(rb"```.*?(?:```|\Z)|~~~.*?(?:~~~|\Z)|`[^`\n]+`|^(?: {4}|\t)[^\n]*", re.DOTALL | re.M)
+#: Code that may get a class by a name that comes from outside.
+_BY_NAME = re.compile(rb"\bimport_module\b|\b__import__\b|\b__subclasses__\b|\bpydoc\.locate\b|\bglobals\(\)")
+#: Code, commands or requirements of what reads a DeepSpeed config, or may read one.
+_READS_DEEPSPEED = re.compile(
+    rb"deepspeed\.init|\binitialize\(|DeepSpeed(?:Plugin|Strategy|Engine)|HfArgumentParser|TrainingArguments"
+    rb"|Trainer\(|(?i:accelerat|lightning)"
+)
+_NAMES_DEEPSPEED = re.compile(rb"(?i)deepspeed|HfArgumentParser|TrainingArguments|accelerat|lightning")
+#: The tables of a pyproject.toml with which a package is built.
+_BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
+#: Kinds of questions.
+_USES, _LOOKS_UP, _READS, _ASKS = "use ", "looks up", "reads deepspeed", "asks for "
+
+
+def may_use(top: Path, file: Path, name: str) -> bool:
+    """True if another file of a project may use a top-level name of a file; without a name, the file itself."""
+    return _asked(top, file, _USES + name)
+
+
+def may_look_up(top: Path, file: Path) -> bool:
+    """True if code of a project may get a class by a name that is not in the code."""
+    return _asked(top, file, _LOOKS_UP)
+
+
+def may_read_deepspeed(top: Path, file: Path) -> bool:
+    """True if something in a project may read the DeepSpeed config that a file is, or contains."""
+    return _asked(top, file, _READS)
+
+
+def may_ask_for(top: Path, file: Path, word: str) -> bool:
+    """True if a script, config or text of a project contains a word, in lower or upper case: code does not count."""
+    return _asked(top, file, _ASKS + word)
+
+
+def _asked(top: Path, file: Path, question: str) -> bool:
+    """Answer a question, and record it with its answer as a dependency of the findings."""
+    before = state(str(top)) if tracked_fs.is_recording() else None
+    found = answer(str(top), str(file), question)
+    tracked_fs.record("referenced", "\0".join((str(top), str(file), question)), [found, before])
+    return found
+
+
+def answer(top: str, file: str, question: str) -> bool:
+    """Answer a question, without recording what was read."""
+    with tracked_fs.untracked():
+        files = _files(top)
+        if len(files) > MOST_FILES:
+            return True
+        if question == _LOOKS_UP:
+            return any(_BY_NAME.search(_content(each)) for each in files if each.endswith(PYTHON))
+        if question == _READS:
+            others = (each for each in files if each != file)
+            own = file.endswith(PYTHON) and _READS_DEEPSPEED.search(stripped(_content(file)))
+            return bool(own) or any(_NAMES_DEEPSPEED.search(_content(each)) for each in others)
+        if question.startswith(_ASKS):
+            word = question.removeprefix(_ASKS).encode()
+            return any(word in _content(each).lower() for each in files if not each.endswith(PYTHON))
+        name = question.removeprefix(_USES)
+        return any(_uses(each, file, name) for each in files if each != file)
+
+
+def exports_all(file: Path) -> bool:
+    """True if the outermost package of a file re-exports all its names: `from .file import *`, in each package."""
+    home = file.parent if file.stem == "__init__" else file
+    package = home.parent / "__init__.py"
+    if not tracked_fs.is_file(package):
+        return False
+    stars = {module for module, names in summaries.summarize(tracked_fs.read(package)).imports if "*" in names}
+    if not any(module.rpartition(".")[2] == home.stem for module in stars):
+        return False
+    return not tracked_fs.is_file(package.parent.parent / "__init__.py") or exports_all(package)
+
+
+def is_installable(top: Path) -> bool:
+    """True if a project is built into a package, whose code other projects may use."""
+    if any(tracked_fs.exists(top / name) for name in ("setup.py", "setup.cfg")):
+        return True
+    settings = top / "pyproject.toml"
+    return tracked_fs.is_file(settings) and _BUILDS.search(tracked_fs.read(settings)) is not None
+
+
+@cached_per_run
+def state(top: str) -> str | None:
+    """Return a digest of the statuses of a project's files; None if a status does not prove the content."""
+    return summaries.state_of(_files(top))
+
+
+@cached_per_run
+def _files(top: str) -> list[str]:
+    """Return the files of a project that may refer to code, at most one more than `MOST_FILES`."""
+    found: list[str] = []
+    for folder, names in tree.walk(top, hidden=(".github",)):
+        for name in names:
+            if not name.lower().endswith(_DATA):
+                found.append(os.path.join(folder, name))
+                if len(found) > MOST_FILES:
+                    return found
+    return found
+
+
+def _content(file: str) -> bytes:
+    """Return the content of a file; empty for one that cannot be read, or is data."""
+    try:
+        if not file.endswith(PYTHON) and (tracked_fs.size_of(file) or 0) > LARGEST and not file.endswith(NOTEBOOK):
+            return b""
+        return tracked_fs.read_regular_file(file)
+    except OSError:
+        return b""
+
+
+def _uses(user: str, file: str, name: str) -> bool:
+    """True if one file may use a top-level name of another one; without a name, the other file itself."""
+    data = _content(user)
+    wanted = (name or _module_name(file)).encode()
+    if wanted not in data:
+        return False
+    word = re.compile(rb"\b%s\b" % re.escape(wanted))
+    if user.endswith(PYTHON):
+        code = stripped(data)
+        return word.search(code) is not None and _code_uses(code, user, file, name)
+    if user.lower().endswith(MARKDOWN):
+        return any(word.search(part) for part in _MARKDOWN_CODE.findall(data))
+    return word.search(data) is not None
+
+
+def _code_uses(code: bytes, user: str, file: str, name: str) -> bool:
+    """True if code that contains a name, or without a name that of a file, may mean the one of that file by it."""
+    imports = summaries.summarize(code).imports
+    extended = b"sys.path" in code
+    explicit = [module for module, names in imports if name in names]
+    modules = [module for module, names in imports if not (name and names) or "*" in names]
+    inner = [_inner(module, each) for module, names in imports for each in names]
+    if any(_may_be(module, user, file, extended) for module in (*explicit, *modules, *inner)):
+        return True
+    wanted = re.escape((name or _module_name(file)).encode())
+    if explicit or (name and re.search(rb"^(?:(?:async[ \t]+)?def|class)[ \t]+%s\b" % wanted, code, re.M)):
+        return False
+    return re.search(rb"[\"'](?:[\w./-]*[.:/])?%s(?:\.py)?[\"']" % wanted, code) is not None
+
+
+def _inner(package: str, name: str) -> str:
+    """Return the submodule that `from package import name` may import."""
+    return f"{package}{'' if package.endswith('.') else '.'}{name}"
+
+
+def _module_name(file: str) -> str:
+    """Return the last name of the module that a file is."""
+    folder, name = os.path.split(file)
+    stem = name.partition(".")[0]
+    return os.path.basename(folder) if stem == "__init__" else stem
+
+
+def _may_be(module: str, user: str, file: str, extended: bool) -> bool:
+    """True if a module that a file imports may be another file, or a package that takes names from that file.
+
+    extended: the importing code changes where modules are searched.
+    """
+    last = module.rpartition(".")[2]
+    found = tree.file_of(module, user)
+    if found == file:
+        return True
+    if found is not None and found.endswith("__init__.py") and file.startswith(os.path.dirname(found) + os.sep):
+        return True
+    if found is not None and not extended:
+        return False
+    return last == _module_name(file) or last in Path(file).parts[:-1]

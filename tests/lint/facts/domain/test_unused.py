@@ -1,0 +1,206 @@
+"""Code and configs that nothing in their project uses: nothing is reported in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpguard.cli import main
+from mpguard.core import tracked_fs
+
+LOOP = """\
+def {}:
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        optimizer.step()
+"""
+TRAIN = f"import torch\n\n{LOOP}"
+CLASS = "import torch\n\nclass Run(Base):\n" + "".join(f"    {line}\n" for line in LOOP.splitlines())
+TRIAL = """\
+    scaler = torch.amp.GradScaler("cuda")
+    for _ in range(10):
+        with torch.autocast("cuda"): loss = model(x).sum()
+        scaler.scale(loss).backward()
+        optimizer.step()
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPGUARD_CACHE_DIR", str(tmp_path.parent / f"{tmp_path.name}-cache"))
+    Path("mpguard.toml").touch()
+
+
+def write(files: dict[str, str]) -> None:
+    for name, text in files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+
+
+def reported(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """Return the places of the findings, as `path:line`."""
+    tracked_fs.clear_run_caches()
+    main(["lint", "--format", "concise", "--isolated", "--select", "ALL", *(arguments or (".",))])
+    lines = (line for line in capsys.readouterr().out.splitlines() if " MPG" in line)
+    return sorted(":".join(line.split(":")[:2]) for line in lines)
+
+
+UNUSED = {
+    "nothing refers to it": {"a.py": TRAIN.format("fit(model, loader, optimizer)")},
+    "only a comment and prose mention it": {
+        "a.py": TRAIN.format("fit(model, loader, optimizer)") + "# call fit() here\n",
+        "README.md": "See the function fit (in a.py).\n",
+    },
+    "only itself, and a function that nothing calls, call it": {
+        "a.py": TRAIN.format("fit(model, loader, optimizer)") + "    fit(model)\n\ndef other(): fit(1)\n"
+    },
+    "another file has its own": {
+        "a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "b.py": "def fit(model): ...\n\nfit(1)\n",
+    },
+    "another file imports that of a third": {
+        "demo/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "a.py": "def fit(model): ...\n",
+        "b.py": "from a import fit\n\nfit(1)\n",
+    },
+    "its file is a module that is tried on random tensors": {
+        "a.py": "import torch\n\nif __name__ == '__main__':\n    x = torch.rand(8, 8)\n" + TRIAL,
+        "b.py": "import a\n",
+    },
+    "it is an experiment in a package": {
+        "setup.py": "",
+        "pkg/__init__.py": "",
+        "pkg/a.py": TRAIN.format("find_configuration()"),
+    },
+}
+USED = {
+    "it is called in its file": {"a.py": TRAIN.format("fit(model, loader, optimizer)") + "\nfit(1, 2, 3)\n"},
+    "its file is run as a script, through a function": {
+        "a.py": TRAIN.format("fit(model, loader, optimizer)")
+        + "\ndef main():\n    fit(1, 2, 3)\n\nif __name__ == '__main__':\n    main()\n"
+    },
+    "another file imports it": {
+        "a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "b.py": "from a import fit\n\nfit(1)\n",
+    },
+    "another file imports its module": {
+        "src/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "b.py": "import src.a as a\n\na.fit(1)\n",
+    },
+    "another file imports its module, and another name of it": {
+        "src/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "b.py": "import src.a as a\nfrom src.a import other\n\na.fit(1)\n",
+    },
+    "a package re-exports it": {
+        "pkg/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "pkg/__init__.py": "from .a import *\n",
+        "b.py": "from pkg import fit\n",
+    },
+    "the search path is extended": {
+        "demo/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "a.py": "def fit(model): ...\n",
+        "b.py": "import sys\nsys.path.insert(0, 'demo')\nfrom a import fit\n\nfit(1)\n",
+    },
+    "a string names it": {
+        "a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "b.py": "run = getattr(find('a'), 'fit')\n",
+    },
+    "a config names it": {
+        "a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "conf/run.yaml": "_target_: a.fit\n",
+    },
+    "a shell script names it": {
+        "a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "run.sh": "python -c 'import a; a.fit()'\n",
+    },
+    "a notebook names it": {
+        "a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "run.ipynb": '{"cells": [{"cell_type": "code", "source": ["from a import fit"]}]}\n',
+    },
+    "a command in the README names it": {
+        "a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "README.md": "Run:\n\n```\nfire a.py fit\n```\n",
+    },
+    "a decorator may register it": {
+        "a.py": TRAIN.replace("def", "@app.command()\ndef").format("fit(model, loader, optimizer)")
+    },
+    "it is the interface of a package": {
+        "setup.py": "",
+        "pkg/__init__.py": "",
+        "pkg/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+    },
+    "its class may be chosen by a name": {
+        "a.py": CLASS.format("fit(self, model, loader, optimizer)"),
+        "b.py": "import importlib, sys\n\nrun = getattr(importlib.import_module('a'), sys.argv[1])\n",
+    },
+}
+
+
+@pytest.mark.parametrize("files", UNUSED.values(), ids=UNUSED)
+def test_nothing_is_reported_in_a_function_that_nothing_refers_to(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(files)
+    assert reported(capsys) == []
+    named = next(name for name, text in files.items() if "GradScaler" in text)
+    assert reported(capsys, named) == [f"{named}:9"], "a file that is named is checked by itself"
+
+
+@pytest.mark.parametrize("files", USED.values(), ids=USED)
+def test_a_function_that_something_may_refer_to_is_checked(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(files)
+    assert len(reported(capsys)) == 1
+
+
+def test_outside_of_a_project_nothing_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mpguard.toml").unlink()
+    write(UNUSED["nothing refers to it"])
+    assert reported(capsys) == ["a.py:9"]
+
+
+def test_findings_follow_the_references_between_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    write(UNUSED["nothing refers to it"])
+    assert reported(capsys) == []
+    for name in ("run.sh", "run.yaml", "b.py"):
+        write({name: "from a import fit\n"})
+        assert reported(capsys) == ["a.py:9"], name
+        Path(name).unlink()
+        assert reported(capsys) == [], name
+
+
+def test_a_suppression_in_unused_code_is_not_unused(capsys: pytest.CaptureFixture[str]) -> None:
+    code = UNUSED["nothing refers to it"]["a.py"].replace("optimizer.step()", "optimizer.step()  # noqa: MPG203")
+    write({"a.py": code})
+    assert reported(capsys) == []
+
+
+def test_fixes_leave_unused_code_as_it_is() -> None:
+    write(UNUSED["nothing refers to it"])
+    main(["lint", "--isolated", "--select", "ALL", "--fix", "."])
+    assert Path("a.py").read_text() == UNUSED["nothing refers to it"]["a.py"]
+
+
+CONFIG = '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "amp": {"enabled": true}}\n'
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        {},
+        {"train.py": "import deepspeed\n\nengine = deepspeed.initialize(config='ds.json')\n"},
+        {"train.py": "from transformers import HfArgumentParser\n"},
+        {"README.md": "Run it with `--deepspeed ds.json`.\n"},
+    ],
+)
+def test_a_deepspeed_config_counts_where_something_may_read_it(
+    reader: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write({"ds.json": CONFIG, "options.py": f"import json\n\nDS = {CONFIG.replace('true', 'True')}", **reader})
+    assert reported(capsys) == (["ds.json:1", "options.py:3"] if reader else [])
