@@ -54,5 +54,6 @@ def test_an_operator_with_other_arguments_is_left_alone(monkeypatch: pytest.Monk
     from mpguard.nn import rnn
 
     monkeypatch.setattr(rnn, "OPERATOR", "mm")
+    registered = list(rnn._libraries)  # an earlier test of this process may have activated a policy
     assert rnn.register("AutocastCPU") == "aten::mm has other arguments in the installed version"
-    assert rnn._libraries == []
+    assert rnn._libraries == registered
