@@ -34,8 +34,8 @@ class _Engine(Engine):
 
     checks: dict[str, FileCheck]
 
-    def content(self, data: bytes, target: Target) -> FileCheck:
-        return self.checks.get(data.decode()) or super().content(data, target)
+    def content(self, data: bytes, target: Target, with_project: bool = False) -> FileCheck:
+        return self.checks.get(data.decode()) or super().content(data, target, with_project)
 
 
 @dataclasses.dataclass
