@@ -191,6 +191,20 @@ def record(what: str, where: str, seen: Seen) -> None:
         _merge(_open[-1], {(what, where): seen})
 
 
+def answered(
+    what: str, answer: Callable[[str, str, str], T], state: Callable[[str], str | None], where: tuple[str, str, str]
+) -> T:
+    """Answer a question about the files of a tree, and record it with its answer as one access.
+
+    where: the folder of the tree, a file and the question, as `answer` takes them. state: returns a digest of the tree,
+    by which a later run sees that the answer is the same.
+    """
+    before = state(where[0]) if is_recording() else None
+    found = answer(*where)
+    record(what, "\0".join(where), [found, before])
+    return found
+
+
 def _merge(into: dict[Key, Seen], accesses: dict[Key, Seen]) -> None:
     for key, seen in accesses.items():
         if into.setdefault(key, seen) != seen:

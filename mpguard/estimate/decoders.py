@@ -273,11 +273,9 @@ class Decoder:
         kv = tape.linear(kv, "kv_b_proj", narrow, heads * (plain + value))
         v = tape.part(kv, tokens * heads * value)
         k = tape.joined([tape.part(kv, tokens * heads * plain), k_turned])
-        k.count = q.count
-        k.storage.size = k.count * k.width
+        k.resize(q.count)
         y = tape.copy(tape.attention(q, k, v, heads * tokens))
-        y.count = v.count
-        y.storage.size = y.count * y.width
+        y.resize(v.count)
         return tape.linear(y, "o_proj", heads * value, hidden, bias)
 
     def _attention(self, x: Value, turns: list[Value]) -> Value:

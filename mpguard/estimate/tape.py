@@ -58,6 +58,10 @@ class Value:
     def __init__(self, count: int, width: int, grad: bool, storage: Storage, weight: Weight | None = None) -> None:
         self.count, self.width, self.grad, self.storage, self.weight = count, width, grad, storage, weight
 
+    def resize(self, count: int) -> None:
+        """Set the number of elements of a tensor that has its memory to itself."""
+        self.count, self.storage.size = count, count * self.width
+
 
 @dataclasses.dataclass(eq=False)
 class Op:

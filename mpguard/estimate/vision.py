@@ -129,8 +129,7 @@ class Tower:
         x = tape.product(pixels, kernel, count * hidden, bias, convolution=True)
         if style.class_token:
             x = tape.joined([tape.parameter("vision.class_embedding", (hidden,)), x])
-            x.count = self.rows * hidden
-            x.storage.size = x.count * x.width
+            x.resize(self.rows * hidden)
         if style.table:
             places = self.patches + style.class_token
             place = tape.embedding(tape.constant(places, INDEX), "vision.position_embedding", places, hidden)
@@ -183,8 +182,7 @@ def vit(tape: Tape, config: ModelConfig, batch: Batch) -> Value:
         convolution=True,
     )  # fmt: skip
     x = tape.joined([tape.parameter("cls_token", (1, 1, hidden)), x])
-    x.count = rows * hidden
-    x.storage.size = x.count * x.width
+    x.resize(rows * hidden)
     places = tape.parameter("position_embeddings", (1, patches + 1, hidden))
     x = tape.dropout(tape.add(x, places), dropped)
     names, bias = ("q_proj", "k_proj", "v_proj", "o_proj"), config.flag("qkv_bias", True)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.domain.backends import Switch as Switch
     from mpguard.lint.facts.domain.compiled_functions import compiled_scopes as compiled_scopes
     from mpguard.lint.facts.domain.fp8 import Layer as Layer
+    from mpguard.lint.facts.domain.fp8 import is_never_switched_on as is_never_switched_on
     from mpguard.lint.facts.domain.regions import Region as Region
     from mpguard.lint.facts.domain.regions import enabled_argument as enabled_argument
     from mpguard.lint.facts.domain.scaler_dtype import bfloat16_region as bfloat16_region
@@ -97,6 +98,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.values.precision import TensorDtype as TensorDtype
     from mpguard.lint.facts.values.scalars import ScalarUse as ScalarUse
     from mpguard.lint.model import python_edits as python_edits
+    from mpguard.lint.model.example_programs import FP8_OPTION_UNUSED as FP8_OPTION_UNUSED
     from mpguard.lint.model.example_programs import RIGHT_SCALER_CLASS as RIGHT_SCALER_CLASS
     from mpguard.lint.model.example_programs import SCALER_CLASS_FILES as SCALER_CLASS_FILES
     from mpguard.lint.model.example_programs import scaler_class as scaler_class
@@ -142,7 +144,7 @@ _NAMES = {
     "mpguard.lint.facts.dataflow.trace": ("StepKind", "Trace", "TraceStep"),
     "mpguard.lint.facts.domain.backends": ("Switch",),
     "mpguard.lint.facts.domain.compiled_functions": ("compiled_scopes",),
-    "mpguard.lint.facts.domain.fp8": ("Layer",),
+    "mpguard.lint.facts.domain.fp8": ("Layer", "is_never_switched_on"),
     "mpguard.lint.facts.domain.regions": ("Region", "enabled_argument"),
     "mpguard.lint.facts.domain.scaler_dtype": ("bfloat16_region", "scales_without_need"),
     "mpguard.lint.facts.domain.training_use": ("Weights",),
@@ -170,6 +172,7 @@ _NAMES = {
     "mpguard.lint.facts.values.precision": ("NUMBER", "TensorDtype"),
     "mpguard.lint.facts.values.scalars": ("ScalarUse",),
     "mpguard.lint.model.example_programs": (
+        "FP8_OPTION_UNUSED",
         "RIGHT_SCALER_CLASS",
         "SCALER_CLASS_FILES",
         "scaler_class",

@@ -281,7 +281,8 @@ class Guard:
         elif progress in self._looking:
             self._look(optimizer, progress, model)
         else:
-            self.recorder.gradients.forget_sums(updated_by(optimizer))
+            if self.recorder.gradients.has_sums:
+                self.recorder.gradients.forget_sums(updated_by(optimizer))
             self._close_round()
         if progress.proven and not progress.failed:
             self._open_look(optimizer, progress, in_step=True)

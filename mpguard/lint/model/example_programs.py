@@ -100,3 +100,20 @@ def speed_measurement(before: str = "", after: str = "", cast: str = "", region:
     loss = f"{region}\n    {_LOSS}" if region else _LOSS
     loss = textwrap.indent(loss, "    ")
     return Good(_MEASUREMENT.format(before=before, after=after, cast=cast, loss=loss))
+
+
+#: A program whose FP8 is behind an option that nothing in its project sets.
+FP8_OPTION_UNUSED = Good(
+    """\
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+def forward(layer, x, config):
+    if not config.fp8:
+        return layer(x)
+    recipe = DelayedScaling(margin=0, interval=config.fp8_interval)
+    with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+        return layer(x)
+""",
+    files={"pyproject.toml": "", "run.sh": "torchrun train.py --bf16 --transformer-impl transformer_engine\n"},
+)

@@ -287,9 +287,8 @@ class Project:
 
     def looked_up(self, path: str) -> bool:
         """True if code of the project of a file may get a class by a name that is not in the code."""
-        file = Path(path).absolute()
         with tracked_fs.recording_for(path):
-            return references.may_look_up(tree.top_of(file.parent), file)
+            return references.may_look_up(tree.top_of(Path(path).absolute().parent))
 
     def is_library(self, path: str) -> bool:
         """True if a file is in a package that other projects may install, and use."""
@@ -299,10 +298,9 @@ class Project:
 
     def asks_for(self, path: str, word: str) -> bool:
         """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
-        file = Path(path).absolute()
         with tracked_fs.recording_for(path):
-            top = tree.top_of(file.parent)
-            return not tree.is_project(top) or references.may_ask_for(top, file, word)
+            top = tree.top_of(Path(path).absolute().parent)
+            return not tree.is_project(top) or references.may_ask_for(top, word)
 
     def deepspeed_config_read(self, path: str) -> bool:
         """True if something in the project may read the DeepSpeed config that a file is, or contains."""

@@ -51,9 +51,9 @@ def may_use(top: Path, file: Path, name: str) -> bool:
     return _asked(top, file, _USES + name)
 
 
-def may_look_up(top: Path, file: Path) -> bool:
+def may_look_up(top: Path) -> bool:
     """True if code of a project may get a class by a name that is not in the code."""
-    return _asked(top, file, _LOOKS_UP)
+    return _asked(top, "", _LOOKS_UP)
 
 
 def may_read_deepspeed(top: Path, file: Path) -> bool:
@@ -61,19 +61,17 @@ def may_read_deepspeed(top: Path, file: Path) -> bool:
     return _asked(top, file, _READS)
 
 
-def may_ask_for(top: Path, file: Path, word: str) -> bool:
+def may_ask_for(top: Path, word: str) -> bool:
     """True if a script, config or text of a project contains a word, in lower or upper case: code does not count."""
-    return _asked(top, file, _ASKS + word)
+    return _asked(top, "", _ASKS + word)
 
 
-def _asked(top: Path, file: Path, question: str) -> bool:
-    """Answer a question, and record it with its answer as a dependency of the findings."""
-    before = state(str(top)) if tracked_fs.is_recording() else None
-    found = answer(str(top), str(file), question)
-    tracked_fs.record("referenced", "\0".join((str(top), str(file), question)), [found, before])
-    return found
+def _asked(top: Path, file: Path | str, question: str) -> bool:
+    """Answer a question about a file, or about the whole project if none is given."""
+    return tracked_fs.answered("referenced", answer, state, (str(top), str(file), question))
 
 
+@cached_per_run
 def answer(top: str, file: str, question: str) -> bool:
     """Answer a question, without recording what was read."""
     with tracked_fs.untracked():

@@ -139,11 +139,7 @@ def users(top: Path, file: Path, name: str) -> list[str] | None:
 
 
 def _asked(top: Path, file: Path, question: str) -> Answer:
-    """Answer a question, and record it with its answer as a dependency of the findings."""
-    before = state(str(top)) if tracked_fs.is_recording() else None
-    found = answer(str(top), str(file), question)
-    tracked_fs.record("imported", "\0".join((str(top), str(file), question)), [found, before])
-    return found
+    return tracked_fs.answered("imported", answer, state, (str(top), str(file), question))
 
 
 def answer(top: str, file: str, question: str) -> Answer:

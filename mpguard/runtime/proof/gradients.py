@@ -207,11 +207,15 @@ class Gradients:
         """Compare the gradients that an optimizer has applied with the sums of those that backward passes made."""
         safely(self._compare_sums, list(parameters))
 
+    @property
+    def has_sums(self) -> bool:
+        """True if gradients of steps before are known."""
+        return bool(self._sums)
+
     def forget_sums(self, parameters: Iterable[torch.Tensor]) -> None:
         """Forget the gradients that were applied in a step which is not looked at."""
-        if self._sums:
-            for parameter in parameters:
-                self._sums.pop(id(parameter), None)
+        for parameter in parameters:
+            self._sums.pop(id(parameter), None)
 
     def _compare_sums(self, parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:

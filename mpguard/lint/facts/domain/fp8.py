@@ -33,6 +33,11 @@ _CONTAINERS = frozenset({"Sequential", "ModuleList"})
 _MAX_DEPTH = 6
 
 
+def is_never_switched_on(record: Record, facts: Facts) -> bool:
+    """True for FP8 under a condition in a project of which no script, config or text mentions FP8."""
+    return bool(record.guard) and not facts.project.asks_for(facts.path, "fp8")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layer:
     """A layer of a library, created by `made`; `call` runs it in `region`, if these are known."""

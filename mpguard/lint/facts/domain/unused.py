@@ -76,7 +76,6 @@ class UnusedDefinitions:
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
         self._chunks = facts.source.chunks
-        self._starts = [facts.source.offset(each.start) for each in self._chunks]
         self._roots: dict[Chunk, bool] = {}
 
     def contain(self, place: int) -> bool:
@@ -102,6 +101,10 @@ class UnusedDefinitions:
             and not _LOADS.search(code)
             and self._facts.project.used_elsewhere(self._facts.path)
         )
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        return [self._facts.source.offset(each.start) for each in self._chunks]
 
     @functools.cached_property
     def _may_use_any(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
+    FP8_OPTION_UNUSED,
     Bad,
     Binding,
     Diagnostic,
@@ -20,6 +21,7 @@ from mpguard.lint import (
     constant,
     dotted,
     imports,
+    is_never_switched_on,
     python_edits,
 )
 
@@ -225,20 +227,7 @@ with te.fp8_autocast(fp8_recipe=recipe):
     layer(x)
 """
         ),
-        Good(
-            """\
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
-
-def forward(layer, x, config):
-    if not config.fp8:
-        return layer(x)
-    recipe = DelayedScaling(margin=0, interval=config.fp8_interval)
-    with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
-        return layer(x)
-""",
-            files={"pyproject.toml": "", "run.sh": "torchrun train.py --bf16 --transformer-impl transformer_engine\n"},
-        ),
+        FP8_OPTION_UNUSED,
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -263,7 +252,7 @@ def forward(layer, x, config):
                     old = self._deprecated_name(use, facts)
                     if not old or imports.stands_in(use):
                         continue
-                    if use.guard and not facts.project.asks_for(facts.path, "fp8"):
+                    if is_never_switched_on(use, facts):
                         continue
                     fix = self._fix_use(use, facts)
                     if old.startswith(f"{_MODULE}.") and not _REEXPORTED.match(old.split(".")[3]):

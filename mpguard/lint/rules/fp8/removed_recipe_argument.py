@@ -2,7 +2,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Diagnostic, Facts, Fix, Good, Rule, any_of, library_names, python_edits
+from mpguard.lint import (
+    FP8_OPTION_UNUSED,
+    Bad,
+    Diagnostic,
+    Facts,
+    Fix,
+    Good,
+    Rule,
+    any_of,
+    is_never_switched_on,
+    library_names,
+    python_edits,
+)
 
 #: The fields of the recipes of Transformer Engine 2.20 (`common/recipe/__init__.py`), without those that all have.
 _FIELDS = {
@@ -176,20 +188,7 @@ class Attention(torch.nn.Module):
                 "pyproject.toml": "",
             },
         ),
-        Good(
-            """\
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
-
-def forward(layer, x, config):
-    if not config.fp8:
-        return layer(x)
-    recipe = DelayedScaling(margin=0, interval=config.fp8_interval)
-    with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
-        return layer(x)
-""",
-            files={"pyproject.toml": "", "run.sh": "torchrun train.py --bf16 --transformer-impl transformer_engine\n"},
-        ),
+        FP8_OPTION_UNUSED,
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -203,7 +202,7 @@ def forward(layer, x, config):
                 (event.call, recipe, name, value) for name, value in event.call.keywords.items() if name in dropped
             ]
         for call, recipe, name, value in found:
-            if call.guard and not facts.project.asks_for(facts.path, "fp8"):
+            if is_never_switched_on(call, facts):
                 continue
             keyword = next(arg.keyword for arg in call.node.args if arg.value is value)
             first = facts.span(keyword, call)[0] if keyword is not None else call.span[0]
