@@ -47,7 +47,7 @@ def work(size: str, variant: str) -> None:
         synchronize()
         began = time.perf_counter()
         if not whole:
-            fp8.convert_by_hand(model)
+            fp8.convert_to_torchao(model)
             for block in model.model.layers:
                 block.compile()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

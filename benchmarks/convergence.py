@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("torch", "transformers", "accelerate", "torchao", "triton", "mpguard")
 
 FP8 = "bf16_with_fp8_current_scaling_mixed"
+DELAYED = "bf16_with_fp8_delayed_scaling_mixed"
 OPT_INS = {"fp8_head": True, "fp8_fast_accum": True, "master_weights": "optimizer"}
 
 #: Name -> recipe and overrides, the most telling first. The first is the baseline.
@@ -49,6 +50,8 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8, fp8_fast_accum": (FP8, {"fp8_fast_accum": True}),
     "fp8, master_weights: optimizer": (FP8, {"master_weights": "optimizer"}),
     "bf16, weights changed by 1e-6": ("bf16_mixed", {}),
+    "fp8 delayed": (DELAYED, {"compile": False}),
+    "fp8 delayed, fp8_calibration": (DELAYED, {"compile": False, "fp8_calibration": True}),
 }
 BASELINE, CHANGED = "bf16", "bf16, weights changed by 1e-6"
 
@@ -185,7 +188,7 @@ class Arm:
             overrides |= {"backend": "torchao", "fp8_emulate": True}
         config = {
             "compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_machines": 1, "num_processes": 1,
-            "mixed_precision": "fp8" if recipe == FP8 else "bf16", "use_cpu": cpu,
+            "mixed_precision": "fp8" if recipe in (FP8, DELAYED) else "bf16", "use_cpu": cpu,
             "fp8_config": {"mpguard_recipe": recipe, "mpguard_overrides": overrides},
         }  # fmt: skip
         path = self.folder / "mp.yaml"
@@ -205,7 +208,7 @@ class Arm:
         if self.process.returncode != 0:
             return found | {"failed": self.output.read_text(errors="replace")[-2000:], "steps": len(rows)}
         proof = json.loads(self.proof.read_text()) if self.proof.exists() else {}
-        names = ("fp8", "fp8 products", "fp8 head", "parameters", "compile", "attention mask")
+        names = ("fp8", "fp8 products", "fp8 head", "fp8 calibration", "parameters", "compile", "attention mask")
         found["proof"] = {
             "verdict": proof.get("verdict"),
             "failures": proof.get("failures", []),
@@ -241,7 +244,8 @@ def run(setup: Setup, options: argparse.Namespace) -> int:
         old = json.loads(options.output.read_text(encoding="utf-8"))
         if all(old.get(key) == value for key, value in head.items()):
             result["arms"] = {name: each for name, each in old["arms"].items() if "loss" in each}
-    waiting = [name for name in ARMS if name not in result["arms"] and (not options.only or name in options.only)]
+    here = [name for name, (recipe, _) in ARMS.items() if not (cpu and recipe == DELAYED)]  # it needs a GPU
+    waiting = [name for name in here if name not in result["arms"] and (not options.only or name in options.only)]
     began, running = time.monotonic(), []
     folder = Path(tempfile.mkdtemp(prefix="convergence-"))
     try:
@@ -264,7 +268,7 @@ def run(setup: Setup, options: argparse.Namespace) -> int:
     _write(result, options.output)
     for name, found in result.get("verdicts", {}).items():
         print(f"{name}: {found}", flush=True)
-    return 0 if all("loss" in result["arms"].get(name, {}) for name in ARMS) else 1
+    return 0 if all("loss" in result["arms"].get(name, {}) for name in here) else 1
 
 
 def _line(found: Mapping[str, Any]) -> str:
@@ -326,7 +330,7 @@ def _device() -> str:
 
 # -- the plot ----------------------------------------------------------------------------------------------------------
 
-COLORS = ("#1a1a1a", "#d1495b", "#2e6f95", "#edae49", "#66a182", "#8d6a9f", "#999999")
+COLORS = ("#1a1a1a", "#d1495b", "#2e6f95", "#edae49", "#66a182", "#8d6a9f", "#999999", "#5b8e7d", "#b56576")
 WIDTH, LEFT, RIGHT, PANEL, TOP = 760, 60, 740, 230, 30
 MEANS = 50
 

@@ -1,7 +1,7 @@
 """What FP8 experts bring (`fp8_experts`): mixtures of two layers, compiled, against the same in BF16 under mpguard.
 
     python benchmarks/experts.py --output benchmarks/results/experts.json     # one Hopper GPU; most of it compiles
-    python benchmarks/experts.py --only Mixtral                               # one of the two
+    python benchmarks/experts.py --only Mixtral --output FILE                 # one of the two, into what is there
     python benchmarks/experts.py --quick                                      # tries the program on a CPU
 
 All variants of a size are built at the same time, and then train in turns, as in benchmarks/fp8.py, whose loops these
@@ -164,6 +164,9 @@ def main() -> int:
     sizes = ["tiny"] if options.quick else [name for name in SIZES if name != "tiny" and options.only in name]
     rows = [row for size in sizes for row in measure(size)]
     if options.output:
+        old = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else []
+        rows = [*rows, *(row for row in old if row["size"] not in sizes)]
+        sizes = list(dict.fromkeys(row["size"] for row in rows))
         result = {
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             "versions": versions(fp8.LIBRARIES),

@@ -24,13 +24,14 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,16 @@ SIZES = {
     "8 x 2048, 2x4096": (2048, 8192, 32, 8, 8, 2, 4096, 32000),
     "6 x 3072, 2x4096": (3072, 8192, 24, 8, 6, 2, 4096, 32000),
     "4 x 8B, 1x1024": (4096, 14336, 32, 8, 4, 1, 1024, 32000),
+    "4 x 8B, 4 of 2x4096": (4096, 14336, 32, 8, 4, 2, 4096, 32000),
     "6 x 8B, 2x4096, FSDP2": (4096, 14336, 32, 8, 6, 2, 4096, 32000),
     "6 x 8B, 2x4096, ZeRO-2": (4096, 14336, 32, 8, 6, 2, 4096, 32000),
     "tiny": (64, 128, 4, 2, 2, 2, 32, 256),
     "tiny, FSDP2": (64, 128, 4, 2, 2, 2, 32, 256),
     "tiny, ZeRO-2": (64, 128, 4, 2, 2, 2, 32, 256),
 }
+
+#: Forward and backward passes per step, of sizes that have several.
+PASSES = {"4 x 8B, 4 of 2x4096": 4}
 
 FP8 = "bf16_with_fp8_current_scaling_mixed"
 TORCHAO = {"backend": "torchao"}
@@ -61,12 +66,15 @@ HEAD = {**TORCHAO, "fp8_head": True, "fp8_fast_accum": True}
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """recipe: None without mpguard. changes: of its fields. compiled: the script compiles. by_hand: converts to FP8."""
+    """recipe: None without mpguard. changes: of its fields. compiled: the script compiles.
+
+    by_hand: how the script converts to FP8 itself, a name in `CONVERSIONS`; empty if it does not.
+    """
 
     recipe: str | None = None
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     compiled: bool = True
-    by_hand: bool = False
+    by_hand: str = ""
 
 
 VARIANTS = {
@@ -74,7 +82,10 @@ VARIANTS = {
     "bf16": Variant("bf16_mixed"),
     "fp8": Variant(FP8),
     "fp8, te": Variant(FP8, {"backend": "te"}),
-    "fp8, torchao by hand": Variant("bf16_mixed", by_hand=True),
+    "fp8, te, weight cache": Variant(FP8, {"backend": "te", "fp8_weight_cache": True}),
+    "fp8, torchao by hand": Variant("bf16_mixed", by_hand="torchao"),
+    "fp8, te fused by hand": Variant("bf16_mixed", by_hand="te, fused"),
+    "fp8, torchao fused by hand": Variant("bf16_mixed", by_hand="torchao, fused"),
     "fp8, head, fast": Variant(FP8, HEAD),
     "fp8, head, fast, masters": Variant(FP8, {**HEAD, "master_weights": "optimizer"}),
     "bf16, masters": Variant("bf16_mixed", {"master_weights": "optimizer"}),
@@ -102,6 +113,13 @@ PLAN = (
     ("8 x 2048, 2x4096", "auto"),
     ("6 x 3072, 2x4096", "auto"),
     ("4 x 8B, 1x1024", "auto"),
+    ("4 x 8B, 2x4096", "fp8, te fused by hand"),
+    ("4 x 8B, 2x4096", "fp8, torchao fused by hand"),
+    ("8 x 2048, 2x4096", "fp8"),
+    ("8 x 2048, 2x4096", "fp8, te fused by hand"),
+    ("4 x 8B, 4 of 2x4096", "fp8"),
+    ("4 x 8B, 4 of 2x4096", "fp8, te"),
+    ("4 x 8B, 4 of 2x4096", "fp8, te, weight cache"),
 )
 #: What is measured on two.
 TWO_GPUS = (
@@ -116,6 +134,7 @@ QUICK = (
     ("tiny", "fp8, torchao by hand"),
     ("tiny", "fp8, head, fast, masters"),
     ("tiny", "auto"),
+    ("tiny", "fp8, torchao fused by hand"),
     ("tiny, FSDP2", "fp8"),
     ("tiny, ZeRO-2", "fp8"),
 )
@@ -179,12 +198,99 @@ def policy_of(variant: Variant) -> Any:
     return policy.replace(**changes)
 
 
-def convert_by_hand(model: Any) -> None:
+def convert_to_torchao(model: Any) -> None:
     """Convert as torchao's documentation does: every Linear but the head."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig(emulate=device() == "cpu")
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "lm_head" not in name)
+
+
+def fuse_for_torchao(model: Any) -> None:
+    """One Linear for queries, keys and values, and one for gate and up; all of them converted to torchao's layers."""
+    import torch
+    from torch import nn
+
+    for block in model.model.layers:
+        for parent, names in ((block.self_attn, ("q_proj", "k_proj", "v_proj")), (block.mlp, ("gate_proj", "up_proj"))):
+            parts = [getattr(parent, name) for name in names]
+            weight = torch.cat([part.weight.detach() for part in parts])
+            fused = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            fused.weight = nn.Parameter(weight)
+            share(parent, names, fused)
+    convert_to_torchao(model)
+
+
+def fuse_for_te(model: Any) -> None:
+    """Norm, queries, keys and values as one module of Transformer Engine, and norm and MLP as another one."""
+    import torch
+    import transformer_engine.pytorch as te
+    from torch import nn
+
+    def fill(target: Any, *values: Any) -> None:
+        with torch.no_grad():
+            target.copy_(torch.cat(values))
+
+    names = ("q_proj", "k_proj", "v_proj")
+    for block in model.model.layers:
+        attention, mlp, norm = block.self_attn, block.mlp, block.input_layernorm
+        options = {"bias": False, "params_dtype": norm.weight.dtype, "device": norm.weight.device}
+        normed = {**options, "eps": norm.variance_epsilon, "normalization": "RMSNorm"}
+        parts = {name: getattr(attention, name).weight for name in names}
+        width, inner = mlp.up_proj.in_features, mlp.up_proj.out_features
+        split = {name: len(weight) for name, weight in parts.items()}
+        fused = te.LayerNormLinear(width, sum(split.values()), parameters_split=split, **normed)
+        fill(fused.layer_norm_weight, norm.weight)
+        for name, weight in parts.items():
+            fill(getattr(fused, f"{name}_weight"), weight)
+        share(attention, names, fused)
+        out = te.Linear(attention.o_proj.in_features, attention.o_proj.out_features, **options)
+        fill(out.weight, attention.o_proj.weight)
+        both = te.LayerNormMLP(width, inner, activation="swiglu", **normed)
+        fill(both.layer_norm_weight, block.post_attention_layernorm.weight)
+        fill(both.fc1_weight, mlp.gate_proj.weight, mlp.up_proj.weight)
+        fill(both.fc2_weight, mlp.down_proj.weight)
+        attention.o_proj, block.mlp = out, both
+        block.input_layernorm, block.post_attention_layernorm = nn.Identity(), nn.Identity()
+
+
+def share(parent: Any, names: Sequence[str], fused: Any) -> None:
+    """Put one layer in the place of several with the same input: the first computes all, the others return their part.
+
+    That is what can be done to a model whose forward is not changed.
+    """
+    import torch
+    from torch import nn
+
+    sizes = [getattr(parent, name).weight.shape[0] for name in names]
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fused, self.parts = fused, ()
+
+        def forward(self, x: Any) -> Any:
+            first, *self.parts = torch.split(self.fused(x), sizes, dim=-1)
+            return first
+
+    class Other(nn.Module):
+        def __init__(self, first: Any, number: int) -> None:
+            super().__init__()
+            self.first, self.number = [first], number
+
+        def forward(self, _x: Any) -> Any:
+            return self.first[0].parts[self.number]
+
+    first = First()
+    for number, name in enumerate(names):
+        setattr(parent, name, Other(first, number - 1) if number else first)
+
+
+CONVERSIONS: Mapping[str, Callable[[Any], None]] = {
+    "torchao": convert_to_torchao,
+    "torchao, fused": fuse_for_torchao,
+    "te, fused": fuse_for_te,
+}
 
 
 def trainer(size: str, variant: Variant) -> Callable[[], Any]:
@@ -200,16 +306,25 @@ def trainer(size: str, variant: Variant) -> Callable[[], Any]:
     model, batches = llama(SIZES[size])
     where = batches[0].device
     if variant.by_hand:
-        convert_by_hand(model)
+        CONVERSIONS[variant.by_hand](model)
     if strategy == "ZeRO-2":
         return zero2(model, batches, variant)
     if strategy == "FSDP2":
         shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     net = compiled(model, variant)
-    by_hand_on_cpu = variant.by_hand and where.type == "cpu"  # torchao reads only the state of CUDA's autocast
+    by_hand_on_cpu = bool(variant.by_hand) and where.type == "cpu"  # torchao reads only the state of CUDA's autocast
     autocast = strategy is None and not by_hand_on_cpu  # FSDP2 casts itself
-    return training_step(net, optimizer, batches, autocast)
+    regions = fp8_regions() if variant.by_hand.startswith("te") else contextlib.nullcontext
+    return training_step(net, optimizer, batches, autocast, passes=PASSES.get(size, 1), region=regions)
+
+
+def fp8_regions() -> Callable[[], Any]:
+    """Return a function that returns Transformer Engine's context manager for current scaling."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    return functools.partial(te.autocast, recipe=Float8CurrentScaling())
 
 
 def llama(size: tuple[int, ...]) -> tuple[Any, list[Any]]:
@@ -234,7 +349,15 @@ def llama(size: tuple[int, ...]) -> tuple[Any, list[Any]]:
     return model, [torch.randint(0, vocabulary, (batch, tokens), generator=generator).to(where) for _ in range(4)]
 
 
-def training_step(net: Any, optimizer: Any, batches: list[Any], autocast: bool = True) -> Callable[[], Any]:
+def training_step(
+    net: Any,
+    optimizer: Any,
+    batches: list[Any],
+    autocast: bool = True,
+    *,
+    passes: int = 1,
+    region: Callable[[], Any] = contextlib.nullcontext,
+) -> Callable[[], Any]:
     """Return a step of a plain loop over some batches. autocast: False for engines that cast themselves."""
     import torch
 
@@ -242,10 +365,11 @@ def training_step(net: Any, optimizer: Any, batches: list[Any], autocast: bool =
 
     def step() -> Any:
         nonlocal number
-        ids, number = batches[number % 4], number + 1
-        with torch.autocast(device(), dtype=torch.bfloat16, enabled=autocast):
-            loss = net(input_ids=ids, labels=ids).loss
-        loss.backward()
+        for _ in range(passes):
+            ids, number = batches[number % 4], number + 1
+            with torch.autocast(device(), dtype=torch.bfloat16, enabled=autocast), region():
+                loss = net(input_ids=ids, labels=ids).loss
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
@@ -366,7 +490,7 @@ def proven(variant: Variant) -> dict[str, Any]:
     proof = guard.proof if guard is not None else None
     if guard is None or proof is None:
         return {"proof": "none"}
-    wanted = ("fp8", "fp8 products", "fp8 head", "parameters", "compile", "attention mask")
+    wanted = ("fp8", "fp8 products", "fp8 head", "fp8 weight cache", "parameters", "compile", "attention mask")
     rows = {row.name: row.found for row in proof.rows if row.name in wanted}
     return {"proof": proof.verdict, "failures": list(proof.failures), "rows": rows, "recipe": guard.plan.policy.name}
 

@@ -131,8 +131,18 @@ def estimate(request: Request) -> MemoryEstimate:
     plan = ShardingPlan(request.policy, request.gpus, OPTIMIZERS[request.optimizer], request.offload)
     tape = _tape(request)
     shares = STRATEGY[request.strategy](list(tape.weights.values()), plan)
+    copies = _take_copies(tape) if request.policy.fp8_weight_cache else 0
     step = Replay(tape, checkpointing=request.checkpointing, kept=shares.kept, compiled=request.compiled).run()
-    return _summed(request, tape, shares, step)
+    return _summed(request, tape, shares, step, copies)
+
+
+def _take_copies(tape: Tape) -> int:
+    """Take the FP8 copies of weights from what passes save, because they stay. Returns their bytes."""
+    copies = {each for op in tape.ops for each in op.saved if each.kind == "fp8"}
+    size = sum(each.size for each in copies)
+    for each in copies:
+        each.size = 0
+    return size
 
 
 def _tape(request: Request) -> Tape:
@@ -166,7 +176,7 @@ def _fp8_width(policy: Policy, gpu: str) -> int:
     Up to Hopper, and on consumer GPUs, FP8 products need the weight transposed too.
     """
     recipe = policy.low_bit_recipe
-    if recipe is None or "torchao" in policy.backends:
+    if recipe is None or ("torchao" in policy.backends and not policy.fp8_weight_cache):
         return 0
     capability = hardware.named(architecture(gpu)).capability or (9, 0)
     plain = (10, 0) <= capability < (12, 0)
@@ -200,13 +210,13 @@ def _is_fp8(policy: Policy, blocks: list[str], name: str, inputs: int, outputs: 
     return _block(name) not in (*blocks[:start], *(blocks[-end:] if end else ()))
 
 
-def _summed(request: Request, tape: Tape, shares: Shares, step: Step) -> MemoryEstimate:
-    """Add what stays to what a step needs, at each of its moments."""
+def _summed(request: Request, tape: Tape, shares: Shares, step: Step, copies: int) -> MemoryEstimate:
+    """Add what stays to what a step needs, at each of its moments. copies: bytes of FP8 copies of weights."""
     capability = hardware.named(architecture(request.gpu)).capability or (9, 0)
     fixed = WORKSPACES[capability >= (9, 0)] + sum(tape.frozen.values()) + _inputs(request, tape)
     stays = Counter({
         "parameters": shares.parameters, "master_weights": shares.master_weights, "optimizer": shares.optimizer,
-        "gradients": shares.gradients if shares.resident else 0, "buffers": fixed,
+        "gradients": shares.gradients if shares.resident else 0, "buffers": fixed, "fp8": copies,
     })  # fmt: skip
     forward = stays + _by_part(step.forward.kinds) + Counter(buffers=shares.forward)
     backward = stays + _by_part(step.backward.kinds) + Counter(buffers=shares.backward)

@@ -237,10 +237,10 @@ def backend_of(policy: Policy, hardware: Hardware) -> Backend | None:
     """Return the library that runs a policy's FP8 here; None if none of its libraries is installed.
 
     With `backend: auto` and two that can, it is the faster one: torchao where it is compiled, which was the faster one
-    in every model measured, else Transformer Engine. A wish for parameters in FP8 does not count: it is granted to
-    scripts that have their optimizer from Transformer Engine.
+    in every model measured, else Transformer Engine. FP8 copies of weights, and parameters in FP8, are Transformer
+    Engine's. A wish for the latter does not count: it is granted to scripts that have their optimizer from there.
     """
-    if policy.fp8_param is True:
+    if policy.fp8_param is True or policy.fp8_weight_cache:
         return "te"
     installed = [each for each in policy.backends if each in hardware.libraries]
     if "torchao" in installed and policy.compile is not False and "triton" in hardware.libraries:

@@ -101,6 +101,9 @@ class Policy:
         fp8_head: the output head in FP8 too.
         fp8_experts: the experts of a mixture in FP8 too: E4M3 with a scale per row, whatever `fp8_recipe`.
         fp8_fast_accum: fast accumulation in the gradient products as well.
+        fp8_calibration: delayed scaling computes the scales of its first pass from the tensors of that pass, and does
+            not begin with scales of 1.
+        fp8_weight_cache: weights are rounded to FP8 once per optimizer step, not in each forward pass (TE).
         fp8_emulate: torchao computes FP8 in software, which needs no FP8 GPU.
         first_last_layers_bf16, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: blocks
             at the ends that stay in the compute dtype.
@@ -156,6 +159,8 @@ class Policy:
     fp8_head: bool = False
     fp8_experts: bool = False
     fp8_fast_accum: bool = False
+    fp8_calibration: bool = False
+    fp8_weight_cache: bool = False
     fp8_emulate: bool = False
     first_last_layers_bf16: bool = False
     num_layers_at_start_in_bf16: int = 0
@@ -281,6 +286,8 @@ class Policy:
             ("fp8_head", low is not None, "fp8 or fp4"),
             ("fp8_experts", "torchao" in self.backends, "fp8 with a recipe and a backend of torchao"),
             ("fp8_fast_accum", bool(self.fp8), "fp8"),
+            ("fp8_calibration", recipe == "delayed", "fp8 with fp8_recipe delayed"),
+            ("fp8_weight_cache", "te" in self.backends, "fp8 or fp4 with a recipe and a backend of Transformer Engine"),
             ("fp8_emulate", bool(self.fp8), "fp8"),
             ("first_last_layers_bf16", low is not None, "fp8 or fp4"),
             ("num_layers_at_start_in_bf16", self.first_last_layers_bf16, "first_last_layers_bf16=True"),
@@ -315,6 +322,11 @@ class Policy:
                 f"fp8_emulate is True with the recipe {recipe} on backend {self.backend}; "
                 "only torchao emulates FP8, and it has "
                 + ", ".join(name for name, backends in BACKENDS.items() if "torchao" in backends)
+            )
+        if self.fp8_weight_cache and (self.fp8_param is True or self.fp4_param is True):
+            raise PolicyError(
+                "fp8_weight_cache keeps FP8 copies of the weights from pass to pass; with fp8_param (or fp4_param) the "
+                "weights themselves are FP8. Remove one of them"
             )
         if (self.fp8_dot_product_attention or self.fp8_multi_head_attention) and recipe == "blockwise":
             raise PolicyError(

@@ -17,8 +17,8 @@ GUARDED_TARGETS = ("accelerate", "deepspeed")
 #: The fields that mpguard itself enforces in these runs: which layers become FP8, which compute in FP32, and where the
 #: master weights are.
 CONVERTER_FIELDS = frozenset({
-    "fp32_modules", "fp8_exclude", "fp8_head", "fp8_experts", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
-    "num_layers_at_end_in_bf16", "master_weights",
+    "fp32_modules", "fp8_exclude", "fp8_head", "fp8_experts", "fp8_calibration", "fp8_weight_cache",
+    "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "master_weights",
 })  # fmt: skip
 
 
@@ -35,6 +35,9 @@ def targets_of_run(target: str, policy: Policy, strategy: str | None = None) -> 
         engine = "deepspeed"
     return tuple(dict.fromkeys((target, *([engine] if engine else []), *policy.backends, "torch")))
 
+
+#: Strategies under which a rank has its part of each weight, and whole weights only while they are used.
+SHARDED_WEIGHTS = ("fsdp1", "fsdp2", "deepspeed-zero3")
 
 #: The optimizer that keeps FP32 master weights for parameters in FP8.
 FUSED_ADAM = "transformer_engine.pytorch.optimizers.FusedAdam(model.parameters(), ..., master_weights=True)"
@@ -109,6 +112,8 @@ def unsupported_fields(policy: Policy, targets: Iterable[str], strategy: str | N
     never = {"fp8_param"} if guarded and policy.fp8_param and kept is None else set()
     if policy.master_dtype is not Dtype.FP32 and (strategy or "").startswith("deepspeed"):
         never.add("fp32_modules")  # DeepSpeed casts every parameter, and then nothing holds the exact values
+    if policy.fp8_weight_cache and strategy in SHARDED_WEIGHTS:
+        never.add("fp8_weight_cache")  # a copy would be of the whole model on each GPU
     converted = CONVERTER_FIELDS - never | ({"fp8_param"} if kept == "te" else set())
     missing = [
         (set(get(target).not_carried(policy, strategy)) | never) - (converted if target in GUARDED_TARGETS else set())
@@ -134,6 +139,8 @@ def unsupported_message(policy: Policy, fields: Sequence[str], targets: Sequence
     able = sorted({name for field in fields for name in carriers(field)} - set(targets))
     what = ", ".join(f"{field}={policy.format_field(field)}" for field in fields)
     by = f"only {', '.join(able)} can" if able else "no target can"
+    if "fp8_weight_cache" in fields and set(targets) & set(GUARDED_TARGETS):
+        by += " (with sharded weights a copy would be of the whole model on each GPU)"
     without = _without(policy, fields)
     instead = f"To go without: mpguard_overrides: {{{without}}}" if without else "Take another recipe"
     if "fp8_param" in fields and set(targets) & set(GUARDED_TARGETS):

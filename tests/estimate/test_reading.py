@@ -148,6 +148,16 @@ def test_fp8_of_transformer_engine_saves_inputs_in_one_byte() -> None:
     assert delayed.per_gpu["fp8"] > 0 and delayed.per_gpu["activations"] < one().per_gpu["activations"]
 
 
+def test_cached_fp8_weights_are_there_in_the_optimizers_step_too() -> None:
+    policy = mpguard.recipe("bf16_with_fp8_delayed_scaling_mixed").decided()
+    plain, cached = (
+        estimate(Request(ModelConfig(LLAMA, "x"), each, batch=1, length=1024, gpu="h100"))
+        for each in (policy, policy.replace(fp8_weight_cache=True))
+    )
+    assert plain.moments["step"]["fp8"] == 0 and cached.moments["step"]["fp8"] == cached.per_gpu["fp8"]
+    assert cached.per_gpu["fp8"] == plain.per_gpu["fp8"], "two bytes an element, as what a pass saves"
+
+
 def test_experts_in_fp8_need_no_copies_of_their_weights() -> None:
     config = ModelConfig(built_in()["mixtral-8x7b"], "x")
     policy = mpguard.recipe("bf16_with_fp8_rowwise_mixed").decided()

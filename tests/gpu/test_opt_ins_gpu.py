@@ -1,13 +1,24 @@
-"""The opt-ins on a GPU: the kernel for AdamW with masters, and `Conv1D` and the output head in FP8 products."""
+"""The opt-ins on a GPU.
+
+The kernel for AdamW with masters, `Conv1D` and the output head in FP8 products, first scales of delayed scaling, and
+FP8 copies of weights.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+import te_models
 import torch
+from limits import seconds
+from processes import launch, mp_yaml, proof, transcript
+from te_models import POLICIES, Model, model
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import mpguard
 from mpguard.nn import master_weights
@@ -112,3 +123,163 @@ def test_gpt2_and_its_head_run_in_fp8_products() -> None:
     products = {event.key: event.count for event in trace.key_averages() if event.key == "aten::_scaled_mm"}
     assert products == {"aten::_scaled_mm": 27}, "9 layers, forward and both gradients"
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
+
+
+def gradients(net: nn.Module, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    net.zero_grad()
+    tokens = torch.randint(0, 128, (8, 65), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = net(tokens[:, :-1])
+    loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    (loss * scale).backward()
+    return {
+        name: each.grad.clone() / scale
+        for name, each in net.named_parameters()
+        if each.grad is not None and name.startswith("layers") and each.ndim > 1
+    }
+
+
+def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    return max(float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact)
+
+
+class Checkpointed(Model):
+    reentrant = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        y: torch.Tensor = self.lm_head(x)
+        return y
+
+
+def test_calibrated_delayed_scaling_keeps_the_first_gradients() -> None:
+    pytest.importorskip("transformer_engine.pytorch")
+    delayed = POLICIES["delayed"]
+    found = {}
+    for calibrated in (False, True):
+        net = model()
+        mpguard.convert(net, delayed.replace(fp8_calibration=calibrated))
+        exact = gradients(model(), 1e-3)
+        found[calibrated] = error(gradients(net, 1e-3), exact)
+        later = error(gradients(net, 1e-3), exact)
+        print(f"calibrated: {calibrated}, error of the first gradients {found[calibrated]:.3f}, later {later:.3f}")
+    assert found[False] > 0.5, "with scales of 1 most of them are lost"
+    assert found[True] < 0.15
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_is_calibrated_too(reentrant: bool) -> None:
+    pytest.importorskip("transformer_engine.pytorch")
+    policy = POLICIES["delayed"].replace(fp8_calibration=True)
+    found = []
+    for kind in (Model, Checkpointed):
+        torch.manual_seed(0)
+        net = kind().cuda()
+        if isinstance(net, Checkpointed):
+            net.reentrant = reentrant
+        mpguard.convert(net, policy)
+        found.append(gradients(net))
+    assert error(*found) == 0.0
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_cached_weight_is_that_of_a_run_without_copies(name: str, fused: bool) -> None:
+    """The same losses and weights bit for bit, but for delayed scaling, whose scales change from pass to pass."""
+    pytest.importorskip("transformer_engine.pytorch")
+    results = []
+    for cached in (False, True):
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=fused)
+        mpguard.convert(net, POLICIES[name].replace(fp8_weight_cache=cached))
+        losses = []
+        for number in range(12):
+            tokens = torch.randint(
+                0, 128, (8, 65), device="cuda", generator=torch.Generator("cuda").manual_seed(number)
+            )
+            with torch.autocast("cuda", torch.bfloat16):
+                logits = net(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            losses.append(loss.item())
+            if number % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+        state = net.layers[0].up._mpguard_fp8
+        assert (state.passes, state.roundings) == ((4, 1) if cached else (0, 0))
+        assert net.layers[0].up.keeps_copy is cached
+        results.append((losses, [each.detach() for each in net.parameters()]))
+    (losses, weights), (others, other_weights) = results
+    if name == "delayed":
+        assert others == pytest.approx(losses, rel=0.01)
+    else:
+        assert others == losses and all(map(torch.equal, weights, other_weights))
+
+
+SUPPORT = Path(te_models.__file__).parent
+
+TRAIN = """
+import sys
+import torch
+from accelerate import Accelerator
+from te_models import Model
+
+accelerator = Accelerator(gradient_accumulation_steps=4)
+torch.manual_seed(0)
+model = Model()
+if "compiled" in sys.argv:
+    model = torch.compile(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+model, optimizer = accelerator.prepare(model, optimizer)
+for number in range(12):
+    tokens = torch.randint(0, 128, (8, 65), device="cuda")
+    with accelerator.accumulate(model):
+        logits = model(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        accelerator.backward(loss)
+        if "stale" in sys.argv and number % 4 == 1:
+            for parameter in model.parameters():
+                parameter.data.mul_(0.9)
+        optimizer.step()
+        optimizer.zero_grad()
+accelerator.end_training()
+"""
+
+
+def trained(folder: Path, recipe: str, overrides: str, *arguments: str) -> tuple[Any, Any]:
+    """Launch the script; return its run and the rows of its proof."""
+    (folder / "train.py").write_text(TRAIN)
+    fields = f"{{mpguard_recipe: {recipe}, mpguard_overrides: {overrides}}}"
+    config = mp_yaml(folder, use_cpu="false", mixed_precision="fp8", fp8_config=fields)
+    file, path = folder / "proof.json", os.pathsep.join((str(SUPPORT), os.environ.get("PYTHONPATH", "")))
+    words = ["--config", config, "--proof-json", file, folder / "train.py", *arguments]
+    run = launch(*words, cwd=folder, timeout=seconds(180), PYTHONPATH=path)
+    assert file.exists(), transcript(run)
+    return run, proof(file)["rows"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["compiled"], ["stale"]], ids=["eager", "compiled", "stale"])
+def test_the_weight_cache_is_proven_in_a_run(tmp_path: Path, arguments: list[str]) -> None:
+    pytest.importorskip("transformer_engine.pytorch")
+    overrides = "{backend: te, first_last_layers_bf16: false, fp8_weight_cache: true}"
+    run, rows = trained(tmp_path, "bf16_with_fp8_current_scaling_mixed", overrides, *arguments)
+    assert "fp8 weight cache" in rows, (rows, transcript(run))
+    row = rows["fp8 weight cache"]
+    if "stale" in arguments:
+        assert run.returncode != 0 and row["ok"] is False and "is not that of its weight" in row["found"], transcript(
+            run
+        )
+    else:
+        assert run.returncode == 0, transcript(run)
+        assert row["found"] == "8 of 8 layers rounded once in 4 passes of a step" and row["ok"], row
+
+
+def test_calibration_is_proven_in_a_run(tmp_path: Path) -> None:
+    pytest.importorskip("transformer_engine.pytorch")
+    run, rows = trained(tmp_path, "bf16_with_fp8_delayed_scaling_mixed", "{fp8_calibration: true}")
+    assert run.returncode == 0, transcript(run)
+    assert rows["fp8 calibration"]["ok"] and rows["fp8 calibration"]["found"] == "8 of 8 layers", rows[
+        "fp8 calibration"
+    ]

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mpguard.nn.fp8 import calibration, recompute
 from mpguard.nn.fp8 import convert as conversion
-from mpguard.nn.fp8 import recompute
 from mpguard.nn.fp8.amax_history import AmaxHistoryMixin, watch
 from mpguard.nn.fp8.padding import Padded
 from mpguard.policy.policy import Policy
@@ -72,6 +72,7 @@ class Product(torch.autograd.Function):
 
 
 class Delayed(AmaxHistoryMixin):
+    __module__ = "transformer_engine.stand_in"  # so that the proof knows it
     weight: torch.Tensor
     bias: torch.Tensor | None
     memory: dict[str, torch.Tensor]
@@ -80,8 +81,17 @@ class Delayed(AmaxHistoryMixin):
         self.__dict__["called"] = True
         if not Around.entered and recompute.is_recomputing():
             with recompute.as_in_forward(self), Around(None):
-                return self.product(x)
-        return self.product(x)
+                return self.calibrated(x, again=True)
+        return self.calibrated(x)
+
+    def calibrated(self, x: torch.Tensor, again: bool = False) -> torch.Tensor:
+        if not calibration.is_due(self):
+            return self.product(x)
+        if not again:
+            calibration.scale_forward(self, x)
+        output = self.product(x)
+        calibration.scale_backward(self, output)
+        return output
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled("cpu"):

@@ -42,6 +42,8 @@ CANDIDATES: dict[str, tuple[Any, ...]] = {
     "fp8_head": (True, False),
     "fp8_experts": (True, False),
     "fp8_fast_accum": (True, False),
+    "fp8_calibration": (True, False),
+    "fp8_weight_cache": (True, False),
     "fp8_emulate": (True, False),
     "first_last_layers_bf16": (True, False),
     "num_layers_at_start_in_bf16": (0, 1, 5),

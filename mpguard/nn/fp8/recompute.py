@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpguard.nn.fp8 import calibration
 from mpguard.nn.fp8.amax_history import AmaxHistoryMixin
 
 #: The tensors of a history that a forward pass uses, and changes.
@@ -61,7 +62,9 @@ class SurroundingRegion:
         if len(self.open) == 1 and not is_recomputing():
             self.without_gradients = not torch.is_grad_enabled()
             if torch.is_grad_enabled():
-                keep_scales(module for module in model.modules() if isinstance(module, AmaxHistoryMixin))
+                layers = [module for module in model.modules() if isinstance(module, AmaxHistoryMixin)]
+                keep_scales(layers)
+                calibration.end_forward(layers)
         self.open.pop().__exit__(None, None, None)
 
 

@@ -17,17 +17,66 @@ import torch
 import transformer_engine.pytorch as te
 from torch import nn
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from mpguard.core.errors import NotInForce
-from mpguard.nn.fp8 import recompute
+from mpguard.nn.compile import untraced
+from mpguard.nn.fp8 import calibration, recompute, weight_cache
 from mpguard.nn.fp8.amax_history import AmaxHistoryMixin, watch
-from mpguard.nn.fp8.padding import Padded
+from mpguard.nn.fp8.padding import Padded, PaddingState
 from mpguard.nn.fp8.weights import EXACT, Fp8WeightMixin, MasterCopy, requantize
 from mpguard.policy.policy import Policy
 from mpguard.targets.plugin import get
 
 
-class TransformerEngineFloat8Linear(Padded, Fp8WeightMixin, AmaxHistoryMixin, te.Linear, nn.Linear):  # type: ignore[misc]
+class CachedWeightMixin(nn.Module):
+    """Base class, placed between `Padded` and `te.Linear`: rounds the weight once per optimizer step, if it should."""
+
+    _mpguard_fp8: PaddingState
+    _fp8_workspaces: dict[str, Any]
+    quantizers: dict[str, Any]
+    weight: torch.Tensor
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self._mpguard_fp8.policy.fp8_weight_cache:
+            return super().forward(input)  # type: ignore[no-any-return]
+        output: torch.Tensor = self._forward_with_copy(input)
+        return output
+
+    @untraced  # dynamo breaks the graph in `te.Linear`, and fails on the FP8 tensor that it creates after that
+    def _forward_with_copy(self, input: torch.Tensor) -> torch.Tensor:
+        first = weight_cache.is_first_pass(self)
+        return super().forward(input, is_first_microbatch=first)  # type: ignore[no-any-return]
+
+    @property
+    def keeps_copy(self) -> bool:
+        """True if there is an FP8 copy of the weight."""
+        return "weight" in self._fp8_workspaces
+
+    @torch.no_grad()
+    def compare_copy(self) -> None:
+        """Compare the copy that the last pass has used with the weight, rounded again with the copy's scale."""
+        state = self._mpguard_fp8
+        copy = self._fp8_workspaces.get("weight")
+        if copy is None or state.roundings == state.passes:
+            return
+        quantizer = self.quantizers["scaling_fwd"][1].copy()
+        quantizer.internal = False
+        quantizer.set_usage(rowwise=True, columnwise=False)
+        if isinstance(quantizer, Float8Quantizer):
+            quantizer.scale, quantizer.amax = copy._scale_inv.reciprocal(), torch.zeros_like(quantizer.amax)
+        different = (quantizer(self.weight.detach()).dequantize() != copy.dequantize()).float().mean()
+        state.stale = different if state.stale is None else torch.maximum(state.stale, different)
+
+
+class TransformerEngineFloat8Linear(
+    Padded,
+    CachedWeightMixin,
+    Fp8WeightMixin,
+    AmaxHistoryMixin,
+    te.Linear,  # type: ignore[misc]
+    nn.Linear,
+):
     """Transformer Engine's `Linear`, which is also an instance of `nn.Linear`, the class that it replaces.
 
     Its "extra state", a pickle with its own key in the `state_dict`, is omitted: see `amax_history`.
@@ -51,7 +100,7 @@ class TransformerEngineFloat8Linear(Padded, Fp8WeightMixin, AmaxHistoryMixin, te
         self.check_kept()
         if FP8GlobalStateManager.is_fp8_enabled():
             self._enter_first()
-            return super().forward(input)
+            return self._calibrated(input)
         recipe = self._mpguard_recipe
         if recipe.delayed() and recompute.is_recomputing():
             return self._recomputed(input)
@@ -61,7 +110,16 @@ class TransformerEngineFloat8Linear(Padded, Fp8WeightMixin, AmaxHistoryMixin, te
                 "delayed scaling has no history. Call the whole model, or use a recipe with current scaling"
             )
         with te.autocast(recipe=recipe):
+            return self._calibrated(input)
+
+    def _calibrated(self, input: torch.Tensor) -> torch.Tensor:
+        """Run in FP8; the first pass with scales of its own tensors, if the policy requires it."""
+        if not calibration.is_due(self):
             return super().forward(input)
+        calibration.scale_forward(self, input)
+        output: torch.Tensor = super().forward(input)
+        calibration.scale_backward(self, output)
+        return output
 
     def _enter_first(self) -> None:
         """Take the mark of the first layer, as a forward pass with gradients does, inside a reentrant checkpoint.
@@ -81,7 +139,10 @@ class TransformerEngineFloat8Linear(Padded, Fp8WeightMixin, AmaxHistoryMixin, te
         try:
             with recompute.as_in_forward(self), te.autocast(recipe=self._mpguard_recipe):
                 state.is_first_fp8_module, self._mpguard_fp8.first = self._mpguard_fp8.first, False
-                return super().forward(input)
+                output: torch.Tensor = super().forward(input)
+                if calibration.is_due(self):
+                    calibration.scale_backward(self, output)
+                return output
         finally:
             state.autocast_depth -= 1
 
@@ -128,6 +189,8 @@ def templates(policy: Policy) -> Callable[[nn.Linear], nn.Module]:
     The layer has no data, except with `fp8_param`.
     """
     recipe = get("te").build(policy)
+    if policy.fp8_weight_cache:
+        weight_cache.count_steps()
 
     def template(layer: nn.Linear) -> nn.Module:
         if policy.fp8_param:

@@ -73,6 +73,9 @@ UNKNOWN_SHARE = 0.05
 #: If less than this share of the products is in FP8, the run is not what was asked: FP8 cannot save time in it.
 LEAST_FP8_SHARE = 0.05
 
+#: The share of an FP8 copy that may differ from its weight rounded again: its scale is known by its reciprocal only.
+STALE_SHARE = 0.001
+
 
 #: The beginning of what is found if something could not be observed.
 UNOBSERVED = "not observed"
@@ -695,6 +698,8 @@ def _fp8(seen: Observed, plan: Plan) -> list[Row]:
     rows += _fp8_heads(fp8, plan)
     rows += _fp8_experts(seen, fp8, plan)
     rows += _fp8_weights(fp8, plan)
+    rows += _fp8_calibration(seen, fp8, plan)
+    rows += _fp8_weight_cache(seen, fp8, plan)
     compute = policy.compute_dtype.short
     explained = [name for name, reason in fp8.left.items() if reason]
     reasons = dict.fromkeys(fp8.left[name] for name in explained)
@@ -776,6 +781,38 @@ def _fp8_weights(fp8: Fp8Layers, plan: Plan) -> list[Row]:
     return [
         Row("fp8 weights", found, f"all kept in FP8 ({quantizer}), exact masters in {policy.master_dtype.short}", ok)
     ]
+
+
+def _fp8_calibration(seen: Observed, fp8: Fp8Layers, plan: Plan) -> list[Row]:
+    """Show which layers began with the scales of their own tensors, with `fp8_calibration`. Fails if one did not."""
+    if not plan.policy.fp8_calibration:
+        return []
+    name, asked = "fp8 calibration", "first scales from the tensors of the first pass, or from a checkpoint"
+    if fp8.uncalibrated:
+        return [Row(name, f"{_names(fp8.uncalibrated, seen)} began with scales of 1", asked, False)]
+    if not fp8.calibrated:
+        return [Row(name, UNOBSERVED, asked, None)]
+    return [Row(name, f"{fp8.calibrated} of {len(fp8.converted)} layers", asked, True)]
+
+
+def _fp8_weight_cache(seen: Observed, fp8: Fp8Layers, plan: Plan) -> list[Row]:
+    """Show how often weights were rounded, with `fp8_weight_cache`. Fails if that was in several passes of a step, or
+    if a copy was not that of its weight.
+    """
+    if not plan.policy.fp8_weight_cache:
+        return []
+    name, asked = "fp8 weight cache", "rounded once per step"
+    if fp8.stale > STALE_SHARE:
+        found = f"{format_share(fp8.stale)} of a copy is not that of its weight"
+        asked = "copies of the weights: they were changed between two passes of one step; set fp8_weight_cache to False"
+        return [Row(name, found, asked, False)]
+    if fp8.uncached:
+        found = f"{_names(fp8.uncached, seen)} rounded in each pass"
+        return [Row(name, found, f"{asked}, of a model in training mode", False)]
+    if not fp8.copies:
+        return [Row(name, "no copy is kept", f"{asked}, of a model in training mode", None if fp8.kept else False)]
+    times = f"{fp8.passes} {'pass' if fp8.passes == 1 else 'passes'}"
+    return [Row(name, f"{fp8.copies} of {len(fp8.converted)} layers rounded once in {times} of a step", asked, True)]
 
 
 def _other_recipe(fp8: Fp8Layers, plan: Plan) -> list[str]:

@@ -43,6 +43,11 @@ class Fp8Layers:
     values, by dtype. inexact: layers that are trained, and whose exact values no optimizer has.
     beside: FP8 layers whose weights other code multiplied. experts: with `fp8_experts`, the
     modules with experts, each with the reason why it is not FP8; "" if it is.
+    calibrated: with `fp8_calibration`, number of layers that began with the scales of their own tensors, or with a
+    history from a checkpoint; uncalibrated: those that did not.
+    copies: with `fp8_weight_cache`, number of layers that keep an FP8 copy of their weight; passes, roundings: of such
+    a layer since the last step, the most that one had; stale: the largest share of a copy that was not that of its
+    weight. uncached: layers that rounded their weights in several passes.
     """
 
     backend: str
@@ -60,6 +65,13 @@ class Fp8Layers:
     beside: list[str] = dataclasses.field(default_factory=list)
     heads: dict[str, str] = dataclasses.field(default_factory=dict)
     experts: dict[str, str] = dataclasses.field(default_factory=dict)
+    calibrated: int = 0
+    uncalibrated: list[str] = dataclasses.field(default_factory=list)
+    copies: int = 0
+    passes: int = 0
+    roundings: int = 0
+    stale: float = 0.0
+    uncached: list[str] = dataclasses.field(default_factory=list)
 
 
 def find_fp8_layers(
@@ -96,6 +108,10 @@ def find_fp8_layers(
         found.heads = {name: every[name] for name in named if name in every}
     if policy.fp8_experts:
         _add_experts(found, mixtures, modules, policy)
+    if policy.fp8_calibration:
+        _add_calibration(found, layers["te"])
+    if policy.fp8_weight_cache:
+        _add_weight_cache(found, layers["te"])
     ends = filters.in_end_blocks(modules, policy)
     found.against = [
         name
@@ -143,6 +159,42 @@ def _add_experts(
         if not is_converted(module) and not found.experts[name]:
             found.left[name] = ""
             del found.experts[name]
+
+
+def _add_calibration(found: Fp8Layers, layers: list[tuple[str, Any]]) -> None:
+    """Add which layers began with the scales of their own tensors. Layers that have not run have no scales yet."""
+    for name, module in layers:
+        state = module.__dict__.get("_mpguard_fp8")
+        if state is not None and not module.has_history():
+            continue
+        trained = any(parameter.requires_grad for parameter in module.parameters())
+        own = state is not None and state.calibrated_forward and (state.calibrated_backward or not trained)
+        if own or (state is not None and state.restored):
+            found.calibrated += 1
+        else:
+            found.uncalibrated.append(name)
+
+
+def _add_weight_cache(found: Fp8Layers, layers: list[tuple[str, Any]]) -> None:
+    """Add which layers keep FP8 copies of their weights, and if these are those of the weights."""
+    for name, module in layers:
+        state = module.__dict__.get("_mpguard_fp8")
+        if state is None or (state.passes > 1 and (state.roundings > 1 or not module.keeps_copy)):
+            found.uncached.append(name)
+        elif module.keeps_copy:
+            found.copies += 1
+            found.passes = max(found.passes, state.passes)
+            found.roundings = max(found.roundings, state.roundings)
+            if state.stale is not None:
+                found.stale = max(found.stale, float(state.stale))
+                state.stale = None
+
+
+def compare_copy(module: nn.Module) -> None:
+    """Compare the FP8 copy of a weight with the weight, if the module keeps one and the pass that has ended used it."""
+    state = module.__dict__.get("_mpguard_fp8")
+    if state is not None and state.policy.fp8_weight_cache and state.weight_version is not None:
+        module.compare_copy()  # type: ignore[operator]
 
 
 def add_fp8_weights(found: Fp8Layers, modules: list[tuple[str, nn.Module]], updated: set[int]) -> None:

@@ -170,6 +170,7 @@ class Recorder:
         with contained("the observation of a module"):
             if fp8.is_te(module):
                 self.te_recipes.append(fp8.te_recipe_in_force(module))
+                fp8.compare_copy(module)
             if any(parameter.requires_grad for parameter in module.parameters()):
                 dtypes = [leaf.dtype for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
                 self.output = next((short(dtype) for dtype in dtypes if dtype.is_floating_point), self.output)

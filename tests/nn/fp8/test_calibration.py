@@ -1,0 +1,139 @@
+"""`fp8_calibration`: delayed scaling begins with the scales of its own tensors.
+
+With delayed scaling in software (fake_delayed_scaling.py); with Transformer Engine: tests/gpu/test_opt_ins_gpu.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+pytest.importorskip("torch", reason="the real library runs here")
+
+import fake_delayed_scaling
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mpguard
+from mpguard.core.errors import PolicyError
+from mpguard.nn.fp8 import calibration
+from mpguard.nn.fp8 import convert as conversion
+from mpguard.nn.fp8.amax_history import AmaxHistoryMixin
+from mpguard.policy.policy import Policy
+from mpguard.runtime.plan import Plan
+from mpguard.runtime.proof.compare import Row, compare
+from mpguard.runtime.proof.fp8 import find_fp8_layers
+from mpguard.runtime.proof.observe import Observed
+
+PLAIN = fake_delayed_scaling.POLICY
+CALIBRATED = PLAIN.replace(fp8_calibration=True)
+
+
+@pytest.fixture(autouse=True)
+def _software(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(conversion, "_library", fake_delayed_scaling.te_or_torchao)
+    yield
+
+
+class Network(nn.Module):
+    def __init__(self, call: Callable[..., torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.call = call or (lambda block, x: block(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(self.call(block, x))
+        return x
+
+
+def network(policy: Policy | None, call: Callable[..., torch.Tensor] | None = None) -> Network:
+    torch.manual_seed(0)
+    model = Network(call)
+    if policy is not None:
+        assert len(mpguard.convert(model, policy).converted) == 3
+    return model
+
+
+def gradients(model: nn.Module, scale: float = 1e-7) -> list[torch.Tensor]:
+    """The gradients of one pass over small inputs, with a loss as small as a mean over many tokens makes gradients."""
+    model.zero_grad()
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)) * 0.01
+    x.requires_grad_()  # a reentrant checkpoint needs it
+    (model(x).square().sum() * scale).backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def error(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    return max(float((own - other).norm() / other.norm()) for own, other in zip(found, exact, strict=True))
+
+
+def test_the_first_gradients_are_not_lost() -> None:
+    exact = gradients(network(None))
+    assert error(gradients(network(PLAIN)), exact) == 1.0, "all of a gradient is rounded to zero with scales of 1"
+    assert error(gradients(network(CALIBRATED)), exact) < 0.2
+
+
+def test_later_passes_are_those_of_delayed_scaling() -> None:
+    calibrated, plain = network(CALIBRATED), network(PLAIN)
+    for _ in range(8):  # until the plain one has forgotten its first passes
+        found, uncalibrated = gradients(calibrated), gradients(plain)
+    assert error(found, uncalibrated) == 0.0
+    history, other = mpguard.fp8_state_dict(calibrated), mpguard.fp8_state_dict(plain)
+    assert all(torch.equal(history[name]["scale_fwd"], other[name]["scale_fwd"]) for name in history)
+
+
+def test_a_checkpoint_gets_the_scales_of_a_pass_without_it() -> None:
+    found = gradients(network(CALIBRATED))
+    for reentrant in (True, False):
+        call = lambda block, x, way=reentrant: checkpoint(block, x, use_reentrant=way)  # noqa: E731
+        assert error(gradients(network(CALIBRATED, call)), found) == 0.0, reentrant
+
+
+def test_evaluation_before_training_does_not_use_up_the_calibration() -> None:
+    model = network(CALIBRATED)
+    with torch.no_grad():
+        model(torch.randn(16, 32) * 1e4)
+    assert error(gradients(model), gradients(network(CALIBRATED))) == 0.0
+
+
+def test_a_loaded_history_is_kept() -> None:
+    trained = network(CALIBRATED)
+    gradients(trained)
+    state = trained.state_dict()
+    resumed = network(CALIBRATED)
+    resumed.load_state_dict(state)
+    assert error(gradients(resumed, 1.0), gradients(trained, 1.0)) == 0.0, "and no calibration with these gradients"
+
+
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
+def test_a_tensor_without_a_scale_leaves_the_first_one(value: float) -> None:
+    layer = network(CALIBRATED).blocks[0]
+    assert isinstance(layer, AmaxHistoryMixin)
+    calibration.scale_forward(layer, torch.full((16, 32), value))
+    of_input, of_weight = layer.history()["scale_fwd"]
+    assert of_input == 1.0
+    assert of_weight == pytest.approx(448 / float(layer.weight.detach().abs().max()))  # type: ignore[operator,union-attr]
+
+
+def rows(model: nn.Module, policy: Policy) -> list[Row]:
+    fp8 = find_fp8_layers(list(model.named_modules()), policy, [])
+    return [row for row in compare(Observed(fp8=fp8), Plan(policy)) if row.name == "fp8 calibration"]
+
+
+def test_the_proof_shows_which_layers_began_calibrated() -> None:
+    model = network(CALIBRATED)
+    assert [row.ok for row in rows(model, CALIBRATED)] == [None]
+    gradients(model)
+    assert [(row.found, row.ok) for row in rows(model, CALIBRATED)] == [("3 of 3 layers", True)]
+    assert rows(model, PLAIN) == []
+    plain = network(PLAIN)
+    gradients(plain)
+    assert [row.ok for row in rows(plain, CALIBRATED)] == [False], "layers that were not calibrated"
+
+
+def test_only_delayed_scaling_has_first_scales() -> None:
+    with pytest.raises(PolicyError, match="fp8_calibration=True has no effect here; it needs fp8 with fp8_recipe del"):
+        mpguard.Policy(bf16=True, fp8="hybrid", fp8_calibration=True)
