@@ -79,7 +79,7 @@ def wants_compile(policy: Policy) -> Choice:
 
 
 #: The most equal blocks that are compiled as one graph. On an H200 host all 32 blocks of Llama-3-8B take 175 s, and
-#: 9 s block by block, which trains 3 % more slowly (benchmarks/results/compile_depth.json): 12 are a minute.
+#: 12 s block by block, which trains 2 % more slowly (benchmarks/results/compile_depth.json): 12 are a minute.
 MOST_BLOCKS = 12
 
 #: Models, and blocks of models, that `compile_in_place` has compiled.
