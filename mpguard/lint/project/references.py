@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mpguard.core import tracked_fs
 from mpguard.core.tracked_fs import cached_per_run
-from mpguard.lint.project import summaries, tree
+from mpguard.lint.project import option_values, summaries, tree
 from mpguard.lint.source.files import MARKDOWN, NOTEBOOK, PYTHON
 from mpguard.lint.source.strip_comments import stripped
 
@@ -44,6 +44,10 @@ _NAMES_DEEPSPEED = re.compile(rb"(?i)deepspeed|HfArgumentParser|TrainingArgument
 _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 #: Kinds of questions.
 _USES, _LOOKS_UP, _READS, _ASKS = "use ", "looks up", "reads deepspeed", "asks for "
+_SETS, _RUNS = "sets ", "runs "
+_LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "COPYING")
+#: Folders of a project's examples.
+_EXAMPLES = frozenset({"example", "examples", "research_projects"})
 
 
 def may_use(top: Path, file: Path, name: str) -> bool:
@@ -64,6 +68,27 @@ def may_read_deepspeed(top: Path, file: Path) -> bool:
 def may_ask_for(top: Path, word: str) -> bool:
     """True if a script, config or text of a project contains a word, in lower or upper case: code does not count."""
     return _asked(top, "", _ASKS + word)
+
+
+def may_set(top: Path, option: str, value: str | None) -> bool:
+    """True if a project may give an option a value, by its name; None stands for any value that is true."""
+    return _asked(top, "", f"{_SETS}{option} {value or ''}")
+
+
+def is_copied_example(file: Path) -> bool:
+    """True if a file is an example of another project, of which its own contains a copy, and does not run it.
+
+    A copy is a package with a license of its own, below the top of a project.
+    """
+    above = list(file.parents)
+    place = next((place for place, folder in enumerate(above) if folder.name in _EXAMPLES), None)
+    if place is None:
+        return False
+    copied = next((each for each in above[place + 1 :] if is_installable(each)), None)
+    if copied is None or not any(tracked_fs.exists(copied / name) for name in _LICENSES):
+        return False
+    tops = [folder for folder in copied.parents if tree.is_project(folder)]
+    return bool(tops) and not _asked(tops[0], file, f"{_RUNS}{copied}")
 
 
 def _asked(top: Path, file: Path | str, question: str) -> bool:
@@ -87,6 +112,12 @@ def answer(top: str, file: str, question: str) -> bool:
         if question.startswith(_ASKS):
             word = question.removeprefix(_ASKS).encode()
             return any(word in _content(each).lower() for each in files if not each.endswith(PYTHON))
+        if question.startswith(_SETS):
+            option, _, value = question.removeprefix(_SETS).partition(" ")
+            return option_values.may_be(((each, _content(each)) for each in files), option, value or None)
+        if question.startswith(_RUNS):
+            copied = question.removeprefix(_RUNS) + os.sep
+            return any(_uses(each, file, "") for each in files if not each.startswith(copied))
         name = question.removeprefix(_USES)
         return any(_uses(each, file, name) for each in files if each != file)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Container
 from typing import TYPE_CHECKING
 
-from mpguard.lint.facts.domain.unused import UnusedDefinitions
+from mpguard.lint.facts.domain.unused import UnsetOptions, UnusedDefinitions
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.model import suppressions
 from mpguard.lint.model.finding import Lines
@@ -77,12 +77,13 @@ class _Unused:
 
     def __init__(self, facts: Facts, codes: Container[str]) -> None:
         self._facts, self._codes = facts, codes
-        self._definitions = UnusedDefinitions(facts)
+        self._definitions, self._options = UnusedDefinitions(facts), UnsetOptions(facts)
 
     def is_unused(self, diagnostic: Diagnostic) -> bool:
         if diagnostic.code in self._codes and not self._facts.project.deepspeed_config_read(self._facts.path):
             return True
-        return self._definitions.contain(diagnostic.span[0])
+        spans = [diagnostic.span, *(note.span for note in diagnostic.notes if note.span and note.path is None)]
+        return self._definitions.contain(diagnostic.span[0]) or self._options.guard(spans)
 
 
 def _rules_about_dicts(data: bytes, context: Context) -> list[type[ConfigRule]]:
