@@ -44,7 +44,7 @@ _NAMES_DEEPSPEED = re.compile(rb"(?i)deepspeed|HfArgumentParser|TrainingArgument
 _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 #: Kinds of questions.
 _USES, _LOOKS_UP, _READS, _ASKS = "use ", "looks up", "reads deepspeed", "asks for "
-_SETS, _RUNS = "sets ", "runs "
+_SETS, _RUNS = "sets ", "runs"
 _LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "COPYING")
 #: Folders of a project's examples.
 _EXAMPLES = frozenset({"example", "examples", "research_projects"})
@@ -76,19 +76,19 @@ def may_set(top: Path, option: str, value: str | None) -> bool:
 
 
 def is_copied_example(file: Path) -> bool:
-    """True if a file is an example of another project, of which its own contains a copy, and does not run it.
-
-    A copy is a package with a license of its own, below the top of a project.
-    """
+    """True if a file is an example of another package, of which its project contains a copy, and does not run it."""
     above = list(file.parents)
     place = next((place for place, folder in enumerate(above) if folder.name in _EXAMPLES), None)
     if place is None:
         return False
-    copied = next((each for each in above[place + 1 :] if is_installable(each)), None)
-    if copied is None or not any(tracked_fs.exists(copied / name) for name in _LICENSES):
-        return False
-    tops = [folder for folder in copied.parents if tree.is_project(folder)]
-    return bool(tops) and not _asked(tops[0], file, f"{_RUNS}{copied}")
+    copied = next((each for each in above[place + 1 :] if _is_package_of_its_own(each)), None)
+    top = next((each for each in copied.parents if tree.is_project(each)), None) if copied is not None else None
+    return top is not None and not _asked(top, file, _RUNS)
+
+
+def _is_package_of_its_own(folder: Path) -> bool:
+    """True if a folder contains a package with a license of its own."""
+    return any(tracked_fs.exists(folder / name) for name in _LICENSES) and is_installable(folder)
 
 
 def _asked(top: Path, file: Path | str, question: str) -> bool:
@@ -115,11 +115,17 @@ def answer(top: str, file: str, question: str) -> bool:
         if question.startswith(_SETS):
             option, _, value = question.removeprefix(_SETS).partition(" ")
             return option_values.may_be(((each, _content(each)) for each in files), option, value or None)
-        if question.startswith(_RUNS):
-            copied = question.removeprefix(_RUNS) + os.sep
-            return any(_uses(each, file, "") for each in files if not each.startswith(copied))
+        if question == _RUNS:
+            return any(_uses(each, file, "") and not _is_in_copy(each, top) for each in files if each != file)
         name = question.removeprefix(_USES)
         return any(_uses(each, file, name) for each in files if each != file)
+
+
+def _is_in_copy(file: str, top: str) -> bool:
+    """True if a file is in a package of its own below the top of a project."""
+    return any(
+        _is_package_of_its_own(each) for each in Path(file).parents if each.is_relative_to(top) and str(each) != top
+    )
 
 
 def exports_all(file: Path) -> bool:
