@@ -17,8 +17,9 @@ _NAME = re.compile(r"[^\W\d_]\w{2,63}")
 _OFF = frozenset({b"", b"false", b"no", b"off", b"none", b"null", b"0", b"~"})
 #: A command that runs a program: a project without one does not say how it is run.
 _RUNS = re.compile(rb"\b(?:python[\d.]*|torchrun|accelerate launch|deepspeed)[ \t]+[-\w./$]")
-#: A literal, as a whole value.
-_LITERAL = re.compile(rb"[\w.+-]*\Z")
+#: A literal of a text, and one of Python: there, a bare name may stand for any value.
+_LITERAL = re.compile(rb"[\"'`]*[\w.+-]*[\"'`]*\Z")
+_PYTHON_LITERAL = re.compile(rb"(?:[rb]?([\"'])[\w.+-]*\1|True|False|None|-?\d[\w.]*)?\Z")
 _DEFAULT = re.compile(rb"\bdefault\s*=\s*([^\s,)]+)")
 _TURNED_ON = re.compile(rb"store_false|store_const|append|\bconst\s*=")
 
@@ -85,7 +86,7 @@ class _Option:
         defaults = [self._is_default(each) for each in parsers]
         assigned = [each[1] for each in self._assigned.finditer(code)]
         others = [each for each in assigned if not self._same.match(each)]
-        given = [self._is_value(_first(each), b"") for each in others]
+        given = [self._is_value(_first(each), b"", _PYTHON_LITERAL) for each in others]
         if any(defaults) or any(given):
             return True
         # A parameter's default, and a keyword argument, define nothing: a call may pass the argument by its position.
@@ -95,12 +96,14 @@ class _Option:
     def _is_default(self, arguments: bytes) -> bool:
         """True if an argument of a parser may have the value when no command gives it."""
         default = _DEFAULT.search(arguments)
-        return _TURNED_ON.search(arguments) is not None or (default is not None and self._is_value(default[1], b""))
+        return _TURNED_ON.search(arguments) is not None or (
+            default is not None and self._is_value(default[1], b"", _PYTHON_LITERAL)
+        )
 
-    def _is_value(self, text: bytes, empty: bytes) -> bool:
+    def _is_value(self, text: bytes, empty: bytes, literal: re.Pattern[bytes] = _LITERAL) -> bool:
         """True if a text may be the value; one that is no literal may. empty: what an empty text stands for."""
         value = (text.strip(b"\"'`").lower() or empty) if not text.startswith(b"-") else empty
-        if not _LITERAL.match(value):
+        if not literal.match(text) or not _LITERAL.match(value):
             return True
         return value not in _OFF if self._value is None else value == self._value
 

@@ -276,6 +276,7 @@ MAY_BE_SET = {
         **OFF,
         "demo.py": "import subprocess\n\nsubprocess.run(['python', 'train.py', '--fp16'])\n",
     },
+    "a name stands for its value": {**OFF, "demo.py": "import train\n\ntrain.args.fp16 = IS_NEW\n"},
     "another option sets it": {**OFF, "demo.py": "import train\n\ntrain.args.fp16 = precision == 'fp16'\n"},
     "a config switches it on": {**OFF, "b.yaml": "fp16: true\n"},
     "nothing says how the program is run": {"train.py": OFF["train.py"]},
