@@ -27,7 +27,8 @@ _TURNED_ON = re.compile(rb"store_false|store_const|append|\bconst\s*=")
 def may_be(files: Iterable[tuple[str, bytes]], name: str, value: str | None) -> bool:
     """True if files of a project, with their contents, may give an option a value; None: any value that is true.
 
-    False only if they say how the project is run, define the option, and give it other values everywhere.
+    False only if they say how the project is run, define the option, and give it other values everywhere. A config that
+    selects another value among several does not define it.
     """
     if not _NAME.fullmatch(name) or (value is not None and not _LITERAL.match(value.encode())):
         return True
@@ -40,7 +41,7 @@ def may_be(files: Iterable[tuple[str, bytes]], name: str, value: str | None) -> 
             given = option.given_in_code(stripped(data)) if is_code else option.given_in_text(data)
             if given:
                 return True
-            defined = defined or given is False
+            defined = defined or (given is False and (is_code or value is None))
     return not (defined and is_run)
 
 
@@ -57,6 +58,8 @@ class _Option:
         self._override = re.compile(override)
         self._parser = re.compile(rb"\b(?:add_argument|option)\(\s*(?:[\"']-\w+[\"'],\s*)?[\"']--?%s[\"']" % word)
         exact = re.escape(name.encode())
+        # A field of a dataclass: `fp16: bool = False`
+        self._field = re.compile(rb"^[ \t]+%s[ \t]*:[ \t]*[\w.\[\]| ]+=[^\n]*[^\s,)][ \t]*$" % exact, re.M)
         self._assigned = re.compile(
             rb"(?<![\w-])%s(?:[\"']?\]?[ \t]*(?::[ \t]*[\w.\[\]| ]+)?=(?!=)|[\"'][ \t]*:)[ \t]*([^\n]*)" % exact
         )
@@ -89,9 +92,8 @@ class _Option:
         given = [self._is_value(_first(each), b"", _PYTHON_LITERAL) for each in others]
         if any(defaults) or any(given):
             return True
-        # A parameter's default, and a keyword argument, define nothing: a call may pass the argument by its position.
-        fields = [each for each in others if not each.rstrip().endswith((b",", b")"))]
-        return False if defaults or fields else None
+        # Others define nothing: a variable is a setting that people edit, a parameter may be passed by its position.
+        return False if defaults or self._field.search(code) else None
 
     def _is_default(self, arguments: bytes) -> bool:
         """True if an argument of a parser may have the value when no command gives it."""

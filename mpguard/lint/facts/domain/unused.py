@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpguard.lint.facts.events.event import EventKind
-from mpguard.lint.facts.syntax.path_condition import Condition, Flag, PathCondition
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, Flag, PathCondition
 from mpguard.lint.facts.values import api_names
 from mpguard.lint.source.strip_comments import stripped
 
 if TYPE_CHECKING:
-    from mpguard.core.text_edits import Span
     from mpguard.lint.facts.file import Facts
     from mpguard.lint.facts.syntax.records import Call
     from mpguard.lint.source.source import Chunk
@@ -41,6 +40,8 @@ _NO_PARAMETERS = re.compile(r"\A(?:async[ \t]+)?def[ \t]+\w+[ \t]*\([ \t]*\)")
 _BASES = re.compile(r"\Aclass[ \t]+\w+[ \t]*\(\s*([^()]*?)\s*\)")
 _NAME = re.compile(r"[^\W\d]\w*")
 _SCALING: tuple[EventKind, ...] = ("scaler", "scale", "scaler_step", "unscale", "update")
+#: Names of options that select a precision.
+_PRECISION = re.compile(r"(?i)(?<![a-z])amp(?![a-z])|fp16|float16|half|precision|prec$|bf16|fp8|mixed|autocast|scaler")
 _HARMLESS = re.compile(r"torch\.(?:set_|device$|manual_seed$|cuda\.is_available$)")
 
 
@@ -157,24 +158,26 @@ class UnsetOptions:
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
 
-    def guard(self, spans: Iterable[Span]) -> bool:
-        """True if the code, the region or the scaler at one of some places is in use under such a condition only."""
-        conditions = {each for start, _ in spans for call in self._calls_at(start) for each in self._conditions(call)}
-        return any(self._is_unset(each) for each in conditions)
+    def guard(self, place: int, related: Iterable[int]) -> bool:
+        """True if the code at a place runs only with a precision that the project never selects.
+
+        related: places of regions and scalers that it depends on.
+        """
+        found = {each for call in self._calls_at(place) for each in self._facts.guard_of(call)}
+        for call in (call for each in (place, *related) for call in self._calls_at(each)):
+            found |= self._conditions(call)
+        return any(self._is_unset(each) for each in found)
 
     def _calls_at(self, place: int) -> Iterator[Call]:
         for calls in self._facts.calls.values():
             yield from (call for call in calls if call.span[0] <= place < call.span[1])
 
     def _conditions(self, call: Call) -> PathCondition:
-        """Return the conditions under which a call runs, and what it creates or scales is in use."""
-        found = self._facts.guard_of(call)
+        """Return the conditions under which the region that a call enters, or its scaler, is in use."""
         path = self._facts.called_path(call)
         if path in api_names.AUTOCASTS:
-            found = found.joined(self._facts.enabled(call, path))
-        if call in self._scaling:
-            found = found.joined(self._of_scalers)
-        return found
+            return self._facts.guard_of(call).joined(self._facts.enabled(call, path))
+        return self._facts.guard_of(call).joined(self._of_scalers) if call in self._scaling else ALWAYS
 
     @functools.cached_property
     def _scaling(self) -> set[Call]:
@@ -193,6 +196,9 @@ class UnsetOptions:
         return self._facts.enabled(scaler, self._facts.called_path(scaler))
 
     def _is_unset(self, condition: Condition) -> bool:
-        if not isinstance(condition, Flag) or not (condition.equals is None or isinstance(condition.equals, str)):
-            return False
-        return not self._facts.project.may_set(self._facts.path, condition.name, condition.equals)
+        return (
+            isinstance(condition, Flag)
+            and (condition.equals is None or isinstance(condition.equals, str))
+            and _PRECISION.search(condition.name) is not None
+            and not self._facts.project.may_set(self._facts.path, condition.name, condition.equals)
+        )

@@ -82,8 +82,9 @@ class _Unused:
     def is_unused(self, diagnostic: Diagnostic) -> bool:
         if diagnostic.code in self._codes and not self._facts.project.deepspeed_config_read(self._facts.path):
             return True
-        spans = [diagnostic.span, *(note.span for note in diagnostic.notes if note.span and note.path is None)]
-        return self._definitions.contain(diagnostic.span[0]) or self._options.guard(spans)
+        place = diagnostic.span[0]
+        related = [note.span[0] for note in diagnostic.notes if note.span is not None and note.path is None]
+        return self._definitions.contain(place) or self._options.guard(place, related)
 
 
 def _rules_about_dicts(data: bytes, context: Context) -> list[type[ConfigRule]]:

@@ -251,10 +251,16 @@ NEVER_SET = {
         "demo.py": "import train\n\nfp16 = train.args.fp16\nother = {'fp16': getattr(train.args, 'fp16', 0)}\n",
     },
     "a value that nothing chooses": {
-        "main.py": "from train import fit\n\nfit(*make(load('a.yaml')))\n",
+        "main.py": """\
+import argparse
+from train import fit
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--precision", default="fp32")
+fit(*make(parser.parse_args()))
+""",
         "train.py": CHOSEN,
-        "a.yaml": "precision: bf16\n",
-        "README.md": "    python main.py\n",
+        "run.sh": "python main.py --precision bf16\n",
     },
 }
 MAY_BE_SET = {
@@ -279,6 +285,18 @@ MAY_BE_SET = {
     "a name stands for its value": {**OFF, "demo.py": "import train\n\ntrain.args.fp16 = IS_NEW\n"},
     "another option sets it": {**OFF, "demo.py": "import train\n\ntrain.args.fp16 = precision == 'fp16'\n"},
     "a config switches it on": {**OFF, "b.yaml": "fp16: true\n"},
+    "a variable is edited by who runs the program": {
+        "train.py": SCALED.replace('parser.add_argument("--fp16", {})\n', "\n"),
+        "settings.py": "fp16 = False\n",
+        "run.sh": OFF["run.sh"],
+    },
+    "a config selects another value": {
+        "main.py": "from train import fit\n\nfit(*make(load('a.yaml')))\n",
+        "train.py": CHOSEN,
+        "a.yaml": "precision: bf16\n",
+        "README.md": "    python main.py\n",
+    },
+    "it does not select a precision": {**OFF, "train.py": OFF["train.py"].replace("fp16", "resume")},
     "nothing says how the program is run": {"train.py": OFF["train.py"]},
     "nothing defines it": {
         "train.py": SCALED.replace('parser.add_argument("--fp16", {})\n', "\n"),
