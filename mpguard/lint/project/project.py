@@ -302,15 +302,6 @@ class Project:
             top = tree.top_of(Path(path).absolute().parent)
             return not tree.is_project(top) or references.may_ask_for(top, word)
 
-    def may_set(self, path: str, option: str, value: str | None) -> bool:
-        """True if the project of a file may give an option a value; None stands for any value that is true.
-
-        Outside of a project that is unknown.
-        """
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(Path(path).absolute().parent)
-            return not tree.is_project(top) or references.may_set(top, option, value)
-
     def is_copied_example(self, path: str) -> bool:
         """True if a file is an example of another project, of which its own contains a copy, and does not run it."""
         with tracked_fs.recording_for(path):

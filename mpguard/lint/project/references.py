@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mpguard.core import tracked_fs
 from mpguard.core.tracked_fs import cached_per_run
-from mpguard.lint.project import option_values, summaries, tree
+from mpguard.lint.project import summaries, tree
 from mpguard.lint.source.files import MARKDOWN, NOTEBOOK, PYTHON
 from mpguard.lint.source.strip_comments import stripped
 
@@ -44,7 +44,7 @@ _NAMES_DEEPSPEED = re.compile(rb"(?i)deepspeed|HfArgumentParser|TrainingArgument
 _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 #: Kinds of questions.
 _USES, _LOOKS_UP, _READS, _ASKS = "use ", "looks up", "reads deepspeed", "asks for "
-_SETS, _RUNS = "sets ", "runs"
+_RUNS = "runs"
 _LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "COPYING")
 #: Folders of a project's examples.
 _EXAMPLES = frozenset({"example", "examples", "research_projects"})
@@ -68,11 +68,6 @@ def may_read_deepspeed(top: Path, file: Path) -> bool:
 def may_ask_for(top: Path, word: str) -> bool:
     """True if a script, config or text of a project contains a word, in lower or upper case: code does not count."""
     return _asked(top, "", _ASKS + word)
-
-
-def may_set(top: Path, option: str, value: str | None) -> bool:
-    """True if a project may give an option a value, by its name; None stands for any value that is true."""
-    return _asked(top, "", f"{_SETS}{option} {value or ''}")
 
 
 def is_copied_example(file: Path) -> bool:
@@ -112,9 +107,6 @@ def answer(top: str, file: str, question: str) -> bool:
         if question.startswith(_ASKS):
             word = question.removeprefix(_ASKS).encode()
             return any(word in _content(each).lower() for each in files if not each.endswith(PYTHON))
-        if question.startswith(_SETS):
-            option, _, value = question.removeprefix(_SETS).partition(" ")
-            return option_values.may_be(((each, _content(each)) for each in files), option, value or None)
         if question == _RUNS:
             return any(_uses(each, file, "") and not _is_in_copy(each, top) for each in files if each != file)
         name = question.removeprefix(_USES)

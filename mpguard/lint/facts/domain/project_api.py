@@ -67,9 +67,6 @@ class ProjectApi(Protocol):
     def asks_for(self, path: str, word: str) -> bool:
         """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
 
-    def may_set(self, path: str, option: str, value: str | None) -> bool:
-        """True if the project of a file may give an option a value; None stands for any value that is true."""
-
     def deepspeed_config_read(self, path: str) -> bool:
         """True if something in the project may read the DeepSpeed config that a file is, or contains."""
 
@@ -123,9 +120,6 @@ class NoProject:
         return False
 
     def asks_for(self, path: str, word: str) -> bool:  # noqa: ARG002
-        return True
-
-    def may_set(self, path: str, option: str, value: str | None) -> bool:  # noqa: ARG002
         return True
 
     def deepspeed_config_read(self, path: str) -> bool:  # noqa: ARG002

@@ -6,13 +6,9 @@ import bisect
 import functools
 import re
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpguard.lint.facts.events.event import EventKind
-from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, Flag, PathCondition
-from mpguard.lint.facts.values import api_names
 from mpguard.lint.source.strip_comments import stripped
 
 if TYPE_CHECKING:
@@ -39,9 +35,6 @@ _LOADS = re.compile(r"(?i)loader|dataset|\bparse_args\b|\bopen\(|\bargparse\b")
 _NO_PARAMETERS = re.compile(r"\A(?:async[ \t]+)?def[ \t]+\w+[ \t]*\([ \t]*\)")
 _BASES = re.compile(r"\Aclass[ \t]+\w+[ \t]*\(\s*([^()]*?)\s*\)")
 _NAME = re.compile(r"[^\W\d]\w*")
-_SCALING: tuple[EventKind, ...] = ("scaler", "scale", "scaler_step", "unscale", "update")
-#: Names of options that select a precision.
-_PRECISION = re.compile(r"(?i)(?<![a-z])amp(?![a-z])|fp16|float16|half|precision|prec$|bf16|fp8|mixed|autocast|scaler")
 _HARMLESS = re.compile(r"torch\.(?:set_|device$|manual_seed$|cuda\.is_available$)")
 
 
@@ -150,55 +143,3 @@ class UnusedDefinitions:
         bases = _BASES.search(chunk.text)
         is_derived = bases is not None and bases[1] not in _COMMON_BASES
         return is_derived and self._facts.project.looked_up(self._facts.path)
-
-
-class UnsetOptions:
-    """Conditions of the code of a file that no option, config or command of its project makes true."""
-
-    def __init__(self, facts: Facts) -> None:
-        self._facts = facts
-
-    def guard(self, place: int, related: Iterable[int]) -> bool:
-        """True if the code at a place runs only with a precision that the project never selects.
-
-        related: places of regions and scalers that it depends on.
-        """
-        found = {each for call in self._calls_at(place) for each in self._facts.guard_of(call)}
-        for call in (call for each in (place, *related) for call in self._calls_at(each)):
-            found |= self._conditions(call)
-        return any(self._is_unset(each) for each in found)
-
-    def _calls_at(self, place: int) -> Iterator[Call]:
-        for calls in self._facts.calls.values():
-            yield from (call for call in calls if call.span[0] <= place < call.span[1])
-
-    def _conditions(self, call: Call) -> PathCondition:
-        """Return the conditions under which the region that a call enters, or its scaler, is in use."""
-        path = self._facts.called_path(call)
-        if path in api_names.AUTOCASTS:
-            return self._facts.guard_of(call).joined(self._facts.enabled(call, path))
-        return self._facts.guard_of(call).joined(self._of_scalers) if call in self._scaling else ALWAYS
-
-    @functools.cached_property
-    def _scaling(self) -> set[Call]:
-        """The calls that create a scaler, and those that use one."""
-        return {event.call for kind in _SCALING for event in self._facts.events(kind)}
-
-    @functools.cached_property
-    def _of_scalers(self) -> PathCondition:
-        """The conditions under which the scalers of the file are in use: all are enabled under them, or step."""
-        made = [each.guard.joined(self._enabled(each.call)) for each in self._facts.events("scaler")]
-        steps = [each.guard for each in self._facts.events("scaler_step")]
-        common = [frozenset.intersection(*each) for each in (made, steps) if each]
-        return PathCondition(frozenset[Condition]().union(*common))
-
-    def _enabled(self, scaler: Call) -> PathCondition:
-        return self._facts.enabled(scaler, self._facts.called_path(scaler))
-
-    def _is_unset(self, condition: Condition) -> bool:
-        return (
-            isinstance(condition, Flag)
-            and (condition.equals is None or isinstance(condition.equals, str))
-            and _PRECISION.search(condition.name) is not None
-            and not self._facts.project.may_set(self._facts.path, condition.name, condition.equals)
-        )

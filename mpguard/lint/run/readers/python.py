@@ -7,7 +7,7 @@ import re
 from collections.abc import Container
 from typing import TYPE_CHECKING
 
-from mpguard.lint.facts.domain.unused import UnsetOptions, UnusedDefinitions
+from mpguard.lint.facts.domain.unused import UnusedDefinitions
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.model import suppressions
 from mpguard.lint.model.finding import Lines
@@ -77,14 +77,12 @@ class _Unused:
 
     def __init__(self, facts: Facts, codes: Container[str]) -> None:
         self._facts, self._codes = facts, codes
-        self._definitions, self._options = UnusedDefinitions(facts), UnsetOptions(facts)
+        self._definitions = UnusedDefinitions(facts)
 
     def is_unused(self, diagnostic: Diagnostic) -> bool:
         if diagnostic.code in self._codes and not self._facts.project.deepspeed_config_read(self._facts.path):
             return True
-        place = diagnostic.span[0]
-        related = [note.span[0] for note in diagnostic.notes if note.span is not None and note.path is None]
-        return self._definitions.contain(place) or self._options.guard(place, related)
+        return self._definitions.contain(diagnostic.span[0])
 
 
 def _rules_about_dicts(data: bytes, context: Context) -> list[type[ConfigRule]]:
