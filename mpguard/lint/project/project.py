@@ -302,6 +302,11 @@ class Project:
             top = tree.top_of(Path(path).absolute().parent)
             return not tree.is_project(top) or references.may_ask_for(top, word)
 
+    def is_copied_example(self, path: str) -> bool:
+        """True if a file is an example of another project, of which its own contains a copy, and does not run it."""
+        with tracked_fs.recording_for(path):
+            return references.is_copied_example(Path(path).absolute())
+
     def deepspeed_config_read(self, path: str) -> bool:
         """True if something in the project may read the DeepSpeed config that a file is, or contains."""
         file = Path(path).absolute()

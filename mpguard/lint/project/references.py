@@ -44,6 +44,10 @@ _NAMES_DEEPSPEED = re.compile(rb"(?i)deepspeed|HfArgumentParser|TrainingArgument
 _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 #: Kinds of questions.
 _USES, _LOOKS_UP, _READS, _ASKS = "use ", "looks up", "reads deepspeed", "asks for "
+_RUNS = "runs"
+_LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "COPYING")
+#: Folders of a project's examples.
+_EXAMPLES = frozenset({"example", "examples", "research_projects"})
 
 
 def may_use(top: Path, file: Path, name: str) -> bool:
@@ -64,6 +68,22 @@ def may_read_deepspeed(top: Path, file: Path) -> bool:
 def may_ask_for(top: Path, word: str) -> bool:
     """True if a script, config or text of a project contains a word, in lower or upper case: code does not count."""
     return _asked(top, "", _ASKS + word)
+
+
+def is_copied_example(file: Path) -> bool:
+    """True if a file is an example of another package, of which its project contains a copy, and does not run it."""
+    above = list(file.parents)
+    place = next((place for place, folder in enumerate(above) if folder.name in _EXAMPLES), None)
+    if place is None:
+        return False
+    copied = next((each for each in above[place + 1 :] if _is_package_of_its_own(each)), None)
+    top = next((each for each in copied.parents if tree.is_project(each)), None) if copied is not None else None
+    return top is not None and not _asked(top, file, _RUNS)
+
+
+def _is_package_of_its_own(folder: Path) -> bool:
+    """True if a folder contains a package with a license of its own."""
+    return any(tracked_fs.exists(folder / name) for name in _LICENSES) and is_installable(folder)
 
 
 def _asked(top: Path, file: Path | str, question: str) -> bool:
@@ -87,8 +107,17 @@ def answer(top: str, file: str, question: str) -> bool:
         if question.startswith(_ASKS):
             word = question.removeprefix(_ASKS).encode()
             return any(word in _content(each).lower() for each in files if not each.endswith(PYTHON))
+        if question == _RUNS:
+            return any(_uses(each, file, "") and not _is_in_copy(each, top) for each in files if each != file)
         name = question.removeprefix(_USES)
         return any(_uses(each, file, name) for each in files if each != file)
+
+
+def _is_in_copy(file: str, top: str) -> bool:
+    """True if a file is in a package of its own below the top of a project."""
+    return any(
+        _is_package_of_its_own(each) for each in Path(file).parents if each.is_relative_to(top) and str(each) != top
+    )
 
 
 def exports_all(file: Path) -> bool:

@@ -26,9 +26,15 @@ _DEEPSPEED_KEYS = (b"zero_optimization", b"train_micro_batch_size_per_gpu", b"tr
 _DEEPSPEED_DICT = (any_of(*(quote + key + quote for key in _DEEPSPEED_KEYS for quote in (b'"', b"'"))),)
 
 
+@functools.lru_cache(maxsize=1)
+def _code(data: bytes) -> bytes:
+    """Return the content of a file without comments and docstrings, once for all questions about it."""
+    return stripped(data)
+
+
 def may_hold_deepspeed_config(data: bytes) -> bool:
     """True if a Python file may contain a DeepSpeed config as a dict."""
-    return matches((_DEEPSPEED_KEYS,), data) and matches(_DEEPSPEED_DICT, stripped(data))
+    return matches((_DEEPSPEED_KEYS,), data) and matches(_DEEPSPEED_DICT, _code(data))
 
 
 def matches(triggers: tuple[tuple[bytes, ...], ...], data: bytes) -> bool:
@@ -44,7 +50,7 @@ def relevant(data: bytes, rules: Iterable[R], nearby: Callable[[], Iterable[byte
     found = _by_own_text(data, rules)
     if not any(rule.triggers_nearby for rule in found):
         return found
-    code = stripped(data)
+    code = _code(data)
 
     def is_met(tokens: tuple[bytes, ...]) -> bool:
         return any(token in text for text in itertools.chain((code,), _lazily(nearby)) for token in tokens)
@@ -63,7 +69,7 @@ def _by_own_text(data: bytes, rules: Iterable[R]) -> list[R]:
     if not left:
         return []
     if left & plan.conditional:
-        code = stripped(data)
+        code = _code(data)
         left = plan.met(code, left)
         return [
             rule

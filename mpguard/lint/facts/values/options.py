@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.syntax.nodes import constant, dotted
-from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition
+from mpguard.lint.facts.syntax.path_condition import Flag, Not, PathCondition
 from mpguard.lint.facts.syntax.records import Call, Record, Scope
 from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.dtypes import AnyDtype, only_dtype
@@ -84,20 +84,28 @@ def literal_choices(call: Call) -> tuple[str, list[str]] | None:
 
 
 def can_be_chosen(guard: PathCondition, program: Iterable[Scope]) -> bool:
-    """Return False if a path condition asks for a value of an option that its `choices` in the program lack."""
+    """Return False if a path condition asks for a value of an option that its `choices` in the program lack.
+
+    Or if it excludes all of them.
+    """
     wanted = {
         each.name.rsplit(".", 1)[-1]: each.equals
         for each in guard
         if isinstance(each, Flag) and isinstance(each.equals, str)
     }
-    if not wanted:
+    excluded: dict[str, set[object]] = {}
+    for each in guard:
+        if isinstance(each, Not) and isinstance(each.inner, Flag):
+            excluded.setdefault(each.inner.name.rsplit(".", 1)[-1], set()).add(each.inner.equals)
+    if not wanted and not excluded:
         return True
     offered: dict[str, set[str]] = {}
     for scope in program:
         for call in scope.calls:
             if call.name == "add_argument" and (found := literal_choices(call)) is not None:
                 offered.setdefault(found[0], set()).update(found[1])
-    return all(value in offered.get(name, {value}) for name, value in wanted.items())
+    is_left = all(not values or values - excluded.get(name, set()) for name, values in offered.items())
+    return is_left and all(value in offered.get(name, {value}) for name, value in wanted.items())
 
 
 def _in_backward(call: Call, facts: Facts) -> bool:

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
 
 #: Matches keys about precision.
 _PRECISION = re.compile(r"fp8|fp16|bf16|fp32|float|precision|dtype|data_type|autocast|loss_?scal")
+#: Matches sections that have an effect in another place.
+_MISPLACED = re.compile(r"offload|zero")
+#: Keys of Apex, whose levels DeepSpeed does not have: nothing is lost where they are ignored.
+_APEX = frozenset({"opt_level", "fp16_opt_level"})
 #: The version since which an unknown key of `bf16` and `fp16` stops the run, at the latest.
 _STRICT_SINCE = (0, 17, 1)
 _IGNORED = "does not know this key, and ignores it"
@@ -31,9 +35,10 @@ class UnknownDeepspeedSection(ConfigRule):
     ## Known limits
     The keys are those of DeepSpeed 0.19.8. A file in which most keys are not DeepSpeed's is read by another program
     (GPT-NeoX, a training script), and so is a dict that is set on another library's config (`config.ds_config =
-    {...}`); neither is reported. Unknown keys with a single value are reported only if they are about precision or
-    similar to a known key; names that begin with `_`, `/` or `#` are comments. The keys of other sections are not
-    checked. DeepSpeed has no FP8 of its own: FP8 modules (Transformer Engine, torchao) run inside its BF16 engine.
+    {...}`); neither is reported. Unknown keys are reported only if they are about precision or offloading, or similar
+    to a known key; names that begin with `_`, `/` or `#` are comments. Apex's `opt_level` is not reported where
+    DeepSpeed ignores it. The keys of other sections are not checked. DeepSpeed has no FP8 of its own: FP8 modules
+    (Transformer Engine, torchao) run inside its BF16 engine.
     """
 
     code, name = "MPG823", "unknown-deepspeed-section"
@@ -119,11 +124,23 @@ config = {
   "bfloat16": {"enabled": true},
   "zero_optimization": {"stage": 2},
   "my_run": 3,
+  "log": {"steps": 50},
   "communication_data_type": "fp32",
   "data_types": {"grad_accum_dtype": "fp32"}
 }
 """,
             name="ds_config.json",
+        ),
+        Good(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 1,
+  "fp16": {"enabled": true, "opt_level": "O2"},
+  "comms_config": {"verbose": false}
+}
+""",
+            name="ds_config.json",
+            files={"requirements.txt": "deepspeed==0.9.3\n", "pyproject.toml": ""},
         ),
         Good(
             """\
@@ -180,7 +197,8 @@ abilities = {"zero_optimization": True, "torch_autocast": True, "fp8": False}
         if key in deepspeed_keys.KEYS or not key[:1].isalpha() or "comment" in key.lower():
             return
         meant = _meant(key)
-        if meant is None and not isinstance(entry.value, dict) and not _PRECISION.search(key.lower()):
+        is_misplaced = isinstance(entry.value, dict) and _MISPLACED.search(key.lower())
+        if meant is None and not is_misplaced and not _PRECISION.search(key.lower()):
             return
         hint = " It has no FP8 of its own" if key.lower().startswith("fp8") else ""
         if key.lower() in ("gradient_accumulation_dtype", "grad_accum_dtype"):
@@ -200,6 +218,8 @@ abilities = {"zero_optimization": True, "torch_autocast": True, "fp8": False}
         strict = section in deepspeed_keys.STRICT
         if strict and self.project.required(document.path, "deepspeed").before(_STRICT_SINCE):
             strict = False
+        if not strict and key in _APEX:
+            return
         what = "stops: the section has no such key" if strict else _IGNORED
         yield self.at(entry, fix=_fix(document, entry, meant), key=f"{section}.{key}", what=what, hint=hint)
 

@@ -88,7 +88,9 @@ class Context:
         lines = output.lines
         self._drop_misplaced(output)
         kept, used = suppressions.split(output.diagnostics, output.comments, lines)
-        if self.with_project and output.is_unused is not None:
+        if kept and self.with_project and self.project.is_copied_example(self.path):
+            kept = []
+        elif self.with_project and output.is_unused is not None:
             kept = [each for each in kept if not output.is_unused(each)]
         if output.ran:
             unused = suppressions.report_unused(output.comments, used, self.rules, output.ran, lines)

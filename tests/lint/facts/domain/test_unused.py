@@ -204,3 +204,54 @@ def test_a_deepspeed_config_counts_where_something_may_read_it(
 ) -> None:
     write({"ds.json": CONFIG, "options.py": f"import json\n\nDS = {CONFIG.replace('true', 'True')}", **reader})
     assert reported(capsys) == (["ds.json:1", "options.py:3"] if reader else [])
+
+
+SCALED = """\
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--fp16", action="store_true")
+args = parser.parse_args()
+scaler = torch.amp.GradScaler("cuda", enabled=args.fp16)
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16, enabled=args.fp16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_an_option_that_nothing_in_the_project_sets_may_be_set_by_who_runs_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write({"train.py": SCALED, "run.sh": "python train.py --lr 0.1\n"})
+    assert len(reported(capsys)) == 1
+
+
+COPY = {
+    "lib/setup.py": "",
+    "lib/LICENSE": "",
+    "lib/README.md": "    python examples/tune.py\n",
+    "lib/examples/tune.py": TRAIN.format("main()") + "\nmain()\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "lines"),
+    [
+        (COPY, []),
+        ({**COPY, "lib/pyproject.toml": "[project]\n"}, []),
+        ({**COPY, "b/setup.py": "", "b/LICENSE": "", "b/README.md": "    python examples/tune.py\n"}, []),
+        ({**COPY, "run.sh": "cd lib/examples && python tune.py\n"}, ["lib/examples/tune.py:9"]),
+        ({name: text for name, text in COPY.items() if "LICENSE" not in name}, ["lib/examples/tune.py:9"]),
+        ({name.removeprefix("lib/"): text for name, text in COPY.items()}, ["examples/tune.py:9"]),
+    ],
+)
+def test_an_example_of_a_copied_package_counts_where_the_project_runs_it(
+    files: dict[str, str], lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(files)
+    assert reported(capsys) == lines
