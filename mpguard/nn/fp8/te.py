@@ -48,6 +48,10 @@ class CachedWeightMixin(nn.Module):
         first = weight_cache.is_first_pass(self)
         return super().forward(input, is_first_microbatch=first)  # type: ignore[no-any-return]
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._fp8_workspaces.clear()  # a copy stays on its device when the model moves
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
     @property
     def keeps_copy(self) -> bool:
         """True if there is an FP8 copy of the weight."""
