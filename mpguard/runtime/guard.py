@@ -36,7 +36,7 @@ from mpguard.runtime.progress import Budget, Progress
 from mpguard.runtime.proof import account, compare, consensus
 from mpguard.runtime.proof.compare import Proof, Row
 from mpguard.runtime.proof.inferred import Inferred, products_behind
-from mpguard.runtime.proof.observe import Observed, existing_optimizers, innermost, observe, updated_by
+from mpguard.runtime.proof.observe import Observed, existing_optimizers, innermost, models_of, observe, updated_by
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.script_updates import ScriptSteps
@@ -363,12 +363,7 @@ class Guard:
     def _observe(self, optimizer: Any, progress: Progress, model: nn.Module | None) -> Observed:
         """Observe the step of an optimizer that was just applied, and measure what that costs."""
         began = time.monotonic() - self.recorder.account.take_seconds()
-        known = self._models.get(optimizer, ())
-        models = [found for ref in known if (found := ref()) is not None]
-        if model is not None:
-            models = [model]
-        elif len(models) < len(known):
-            models = []
+        models = [model] if model is not None else self._known_models(optimizer)
         step = progress.applied + progress.skipped
         seen = observe(self.recorder, models, optimizer, policy=self.plan.policy, step=step)
         self._models[optimizer] = [weakref.ref(found) for found in models]
@@ -377,6 +372,18 @@ class Guard:
         self.recorder.account.take_seconds()  # they are a part of what was measured here
         progress.cost = time.monotonic() - began
         return seen
+
+    def models_of(self, optimizer: Any) -> list[nn.Module]:
+        """Return the outermost models of an optimizer, and keep them for the next look."""
+        found = self._known_models(optimizer) or models_of(updated_by(optimizer))
+        self._models[optimizer] = [weakref.ref(model) for model in found]
+        return found
+
+    def _known_models(self, optimizer: Any) -> list[nn.Module]:
+        """Return the models that were found; none if one of them no longer exists."""
+        known = self._models.get(optimizer, ())
+        models = [found for ref in known if (found := ref()) is not None]
+        return models if len(models) == len(known) else []
 
     def check_limits(self) -> None:
         """Raise `NotInForce` if the first proof has been delayed for too many backward passes."""

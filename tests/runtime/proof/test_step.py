@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,12 +18,16 @@ import torch
 from limits import seconds
 from paths import PROGRAMS
 from processes import in_fork, ranks_in_fork, results, transcript
+from shared import made_once
 from torch import nn
 
 from mpguard.runtime.proof import collectives, gradients, optimizer_state, reductions, rounding, tf32
 from mpguard.runtime.proof.compare import _names
 from mpguard.runtime.proof.observe import Observed
 from mpguard.runtime.proof.reductions import Fingerprint
+
+#: From the number of processes to what each of them has proven.
+Proven = Callable[[int], list[dict[str, Any]]]
 
 
 def programs(words: list[str]) -> int:
@@ -33,21 +37,25 @@ def programs(words: list[str]) -> int:
     return int(step_cases.main(words))
 
 
-@functools.cache
-def proven(processes: int, folder: Path) -> list[dict[str, Any]]:
-    """Return what each rank has proven, by the name of the program."""
-    limit = seconds(180)
-    if processes == 1:
-        runs = [in_fork([], cwd=folder, program=programs, timeout=limit)]
-    else:
-        runs = ranks_in_fork([], cwd=folder, program=programs, timeout=limit)
-    assert all(results(run) for run in runs), "\n".join(map(transcript, runs))
-    return [results(run)[0]["cases"] for run in runs]
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("step")
+def proven(tmp_path_factory: pytest.TempPathFactory) -> Proven:
+    """Return what each rank of so many processes has proven, by the name of the program."""
+    folder, limit = tmp_path_factory.mktemp("step"), seconds(180)
+
+    def run(processes: int) -> list[dict[str, Any]]:
+        if processes == 1:
+            runs = [in_fork([], cwd=folder, program=programs, timeout=limit)]
+        else:
+            runs = ranks_in_fork([], cwd=folder, program=programs, timeout=limit)
+        assert all(results(run) for run in runs), "\n".join(map(transcript, runs))
+        return [results(run)[0]["cases"] for run in runs]
+
+    @functools.cache
+    def found(processes: int) -> list[dict[str, Any]]:
+        made: list[dict[str, Any]] = made_once(tmp_path_factory, f"step_{processes}", lambda: run(processes))
+        return made
+
+    return found
 
 
 RIGHT = {
@@ -119,8 +127,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("processes", "name"), [(count, name) for count, names in RIGHT.items() for name in names])
-def test_right_programs_are_proven(folder: Path, processes: int, name: str) -> None:
-    for cases in proven(processes, folder):
+def test_right_programs_are_proven(proven: Proven, processes: int, name: str) -> None:
+    for cases in proven(processes):
         assert (cases[name]["verdict"], cases[name]["failures"]) == ("in force", []), cases[name]
 
 
@@ -128,19 +136,19 @@ def test_right_programs_are_proven(folder: Path, processes: int, name: str) -> N
     ("processes", "name", "message"),
     [(count, name, message) for count, cases in WRONG.items() for name, message in cases.items()],
 )
-def test_wrong_programs_are_refused_with_the_right_row(folder: Path, processes: int, name: str, message: str) -> None:
-    for cases in proven(processes, folder):
+def test_wrong_programs_are_refused_with_the_right_row(proven: Proven, processes: int, name: str, message: str) -> None:
+    for cases in proven(processes):
         assert cases[name]["verdict"] != "in force", cases[name]
         assert any(message in failure for failure in cases[name]["failures"]), cases[name]
 
 
-def test_every_program_is_right_or_wrong(folder: Path) -> None:
+def test_every_program_is_right_or_wrong(proven: Proven) -> None:
     for processes in (1, 2):
-        assert set(proven(processes, folder)[0]) == {*RIGHT[processes], *WRONG[processes]}
+        assert set(proven(processes)[0]) == {*RIGHT[processes], *WRONG[processes]}
 
 
-def test_rows_show_more_than_one_engine_and_dimension(folder: Path) -> None:
-    cases = proven(2, folder)[0]
+def test_rows_show_more_than_one_engine_and_dimension(proven: Proven) -> None:
+    cases = proven(2)[0]
     assert cases["tensor_parallel"]["rows"]["reduction"].startswith("fp32 over tp (the collective)")
     assert "by the script" in cases["head_outside_reduced_by_hand"]["rows"]["coverage"]
     assert cases["ddp_ignores_a_weight_of_each_rank"]["rows"]["coverage"].startswith(
