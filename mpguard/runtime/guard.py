@@ -626,18 +626,21 @@ class Guard:
                 found |= {id(parameter): optimizer for parameter in [*updated_by(optimizer), *copies]}
         return found
 
-    def weights_cast(self, optimizer: Any, what: str) -> None:
-        """Report that weights of an optimizer were cast, and refuse its next step. what: the cast, and where it is."""
+    def weights_cast(self, optimizer: Any, what: str, advice: str = casts.ADVICE) -> None:
+        """Report that weights of an optimizer were cast, and refuse its next step.
+
+        what: the cast, or what else was done to the weights, and where it is. advice: what to do instead.
+        """
         progress = self._progress[optimizer]
         if progress.cast is None:
-            optimizer.register_step_pre_hook(untraced(functools.partial(self._refuse_cast)))
+            optimizer.register_step_pre_hook(untraced(functools.partial(self._refuse_cast, advice)))
         progress.cast = what
         self.reporter.report_cast(what, self.plan.enforce)
 
-    def _refuse_cast(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def _refuse_cast(self, advice: str, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         progress = self._progress_of(optimizer)
         if progress.cast is not None and not progress.failed and self.failure is None:
-            self._fail_alone(progress, f"weights: {progress.cast}, and training continued with them. {casts.ADVICE}")
+            self._fail_alone(progress, f"weights: {progress.cast}, and training continued with them. {advice}")
 
     def tensors_are_exchanged(self, tensors: Collection[torch.Tensor]) -> None:
         """Release weak references to tensors that are going to be exchanged: torch refuses it where there are any."""

@@ -78,6 +78,20 @@ def test_training_on_with_weights_that_were_cast_is_refused(
     assert "from fp32 to fp16, and training continued with them. Cast a copy" in ended.stderr
 
 
+@pytest.mark.parametrize("cast", ["v.bfloat16()", "v.clone()"])
+def test_training_on_with_parameters_that_were_replaced_is_refused(tmp_path: Path, cast: str) -> None:
+    """The optimizer would train tensors that the model no longer has."""
+    load = "m.load_state_dict({k: CAST for k, v in m.state_dict().items()}, assign=True)\n".replace("CAST", cast)
+    script = f"m = net(); o = sgd(m); train(m, o, 5)\n{load}train(m, o, 5); print('finished')"
+    ended = run(tmp_path, script)
+    what = f"{line_of('m.load', script)}: load_state_dict(assign=True) replaces the parameters of SGD in the model"
+    assert ended.returncode == 1 and "finished" not in ended.stdout, transcript(ended)
+    assert f"mpguard: {what}. A further step" in ended.stderr and f"weights: {what}, and training" in ended.stderr
+    right = script.replace(load, f"{load}o = sgd(m); ").replace("v.bfloat16()", "v.clone()")
+    ended = run(tmp_path, right)
+    assert ended.returncode == 0 and "finished" in ended.stdout, transcript(ended)
+
+
 def test_a_cast_is_reported_under_warn_and_the_run_is_not_called_in_force(tmp_path: Path) -> None:
     ended = run(tmp_path, HALF, "--enforce", "warn")
     assert ended.returncode == 0 and "finished" in ended.stdout, transcript(ended)

@@ -400,11 +400,18 @@ def _module_load_state_dict(original: AnyFunction) -> AnyFunction:
             from mpguard.nn.fp8 import amax_history
 
             amax_history.store_pending(self, state_dict)
+        trained = guard.trained_parameters() if guard is not None else {}
+        before = casts.dtypes(self) if trained else {}
         result = original(self, state_dict, *args, **kwargs)
         if guard is not None:
             master_weights.load(guard, self, state_dict)
             guard.observing_load(lambda: guard.loaded.weights(self, state_dict))
             guard.weights_loaded(self)
+            for optimizer in {trained[key] for key in casts.replaced(before, self) & trained.keys()}:
+                _, place = casts.caller()
+                name = type(optimizer).__name__
+                what = f"{place}: load_state_dict(assign=True) replaces the parameters of {name} in the model"
+                guard.weights_cast(optimizer, what, casts.REPLACED_ADVICE)
         return result
 
     return load_state_dict

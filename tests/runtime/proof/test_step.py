@@ -67,12 +67,14 @@ RIGHT = {
         "gradients_that_overflowed_are_thrown_away", "a_backbone_collects_gradients_in_bf16",
         "a_temperature_in_fp64_has_an_optimizer",
         "weights_from_a_checkpoint_in_bf16", "weights_from_zeros", "rounded_weights_that_are_loaded",
-        "momentum_that_begins_again",
+        "momentum_that_begins_again", "throws_away_the_gradients_of_a_first_pass",
+        "projects_the_gradients_of_two_tasks",
     ),
     2: (
         "ddp", "ddp_on_the_same_data", "ddp_compresses_as_asked", "by_hand_in_fp32", "ddp_accumulates",
         "flat_in_fp32_and_a_metric_in_bf16", "tensor_parallel", "ddp_ignores_a_weight_of_each_rank",
-        "head_outside_reduced_by_hand", "ddp_clears_gradients_in_its_step", "ddp_updates_by_hand",
+        "head_outside_reduced_by_hand", "a_part_outside_for_which_ranks_exchange_activations",
+        "a_part_outside_of_a_sharded_classifier", "ddp_clears_gradients_in_its_step", "ddp_updates_by_hand",
         "ddp_with_an_optimizer_of_a_shard_on_each_rank", "steps_once_late_on_two_ranks", "steps_once_late_with_fsdp2",
         "pipeline_by_hand", "pipeline_of_torch",
         "fsdp1", "fsdp2", "zero1", "zero2", "zero3",
@@ -115,6 +117,7 @@ WRONG = {
         "tensor_parallel_without_the_patch": "reduction: bf16 over tp",
         "ddp_ignores_a_weight": "coverage: the gradients of 2.weight are not reduced",
         "head_outside": "coverage: the gradients of Linear.weight, Linear.bias are not reduced",
+        "head_outside_that_each_rank_initializes": "coverage: the gradients of Linear.weight, Linear.bias are not",
         "fsdp2_ignores_a_weight": "coverage: the gradients of 2.weight are not reduced",
         "fsdp1_ignores_a_weight": "coverage: the gradients of 2.weight are not reduced",
         "fsdp1_adds_in_bf16": "accumulation: bf16 80 %",
@@ -177,8 +180,16 @@ def test_a_sum_shows_the_dtype_of_its_additions(dtype: torch.dtype, found: str |
     total = torch.zeros(64, dtype=dtype)
     for term in terms:
         total += term.to(dtype)
-    assert rounding.summed_in(total.float() * 0.37, terms.sum(0), terms.abs().sum(0), 8) == found
-    assert rounding.summed_in(torch.randn(64), terms.sum(0), terms.abs().sum(0), 8) is None, "another sum"
+    assert rounding.summed_in(total.float() * 0.37, terms, 8) == found
+    assert rounding.summed_in(torch.randn(64), terms, 8) is None, "another sum"
+    assert rounding.summed_in(total.float() * 0.37, torch.cat([terms, terms[:1] * 0]), 9) == found, "a pass without one"
+
+
+def test_gradients_that_are_weighed_or_thrown_away_are_not_rounded() -> None:
+    first = torch.randn(64).double()
+    second = first + 0.004 * torch.randn(64)
+    for sum_of_both in (second, 0.9 * first + 1.1 * second, first + 0.996 * second, torch.zeros(64)):
+        assert rounding.summed_in(sum_of_both.float(), torch.stack([first, second]), 2) is None
 
 
 @pytest.mark.parametrize(
