@@ -84,8 +84,9 @@ class Guard:
     engine_depth: nested calls of an engine that calls its optimizer itself. spawned: True if the script started this
     process, maybe to load data: then it is not reported, and not written to the proof file, that it does not train.
     converts_models, compiles_models: True if mpguard converts and compiles models when an optimizer is created; False
-    where an `Accelerator` does. run: one entry per optimizer that has stepped, in that order. meter: what measures the
-    steps, in a run that `mpguard tune` has started.
+    where an `Accelerator` does. run: one entry per optimizer that has stepped, in that order. first_scale: where the
+    last dynamic loss scale begins that was created. meter: what measures the steps, in a run that `mpguard tune` has
+    started.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -109,6 +110,7 @@ class Guard:
         self.left_out_for: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
         self.run: list[Progress] = []
         self.budget = Budget()
+        self.first_scale: float | None = None
         self.meter: Meter | None = None
         self._script = ScriptSteps()
         self._listening = False
@@ -763,7 +765,7 @@ class Guard:
         if self._open and not status:
             self._finalize_open(self._open[0])
             return
-        trained, enforced, policy = self.trained, self.plan.enforce != "off", self.plan.policy
+        trained, enforced = self.trained, self.plan.enforce != "off"
         message = unproven_at_exit(
             enforced=enforced,
             trained=trained,
@@ -771,7 +773,7 @@ class Guard:
             without_optimizer=bool(self._script.passes) and self._without_optimizer,
             skipped=self.skipped,
             status=status,
-            first_scale=policy.initial_loss_scale if policy.fp16 and policy.loss_scale is None else None,
+            first_scale=self.first_scale,
         )
         self.proof = Proof("not proven", self.plan, failures=(message,))
         if trained or not self.spawned:
