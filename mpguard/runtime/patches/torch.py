@@ -314,7 +314,10 @@ def _swap_tensors(original: AnyFunction) -> AnyFunction:
         guard = guards.current()
         if guard is not None:
             guard.tensors_are_exchanged((t1, t2))
-        original(t1, t2)
+        from mpguard.nn.master_weights import exchanging
+
+        with exchanging(t1, t2):
+            original(t1, t2)
 
     return swap_tensors
 
