@@ -1082,6 +1082,36 @@ def copies_that_send_activations() -> None:
     _pipeline(seed=0)
 
 
+def _gossip(flat: bool) -> None:
+    """Each rank trains a model of its own, and averages the weights with those of its neighbour."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).to(DEVICE)
+    optimizer = adam(model)
+    for inputs in batches():
+        loss_of(model, inputs).backward()
+        own = list(model.parameters())
+        sent = [torch.cat([each.detach().flatten() for each in own])] if flat else [each.data for each in own]
+        got = [torch.empty_like(each) for each in sent]
+        for mine, theirs in zip(sent, got, strict=True):
+            for turn in (0, 1):
+                dist.send(mine, 1 - rank) if turn == rank else dist.recv(theirs, 1 - rank)
+        weights = got[0].split([each.numel() for each in own]) if flat else got
+        for each, other in zip(own, weights, strict=True):
+            each.data.lerp_(other.view_as(each), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
+def gossip_of_weights() -> None:
+    _gossip(flat=False)
+
+
+@case()
+def gossip_of_weights_in_one_tensor() -> None:
+    _gossip(flat=True)
+
+
 @case(strategy=None)
 def pipeline_of_torch() -> None:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B

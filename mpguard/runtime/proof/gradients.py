@@ -55,7 +55,7 @@ class Gradients:
     sampled parameters whose FP32 sums were rounded to a 16-bit dtype, by that dtype. loss: the value from which the
     last backward pass began. sent: elements by origin, dtype and process group, see `collectives.origin`; of the
     script's only those that hold gradients. reduced: ids of the parameters whose gradients the script has sent.
-    passed_on: elements of other tensors that the script has sent to one rank, as the stages of a pipeline do.
+    passed_on: elements of other tensors, no weights, that the script has sent to one rank, as stages of a pipeline do.
     exchanged: elements that ranks have exchanged, of gradients too, as they do with the inputs of experts. made: by
     the id of a leaf, the dtype of the gradient that a backward pass has made, since the last step began. starts: by the
     id of a parameter, a sum of some of its values before the first step.
@@ -254,9 +254,24 @@ class Gradients:
                 owners = self._owners(tensor)
                 self.reduced |= owners
                 if not owners:
-                    self.passed_on += tensor.numel() if call.is_sent_to_one else 0
+                    sent = call.is_sent_to_one and not self._is_weight(tensor)
+                    self.passed_on += tensor.numel() if sent else 0
                     continue
             self.sent[call.origin, short(tensor.dtype), call.group] += tensor.numel()
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor holds a parameter, or all in a row: ranks that average their weights are no pipeline."""
+        import torch
+
+        flat = tensor.detach().reshape(-1)
+        for optimizer in self.optimizers:
+            own = [local(each).detach().reshape(-1) for group in optimizer.param_groups for each in group["params"]]
+            begin = own[:1] if flat.numel() == sum(each.numel() for each in own) else []
+            if any(torch.equal(each, flat) for each in own if each.numel() == flat.numel()) or any(
+                torch.equal(each, flat[: each.numel()]) for each in begin
+            ):
+                return True
+        return False
 
     def _owners(self, tensor: torch.Tensor) -> set[int]:
         """Return the ids of the parameters whose gradients are in a tensor; empty for a metric."""

@@ -123,6 +123,8 @@ WRONG = {
         "fsdp1_adds_in_bf16": "accumulation: bf16 80 %",
         "steps_once_late_on_two_ranks_in_fp32": "compute: fp32",
         "pipeline_in_fp32": "compute: fp32",
+        "gossip_of_weights": "engine: no wrapper around the model",
+        "gossip_of_weights_in_one_tensor": "engine: no wrapper around the model",
         "copies_that_send_activations": "reduction: the gradients differ between ranks",
         "steps_once_late_without_a_reduction": "reduction: the gradients differ between ranks",
     },
