@@ -219,7 +219,7 @@ def test_a_parameter_group_that_is_added_is_proven(tmp_path: Path) -> None:
 
 REPLACED = """
 m = net(); o = sgd(m); train(m, o, 3)
-m.load_state_dict({name: own.bfloat16() for name, own in m.state_dict().items()}, assign=True)
+for layer in (m[0], m[2]): layer.weight, layer.bias = (nn.Parameter(torch.rand_like(p)) for p in layer.parameters())
 train(m, o, 40)
 """
 
