@@ -15,7 +15,7 @@ from mpguard.core.errors import ConfigError
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches import fp8_conversion, fp32_modules, master_weights
 from mpguard.runtime.patches.patch import AnyFunction, Patch
-from mpguard.runtime.plan import first_scale
+from mpguard.runtime.plan import with_first_scale
 from mpguard.runtime.proof.observe import innermost
 from mpguard.targets.inject import differences
 from mpguard.targets.settings import Setting, merged
@@ -65,11 +65,8 @@ def _deepspeed_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str
     plain = getattr(config, "_param_dict", getattr(config, "config", config))
     if not isinstance(plain, Mapping):
         raise ConfigError(f"deepspeed.initialize: config is a {type(config).__name__}; a dict or a file is needed")
-    policy = guard.plan.policy
-    if policy.fp16 and policy.loss_scale is None:
-        power = plain.get("fp16", {}).get("initial_scale_power")
-        guard.first_scale = first_scale(policy, 2.0**power if isinstance(power, int) else None)
-        policy = policy.replace(initial_loss_scale=guard.first_scale)
+    policy = with_first_scale(guard.plan.policy, plain)
+    guard.first_scale = policy.initial_loss_scale if policy.fp16 and policy.loss_scale is None else None
     changes = differences(plain, policy, "deepspeed")
     for change in changes:
         if change.overrides:
