@@ -196,7 +196,7 @@ def _engine(found: PolicyInForce, strategy: str | None, config: Mapping[str, Any
     """Yield the settings of DeepSpeed's config that the policy determines, where the config differs or lacks them."""
 
     def settings_of(policy: Policy) -> Settings:
-        return get("deepspeed").settings_for(config, with_first_scale(policy, config), strategy)
+        return get("deepspeed").settings_for(config, with_first_scale(policy), strategy)
 
     for key, setting in settings_of(found.policy).items():
         written = lookup(config, key)

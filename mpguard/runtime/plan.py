@@ -43,14 +43,11 @@ def first_scale(policy: Policy, given: float | None) -> float:
     return min(LIBRARY_SCALE if given is None else given, policy.initial_loss_scale)
 
 
-def with_first_scale(policy: Policy, config: Mapping[str, Any]) -> Policy:
-    """Return a policy whose dynamic loss scale begins as it does with a DeepSpeed config. See `first_scale`."""
+def with_first_scale(policy: Policy) -> Policy:
+    """Return a policy whose dynamic loss scale begins as it does under DeepSpeed. See `first_scale`."""
     if not policy.fp16 or policy.loss_scale is not None:
         return policy
-    section = config.get("fp16")
-    power = section.get("initial_scale_power") if isinstance(section, Mapping) else None
-    scale = first_scale(policy, 2.0**power if isinstance(power, int) else None)
-    return policy.replace(initial_loss_scale=scale)
+    return policy.replace(initial_loss_scale=first_scale(policy, None))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -322,16 +322,13 @@ def test_a_fixed_loss_scale_of_deepspeed_that_is_too_large_is_refused(tmp_path: 
     )
 
 
-@pytest.mark.parametrize(("power", "status"), [("", 0), (', "fp16": {"enabled": True, "initial_scale_power": 32}', 1)])
-def test_a_short_run_of_deepspeed_in_fp16_is_proven(tmp_path: Path, power: str, status: int) -> None:
-    """Unless the config lets the scale begin so high that no step is applied."""
+@pytest.mark.parametrize("power", ["", ', "fp16": {"enabled": True, "initial_scale_power": 32}'])
+def test_a_short_run_of_deepspeed_in_fp16_is_proven(tmp_path: Path, power: str) -> None:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     keys = {"distributed_type": "DEEPSPEED", "deepspeed_config": "{zero_stage: 1}"}
     script = DEEPSPEED.replace("True}", f"True{power}}}").replace("range(200)", "range(8)")
     ended = run(tmp_path, script, recipe="fp16_mixed", keys=keys, timeout=seconds(300), **alone)
-    assert ended.returncode == status, transcript(ended)
-    line = "8 steps were skipped: the loss scale began at 4.29497e+09" if status else "in force at steps 1-"
-    assert line in ended.stderr, transcript(ended)
+    assert ended.returncode == 0 and "in force at steps 1-" in ended.stderr, transcript(ended)
 
 
 # -- several processes ---------------------------------------------------------------------------

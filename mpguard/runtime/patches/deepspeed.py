@@ -65,7 +65,7 @@ def _deepspeed_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str
     plain = getattr(config, "_param_dict", getattr(config, "config", config))
     if not isinstance(plain, Mapping):
         raise ConfigError(f"deepspeed.initialize: config is a {type(config).__name__}; a dict or a file is needed")
-    policy = with_first_scale(guard.plan.policy, plain)
+    policy = with_first_scale(guard.plan.policy)
     guard.first_scale = policy.initial_loss_scale if policy.fp16 and policy.loss_scale is None else None
     changes = differences(plain, policy, "deepspeed")
     for change in changes:
