@@ -31,7 +31,7 @@ def main() -> None:
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        if step == 1 or step % 20 == 0:
+        if step in (1, options.steps) or step % 20 == 0:
             accelerator.print(f"step {step:3}  loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}", flush=True)
     accelerator.end_training()
 

@@ -35,7 +35,7 @@ def main() -> None:
         loss = loss_of(engine(batch["input_ids"].to(engine.device)), batch["labels"].to(engine.device))
         engine.backward(loss)
         engine.step()
-        if engine.global_rank == 0 and (step == 1 or step % 10 == 0):
+        if engine.global_rank == 0 and (step in (1, options.steps) or step % 10 == 0):
             print(f"step {step:3}  loss {loss.item():.3f}", flush=True)
 
 

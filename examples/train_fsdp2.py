@@ -43,7 +43,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if dist.get_rank() == 0 and (step == 1 or step % 10 == 0):
+        if dist.get_rank() == 0 and (step in (1, options.steps) or step % 10 == 0):
             print(f"step {step:3}  loss {loss.item():.3f}", flush=True)
     dist.destroy_process_group()
 

@@ -36,7 +36,7 @@ def main() -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        if step == 1 or step % 10 == 0:
+        if step in (1, options.steps) or step % 10 == 0:
             print(f"step {step:3}  loss {loss.item():.3f}", flush=True)
 
 

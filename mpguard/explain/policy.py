@@ -18,9 +18,10 @@ from mpguard.nn import compile as compilation
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import FIELD_NAMES, Policy
 from mpguard.policy.recipes import recipe
+from mpguard.runtime.plan import with_first_scale
 from mpguard.targets.capabilities import fp8_weights
 from mpguard.targets.plugin import get
-from mpguard.targets.settings import ABSENT, lookup
+from mpguard.targets.settings import ABSENT, Settings, lookup
 
 _REPLACED = "the policy replaces it in the workers"
 
@@ -193,14 +194,18 @@ _WITHOUT: Mapping[str, Callable[[Policy], Any]] = {
 
 def _engine(found: PolicyInForce, strategy: str | None, config: Mapping[str, Any]) -> Iterator[Resolved]:
     """Yield the settings of DeepSpeed's config that the policy determines, where the config differs or lacks them."""
-    for key, setting in get("deepspeed").settings_for(config, found.policy, strategy).items():
+
+    def settings_of(policy: Policy) -> Settings:
+        return get("deepspeed").settings_for(config, with_first_scale(policy), strategy)
+
+    for key, setting in settings_of(found.policy).items():
         written = lookup(config, key)
         met = written is not ABSENT and setting.met_by(written)
         if setting.value is ABSENT and (written is ABSENT or key not in _WITHOUT):
             continue
 
         def value(policy: Policy, key: str = key) -> Any:
-            each = get("deepspeed").settings_for(config, policy, strategy).get(key)
+            each = settings_of(policy).get(key)
             return ABSENT if each is None else each.value
 
         in_force = _WITHOUT[key](found.policy) if setting.value is ABSENT else setting.value

@@ -14,12 +14,13 @@ begins with its value then. `state_dict` of the optimizer has the masters, under
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -72,10 +73,36 @@ def split(parameter: torch.Tensor, dtype: torch.dtype) -> None:
         parameter.data = value.to(dtype)
     if gradient is not None:
         parameter.grad = gradient.to(parameter.dtype)
+    _add_up_in_fp32(parameter)
+
+
+def _add_up_in_fp32(parameter: torch.Tensor) -> None:
     if parameter.requires_grad and hasattr(parameter, "grad_dtype"):  # else the proof shows that BF16 is added up
         parameter.grad_dtype = None  # of any dtype
         hook = functools.partial(_widen, weakref.ref(parameter))
         parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def exchanging(*tensors: torch.Tensor) -> Iterator[None]:
+    """Keep the masters of tensors that are exchanged (`torch.utils.swap_tensors`): optimizers have the same objects.
+
+    torch refuses to exchange tensors to which there are weak references.
+    """
+    masters = [(each, master) for each in tensors if (master := master_of(each)) is not None]
+    for each, _ in masters:
+        delattr(each, ATTRIBUTE)
+        hooks = each._backward_hooks or {}
+        for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is _widen]:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for each, master in masters:
+            if each.shape == master.value.shape and each.dtype in DTYPES:
+                setattr(each, ATTRIBUTE, master)
+                each.data = each.data.to(master.dtype)
+                _add_up_in_fp32(each)
 
 
 def _widen(ref: weakref.ref[torch.Tensor], _gradient: torch.Tensor) -> None:

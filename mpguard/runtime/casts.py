@@ -2,6 +2,7 @@
 
 A cast at the end of a script, to export or evaluate the model, changes nothing that was trained: it is only reported.
 It is refused when the optimizer steps again, even if the weights were cast back, because their exact values are lost.
+So are parameters that are replaced: the optimizer then trains tensors that the model no longer has.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 #: What to do instead of a cast.
 ADVICE = "Cast a copy (copy.deepcopy(model).half()), or evaluate under torch.autocast"
+
+#: What to do if `load_state_dict(assign=True)` has replaced the parameters that an optimizer has.
+REPLACED_ADVICE = "Load without assign=True, or create the optimizer after it"
 
 #: The folder of this package.
 _OWN = str(Path(__file__).parents[1])
@@ -46,6 +50,11 @@ def narrowed(module: nn.Module, before: dict[str, tuple[int, torch.dtype]]) -> d
         if old != parameter.dtype and not _holds(parameter.dtype, old):
             found[key] = short(old), short(parameter.dtype)
     return found
+
+
+def replaced(before: dict[str, tuple[int, torch.dtype]], module: nn.Module) -> set[int]:
+    """Return the ids of the parameters that a module no longer has. before: see `dtypes`."""
+    return {key for key, _ in before.values()} - {id(parameter) for parameter in module.parameters()}
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:

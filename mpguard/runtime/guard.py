@@ -36,7 +36,7 @@ from mpguard.runtime.progress import Budget, Progress
 from mpguard.runtime.proof import account, compare, consensus
 from mpguard.runtime.proof.compare import Proof, Row
 from mpguard.runtime.proof.inferred import Inferred, products_behind
-from mpguard.runtime.proof.observe import Observed, existing_optimizers, innermost, observe, updated_by
+from mpguard.runtime.proof.observe import Observed, existing_optimizers, innermost, models_of, observe, updated_by
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.script_updates import ScriptSteps
@@ -84,8 +84,9 @@ class Guard:
     engine_depth: nested calls of an engine that calls its optimizer itself. spawned: True if the script started this
     process, maybe to load data: then it is not reported, and not written to the proof file, that it does not train.
     converts_models, compiles_models: True if mpguard converts and compiles models when an optimizer is created; False
-    where an `Accelerator` does. run: one entry per optimizer that has stepped, in that order. meter: what measures the
-    steps, in a run that `mpguard tune` has started.
+    where an `Accelerator` does. run: one entry per optimizer that has stepped, in that order. first_scale: where the
+    last dynamic loss scale begins that was created. meter: what measures the steps, in a run that `mpguard tune` has
+    started.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -109,6 +110,7 @@ class Guard:
         self.left_out_for: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
         self.run: list[Progress] = []
         self.budget = Budget()
+        self.first_scale: float | None = None
         self.meter: Meter | None = None
         self._script = ScriptSteps()
         self._listening = False
@@ -363,12 +365,7 @@ class Guard:
     def _observe(self, optimizer: Any, progress: Progress, model: nn.Module | None) -> Observed:
         """Observe the step of an optimizer that was just applied, and measure what that costs."""
         began = time.monotonic() - self.recorder.account.take_seconds()
-        known = self._models.get(optimizer, ())
-        models = [found for ref in known if (found := ref()) is not None]
-        if model is not None:
-            models = [model]
-        elif len(models) < len(known):
-            models = []
+        models = [model] if model is not None else self._known_models(optimizer)
         step = progress.applied + progress.skipped
         seen = observe(self.recorder, models, optimizer, policy=self.plan.policy, step=step)
         self._models[optimizer] = [weakref.ref(found) for found in models]
@@ -377,6 +374,18 @@ class Guard:
         self.recorder.account.take_seconds()  # they are a part of what was measured here
         progress.cost = time.monotonic() - began
         return seen
+
+    def models_of(self, optimizer: Any) -> list[nn.Module]:
+        """Return the outermost models of an optimizer, and keep them for the next look."""
+        found = self._known_models(optimizer) or models_of(updated_by(optimizer))
+        self._models[optimizer] = [weakref.ref(model) for model in found]
+        return found
+
+    def _known_models(self, optimizer: Any) -> list[nn.Module]:
+        """Return the models that were found; none if one of them no longer exists."""
+        known = self._models.get(optimizer, ())
+        models = [found for ref in known if (found := ref()) is not None]
+        return models if len(models) == len(known) else []
 
     def check_limits(self) -> None:
         """Raise `NotInForce` if the first proof has been delayed for too many backward passes."""
@@ -619,18 +628,21 @@ class Guard:
                 found |= {id(parameter): optimizer for parameter in [*updated_by(optimizer), *copies]}
         return found
 
-    def weights_cast(self, optimizer: Any, what: str) -> None:
-        """Report that weights of an optimizer were cast, and refuse its next step. what: the cast, and where it is."""
+    def weights_cast(self, optimizer: Any, what: str, advice: str = casts.ADVICE) -> None:
+        """Report that weights of an optimizer were cast, and refuse its next step.
+
+        what: the cast, or what else was done to the weights, and where it is. advice: what to do instead.
+        """
         progress = self._progress[optimizer]
         if progress.cast is None:
-            optimizer.register_step_pre_hook(untraced(functools.partial(self._refuse_cast)))
+            optimizer.register_step_pre_hook(untraced(functools.partial(self._refuse_cast, advice)))
         progress.cast = what
         self.reporter.report_cast(what, self.plan.enforce)
 
-    def _refuse_cast(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def _refuse_cast(self, advice: str, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         progress = self._progress_of(optimizer)
         if progress.cast is not None and not progress.failed and self.failure is None:
-            self._fail_alone(progress, f"weights: {progress.cast}, and training continued with them. {casts.ADVICE}")
+            self._fail_alone(progress, f"weights: {progress.cast}, and training continued with them. {advice}")
 
     def tensors_are_exchanged(self, tensors: Collection[torch.Tensor]) -> None:
         """Release weak references to tensors that are going to be exchanged: torch refuses it where there are any."""
@@ -753,7 +765,7 @@ class Guard:
         if self._open and not status:
             self._finalize_open(self._open[0])
             return
-        trained, enforced, policy = self.trained, self.plan.enforce != "off", self.plan.policy
+        trained, enforced = self.trained, self.plan.enforce != "off"
         message = unproven_at_exit(
             enforced=enforced,
             trained=trained,
@@ -761,7 +773,7 @@ class Guard:
             without_optimizer=bool(self._script.passes) and self._without_optimizer,
             skipped=self.skipped,
             status=status,
-            first_scale=policy.initial_loss_scale if policy.fp16 and policy.loss_scale is None else None,
+            first_scale=self.first_scale,
         )
         self.proof = Proof("not proven", self.plan, failures=(message,))
         if trained or not self.spawned:

@@ -28,6 +28,28 @@ Enforce = Literal["error", "warn", "off"]
 POLICY, CONFIG, PLAN = "MPGUARD_POLICY", "MPGUARD_CONFIG", "MPGUARD_PLAN"
 
 
+#: Where torch's GradScaler and DeepSpeed begin a dynamic loss scale.
+LIBRARY_SCALE = 2.0**16
+
+
+def first_scale(policy: Policy, given: float | None) -> float:
+    """Return where a dynamic loss scale begins. given: what the script, or a config, has; None for nothing.
+
+    The default of a policy is Megatron's, for long runs: each halving from there skips a step, and a run of a few steps
+    would apply none. Where the policy has no value of its own, it is only the largest one.
+    """
+    if policy.explicit("initial_loss_scale"):
+        return policy.initial_loss_scale
+    return min(LIBRARY_SCALE if given is None else given, policy.initial_loss_scale)
+
+
+def with_first_scale(policy: Policy) -> Policy:
+    """Return a policy whose dynamic loss scale begins as it does under DeepSpeed. See `first_scale`."""
+    if not policy.fp16 or policy.loss_scale is not None:
+        return policy
+    return policy.replace(initial_loss_scale=first_scale(policy, None))
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What a run should be.

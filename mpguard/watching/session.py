@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.core.watch_levels import WatchLevel
 from mpguard.nn.fp8.filters import plain_name
+from mpguard.runtime import guard as guards
 from mpguard.runtime.proof.observe import innermost, models_of, updated_by
 from mpguard.runtime.ranks import world_size
 from mpguard.watching import drift, gradients
@@ -109,11 +110,12 @@ class Watch:
     def _models(self) -> list[nn.Module]:
         return [root for each in self._roots if (root := each()) is not None]
 
-    def _names_of(self, parameters: Sequence[torch.Tensor]) -> list[str]:
-        """Return the names of parameters; a number for one that no model has (flat ones)."""
+    def _names_of(self, optimizer: Any, parameters: Sequence[torch.Tensor]) -> list[str]:
+        """Return the names of parameters of an optimizer; a number for one that no model has (flat ones)."""
         if self._searches < SEARCHES and any(id(own) not in self._names for own in parameters):
             self._searches += 1
-            for root in models_of(list(parameters)):
+            guard = guards.current()
+            for root in models_of(list(parameters)) if guard is None else guard.models_of(innermost(optimizer)):
                 self.follow(root)
         return [self._names.get(id(own), f"parameter {index}") for index, own in enumerate(parameters)]
 
@@ -332,7 +334,7 @@ class Watch:
         self._round.sharded |= any(hasattr(own, "device_mesh") or hasattr(own, "_is_flat_param") for own in parameters)
         found = [gradients.local(gradient) for _, gradient in pairs if gradient is not None]
         own, names = [], []
-        for name, gradient in zip(self._names_of(parameters), found, strict=True):
+        for name, gradient in zip(self._names_of(optimizer, parameters), found, strict=True):
             if gradient.numel():
                 own.append(gradient)
                 names.append(name)

@@ -201,6 +201,24 @@ def test_gradients_of_several_passes_are_added_up_in_fp32() -> None:
     assert all(torch.equal(a.bfloat16(), b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masters_stay_where_parameters_are_exchanged(dtype: torch.dtype) -> None:
+    """As `Module.to` does under `torch.__future__.set_swap_module_params_on_conversion`."""
+    model, other = network(), network()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, other)]
+    for optimizer in optimizers:
+        master_weights.keep(optimizer)
+    data = [batches(), batches()]
+    for each, optimizer, own in zip((model, other), optimizers, data, strict=True):
+        train(each, optimizer, own, 3)
+    for parameter in model.parameters():
+        with master_weights.exchanging(parameter):
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to(dtype)))
+    for each, optimizer, own in zip((model, other), optimizers, data, strict=True):
+        train(each, optimizer, own, 3)
+    assert same(model, other) and all(master_of(each) is not None for each in model.parameters())
+
+
 def test_models_are_copied_and_pickled_with_their_masters(tmp_path: Path) -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -284,6 +284,47 @@ def head_outside() -> None:
 
 
 @case()
+def head_outside_that_each_rank_initializes() -> None:
+    """As where each rank has a seed of its own: DDP makes only the weights equal that it has."""
+    torch.manual_seed(rank)
+    head_outside()
+
+
+@case()
+def a_part_outside_for_which_ranks_exchange_activations() -> None:
+    """As the embeddings of a recommender, or experts, of which each rank has its own."""
+    from torch.distributed.nn.functional import all_to_all_single
+
+    body, own = DDP(net()), nn.Linear(32, 32).to(DEVICE)
+    with torch.no_grad():
+        own.weight += rank
+
+    def model(inputs: torch.Tensor) -> torch.Tensor:
+        hidden = own(inputs)
+        y: torch.Tensor = body(all_to_all_single(torch.empty_like(hidden), hidden))
+        return y
+
+    train(model, adam([*body.parameters(), *own.parameters()]))
+
+
+@case()
+def a_part_outside_of_a_sharded_classifier() -> None:
+    """Each rank has some of the classes: they have the features of all, and one loss."""
+    from torch.distributed.nn.functional import all_gather, all_reduce
+
+    body, own = DDP(net()), nn.Linear(32, 8).to(DEVICE)
+    with torch.no_grad():
+        own.weight += rank
+    optimizer = adam([*body.parameters(), *own.parameters()])
+    for inputs in batches(2):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            scores = own(torch.cat(all_gather(body(inputs))))
+        all_reduce(scores.float().square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
 def head_outside_reduced_by_hand() -> None:
     body, head = DDP(net()), nn.Linear(32, 8).to(DEVICE)
     optimizer = adam([*body.parameters(), *head.parameters()])
@@ -485,6 +526,36 @@ def gradients_that_overflowed_are_thrown_away() -> None:
         loss.backward()
         if torch.isfinite(loss):
             optimizer.step()
+
+
+@case("single")
+def throws_away_the_gradients_of_a_first_pass() -> None:
+    """As sharpness-aware minimization does, in a loop of its own: those of the second pass are similar."""
+    model = net()
+    optimizer, parameters = adam(model), list(model.parameters())
+    for inputs in batches():
+        loss_of(model, inputs).backward()
+        with torch.no_grad():
+            moved = [0.005 * own.grad / own.grad.norm() for own in parameters]  # type: ignore[operator, union-attr]
+            torch._foreach_add_(parameters, moved)
+        optimizer.zero_grad()
+        loss_of(model, inputs).backward()
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, moved)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case("single")
+def projects_the_gradients_of_two_tasks() -> None:
+    model = net()
+    optimizer, parameters = adam(model), list(model.parameters())
+    for inputs in batches():
+        first = torch.autograd.grad(loss_of(model, inputs), parameters)
+        second = torch.autograd.grad(loss_of(model, inputs + 1), parameters)
+        for own, one, other in zip(parameters, first, second, strict=True):
+            own.grad = one + (1 - 0.004 * torch.rand(())) * other
+        optimizer.step()
 
 
 @case("single")
@@ -1009,6 +1080,36 @@ def pipeline_in_fp32() -> None:
 def copies_that_send_activations() -> None:
     """Both ranks have the same weights, so that their gradients belong together."""
     _pipeline(seed=0)
+
+
+def _gossip(flat: bool) -> None:
+    """Each rank trains a model of its own, and averages the weights with those of its neighbour."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).to(DEVICE)
+    optimizer = adam(model)
+    for inputs in batches():
+        loss_of(model, inputs).backward()
+        own = list(model.parameters())
+        sent = [torch.cat([each.detach().flatten() for each in own])] if flat else [each.data for each in own]
+        got = [torch.empty_like(each) for each in sent]
+        for mine, theirs in zip(sent, got, strict=True):
+            for turn in (0, 1):
+                dist.send(mine, 1 - rank) if turn == rank else dist.recv(theirs, 1 - rank)
+        weights = got[0].split([each.numel() for each in own]) if flat else got
+        for each, other in zip(own, weights, strict=True):
+            each.data.lerp_(other.view_as(each), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
+def gossip_of_weights() -> None:
+    _gossip(flat=False)
+
+
+@case()
+def gossip_of_weights_in_one_tensor() -> None:
+    _gossip(flat=True)
 
 
 @case(strategy=None)

@@ -53,8 +53,9 @@ def run_broken(words: list[str]) -> int:
 @pytest.mark.parametrize("part", BROKEN)
 def test_the_training_continues(tmp_path: Path, part: str) -> None:
     config = mp_yaml(tmp_path)
-    words = [part, "--config", config, "--proof-json", "proof.json", PROGRAMS / "scripted.py", "--steps", 3]
-    run = in_fork(words, cwd=tmp_path, program=run_broken)
+    # The watch would have found the models before the proof needs them.
+    words = [part, "--config", config, "--watch", "off", "--proof-json", "proof.json", PROGRAMS / "scripted.py"]
+    run = in_fork([*words, "--steps", 3], cwd=tmp_path, program=run_broken)
     assert run.returncode == 0 and "finished" in run.stdout, transcript(run)
     assert run.stderr.count("mpguard: its own code failed in ") == 1, transcript(run)
     assert "KeyError: 'broken'" in run.stderr and "Traceback" not in run.stderr

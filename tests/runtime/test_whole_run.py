@@ -78,6 +78,20 @@ def test_training_on_with_weights_that_were_cast_is_refused(
     assert "from fp32 to fp16, and training continued with them. Cast a copy" in ended.stderr
 
 
+@pytest.mark.parametrize("cast", ["v.bfloat16()", "v.clone()"])
+def test_training_on_with_parameters_that_were_replaced_is_refused(tmp_path: Path, cast: str) -> None:
+    """The optimizer would train tensors that the model no longer has."""
+    load = "m.load_state_dict({k: CAST for k, v in m.state_dict().items()}, assign=True)\n".replace("CAST", cast)
+    script = f"m = net(); o = sgd(m); train(m, o, 5)\n{load}train(m, o, 5); print('finished')"
+    ended = run(tmp_path, script)
+    what = f"{line_of('m.load', script)}: load_state_dict(assign=True) replaces the parameters of SGD in the model"
+    assert ended.returncode == 1 and "finished" not in ended.stdout, transcript(ended)
+    assert f"mpguard: {what}. A further step" in ended.stderr and f"weights: {what}, and training" in ended.stderr
+    right = script.replace(load, f"{load}o = sgd(m); ").replace("v.bfloat16()", "v.clone()")
+    ended = run(tmp_path, right)
+    assert ended.returncode == 0 and "finished" in ended.stdout, transcript(ended)
+
+
 def test_a_cast_is_reported_under_warn_and_the_run_is_not_called_in_force(tmp_path: Path) -> None:
     ended = run(tmp_path, HALF, "--enforce", "warn")
     assert ended.returncode == 0 and "finished" in ended.stdout, transcript(ended)
@@ -205,7 +219,7 @@ def test_a_parameter_group_that_is_added_is_proven(tmp_path: Path) -> None:
 
 REPLACED = """
 m = net(); o = sgd(m); train(m, o, 3)
-m.load_state_dict({name: own.bfloat16() for name, own in m.state_dict().items()}, assign=True)
+for layer in (m[0], m[2]): layer.weight, layer.bias = (nn.Parameter(torch.rand_like(p)) for p in layer.parameters())
 train(m, o, 40)
 """
 
@@ -306,6 +320,15 @@ def test_a_fixed_loss_scale_of_deepspeed_that_is_too_large_is_refused(tmp_path: 
     assert "mpguard: not in force: step 149: 129 optimizer steps in a row were skipped" in ended.stderr, transcript(
         ended
     )
+
+
+@pytest.mark.parametrize("power", ["", ', "fp16": {"enabled": True, "initial_scale_power": 32}'])
+def test_a_short_run_of_deepspeed_in_fp16_is_proven(tmp_path: Path, power: str) -> None:
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    keys = {"distributed_type": "DEEPSPEED", "deepspeed_config": "{zero_stage: 1}"}
+    script = DEEPSPEED.replace("True}", f"True{power}}}").replace("range(200)", "range(8)")
+    ended = run(tmp_path, script, recipe="fp16_mixed", keys=keys, timeout=seconds(300), **alone)
+    assert ended.returncode == 0 and "in force at steps 1-" in ended.stderr, transcript(ended)
 
 
 # -- several processes ---------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from mpguard.core.errors import ConfigError
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches import fp8_conversion, fp32_modules, master_weights
 from mpguard.runtime.patches.patch import AnyFunction, Patch
+from mpguard.runtime.plan import with_first_scale
 from mpguard.runtime.proof.observe import innermost
 from mpguard.targets.inject import differences
 from mpguard.targets.settings import Setting, merged
@@ -64,7 +65,9 @@ def _deepspeed_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str
     plain = getattr(config, "_param_dict", getattr(config, "config", config))
     if not isinstance(plain, Mapping):
         raise ConfigError(f"deepspeed.initialize: config is a {type(config).__name__}; a dict or a file is needed")
-    changes = differences(plain, guard.plan.policy, "deepspeed")
+    policy = with_first_scale(guard.plan.policy)
+    guard.first_scale = policy.initial_loss_scale if policy.fp16 and policy.loss_scale is None else None
+    changes = differences(plain, policy, "deepspeed")
     for change in changes:
         if change.overrides:
             guard.reporter.log_override(where, change)

@@ -19,6 +19,7 @@ from mpguard.runtime.launch import build_locks
 from mpguard.runtime.patches import compile as compilation
 from mpguard.runtime.patches import fp8_conversion, fp32_modules, master_weights
 from mpguard.runtime.patches.patch import Adjustment, AnyFunction, Patch
+from mpguard.runtime.plan import first_scale
 from mpguard.runtime.proof import account
 from mpguard.runtime.proof.observe import innermost, updated_by
 from mpguard.targets.inject import Change, build
@@ -97,8 +98,15 @@ def _scaler_init(original: AnyFunction) -> AnyFunction:
         guard = guards.current()
         bound = signature.bind(self, *args, **kwargs)
         if guard is not None and guard.plan.policy.fp16 and bound.arguments.get("enabled", True):
-            wanted = build(guard.plan.policy, "torch", warn=False)
-            for name, value in wanted.scaling.items():
+            policy = guard.plan.policy
+            wanted, scaling = build(policy, "torch", warn=False), {}
+            if policy.loss_scale is None:
+                given = bound.arguments.get("init_scale")
+                if given == policy.initial_loss_scale:
+                    given = None  # the arguments that mpguard has given accelerate
+                guard.first_scale = scaling["init_scale"] = first_scale(policy, given)
+                bound.arguments["init_scale"] = given
+            for name, value in {**wanted.scaling, **scaling}.items():
                 old = bound.arguments.get(name)
                 if old is not None and old != value:
                     guard.reporter.log_override("GradScaler", Change(name, old, value))
@@ -306,7 +314,10 @@ def _swap_tensors(original: AnyFunction) -> AnyFunction:
         guard = guards.current()
         if guard is not None:
             guard.tensors_are_exchanged((t1, t2))
-        original(t1, t2)
+        from mpguard.nn.master_weights import exchanging
+
+        with exchanging(t1, t2):
+            original(t1, t2)
 
     return swap_tensors
 
@@ -400,11 +411,18 @@ def _module_load_state_dict(original: AnyFunction) -> AnyFunction:
             from mpguard.nn.fp8 import amax_history
 
             amax_history.store_pending(self, state_dict)
+        trained = guard.trained_parameters() if guard is not None else {}
+        before = casts.dtypes(self) if trained else {}
         result = original(self, state_dict, *args, **kwargs)
         if guard is not None:
             master_weights.load(guard, self, state_dict)
             guard.observing_load(lambda: guard.loaded.weights(self, state_dict))
             guard.weights_loaded(self)
+            for optimizer in {trained[key] for key in casts.replaced(before, self) & trained.keys()}:
+                _, place = casts.caller()
+                name = type(optimizer).__name__
+                what = f"{place}: load_state_dict(assign=True) replaces the parameters of {name} in the model"
+                guard.weights_cast(optimizer, what, casts.REPLACED_ADVICE)
         return result
 
     return load_state_dict

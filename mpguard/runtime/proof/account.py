@@ -45,8 +45,8 @@ class Products:
 
     trained: their results reach a gradient. frozen: they do not. passes: backward passes, looked_at: of them.
     reason: why the operators could not be recorded (then `trained` and `frozen` are empty); empty if they were.
-    inferred: what autograd's graph implies. called: ids of the modules that were called; None if calls were not
-    observed. unscaled: True if a loss was not scaled by a GradScaler. converted: elements that were copied to
+    inferred: what autograd's graph implies. called: the classes of the modules that were called, by id; None if calls
+    were not observed. unscaled: True if a loss was not scaled by a GradScaler. converted: elements that were copied to
     another dtype in backward, by the dtypes before and after.
     """
 
@@ -56,7 +56,7 @@ class Products:
     looked_at: int = 0
     reason: str = ""
     inferred: Inferred = dataclasses.field(default_factory=Inferred)
-    called: set[int] | None = None
+    called: dict[int, str] | None = None
     unscaled: bool = False
     converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
 
@@ -367,7 +367,7 @@ class StepAccount:
         whole.frozen += self._frozen
         for work, _, flops in self._pending:
             whole.frozen[work] += flops
-        whole.called = None if self._ranges is None else set(self._ranges.called)
+        whole.called = None if self._ranges is None else dict(self._ranges.called)
         if not whole.trained and (whole.inferred.work or whole.inferred.compiled):
             whole.reason = "no operator of torch multiplied"
         return whole
@@ -606,12 +606,12 @@ def _stop_recording() -> None:
 class ModuleRanges:
     """Opens a range of the profiler around each call of a module, with global hooks.
 
-    called: ids of the modules that were called. Not for compiled code: dynamo traces hooks of modules.
+    called: the classes of the modules that were called, by id. Not for compiled code: dynamo traces hooks of modules.
     """
 
     def __init__(self, on_call: Callable[..., None]) -> None:
         """Create ranges. on_call: is told each call, and by `outermost` if no other module calls it."""
-        self.called: set[int] = set()
+        self.called: dict[int, str] = {}
         self._on_call = on_call
         self._handles: list[Any] = []
         self._open = threading.local()
@@ -660,7 +660,7 @@ class ModuleRanges:
         return self._open.ranges  # type: ignore[no-any-return]
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
-        self.called.add(id(module))
+        self.called[id(module)] = type(module).__name__
         self._on_call(outermost=not self._stack())
         self._push(id(module))
 

@@ -68,6 +68,11 @@ class Collective:
         """True if one other rank gets the tensors."""
         return self.name == "send"
 
+    @property
+    def is_exchanged(self) -> bool:
+        """True if each rank gets its own part of the tensors."""
+        return self.name.startswith("alltoall")
+
 
 #: The listener whose kernels are registered: torch takes one kernel for an operator.
 _listening: CollectiveListener | None = None

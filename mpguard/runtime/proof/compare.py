@@ -12,7 +12,7 @@ from typing import Any
 
 from mpguard.nn import compile as compilation
 from mpguard.nn.fp8.filters import pattern_around
-from mpguard.policy.allow import FP32, FROZEN, LOCAL_SGD, QUANTIZED, Allowance
+from mpguard.policy.allow import FP32, FROZEN, LOCAL_SGD, QUANTIZED, STATES, Allowance
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.runtime.containment import has_failed
@@ -386,7 +386,11 @@ def _advice(row: Row, plan: Plan, seen: Observed) -> str:
     if row.name == "optimizer" and seen.rounded_states:
         return ". The script rounds the values of the states between the steps: leave them as the step has made them"
     if row.name == "optimizer" and _mostly(seen.masters, policy.master_dtype.short):
-        return ". Create the optimizer with its states in that dtype, or use one that keeps them in it"
+        accepted = ", ".join(f"{{states: {dtype}}}" for dtype in _lower_states(seen, plan))
+        return (
+            ". Create the optimizer with its states in that dtype, use one that keeps them in it, or accept it: "
+            f"mpguard_allow: [{accepted}]"
+        )
     if row.name == "optimizer" and policy.master_dtype is Dtype.FP32:
         return _load_in_fp32(seen, policy)
     if row.name == "fp8 weights":
@@ -903,13 +907,25 @@ def _optimizer(seen: Observed, plan: Plan) -> Row:
     states = f", states {format_counts(seen.states)}{rounded_states}" if seen.states else ""
     rounded = "".join(f" rounded to {dtype}" for dtype in seen.rounded_weights)
     found = f"{seen.optimizer}, weights {format_counts(seen.masters)}{rounded}{states}"
-    narrow = [dtype for dtype in seen.states if dtype in ("bf16", "fp16") and dtype != asked]
-    ok = _mostly(seen.masters, asked) and not narrow and not ((rounded or rounded_states) and asked == "fp32")
-    return Row("optimizer", found, f"weights and states {asked}", None if ok and _quantized_states(seen) else ok)
+    lower, allowed = _lower_states(seen, plan), {each.value: each for each in plan.allow if each.kind == STATES}
+    same = not ((rounded or rounded_states) and asked == "fp32")
+    ok = _mostly(seen.masters, asked) and same and allowed.keys() >= set(lower)
+    accepted = "; ".join(str(allowed[dtype]) for dtype in lower) if ok else ""
+    return Row("optimizer", found, f"weights and states {asked}", None if accepted else ok, accepted)
+
+
+def _lower_states(seen: Observed, plan: Plan) -> list[str]:
+    """Return the dtypes of states that are lower than the policy's, and the classes of quantized ones.
+
+    A few integers are no quantized states: flags, or the state of a random generator.
+    """
+    asked, few = plan.policy.master_dtype.short, WIDER_SHARE * sum(seen.states.values())
+    low = [dtype for dtype in seen.states if dtype in ("bf16", "fp16", "fp8", "fp4") and dtype != asked]
+    return low + [dtype for dtype in _quantized_states(seen) if dtype not in QUANTIZED or seen.states[dtype] > few]
 
 
 def _quantized_states(seen: Observed) -> list[str]:
-    """Return the formats of quantized states. They are named, and not refused: the script chose that optimizer."""
+    """Return the formats of quantized states: integers, and the classes of tensors that hold such."""
     return [dtype for dtype in seen.states if Dtype.spelled(dtype) is None]
 
 

@@ -29,16 +29,21 @@ log = logging.getLogger("mpguard")
 #: From how many leaves of a model samples are taken, and how many values each has; of at most so many models.
 LEAVES, VALUES, MODELS = 32, 64, 4
 
+#: Backward passes whose gradients are known each, of those that a script adds up itself.
+PARTS = 8
+
 #: Least similarity (cosine) of a tensor that is sent and the gradient from which it was made: rounding costs less.
 SIMILAR = 0.99
 
 
 @dataclasses.dataclass
 class _Sum:
-    """Sampled values of the gradients of passes that each began without one, in FP64: what the script should sum."""
+    """Sampled values of the gradients of passes that each began without one, in FP64: what the script should sum.
 
-    values: torch.Tensor
-    magnitude: torch.Tensor
+    The last of `PARTS` is the sum of all later ones.
+    """
+
+    parts: list[torch.Tensor]
     terms: int = 1
 
 
@@ -50,7 +55,8 @@ class Gradients:
     sampled parameters whose FP32 sums were rounded to a 16-bit dtype, by that dtype. loss: the value from which the
     last backward pass began. sent: elements by origin, dtype and process group, see `collectives.origin`; of the
     script's only those that hold gradients. reduced: ids of the parameters whose gradients the script has sent.
-    passed_on: elements of other tensors that the script has sent to one rank, as the stages of a pipeline do. made: by
+    passed_on: elements of other tensors, no weights, that the script has sent to one rank, as stages of a pipeline do.
+    exchanged: elements that ranks have exchanged, of gradients too, as they do with the inputs of experts. made: by
     the id of a leaf, the dtype of the gradient that a backward pass has made, since the last step began. starts: by the
     id of a parameter, a sum of some of its values before the first step.
     """
@@ -63,7 +69,7 @@ class Gradients:
         self.loss: Any = None
         self.sent: Counter[tuple[str, str, str]] = Counter()
         self.reduced: set[int] = set()
-        self.passed_on = 0
+        self.passed_on = self.exchanged = 0
         self.made: dict[int, str] = {}
         self.starts: dict[int, Any] = {}
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -196,11 +202,13 @@ class Gradients:
         """Add the gradient of a pass that began without one to what the script should sum itself."""
         now = sample(gradient).double()
         total = self._sums.get(id(leaf))
-        if total is None or total.values.shape != now.shape:
-            self._sums[id(leaf)] = _Sum(now.clone(), now.abs())
+        if total is None or total.parts[0].shape != now.shape:
+            self._sums[id(leaf)] = _Sum([now.clone()])
             return
-        total.values += now
-        total.magnitude += now.abs()
+        if len(total.parts) < PARTS:
+            total.parts.append(now.clone())
+        else:
+            total.parts[-1] += now
         total.terms += 1
 
     def stepped(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -218,13 +226,15 @@ class Gradients:
             self._sums.pop(id(parameter), None)
 
     def _compare_sums(self, parameters: list[torch.Tensor]) -> None:
+        import torch
+
         for parameter in parameters:
             total = self._sums.pop(id(parameter), None)
             if total is None or total.terms < 2 or parameter.grad is None:
                 continue
             found = sample(parameter.grad)
-            if found.shape == total.values.shape:
-                dtype = rounding.summed_in(found, total.values, total.magnitude, total.terms)
+            if found.shape == total.parts[0].shape:
+                dtype = rounding.summed_in(found, torch.stack(total.parts), total.terms)
                 if dtype is not None and id(parameter) not in self._rounded:
                     self._rounded.add(id(parameter))
                     self.rounded[dtype] += 1
@@ -233,6 +243,8 @@ class Gradients:
 
     def record_collective(self, call: Collective) -> None:
         """Count what engines and hooks reduce, and those tensors of the script that hold gradients."""
+        if call.is_exchanged and call.origin != "engine":
+            self.exchanged += sum(tensor.numel() for tensor in call.tensors)
         if call.origin == "function" or (call.origin != "script" and not call.reduces):
             return
         if call.origin == "script" and is_capturing():
@@ -242,9 +254,24 @@ class Gradients:
                 owners = self._owners(tensor)
                 self.reduced |= owners
                 if not owners:
-                    self.passed_on += tensor.numel() if call.is_sent_to_one else 0
+                    sent = call.is_sent_to_one and not self._is_weight(tensor)
+                    self.passed_on += tensor.numel() if sent else 0
                     continue
             self.sent[call.origin, short(tensor.dtype), call.group] += tensor.numel()
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor holds a parameter, or all in a row: ranks that average their weights are no pipeline."""
+        import torch
+
+        flat = tensor.detach().reshape(-1)
+        for optimizer in self.optimizers:
+            own = [local(each).detach().reshape(-1) for group in optimizer.param_groups for each in group["params"]]
+            begin = own[:1] if flat.numel() == sum(each.numel() for each in own) else []
+            if any(torch.equal(each, flat) for each in own if each.numel() == flat.numel()) or any(
+                torch.equal(each, flat[: each.numel()]) for each in begin
+            ):
+                return True
+        return False
 
     def _owners(self, tensor: torch.Tensor) -> set[int]:
         """Return the ids of the parameters whose gradients are in a tensor; empty for a metric."""

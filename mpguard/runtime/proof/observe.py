@@ -293,9 +293,11 @@ def existing_optimizers() -> list[torch.optim.Optimizer]:
 def _objects(kind: type[T]) -> list[T]:
     """Return the objects of a class among all of the garbage collector."""
 
+    # Not `isinstance`: it reads `__class__`, and lazy proxies of other libraries then load their objects.
+    kinds = {kind, *_subclasses(kind)}
+
     def found() -> list[T]:
-        # Not `isinstance`: it reads `__class__`, and lazy proxies of other libraries then load their objects.
-        return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+        return [each for each in gc.get_objects() if type(each) in kinds]
 
     objects = found()
     if gc.get_freeze_count():  # `gc.get_objects` does not return frozen objects
@@ -303,6 +305,13 @@ def _objects(kind: type[T]) -> list[T]:
         objects = found()
         gc.freeze()
     return objects
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    subclasses: list[type] = type.__subclasses__(kind)
+    for each in subclasses:
+        yield each
+        yield from _subclasses(each)
 
 
 def engine_of(roots: list[nn.Module], recorder: Recorder, world: int) -> str:
@@ -350,7 +359,7 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
             in_fp8 = emulated and ran.compiled and ran.dtype == "fp32" and "fp32" not in in_graphs
             work = dataclasses.replace(ran, dtype="fp8") if in_fp8 else ran
             for module, part in _modules_of(work, flops, recorder).items():
-                name, place = places.get(module) or (None, _unnamed(work, module))
+                name, place = places.get(module) or (None, _unnamed(work, module, products.called or {}))
                 inside = name is not None and module not in trainable
                 whole[Computed(trained, work.dtype, 0, name, work.name or place, work.attention, inside)] += part
         seen.computed += [dataclasses.replace(found, flops=flops) for found, flops in whole.most_common()]
@@ -418,11 +427,10 @@ def innermost_module(root: Any) -> Any:
     return root
 
 
-def _unnamed(work: Work, module: int | None) -> str:
-    """Return where products ran that are in no module of the trained models."""
+def _unnamed(work: Work, module: int | None, called: Mapping[int, str]) -> str:
+    """Return where products ran that are in no module of the trained models. called: classes of modules, by id."""
     if module is not None:
-        found = next((each for each in gc.get_objects() if id(each) == module), None)
-        return f"a {type(found).__name__} that is not trained" if found is not None else "a module that is not trained"
+        return f"a {called[module]} that is not trained" if module in called else "a module that is not trained"
     return "compiled code" if work.compiled else "attention" if work.attention else "code outside of modules"
 
 

@@ -46,9 +46,24 @@ def _state_dtype(tensor: Any) -> str | None:
     import torch
 
     local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has one
-    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) and any(map(_is_quantized, _parts(local))):
         return type(local).__name__
     return short(local.dtype) if local.is_floating_point() or local.dtype in (torch.int8, torch.uint8) else None
+
+
+def _parts(tensor: Any) -> list[Any]:
+    """Return the tensors of which a tensor subclass is made."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return list(getattr(tensor, "__dict__", {}).values())
+
+
+def _is_quantized(part: Any) -> bool:
+    import torch
+
+    if not isinstance(part, torch.Tensor):
+        return False
+    return part.dtype in (torch.int8, torch.uint8) or (part.is_floating_point() and part.dtype.itemsize == 1)
 
 
 def _elements(tensor: Any) -> int:

@@ -41,17 +41,20 @@ class Fingerprint:
 
     gradients: norm and sum of the gradients that every rank should have, by the name of the first parameter of a part.
     alone: the same for parameters that belong to no engine and were not sent, with a sum of some of their values before
-    the first step. engine: True if an engine reduces some of the others. loss: of the last backward pass of this rank;
-    it may differ. passes_on: True if this rank has sent activations to another one. rounded: the 16-bit dtype of which
-    all sampled gradients are, although their dtype is wider.
+    the first step; outside: the names of those in no module of an engine, which may leave out some of its own.
+    engine: True if an engine reduces some of the others. loss: of the last backward pass of this rank; it may differ.
+    passes_on: True if this rank has sent activations to another one; exchanges: to all, to each its own. rounded: the
+    16-bit dtype of which all sampled gradients are, although their dtype is wider.
     """
 
     gradients: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     alone: dict[str, tuple[float, float, float]] = dataclasses.field(default_factory=dict)
+    outside: list[str] = dataclasses.field(default_factory=list)
     engine: bool = False
     loss: float | None = None
     rounded: str | None = None
     passes_on: bool = False
+    exchanges: bool = False
 
 
 def is_ddp(module: nn.Module) -> bool:
@@ -99,13 +102,14 @@ class Coverage:
     """The trained parameters of an optimizer by what reduces their gradients. Named, without duplicates.
 
     replicated: of DDP over all ranks. engine: other parameters of engines. sent: those whose gradients the script has
-    sent. alone: the rest.
+    sent. alone: the rest; outside: the names of those that are in no module of an engine.
     """
 
     replicated: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     engine: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     sent: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     alone: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    outside: set[str] = dataclasses.field(default_factory=set)
 
 
 def coverage(optimizer: Any, roots: Sequence[nn.Module], engines: Iterable[Any], gradients: Gradients) -> Coverage:
@@ -120,6 +124,7 @@ def coverage(optimizer: Any, roots: Sequence[nn.Module], engines: Iterable[Any],
     managed |= _managed_by_fsdp1(roots)
     whole = any(_is_optimizer_of(engine, optimizer) for engine in engines)
     sharded_modules = _has_fsdp2(roots)
+    inside = {id(own) for module in _engine_modules(roots) for own in module.parameters()}
     for number, own in enumerate(parameters):
         if own.grad is None and id(own) not in gradients.made:
             continue
@@ -132,6 +137,7 @@ def coverage(optimizer: Any, roots: Sequence[nn.Module], engines: Iterable[Any],
             found.sent[name] = own
         else:
             found.alone[name] = own
+            found.outside |= set() if id(own) in inside else {name}
     return found
 
 
@@ -171,6 +177,14 @@ def _managed_by_fsdp1(roots: Sequence[nn.Module]) -> set[int]:
                 managed.add(id(handle.flat_param))
                 managed.update(map(id, getattr(handle.flat_param, "_params", None) or ()))
     return managed
+
+
+def _engine_modules(roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules that DDP, FSDP1 or FSDP2 manages as a whole, but for what they are told to leave out."""
+    for root in roots:
+        for module in root.modules():
+            if is_ddp(module) or hasattr(module, "_fsdp_wrapped_module") or hasattr(module, "_get_fsdp_state"):
+                yield module
 
 
 def _has_fsdp2(roots: Sequence[nn.Module]) -> bool:
@@ -239,12 +253,15 @@ def fingerprint(found: Coverage, gradients: Gradients, *, exact: bool) -> Finger
     """Return what must be the same on all ranks. exact: True if gradients must not be rounded to 16 bits."""
     everywhere = {**found.replicated, **found.sent}
     result = Fingerprint({_name(part): _checksum(part) for part in _parts(everywhere)})
-    for part in _parts(found.alone):
+    outside = {name: own for name, own in found.alone.items() if name in found.outside}
+    inside = {name: own for name, own in found.alone.items() if name not in found.outside}
+    for part in [*_parts(outside), *_parts(inside)]:
         starts = [float(gradients.starts.get(id(own), 0.0)) for _, own in part]
         result.alone[_name(part)] = (*_checksum(part), sum(starts))
+    result.outside = [_name(part) for part in _parts(outside)]
     result.engine = bool(found.engine)
     result.loss = float(gradients.loss) if gradients.loss is not None else None
-    result.passes_on = bool(gradients.passed_on)
+    result.passes_on, result.exchanges = bool(gradients.passed_on), bool(gradients.exchanged)
     result.rounded = _rounded(everywhere.values()) if exact else None
     return result
 
@@ -302,7 +319,10 @@ def compare_ranks(fingerprints: Sequence[Fingerprint], *, explained: bool = Fals
         return []
     if nothing_reduced and (differing := _differing(alone)):
         return differing
-    shared = [name for name in fingerprints[0].alone if not _starts_differ(name, fingerprints)]
+    own_starts = {name for name in fingerprints[0].alone if _starts_differ(name, fingerprints)}
+    outside = set(fingerprints[0].outside)
+    parts = outside if outside & own_starts and _have_parts_of_their_own(fingerprints) else set()
+    shared = [name for name in fingerprints[0].alone if name not in (parts if name in outside else own_starts)]
     if shared:
         failures.append(
             f"coverage: the gradients of {_names(shared)} are not reduced: they belong to no engine, and no collective "
@@ -340,6 +360,17 @@ def _are_stages(fingerprints: Sequence[Fingerprint]) -> bool:
         return False
     names = [set(each.alone) for each in fingerprints]
     return names[0] != set.intersection(*names) or any(_starts_differ(name, fingerprints) for name in names[0])
+
+
+def _have_parts_of_their_own(fingerprints: Sequence[Fingerprint]) -> bool:
+    """True if ranks can have parts of one model: they exchange what these need, or have one loss in common.
+
+    Where they do not, a part that each has initialized for itself, outside of the engine, is one that was forgotten.
+    """
+    if any(each.exchanges or each.passes_on for each in fingerprints):
+        return True
+    nothing_reduced = not fingerprints[0].engine and not fingerprints[0].gradients
+    return nothing_reduced or len({each.loss for each in fingerprints}) == 1
 
 
 def _starts_differ(name: str, fingerprints: Sequence[Fingerprint]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,16 +37,23 @@ def rounded_to(values: torch.Tensor) -> str | None:
     return None
 
 
-def summed_in(found: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, terms: int) -> str | None:
-    """Return the 16-bit dtype in which a sum was computed, up to a factor; None if it was not, or is another sum.
+def summed_in(found: torch.Tensor, parts: torch.Tensor, terms: int) -> str | None:
+    """Return the 16-bit dtype in which a sum was computed, each part up to a factor; None if it was not, or is another.
 
-    found: values of the sum. exact: the same in FP64. magnitude: the sum of absolute values, which bounds errors.
+    Scripts weigh the gradients of tasks, project one on another, and throw away those of a first pass: that is no
+    rounding. found: values of the sum. parts: what was summed, in FP64, a row for each. terms: how many they are of.
     """
-    factor = float((found.double() * exact).sum() / (exact * exact).sum().clamp_min(1e-300))
-    if factor == 0.0 or not math.isfinite(factor) or found.numel() < ENOUGH:
-        return None  # infinite: a pass of the sum has overflowed, and its gradients were thrown away
-    error = (found.double() - factor * exact).abs() / (abs(factor) * magnitude).clamp_min(1e-300)
+    import torch
+
+    if found.numel() < ENOUGH or not bool(torch.isfinite(parts).all()):
+        return None  # a pass of the sum has overflowed, and its gradients were thrown away
+    values, parts = found.double().cpu(), parts.cpu()
+    factors = torch.linalg.lstsq(parts.T, values[:, None], driver="gelsd").solution  # parts may be alike
+    magnitude = (factors * parts).abs().sum(0)
+    if not bool(magnitude.any()):
+        return None
+    error = (values - (factors * parts).sum(0)).abs() / magnitude.clamp_min(1e-300)
     typical = float(error.square().mean().sqrt())
-    if typical < COARSE or float(error.max()) > terms * 2.0**-8:
+    if typical < COARSE or not float(error.max()) <= terms * 2.0**-8:
         return None
     return "bf16" if typical > 2.0**-11 else "fp16"

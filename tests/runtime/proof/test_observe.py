@@ -252,16 +252,33 @@ def test_gradients_that_go_to_another_dtype_and_back_are_rounded() -> None:
     assert observe._conversions({**there, **back}) == ({"bf16": 9}, {"fp16": 6, "bf16": 11})
 
 
-def test_quantized_states_are_not_reported_by_their_dtype_attribute(tmp_path: Path) -> None:
-    script = (
-        "torch.compile = lambda f, **_: f\nfrom torchao.optim import AdamW8bit\n"
-        "m = nn.Linear(32, 256); train(m, AdamW8bit(m.parameters()))"
-    )
+TORCHAO_8_BIT = "torch.compile = lambda f, **_: f\nfrom torchao.optim import AdamW8bit as Adam8\n"
+OWN_8_BIT = """
+class Adam8(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            m, scale = self.state[p].values() if self.state[p] else (torch.zeros_like(p), 1.0)
+            m = 0.9 * m.float() * scale + p.grad; p -= 0.01 * m; scale = m.abs().max() / 127
+            self.state[p] = {"m": (m / scale).char(), "scale": scale}
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states"), [(TORCHAO_8_BIT, "OptimState8bit"), (OWN_8_BIT, "int8")], ids=["torchao", "own"]
+)
+def test_quantized_states_are_refused_unless_they_are_allowed(tmp_path: Path, optimizer: str, states: str) -> None:
+    """Not by the `dtype` of a tensor subclass, which is that of the values it represents."""
+    pytest.importorskip("torchao")
+    script = f"{optimizer}m = nn.Linear(32, 256); train(m, Adam8(m.parameters()))"
     ended = run(tmp_path, script)
     row = proof(tmp_path / "proof.json")["rows"]["optimizer"]
-    assert ended.returncode == 0 and row["ok"] is None, transcript(ended)
-    assert row["found"].startswith("AdamW8bit, weights fp32, states OptimState8bit 9"), row
-    assert "proven in force on 1 process (optimizer states: OptimState8bit)" in ended.stderr, transcript(ended)
+    assert ended.returncode == 1 and row["ok"] is False and f"states {states}" in row["found"], transcript(ended)
+    assert f"or accept it: mpguard_allow: [{{states: {states}}}]" in ended.stderr
+    ended = run(tmp_path, script, "--allow", f"states:{states}")
+    row = proof(tmp_path / "proof.json")["rows"]["optimizer"]
+    assert ended.returncode == 0 and row["allowed"] == f"states: {states}", transcript(ended)
+    assert f"proven in force on 1 process (optimizer states: {states})" in ended.stderr
 
 
 def test_a_layer_added_after_the_optimizer_is_reported_with_advice(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the real library runs here")
 
+import short_programs
 import torch
 from paths import PROGRAMS
 from processes import command, in_fork, mp_yaml, proof, transcript
@@ -236,14 +237,33 @@ def test_a_script_that_swallows_the_exception_still_fails(tmp_path: Path) -> Non
 
 
 def test_fp16_is_proven_after_the_steps_that_overflow(tmp_path: Path) -> None:
-    run = trained(
-        tmp_path, "--autocast", "float16", "--scaler", 2.0, "--steps", 30, recipe="fp16_mixed", mixed_precision="fp16"
-    )
+    """The policy has no first scale of its own: that of the script holds."""
+    arguments = ("--autocast", "float16", "--scaler", 2.0**31, "--steps", 30)
+    run = trained(tmp_path, *arguments, recipe="fp16_mixed", mixed_precision="fp16")
     made = proof(tmp_path / "proof.json")
     assert run.returncode == 0, transcript(run)
-    assert made["observed"]["skipped"] > 0, "2**32, the policy's first scale, overflows FP16"
+    assert made["observed"]["skipped"] > 4, "2**31 overflows FP16"
     assert made["rows"]["scaler"]["ok"] and made["observed"]["scaler"]["window"] == 1000
-    assert "GradScaler: init_scale: 2.0 -> 4294967296.0" in run.stderr, transcript(run)
+    assert "GradScaler: init_scale" not in run.stderr, transcript(run)
+
+
+@pytest.mark.parametrize("way", ["GradScaler", "policy", "accelerate"])
+def test_a_short_run_in_fp16_is_proven(tmp_path: Path, way: str) -> None:
+    """From 2**32, the first scale of the recipe, all steps would be skipped."""
+    made = {
+        "GradScaler": "scaler = torch.amp.GradScaler('cpu')",
+        "policy": "import mpguard; scaler = mpguard.recipe('fp16_mixed').to('torch').scaler('cpu')",
+        "accelerate": "import accelerate; scaler = accelerate.Accelerator(mixed_precision='fp16', cpu=True).scaler",
+    }
+    script = (
+        "m = net(); o = adam(m)\n"
+        "for _ in range(6):\n"
+        "    with amp(torch.float16): loss = m(x).float().pow(2).mean()\n"
+        "    scaler.scale(loss).backward(); scaler.step(o); scaler.update(); o.zero_grad()\n"
+    )
+    run = short_programs.run(tmp_path, f"{made[way]}\n{script}", recipe="fp16_mixed")
+    assert run.returncode == 0 and "in force at steps 1-" in run.stderr, transcript(run)
+    assert "init_scale" not in run.stderr and proof(tmp_path / "proof.json")["rows"]["scaler"]["ok"], transcript(run)
 
 
 def test_fp16_without_a_scaler_is_not_in_force(tmp_path: Path) -> None:
