@@ -5,7 +5,7 @@ Each is named, so that it is shown in the proof, and everything else is compared
     local_sgd        the ranks step without reducing their gradients each time
     frozen: fp16     parts that are not trained compute in a dtype that is lower than the policy's
     fp32: lm_head    modules, by a name pattern, that the script itself computes in FP32
-    states: int8     states of optimizers in a dtype that is lower than the policy's; or the class of quantized ones
+    states: bf16     states of optimizers in a dtype that is lower than the policy's
 
 This module does not import torch.
 """
@@ -22,12 +22,12 @@ from mpguard.policy.dtype import Dtype
 LOCAL_SGD, FROZEN, FP32, STATES = "local_sgd", "frozen", "fp32", "states"
 
 #: The deviations that have a name -> what follows the name; empty if nothing does.
-KINDS = {LOCAL_SGD: "", FROZEN: "a dtype", FP32: "a pattern of module names", STATES: "a dtype or a class"}
+KINDS = {LOCAL_SGD: "", FROZEN: "a dtype", FP32: "a pattern of module names", STATES: "a dtype"}
 
-#: Dtypes of quantized tensors that are not trained, as the proof names them; a policy has none of these.
+#: Dtypes of quantized parts that are not trained, as the proof names them; a policy has none of these.
 QUANTIZED = ("int8", "uint8", "int16", "int32")
 
-_EXAMPLES = {LOCAL_SGD: "local_sgd", FROZEN: "frozen: fp16", FP32: "fp32: '*lm_head'", STATES: "states: int8"}
+_EXAMPLES = {LOCAL_SGD: "local_sgd", FROZEN: "frozen: fp16", FP32: "fp32: '*lm_head'", STATES: "states: bf16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +77,12 @@ def _checked(kind: str, value: Any) -> Allowance:
     if bool(value) != bool(KINDS[kind]) or not isinstance(value, str):
         needed = f"{KINDS[kind]} is needed" if KINDS[kind] else "nothing may follow the name"
         raise ConfigError(f"allow: `{kind}` has the value {value!r}; {needed}: `{_EXAMPLES[kind]}`")
-    if kind in (FROZEN, STATES) and value.removeprefix("torch.") in QUANTIZED:
+    if kind == FROZEN and value.removeprefix("torch.") in QUANTIZED:
         value = value.removeprefix("torch.")
     elif kind in (FROZEN, STATES):
         try:
             value = Dtype.parse(value).short
         except PolicyError as error:
-            if kind == STATES and value.isidentifier() and not value.islower():  # as `OptimState8bit`
-                return Allowance(kind, value)
-            raise ConfigError(f"allow: `{kind}`: {error}, and none of {', '.join(QUANTIZED)}") from None
+            others = f", and none of {', '.join(QUANTIZED)}" if kind == FROZEN else ""
+            raise ConfigError(f"allow: `{kind}`: {error}{others}") from None
     return Allowance(kind, value)

@@ -911,21 +911,18 @@ def _optimizer(seen: Observed, plan: Plan) -> Row:
     same = not ((rounded or rounded_states) and asked == "fp32")
     ok = _mostly(seen.masters, asked) and same and allowed.keys() >= set(lower)
     accepted = "; ".join(str(allowed[dtype]) for dtype in lower) if ok else ""
-    return Row("optimizer", found, f"weights and states {asked}", None if accepted else ok, accepted)
+    shown = ok and (accepted or _quantized_states(seen))
+    return Row("optimizer", found, f"weights and states {asked}", None if shown else ok, accepted)
 
 
 def _lower_states(seen: Observed, plan: Plan) -> list[str]:
-    """Return the dtypes of states that are lower than the policy's, and the classes of quantized ones.
-
-    A few integers are no quantized states: flags, or the state of a random generator.
-    """
-    asked, few = plan.policy.master_dtype.short, WIDER_SHARE * sum(seen.states.values())
-    low = [dtype for dtype in seen.states if dtype in ("bf16", "fp16", "fp8", "fp4") and dtype != asked]
-    return low + [dtype for dtype in _quantized_states(seen) if dtype not in QUANTIZED or seen.states[dtype] > few]
+    """Return the dtypes of states that are lower than the policy's, without those of quantized states."""
+    asked = plan.policy.master_dtype.short
+    return [dtype for dtype in seen.states if dtype in ("bf16", "fp16") and dtype != asked]
 
 
 def _quantized_states(seen: Observed) -> list[str]:
-    """Return the formats of quantized states: integers, and the classes of tensors that hold such."""
+    """Return the formats of quantized states. They are named, and not refused: the script chose that optimizer."""
     return [dtype for dtype in seen.states if Dtype.spelled(dtype) is None]
 
 
