@@ -52,6 +52,10 @@ CHECKS = re.compile(r"(?i)finite|inf(?![a-z])|nan(?![a-z])|overflow|invalid")
 _DOES_NOT_STEP = re.compile(
     r"(?i)save|load|checkpoint|ckpt|restore|resume|print|log|info|state|isinstance|hasattr|getattr|bool"
 )
+#: Methods that may use the scaler of their object; one that only sets the learning rate, as `update_lr`, does not.
+_MAY_USE_OWN_SCALER = re.compile(
+    r"(?i)scal|clip|optim|backward|^(?!.*(?:(?:^|_)lrs?(?:_|$)|learning_?rate|sched)).*(?:step|update)"
+)
 #: Functions that take a value and do not compute with it, and those that return it.
 _ONLY_READS = re.compile(
     r"(?i)print|log|info|debug|warn|write|add_scalar|format|postfix|description|^(?:append|update|str|repr|isinstance)$"
@@ -313,7 +317,7 @@ class Traces:
             and not self.facts.paths(call)
             and call.name not in call.scope.bindings
             and self.facts.base_unknown(call.scope.owner)
-            and bool(re.search(r"(?i)scal|clip|optim|step|backward|update", call.name))
+            and bool(_MAY_USE_OWN_SCALER.search(call.name))
         )
 
     def computes_with_scale(self, read: Call) -> bool:

@@ -282,6 +282,62 @@ def train(model, loader, optimizer, scaler, max_norm):
         scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+from elsewhere import Base
+
+class LearningRateIsSetByTheBase(Base):
+    def build(self):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def train(self, loader):
+        for x in loader:
+            self.scaler.scale(self.model(x)).backward()
+            self.scaler.step(self.optimizer)  # !
+            self.update_lr()
+""",
+            fixed="""\
+import torch
+from elsewhere import Base
+
+class LearningRateIsSetByTheBase(Base):
+    def build(self):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def train(self, loader):
+        for x in loader:
+            self.scaler.scale(self.model(x)).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.update_lr()
+""",
+        ),
+        Good(
+            """\
+import torch
+from elsewhere import Base
+
+class UpdatedByTheBase(Base):
+    def build(self):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def train(self, loader):
+        for x in loader:
+            self.scaler.scale(self.model(x)).backward()
+            self.scaler.step(self.optimizer)
+            self.update_all()
+
+    def train_differently(self, loader):
+        for x in loader:
+            self.scaler.scale(self.model(x)).backward()
+            self.scaler.step(self.optimizer)
+            self.update_lr_and_scaler()
+"""
+        ),
         Good(
             """\
 import torch

@@ -9,13 +9,13 @@ from mpguard.lint import (
     Bad,
     Call,
     Diagnostic,
-    Event,
     Facts,
     Good,
     Note,
     Object,
     Record,
     Rule,
+    Scope,
     TraceStep,
     any_of,
     constant,
@@ -30,8 +30,9 @@ class ScalerCreatedInLoop(Rule):
     """A GradScaler is created again for each step, or for each epoch.
 
     ## What it does
-    Reports the creation of a scaler in a loop, or in a function that is called in one, if the optimizer that it steps
-    outlives the loop; and in a method that trains one batch (`training_step`, `train_batch`).
+    Reports the creation of a scaler in a loop, by itself or by a helper function that returns a new one, or in a
+    function that is called in a loop, if the optimizer that it steps outlives the loop; and in a method that trains one
+    batch (`training_step`, `train_batch`).
 
     ## Why is this bad
     The scale starts at 65536 again each time. It is doubled after 2,000 steps without an overflow and halved after one:
@@ -46,7 +47,7 @@ class ScalerCreatedInLoop(Rule):
     severity = "error"
     message = "the GradScaler is created {often}: its scale never adapts"
     help = "create it once, where the optimizer is created"
-    triggers = (any_of(b"GradScaler("), any_of(b".scale("), any_of(b".step("))
+    triggers = (any_of(b"scaler", b"Scaler"), any_of(b".scale("), any_of(b".step("))
     examples = (
         Bad(
             """\
@@ -172,41 +173,168 @@ def sweep(model, loader):
         whole_run(lr, model, loader)
 """
         ),
+        Bad(
+            """\
+import torch
+from amp import new_scaler
+
+def build():
+    scaler = torch.amp.GradScaler("cuda")
+    return scaler
+
+def train_batch_of(model, x, optimizer, scaler):
+    scaler.scale(model(x).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+def train_epoch(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")  # !
+    for x in loader:
+        train_batch_of(model, x, optimizer, scaler)
+
+def main(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for epoch in range(10):
+        train_epoch(model, loader, optimizer)
+
+def by_helpers(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for epoch in range(10):
+        one = new_scaler()  # !
+        for x in loader:
+            one.scale(model(x).sum()).backward()
+            one.step(optimizer)
+            one.update()
+    for epoch in range(10):
+        two = build()  # !
+        for x in loader:
+            two.scale(model(x).sum()).backward()
+            two.step(optimizer)
+            two.update()
+""",
+            files={
+                "amp.py": 'import torch\n\ndef new_scaler():\n    return torch.amp.GradScaler("cuda")\n',
+                "pyproject.toml": "",
+            },
+        ),
+        Good(
+            """\
+import torch
+from amp import cached_scaler, new_scaler, the_scaler
+
+def train_batch_of(model, x, optimizer, scaler):
+    scaler.scale(model(x).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+def train_epoch(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        train_batch_of(model, x, optimizer, scaler)
+
+def folds(model, loaders):
+    for loader in loaders:
+        train_epoch(model, loader)
+
+def made_together(loaders):
+    for loader in loaders:
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = new_scaler()
+        for x in loader:
+            train_batch_of(model, x, optimizer, scaler)
+
+def kept_elsewhere(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for epoch in range(10):
+        scaler = cached_scaler()
+        for x in loader:
+            train_batch_of(model, x, optimizer, scaler)
+    for epoch in range(10):
+        other = the_scaler()
+        for x in loader:
+            other.scale(model(x).sum()).backward()
+            other.step(optimizer)
+            other.update()
+
+def made_once(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = new_scaler()
+    for epoch in range(10):
+        for x in loader:
+            train_batch_of(model, x, optimizer, scaler)
+""",
+            files={
+                "amp.py": "import functools\n\nimport torch\n\n_scaler = None\n\n"
+                'def new_scaler():\n    return torch.amp.GradScaler("cuda")\n\n'
+                '@functools.cache\ndef cached_scaler():\n    return torch.amp.GradScaler("cuda")\n\n'
+                "def the_scaler():\n    global _scaler\n    if _scaler is None:\n"
+                '        _scaler = torch.amp.GradScaler("cuda")\n    return _scaler\n',
+                "pyproject.toml": "",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        for creation in facts.events("scaler"):
-            for trace in facts.traces.all:
-                step = next((each for each in trace if self._steps(each, creation, facts)), None)
-                if step is None:
+        reported: set[Call] = set()
+        for trace in facts.traces.all:
+            for step in trace:
+                if step.kind != "scaler_step":
                     continue
-                often = self._frequency(creation.call, step, facts)
-                if often:
-                    yield self.at(creation, often=often, notes=(Note("its optimizer outlives it", step.span),))
-                    break
+                for built in self._creations(step, facts):
+                    often = self._frequency(built, step, facts) if built not in reported else ""
+                    if often:
+                        reported.add(built)
+                        yield self.at(built, often=often, notes=(Note("its optimizer outlives it", step.span),))
 
-    def _steps(self, each: TraceStep, creation: Event, facts: Facts) -> bool:
-        return each.kind == "scaler_step" and any(
-            isinstance(found.atom, Object) and found.atom.call is creation.call
-            for found in facts.evaluate(each.scaler, each.record)
-        )
+    def _creations(self, step: TraceStep, facts: Facts) -> Iterator[Call]:
+        """Yield the calls in the file that create the scaler of a step: of its class, and in loops of helpers."""
+        places = dict.fromkeys((step.record.scope, *(call.scope for call in step.via)))
+        for made in _scalers(step.scaler, step.record, facts):
+            if facts.of(made) is facts:
+                yield made
+            if _is_new_each_time(made):
+                for call in (call for place in places for call in place.calls if call is not made and _loops(call)):
+                    if made in _scalers(call.node, call, facts):
+                        yield call
 
     def _frequency(self, built: Call, step: TraceStep, facts: Facts) -> str:
         """Return how often the scaler is created while its optimizer lives; empty for once or unknown."""
         scope = built.scope
-        if step.record.scope is not scope or built.guard - scope.guard - step.record.guard:
+        at, optimizer = self._seen_from(scope, step, facts)
+        if at is None or built.guard - scope.guard - at.guard:
             return ""  # usually created only if there is none yet
         around = _loops(built)
         if around:
-            inside = around[-1] in step.record.loops and self._outlives(step.optimizer, step.record, around[-1], facts)
+            inside = around[-1] in at.loops and self._outlives(optimizer, at, around[-1], facts)
             return "in a loop" if inside else ""
         if scope.kind == "function" and scope.name != "__init__":
             for call in facts.callers(scope):
-                if _loops(call) and self._outlives(step.optimizer, step.record, _loops(call)[-1], facts, call):
+                if _loops(call) and self._outlives(optimizer, at, _loops(call)[-1], facts, call):
                     return "by each call in a loop"
-            if _STEP.fullmatch(scope.name) and not step.loops and self._not_created_in(step.optimizer, step.record):
+            if _STEP.fullmatch(scope.name) and not step.loops and self._not_created_in(optimizer, at):
                 return "by each training step"
         return ""
+
+    def _seen_from(
+        self, scope: Scope, step: TraceStep, facts: Facts
+    ) -> tuple[Record | None, cst.BaseExpression | None]:
+        """Return what leads to a step in a function that calls helpers for it, and the optimizer as it is named there.
+
+        None if the function does not lead to the step, or does not give the optimizer to the helper.
+        """
+        at, optimizer = step.record, step.optimizer
+        for call in reversed(step.via):
+            if at.scope is scope:
+                break
+            bound = facts.bindings(dotted(optimizer), at)
+            if len(bound) == 1 and bound[0].kind == "param" and bound[0].scope is at.scope:
+                optimizer = facts.argument_for(call, bound[0])
+            elif not dotted(optimizer).startswith("self.") or call.scope.owner is not at.scope.owner:
+                return None, None
+            at = call
+        return (at, optimizer) if at.scope is scope else (None, None)
 
     def _not_created_in(self, node: cst.BaseExpression | None, at: Record) -> bool:
         """True if a method does not create an object: it is a parameter, or an attribute that is set elsewhere."""
@@ -239,3 +367,21 @@ def sweep(model, loader):
 
 def _loops(record: Record) -> list[cst.CSTNode]:
     return [loop for loop in record.loops if isinstance(loop, (cst.For, cst.While))]
+
+
+def _is_new_each_time(made: Call) -> bool:
+    """True if a function that returns a scaler makes a new one in each call: it keeps none, and is not cached."""
+    scope = made.scope
+    if scope.kind != "function" or scope.decorators or made.guard - scope.guard:
+        return False
+    return not any(
+        binding.value is made.node and ("." in key or key in scope.globals)
+        for key, bindings in scope.bindings.items()
+        for binding in bindings
+    )
+
+
+def _scalers(node: cst.BaseExpression | None, at: Record, facts: Facts) -> list[Call]:
+    """Return the calls that may have created the scaler that an expression is."""
+    atoms = [each.atom for each in facts.evaluate(node, at)]
+    return [a.call for a in atoms if isinstance(a, Object) and a.kind == "scaler" and a.call is not None]
