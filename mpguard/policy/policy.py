@@ -102,7 +102,7 @@ class Policy:
         fp8_experts: the experts of a mixture in FP8 too: E4M3 with a scale per row, whatever `fp8_recipe`.
         fp8_fast_accum: fast accumulation in the gradient products as well.
         fp8_calibration: delayed scaling computes the scales of its first pass from the tensors of that pass, and does
-            not begin with scales of 1.
+            not begin with scales of 1. (Not Transformer Engine's `calibrating`, which computes without FP8.)
         fp8_weight_cache: weights are rounded to FP8 once per optimizer step, not in each forward pass (TE).
         fp8_emulate: torchao computes FP8 in software, which needs no FP8 GPU.
         first_last_layers_bf16, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: blocks

@@ -13,6 +13,7 @@ from mpguard.core.tracked_fs import clear_run_caches
 PACKAGE = Path(mpguard.__file__).parent
 #: Cached functions whose result depends on their arguments and the installation alone.
 PURE = {
+    "_code",
     "_fields",
     "_joined",
     "_consistent",

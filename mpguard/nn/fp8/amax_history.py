@@ -54,6 +54,10 @@ class AmaxHistoryMixin(nn.Module):
                 tensor[:rows].copy_(saved[name][:rows])
                 tensor[rows:] = 0
         self._mpguard_fp8.restored = True
+        for way in ("forward", "backward"):  # what has a history is not calibrated
+            past = saved.get(f"amax_history_{way[0]}wd")
+            if past is not None and bool((past > 0).any()):
+                setattr(self._mpguard_fp8, f"calibrated_{way}", True)
         self.on_restored()
 
     def on_restored(self) -> None:

@@ -3,9 +3,11 @@
 Delayed scaling takes a scale from the maxima of passes before, and begins with scales of 1. Gradients are smaller than
 what E5M2 can hold with that, so the first steps lose them. With `fp8_calibration` each layer computes the scales of its
 first forward and backward pass from its own input, weight and gradient, as current scaling does; these passes write the
-history, from which all later scales are computed. It costs one maximum per tensor, once, and waits for nothing.
+history, from which all later scales are computed. A tensor that is zero then, as the weight of a layer that begins with
+zeros, is calibrated in a later one of its first passes. It costs one maximum per tensor in each of these, and waits for
+nothing.
 
-A layer whose history was loaded from a checkpoint is not calibrated.
+A history that was loaded from a checkpoint stays as it is.
 """
 
 from __future__ import annotations
@@ -20,23 +22,25 @@ from mpguard.nn.fp8.weights import is_kept_in_fp8
 
 #: The largest values of E4M3 and E5M2.
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
+#: Calls of a layer in which a tensor without a history is calibrated.
+CALLS = 64
 
 
 def is_due(layer: AmaxHistoryMixin) -> bool:
-    """True until a layer has had its first forward and backward pass, if its policy has `fp8_calibration`."""
+    """True in the first calls of a layer, if its policy has `fp8_calibration`."""
     state = layer._mpguard_fp8
-    done = state.calibrated_forward and state.calibrated_backward
-    return state.policy.fp8_calibration and not state.restored and not done
+    return state.policy.fp8_calibration and state.calibrated_calls < CALLS
 
 
 def scale_forward(layer: AmaxHistoryMixin, input: torch.Tensor) -> None:
     """Set the scales of a layer's input and weight, before its forward pass. A weight that is FP8 already has one."""
-    if layer._mpguard_fp8.calibrated_forward:
-        return
-    scales, weight = layer.history()["scale_fwd"], layer._parameters["weight"]
-    _set(layer, scales[0], input, E4M3_MAX)
-    if weight is not None and not is_kept_in_fp8(weight):
-        _set(layer, scales[1], weight, E4M3_MAX)
+    state = layer._mpguard_fp8
+    state.calibrated_calls += 1
+    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+    for number, tensor in enumerate((input, weight)):
+        if not is_kept_in_fp8(tensor):
+            _set(layer, ("fwd", number), tensor, E4M3_MAX, first=not state.calibrated_forward)
+    state.called = True
 
 
 def scale_backward(layer: AmaxHistoryMixin, output: torch.Tensor) -> None:
@@ -45,28 +49,41 @@ def scale_backward(layer: AmaxHistoryMixin, output: torch.Tensor) -> None:
         output.register_hook(functools.partial(_scale_gradient, layer))  # type: ignore[no-untyped-call]
 
 
-def end_forward(layers: Iterable[AmaxHistoryMixin]) -> None:
-    """Record that the forward pass of a model with gradients has ended: its history has what later scales need."""
+def end_forward(layers: Iterable[AmaxHistoryMixin], *, trains: bool) -> None:
+    """Record that a forward pass of a model has ended. trains: its maxima are in the history now."""
     for layer in layers:
-        if layer.has_history():
-            layer._mpguard_fp8.calibrated_forward = True
+        state = layer._mpguard_fp8
+        state.calibrated_forward = state.calibrated_forward or (state.called and trains)
+        state.called = False
 
 
 def _scale_gradient(layer: AmaxHistoryMixin, gradient: torch.Tensor) -> None:
-    highest = E5M2_MAX if layer._mpguard_fp8.policy.fp8 == "hybrid" else E4M3_MAX
-    _set(layer, layer.history()["scale_bwd"][0], gradient, highest)
-    layer._mpguard_fp8.calibrated_backward = True
+    state = layer._mpguard_fp8
+    highest = E5M2_MAX if state.policy.fp8 == "hybrid" else E4M3_MAX
+    _set(layer, ("bwd", 0), gradient, highest, first=not state.calibrated_backward)
+    state.calibrated_backward = True
 
 
-@torch.no_grad()
-def _set(layer: AmaxHistoryMixin, scale: torch.Tensor, tensor: torch.Tensor, highest: float) -> None:
+def _set(layer: AmaxHistoryMixin, place: tuple[str, int], tensor: torch.Tensor, highest: float, *, first: bool) -> None:
     """Set a scale with which the largest value of a tensor becomes the highest of the format, less the margin.
 
-    Nothing changes for a tensor of zeros, or one that is not finite.
+    Not for a tensor of zeros, or one that is not finite. place: forward or backward, and the number of the tensor
+    there. first: in the first pass; later only if the history is empty. A layer that is called again in its first pass
+    keeps the lower scale: an activation checkpoint computes all its calls again with one.
     """
     if not tensor.numel():
         return
-    low, high = torch.aminmax(tensor.detach())
-    amax = torch.maximum(-low, high).float()
-    found = highest / amax / 2**layer._mpguard_fp8.policy.fp8_margin
-    scale.copy_(torch.where(amax.isfinite() & found.isfinite(), found, scale))
+    state, (way, number) = layer._mpguard_fp8, place
+    scale = layer.history()[f"scale_{way}"][number]
+    past = layer.history()[f"amax_history_{way}"][:, number]
+    # An evaluation in inference mode may have created the scale, and only this mode changes it then.
+    with torch.no_grad(), torch.inference_mode(scale.is_inference()):
+        low, high = torch.aminmax(tensor.detach())
+        amax = torch.maximum(-low, high).float()
+        found = highest / amax / 2**state.policy.fp8_margin
+        use = amax.isfinite() & found.isfinite()
+        if not first:
+            use &= ~((past > 0) & past.isfinite()).any()
+        elif way == "fwd" and state.called:
+            found = torch.minimum(found, scale)
+        scale.copy_(torch.where(use, found, scale))

@@ -281,9 +281,10 @@ def _library(policy: Policy) -> tuple[str, ModuleType]:
     backend = hardware.backend_of(policy, here)
     assert backend is not None  # else the hardware refuses the policy
     if backend not in here.libraries:
+        field = "fp8_param" if policy.fp8_param else "fp8_weight_cache"
         raise NotInForce(
-            f"convert: `{policy.name}` has fp8_param=True; parameters in FP8 are Transformer Engine's, which is not "
-            "installed. Install it, or set fp8_param=False"
+            f"convert: `{policy.name}` has {field}=True; that is Transformer Engine's, which is not installed. "
+            f"Install it, or set {field}=False"
         )
     try:
         return backend, importlib.import_module(f"{__package__}.{backend}")

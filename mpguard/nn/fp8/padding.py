@@ -118,10 +118,12 @@ class PaddingState:
     name: of the layer. padding: the counters of the model. added: the attributes that the conversion, or a forward
     pass since, has added. restored: an amax history of delayed scaling was loaded from a checkpoint. forward_scale,
     first: what an activation checkpoint needs to run the layer again, see `recompute`. plain: the class of the layer
-    before. calibrated_forward, calibrated_backward: see `calibration`. weight_version: which values the FP8 copy of the
-    weight has, None without a copy; passes, roundings: forward passes since the last step of an optimizer, and how
-    often they rounded the weight; stale: the share of a copy that was not that of its weight, as a tensor: see
-    `weight_cache`.
+    before.
+    calibrated_calls, calibrated_forward, calibrated_backward: calls in which scales were calibrated, and if the first
+    pass of each kind is over; called: in the forward pass that runs: see `calibration`.
+    weight_version: which values the FP8 copy of the weight has, None without a copy; reuses: the last pass has used it;
+    passes, roundings: forward passes since the last step of an optimizer, and how often they rounded the weight; stale:
+    the share of a copy that was not that of its weight, as a tensor: see `weight_cache`.
     """
 
     name: str
@@ -132,9 +134,12 @@ class PaddingState:
     forward_scale: torch.Tensor | None = None
     first: bool = False
     plain: type[nn.Module] = nn.Linear
+    calibrated_calls: int = 0
     calibrated_forward: bool = False
     calibrated_backward: bool = False
+    called: bool = False
     weight_version: tuple[int, ...] | None = None
+    reuses: bool = False
     passes: int = 0
     roundings: int = 0
     stale: torch.Tensor | None = None

@@ -59,12 +59,16 @@ class SurroundingRegion:
         self.open[-1].__enter__()
 
     def leave(self, model: nn.Module, _inputs: Any, _output: Any) -> None:
-        if len(self.open) == 1 and not is_recomputing():
-            self.without_gradients = not torch.is_grad_enabled()
-            if torch.is_grad_enabled():
-                layers = [module for module in model.modules() if isinstance(module, AmaxHistoryMixin)]
+        if len(self.open) == 1:
+            layers = [module for module in model.modules() if isinstance(module, AmaxHistoryMixin)]
+            again = is_recomputing()
+            if not again:
+                self.without_gradients = not torch.is_grad_enabled()
+            if torch.is_grad_enabled() and not again:
                 keep_scales(layers)
-                calibration.end_forward(layers)
+            # A model that is one reentrant checkpoint as a whole updates the history when it is computed again.
+            trains = torch.is_grad_enabled() and (not again or self.without_gradients)
+            calibration.end_forward(layers, trains=trains)
         self.open.pop().__exit__(None, None, None)
 
 

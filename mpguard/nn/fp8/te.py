@@ -34,6 +34,7 @@ class CachedWeightMixin(nn.Module):
 
     _mpguard_fp8: PaddingState
     _fp8_workspaces: dict[str, Any]
+    fp8_meta: dict[str, Any]
     quantizers: dict[str, Any]
     weight: torch.Tensor
 
@@ -45,8 +46,14 @@ class CachedWeightMixin(nn.Module):
 
     @untraced  # dynamo breaks the graph in `te.Linear`, and fails on the FP8 tensor that it creates after that
     def _forward_with_copy(self, input: torch.Tensor) -> torch.Tensor:
+        state, before = self._mpguard_fp8, self._fp8_workspaces.get("weight")
         first = weight_cache.is_first_pass(self)
-        return super().forward(input, is_first_microbatch=first)  # type: ignore[no-any-return]
+        output: torch.Tensor = super().forward(input, is_first_microbatch=first)
+        if first is False and self._fp8_workspaces.get("weight") is not before:
+            state.roundings, state.reuses = state.roundings + 1, False  # the copy lacked a transpose that is needed now
+        if weight_cache.is_observed():
+            self.compare_copy()
+        return output
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._fp8_workspaces.clear()  # a copy stays on its device when the model moves
@@ -60,10 +67,10 @@ class CachedWeightMixin(nn.Module):
     @torch.no_grad()
     def compare_copy(self) -> None:
         """Compare the copy that the last pass has used with the weight, rounded again with the copy's scale."""
-        state = self._mpguard_fp8
+        state, recipe = self._mpguard_fp8, self.fp8_meta["recipe"]
         copy = self._fp8_workspaces.get("weight")
-        if copy is None or state.roundings == state.passes:
-            return
+        if copy is None or not state.reuses or recipe.mxfp8() or recipe.nvfp4():
+            return  # copies of the last two have scales in the order of the product, and cannot be converted back
         quantizer = self.quantizers["scaling_fwd"][1].copy()
         quantizer.internal = False
         quantizer.set_usage(rowwise=True, columnwise=False)

@@ -793,15 +793,16 @@ def _fp8_calibration(seen: Observed, fp8: Fp8Layers, plan: Plan) -> list[Row]:
         return []
     name, asked = "fp8 calibration", "first scales from the tensors of the first pass, or from a checkpoint"
     if fp8.uncalibrated:
-        return [Row(name, f"{_names(fp8.uncalibrated, seen)} began with scales of 1", asked, False)]
+        return [Row(name, f"{_names(fp8.uncalibrated, seen)} not calibrated", asked, False)]
     if not fp8.calibrated:
         return [Row(name, UNOBSERVED, asked, None)]
     return [Row(name, f"{fp8.calibrated} of {len(fp8.converted)} layers", asked, True)]
 
 
 def _fp8_weight_cache(seen: Observed, fp8: Fp8Layers, plan: Plan) -> list[Row]:
-    """Show how often weights were rounded, with `fp8_weight_cache`. Fails if that was in several passes of a step, or
-    if a copy was not that of its weight.
+    """Show how often weights were rounded, with `fp8_weight_cache`.
+
+    Fails if that was in each of several passes of a step, or if a copy was not that of its weight.
     """
     if not plan.policy.fp8_weight_cache:
         return []
@@ -816,7 +817,10 @@ def _fp8_weight_cache(seen: Observed, fp8: Fp8Layers, plan: Plan) -> list[Row]:
     if not fp8.copies:
         return [Row(name, "no copy is kept", f"{asked}, of a model in training mode", None if fp8.kept else False)]
     times = f"{fp8.passes} {'pass' if fp8.passes == 1 else 'passes'}"
-    return [Row(name, f"{fp8.copies} of {len(fp8.converted)} layers rounded once in {times} of a step", asked, True)]
+    layers = f"{fp8.copies} of {len(fp8.converted)} layers"
+    if fp8.roundings > 1:  # weights that were loaded or changed between two passes, or copies without a transpose
+        return [Row(name, f"{layers} rounded {fp8.roundings} times in {times} of a step", asked, None)]
+    return [Row(name, f"{layers} rounded once in {times} of a step", asked, True)]
 
 
 def _other_recipe(fp8: Fp8Layers, plan: Plan) -> list[str]:

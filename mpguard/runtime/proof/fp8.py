@@ -44,7 +44,7 @@ class Fp8Layers:
     beside: FP8 layers whose weights other code multiplied. experts: with `fp8_experts`, the
     modules with experts, each with the reason why it is not FP8; "" if it is.
     calibrated: with `fp8_calibration`, number of layers that began with the scales of their own tensors, or with a
-    history from a checkpoint; uncalibrated: those that did not.
+    history from a checkpoint; uncalibrated: those that mpguard has not converted so.
     copies: with `fp8_weight_cache`, number of layers that keep an FP8 copy of their weight; passes, roundings: of such
     a layer since the last step, the most that one had; stale: the largest share of a copy that was not that of its
     weight. uncached: layers that rounded their weights in several passes.
@@ -162,25 +162,27 @@ def _add_experts(
 
 
 def _add_calibration(found: Fp8Layers, layers: list[tuple[str, Any]]) -> None:
-    """Add which layers began with the scales of their own tensors. Layers that have not run have no scales yet."""
+    """Add which layers began with the scales of their own tensors.
+
+    A layer that has had no backward pass yet will begin so: it is left out.
+    """
     for name, module in layers:
         state = module.__dict__.get("_mpguard_fp8")
-        if state is not None and not module.has_history():
-            continue
-        trained = any(parameter.requires_grad for parameter in module.parameters())
-        own = state is not None and state.calibrated_forward and (state.calibrated_backward or not trained)
-        if own or (state is not None and state.restored):
-            found.calibrated += 1
-        else:
+        if state is None or not state.policy.fp8_calibration:
             found.uncalibrated.append(name)
+        else:
+            trained = any(parameter.requires_grad for parameter in module.parameters())
+            found.calibrated += state.calibrated_forward and (state.calibrated_backward or not trained)
 
 
 def _add_weight_cache(found: Fp8Layers, layers: list[tuple[str, Any]]) -> None:
     """Add which layers keep FP8 copies of their weights, and if these are those of the weights."""
     for name, module in layers:
         state = module.__dict__.get("_mpguard_fp8")
-        if state is None or (state.passes > 1 and (state.roundings > 1 or not module.keeps_copy)):
-            found.uncached.append(name)
+        if state is None or (state.passes > 1 and (state.roundings == state.passes or not module.keeps_copy)):
+            # Before the first step of an optimizer, weights without a gradient are rounded in each pass.
+            if state is None or state.weight_version is None or state.weight_version[0]:
+                found.uncached.append(name)
         elif module.keeps_copy:
             found.copies += 1
             found.passes = max(found.passes, state.passes)
@@ -188,13 +190,6 @@ def _add_weight_cache(found: Fp8Layers, layers: list[tuple[str, Any]]) -> None:
             if state.stale is not None:
                 found.stale = max(found.stale, float(state.stale))
                 state.stale = None
-
-
-def compare_copy(module: nn.Module) -> None:
-    """Compare the FP8 copy of a weight with the weight, if the module keeps one and the pass that has ended used it."""
-    state = module.__dict__.get("_mpguard_fp8")
-    if state is not None and state.policy.fp8_weight_cache and state.weight_version is not None:
-        module.compare_copy()  # type: ignore[operator]
 
 
 def add_fp8_weights(found: Fp8Layers, modules: list[tuple[str, nn.Module]], updated: set[int]) -> None:

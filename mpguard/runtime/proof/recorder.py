@@ -7,6 +7,7 @@ holds a process group must not outlive the script.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -71,7 +72,9 @@ class Recorder:
         in_step: True while an optimizer's `step` runs: products are recorded after it.
         """
         self.active = self.listened = True
-        _observe_fp32_modules(True)
+        if policy.fp8_weight_cache:
+            importlib.import_module("mpguard.nn.fp8.weight_cache")
+        _observe_modules(True)
         self._collectives.start()
         if self._optimizers_exist and in_step:
             self.account.restart()
@@ -83,7 +86,7 @@ class Recorder:
     def stop(self) -> None:
         """Remove every hook, and release engines."""
         self.active = False
-        _observe_fp32_modules(False)
+        _observe_modules(False)
         self.account.stop()
         if self._module_hook is not None:
             self._module_hook.remove()
@@ -170,7 +173,6 @@ class Recorder:
         with contained("the observation of a module"):
             if fp8.is_te(module):
                 self.te_recipes.append(fp8.te_recipe_in_force(module))
-                fp8.compare_copy(module)
             if any(parameter.requires_grad for parameter in module.parameters()):
                 dtypes = [leaf.dtype for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
                 self.output = next((short(dtype) for dtype in dtypes if dtype.is_floating_point), self.output)
@@ -224,8 +226,8 @@ class Recorder:
         return bool(gradients)
 
 
-def _observe_fp32_modules(on: bool) -> None:
-    """Start or stop to record what the modules in `fp32_modules` compute in."""
-    fp32 = sys.modules.get("mpguard.nn.fp32")  # not imported before a policy names such modules
-    if fp32 is not None:
-        fp32.observe(on)
+def _observe_modules(on: bool) -> None:
+    """Start or stop to record what modules do: those in `fp32_modules`, and those that keep FP8 copies of weights."""
+    for name in ("mpguard.nn.fp32", "mpguard.nn.fp8.weight_cache"):  # not imported before a policy needs them
+        if name in sys.modules:
+            sys.modules[name].observe(on)

@@ -99,6 +99,14 @@ def test_evaluation_before_training_does_not_use_up_the_calibration() -> None:
     assert error(gradients(model), gradients(network(CALIBRATED))) == 0.0
 
 
+def test_a_model_that_is_one_checkpoint_is_calibrated() -> None:
+    for reentrant in (True, False):
+        model = network(CALIBRATED)
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
+        assert [row.found for row in rows(model, CALIBRATED)] == ["3 of 3 layers"], reentrant
+
+
 def test_a_loaded_history_is_kept() -> None:
     trained = network(CALIBRATED)
     gradients(trained)
@@ -116,6 +124,66 @@ def test_a_tensor_without_a_scale_leaves_the_first_one(value: float) -> None:
     of_input, of_weight = layer.history()["scale_fwd"]
     assert of_input == 1.0
     assert of_weight == pytest.approx(448 / float(layer.weight.detach().abs().max()))  # type: ignore[operator,union-attr]
+
+
+def test_a_layer_that_begins_with_zeros_is_calibrated_when_it_has_values() -> None:
+    model, exact = network(CALIBRATED), network(None)
+    for each in (model, exact):
+        with torch.no_grad():
+            each.blocks[2].weight.zero_()  # type: ignore[operator,union-attr]
+        gradients(each)  # all gradients before the last layer are zero
+        with torch.no_grad():
+            each.blocks[2].weight.normal_(generator=torch.Generator().manual_seed(2))  # type: ignore[operator,union-attr]
+    assert error(gradients(model), gradients(exact)) < 0.2
+
+
+def test_a_checkpoint_from_before_the_first_gradient_leaves_the_calibration() -> None:
+    begun = network(CALIBRATED)
+    with torch.no_grad():
+        begun(torch.randn(16, 32))
+    resumed = network(CALIBRATED)
+    resumed.load_state_dict(begun.state_dict())
+    assert error(gradients(resumed), gradients(network(None))) < 0.2
+
+
+def test_a_layer_that_is_first_called_later_is_calibrated_then() -> None:
+    model = network(CALIBRATED)
+    mpguard.fp8_state_dict(model)  # allocates all histories
+    last, model.blocks = model.blocks[2], model.blocks[:2]
+    gradients(model)
+    assert not last._mpguard_fp8.calibrated_forward  # type: ignore[union-attr]
+    model.blocks.append(last)
+    exact = gradients(network(None))
+    assert error(gradients(model)[-2:], exact[-2:]) < 0.2
+
+
+def test_calls_of_one_layer_in_its_first_pass_share_the_lower_scale() -> None:
+    """An activation checkpoint computes both again with the scale that the layer has then."""
+    layer = network(CALIBRATED).blocks[0]
+    assert isinstance(layer, AmaxHistoryMixin)
+    for value in (0.01, 100.0, 0.01):
+        calibration.scale_forward(layer, torch.full((16, 32), value))
+    assert layer.history()["scale_fwd"][0] == pytest.approx(4.48)
+
+
+def test_weights_that_an_engine_keeps_as_attributes_are_calibrated() -> None:
+    """As FSDP1 does with `use_orig_params=False`."""
+    layer = network(CALIBRATED).blocks[0]
+    assert isinstance(layer, AmaxHistoryMixin)
+    weight = layer._parameters.pop("weight")
+    object.__setattr__(layer, "weight", weight)
+    calibration.scale_forward(layer, torch.ones(16, 32))
+    assert layer.history()["scale_fwd"][1] > 1
+
+
+def test_scales_from_inference_mode_can_be_set() -> None:
+    layer = network(CALIBRATED).blocks[0]
+    assert isinstance(layer, AmaxHistoryMixin)
+    with torch.inference_mode():
+        layer.memory = {name: torch.ones_like(each) for name, each in layer.history().items()}  # type: ignore[assignment]
+        layer.memory["amax_history_fwd"].zero_()  # type: ignore[index,operator,union-attr]
+    calibration.scale_forward(layer, torch.full((16, 32), 2.0))
+    assert layer.history()["scale_fwd"][0] == 224.0
 
 
 def rows(model: nn.Module, policy: Policy) -> list[Row]:

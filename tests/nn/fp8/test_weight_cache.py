@@ -25,6 +25,7 @@ from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof.compare import Row, compare
 from mpguard.runtime.proof.fp8 import Fp8Layers, find_fp8_layers
 from mpguard.runtime.proof.observe import Observed
+from mpguard.runtime.proof.recorder import Recorder
 from mpguard.targets.capabilities import SHARDED_WEIGHTS, require_supported
 
 POLICY = mpguard.Policy(bf16=True, fp8="hybrid", fp8_weight_cache=True)
@@ -121,14 +122,46 @@ def test_evaluation_keeps_and_uses_no_copy() -> None:
 
 def test_no_copy_is_kept_where_replays_of_a_graph_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache._Steps, "replayed", False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     layer = Layer()
     run(layer)
-    layer.weight.grad = None
-    weight_cache._count()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        weight_cache._count()
     run(layer)
     assert layer.first == [True, None]
+
+
+def test_no_copy_is_used_in_a_graph_or_kept_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer()
+    run(layer)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        run(layer)  # a replay would use the copy of now for ever
+    with torch.inference_mode():
+        layer(torch.ones(2, 16))
+    assert layer.first == [True, None, None]
+
+
+def test_weights_that_are_updated_without_an_optimizer_are_rounded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_cache._Steps, "count", 0)
+    layer = Layer()
+    for _ in range(2):
+        run(layer)
+        run(layer)
+        for parameter in layer.parameters():
+            parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]
+            parameter.grad = None
+    assert layer.first == [True, False, True, False]
+
+
+def test_the_recorder_of_the_proof_lets_copies_be_compared() -> None:
+    recorder = Recorder()
+    recorder.start(POLICY)
+    assert weight_cache.is_observed()
+    recorder.stop()
+    assert not weight_cache.is_observed()
 
 
 def row(fp8: Fp8Layers | None, policy: Policy = POLICY) -> Row | None:
@@ -151,6 +184,11 @@ def test_the_proof_counts_passes_and_roundings() -> None:
     assert (of_model(layer).found, of_model(layer).ok) == ("1 of 1 layers rounded once in 3 passes of a step", True)
     in_place(layer)
     run(layer)
+    assert (of_model(layer).found, of_model(layer).ok) == ("1 of 1 layers rounded 2 times in 4 passes of a step", None)
+    step(layer)
+    for _ in range(2):
+        run(layer)
+        in_place(layer)
     assert (of_model(layer).found, of_model(layer).ok) == ("layer rounded in each pass", False)
     step(layer)
     run(layer)
