@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import fp8
-from workers import END, Worker, device, device_name, serve, synchronize, timed_round, versions
+from workers import END, Worker, device, device_name, rows_in, serve, synchronize, timed_round, versions
 
 #: Name -> hidden size, FFN, heads, key and value heads, blocks, batch, tokens, vocabulary.
 SIZES = {
@@ -106,8 +106,7 @@ def main() -> int:
         rows.append(row)
         print(json.dumps(row), flush=True)
     if options.output:
-        old = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else []
-        rows += [row for row in old if row["variant"] not in options.only]
+        rows += [row for row in rows_in(options.output) if row["variant"] not in options.only]
         result = {
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             "versions": versions(fp8.LIBRARIES),

@@ -22,7 +22,7 @@ from typing import Any
 
 import fp8
 from fp8 import FP8, TORCHAO, Variant
-from workers import END, Times, Worker, device, device_name, serve, timed_round, versions
+from workers import END, Times, Worker, device, device_name, rows_in, serve, timed_round, versions
 
 #: Name -> class of transformers, its config, batch and tokens. Few large experts, and many small ones.
 SIZES: Mapping[str, tuple[str, Mapping[str, Any], int, int]] = {
@@ -164,8 +164,7 @@ def main() -> int:
     sizes = ["tiny"] if options.quick else [name for name in SIZES if name != "tiny" and options.only in name]
     rows = [row for size in sizes for row in measure(size)]
     if options.output:
-        old = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else []
-        rows = [*rows, *(row for row in old if row["size"] not in sizes)]
+        rows += [row for row in rows_in(options.output) if row["size"] not in sizes]
         sizes = list(dict.fromkeys(row["size"] for row in rows))
         result = {
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workers import END, Worker, device, device_name, serve, synchronize, versions
+from workers import END, Worker, device, device_name, rows_in, serve, synchronize, versions
 
 LIBRARIES = ("torch", "transformers", "torchao", "transformer-engine", "triton", "mpguard")
 
@@ -231,8 +231,7 @@ def main() -> int:
         return 0
     sizes, tokens = TINY if options.tiny else (SIZES, TOKENS)
     path = options.output
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path is not None and path.exists() else []
-    kept = {(row["size"], row["tokens"]): row for row in rows if "us" in row}
+    kept = {(row["size"], row["tokens"]): row for row in rows_in(path) if "us" in row}
     cells = [
         (size, count)
         for count in tokens

@@ -68,6 +68,12 @@ def device_name() -> str:
     return str(torch.cuda.get_device_name()) if device() == "cuda" else "cpu"
 
 
+def rows_in(path: Path | None) -> list[dict[str, Any]]:
+    """Return the rows of a result file, none if it does not exist."""
+    found: list[dict[str, Any]] = []
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path is not None and path.exists() else found
+
+
 def synchronize() -> None:
     import torch
 

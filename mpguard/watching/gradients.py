@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpguard.policy.dtype import Dtype
+
 if TYPE_CHECKING:
     import torch
 
 #: The smallest normal number of each format, and its largest; FP8 is scaled so that the largest gradient becomes that.
 FORMATS = {
-    "fp16": (2.0**-14, None),
-    "bf16": (2.0**-126, None),
-    "e4m3": (2.0**-6, 448.0),
-    "e5m2": (2.0**-14, 57344.0),
+    dtype.short: (dtype.smallest_normal, dtype.largest if dtype.bits == 8 else None)
+    for dtype in (Dtype.FP16, Dtype.BF16, Dtype.FP8_E4M3, Dtype.FP8_E5M2)
 }
 
 #: Elements that are sampled of each parameter: contiguous, from another place each time.

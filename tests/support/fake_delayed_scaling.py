@@ -158,10 +158,10 @@ def templates(policy: Policy) -> Callable[[nn.Linear], nn.Module]:
     return template
 
 
-def around(model: nn.Module, _policy: Policy) -> None:
+def around(model: nn.Module, policy: Policy) -> None:
     watch(layer for layer in model.modules() if isinstance(layer, Float8Linear))
     if not any(isinstance(getattr(hook, "__self__", None), Region) for hook in model._forward_pre_hooks.values()):
-        Region().surround(model)
+        Region(calibrates=policy.fp8_calibration).surround(model)
 
 
 def te_or_torchao(_policy: Policy) -> tuple[str, Any]:

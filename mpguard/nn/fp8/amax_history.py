@@ -54,10 +54,9 @@ class AmaxHistoryMixin(nn.Module):
                 tensor[:rows].copy_(saved[name][:rows])
                 tensor[rows:] = 0
         self._mpguard_fp8.restored = True
-        for way in ("forward", "backward"):  # what has a history is not calibrated
-            past = saved.get(f"amax_history_{way[0]}wd")
-            if past is not None and bool((past > 0).any()):
-                setattr(self._mpguard_fp8, f"calibrated_{way}", True)
+        if self._mpguard_fp8.policy.fp8_calibration:  # what has a history is not calibrated
+            self._mpguard_fp8.calibrated_forward |= bool((saved["amax_history_fwd"] > 0).any())
+            self._mpguard_fp8.calibrated_backward |= bool((saved["amax_history_bwd"] > 0).any())
         self.on_restored()
 
     def on_restored(self) -> None:

@@ -19,9 +19,8 @@ import torch
 
 from mpguard.nn.fp8.amax_history import AmaxHistoryMixin
 from mpguard.nn.fp8.weights import is_kept_in_fp8
+from mpguard.policy.dtype import Dtype
 
-#: The largest values of E4M3 and E5M2.
-E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 #: Calls of a layer in which a tensor without a history is calibrated.
 CALLS = 64
 
@@ -39,7 +38,7 @@ def scale_forward(layer: AmaxHistoryMixin, input: torch.Tensor) -> None:
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     for number, tensor in enumerate((input, weight)):
         if not is_kept_in_fp8(tensor):
-            _set(layer, ("fwd", number), tensor, E4M3_MAX, first=not state.calibrated_forward)
+            _set(layer, ("fwd", number), tensor, Dtype.FP8_E4M3, first=not state.calibrated_forward)
     state.called = True
 
 
@@ -59,13 +58,13 @@ def end_forward(layers: Iterable[AmaxHistoryMixin], *, trains: bool) -> None:
 
 def _scale_gradient(layer: AmaxHistoryMixin, gradient: torch.Tensor) -> None:
     state = layer._mpguard_fp8
-    highest = E5M2_MAX if state.policy.fp8 == "hybrid" else E4M3_MAX
-    _set(layer, ("bwd", 0), gradient, highest, first=not state.calibrated_backward)
+    dtype = Dtype.FP8_E5M2 if state.policy.fp8 == "hybrid" else Dtype.FP8_E4M3
+    _set(layer, ("bwd", 0), gradient, dtype, first=not state.calibrated_backward)
     state.calibrated_backward = True
 
 
-def _set(layer: AmaxHistoryMixin, place: tuple[str, int], tensor: torch.Tensor, highest: float, *, first: bool) -> None:
-    """Set a scale with which the largest value of a tensor becomes the highest of the format, less the margin.
+def _set(layer: AmaxHistoryMixin, place: tuple[str, int], tensor: torch.Tensor, dtype: Dtype, *, first: bool) -> None:
+    """Set a scale with which the largest value of a tensor becomes the largest of its FP8 dtype, less the margin.
 
     Not for a tensor of zeros, or one that is not finite. place: forward or backward, and the number of the tensor
     there. first: in the first pass; later only if the history is empty. A layer that is called again in its first pass
@@ -80,7 +79,7 @@ def _set(layer: AmaxHistoryMixin, place: tuple[str, int], tensor: torch.Tensor, 
     with torch.no_grad(), torch.inference_mode(scale.is_inference()):
         low, high = torch.aminmax(tensor.detach())
         amax = torch.maximum(-low, high).float()
-        found = highest / amax / 2**state.policy.fp8_margin
+        found = dtype.largest / amax / 2**state.policy.fp8_margin
         use = amax.isfinite() & found.isfinite()
         if not first:
             use &= ~((past > 0) & past.isfinite()).any()

@@ -40,7 +40,7 @@ TORCHAO, PRODUCT = "torchao.prototype.moe_training.fp8_grouped_mm", "_to_fp8_row
 MULTIPLE = 16
 
 #: The largest number in E4M3, and the least maximum that a scale is computed from, as in torchao.
-LARGEST, LEAST = 448.0, 1e-12
+LARGEST, LEAST = Dtype.FP8_E4M3.largest, 1e-12
 
 
 # -- which modules -----------------------------------------------------------------------------------------------------

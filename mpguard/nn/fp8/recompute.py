@@ -36,9 +36,13 @@ def keep_scales(layers: Iterable[AmaxHistoryMixin]) -> None:
 
 
 class SurroundingRegion:
-    """Hooks that run a whole model inside FP8 autocast, which updates the history when it ends."""
+    """Hooks that run a whole model inside FP8 autocast, which updates the history when it ends.
 
-    def __init__(self) -> None:
+    calibrates: the policy has `fp8_calibration`.
+    """
+
+    def __init__(self, *, calibrates: bool = False) -> None:
+        self.calibrates = calibrates
         self.open: list[Any] = []
         self.without_gradients = False
 
@@ -60,16 +64,20 @@ class SurroundingRegion:
 
     def leave(self, model: nn.Module, _inputs: Any, _output: Any) -> None:
         if len(self.open) == 1:
-            layers = [module for module in model.modules() if isinstance(module, AmaxHistoryMixin)]
             again = is_recomputing()
             if not again:
                 self.without_gradients = not torch.is_grad_enabled()
             if torch.is_grad_enabled() and not again:
-                keep_scales(layers)
-            # A model that is one reentrant checkpoint as a whole updates the history when it is computed again.
-            trains = torch.is_grad_enabled() and (not again or self.without_gradients)
-            calibration.end_forward(layers, trains=trains)
+                keep_scales(_layers_of(model))
+            if self.calibrates:
+                # A model that is one reentrant checkpoint as a whole updates the history when it is computed again.
+                trains = torch.is_grad_enabled() and (not again or self.without_gradients)
+                calibration.end_forward(_layers_of(model), trains=trains)
         self.open.pop().__exit__(None, None, None)
+
+
+def _layers_of(model: nn.Module) -> Iterator[AmaxHistoryMixin]:
+    return (module for module in model.modules() if isinstance(module, AmaxHistoryMixin))
 
 
 @contextlib.contextmanager

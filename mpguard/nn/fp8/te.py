@@ -186,8 +186,8 @@ def kind_of(_layer: nn.Module) -> type[Padded]:
 class AutocastRegion(recompute.SurroundingRegion):
     """Hooks that run the whole model inside FP8 autocast."""
 
-    def __init__(self, recipe: Any) -> None:
-        super().__init__()
+    def __init__(self, recipe: Any, *, calibrates: bool) -> None:
+        super().__init__(calibrates=calibrates)
         self.recipe = recipe
 
     def autocast(self, _model: nn.Module) -> Any:
@@ -255,7 +255,7 @@ def around(model: nn.Module, policy: Policy) -> None:
     recipe = get("te").build(policy)
     if recipe.delayed() and not any(map(is_autocast_hook, model._forward_pre_hooks.values())):
         watch(layer for layer in model.modules() if isinstance(layer, TransformerEngineFloat8Linear))
-        AutocastRegion(recipe).surround(model)
+        AutocastRegion(recipe, calibrates=policy.fp8_calibration).surround(model)
 
 
 def is_autocast_hook(hook: Any) -> bool:

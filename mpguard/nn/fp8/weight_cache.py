@@ -4,7 +4,7 @@ Without it a layer rounds its weight in each forward pass, so once per micro-bat
 Transformer Engine keeps the rounded weight if its layers are told which pass is the first one (`is_first_microbatch`).
 The first pass of a layer is the one after any optimizer of the process has stepped, or after its weight is another
 tensor or was changed in place. A change that torch does not count (`parameter.data.copy_`) is only seen if a step lies
-before the next pass; so the proof compares the copies with the weights at each of its looks.
+before the next pass; so the proof compares the copies with the weights in each step that it examines.
 
 Only passes of a model in training mode keep a copy and use it, and none that is recorded in a CUDA graph.
 """
@@ -26,7 +26,7 @@ from mpguard.nn.fp8.weights import is_kept_in_fp8
 class _Steps:
     """The steps of all optimizers. replayed: a step is part of a CUDA graph, whose replays run no hook.
 
-    observed: the proof looks at the passes, and compares the copies that they use.
+    observed: the proof examines the passes, and compares the copies that they use.
     """
 
     count = 0
