@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,20 @@ _in_place: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def is_compiled(module: nn.Module) -> bool:
     """True if a module is compiled, by `torch.compile` or `Module.compile`."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+#: The mode in which models are compiled, of those that the policy's mode was given to.
+_modes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+def remember_mode(model: nn.Module, mode: str) -> None:
+    """Remember the mode of torch.compile in which a model is compiled."""
+    _modes[model] = mode
+
+
+def mode_of(module: nn.Module) -> str:
+    """Return the mode in which a module, or the model inside of a compiled one, is compiled; empty if not known."""
+    return _modes.get(getattr(module, "_orig_mod", module), "")
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
@@ -224,9 +239,11 @@ def _compile(model: nn.Module) -> None:
         return
 
     # Dynamo does not start in a frame of torch itself, such as the forward of a Sequential.
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
+    from mpguard.nn import cuda_graphs
     from mpguard.nn.fp8 import first_batch
 
-    model._compiled_call_impl = first_batch.telling(model, torch.compile(call, backend=BACKEND))
+    compiled = cuda_graphs.keeping_gradients(model, torch.compile(types.MethodType(call, model), backend=BACKEND))
+    model._compiled_call_impl = first_batch.telling(model, compiled)

@@ -119,6 +119,8 @@ class Policy:
 
     Running:
         compile: torch.compile: True, False, or "auto" (where it makes training faster).
+        compile_mode: the `mode` of torch.compile for models, whoever compiles them: "default", "reduce-overhead" (CUDA
+            graphs, for a model whose kernels wait for Python), "max-autotune", "max-autotune-no-cudagraphs".
         fuse: fused Transformer Engine modules where the model allows it.
         attention_fix: causal models of transformers keep SDPA's `is_causal` under torch.compile, as they have it in
             eager code. False: transformers decides alone.
@@ -178,6 +180,7 @@ class Policy:
     hysteresis: int = 2
 
     compile: bool | Literal["auto"] = "auto"
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     fuse: bool = False
     attention_fix: bool = True
 
@@ -296,6 +299,7 @@ class Policy:
             ("reuse_grad_buf_for_mxfp8_param_ag", recipe == "mxfp8", "fp8 with fp8_recipe mxfp8"),
             ("backend", low is not None, "fp8 or fp4"),
             ("fuse", low is not None, "fp8 or fp4"),
+            ("compile_mode", self.compile is not False, "compile True or auto"),
         ]
         for name, has_effect, needs in only:
             if not has_effect and self.explicit(name):

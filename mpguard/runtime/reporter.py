@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mpguard.core.console import print_line
 from mpguard.core.errors import ConfigError
+from mpguard.runtime.containment import report_own_failure
 from mpguard.runtime.messages import warn_not_proven
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Progress, summary
@@ -103,6 +104,8 @@ class Reporter:
             proof.write(path, self._proofs, [progress.facts() for progress in run])
         except OSError as error:
             raise _unwritable(path, error) from None
+        except Exception as error:  # a verdict holds without its file
+            report_own_failure("the proof's file", error)
 
     def reset_proof_file(self, plan: Plan) -> None:
         """Remove the proof of an earlier run. Raises `ConfigError` if the proof could not be written later.

@@ -14,11 +14,12 @@ from mpguard.targets.settings import show
 #: Targets whose runs mpguard guards: it builds the objects of the other targets, and converts the model itself.
 GUARDED_TARGETS = ("accelerate", "deepspeed")
 
-#: The fields that mpguard itself enforces in these runs: which layers become FP8, which compute in FP32, and where the
-#: master weights are.
+#: The fields that mpguard itself enforces in these runs: which layers become FP8, which compute in FP32, where the
+#: master weights are, and how models are compiled.
 CONVERTER_FIELDS = frozenset({
     "fp32_modules", "fp8_exclude", "fp8_head", "fp8_experts", "fp8_calibration", "fp8_weight_cache",
     "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "master_weights",
+    "compile_mode",
 })  # fmt: skip
 
 

@@ -32,9 +32,9 @@ class Variant:
 #: The name of the policy of the config, unchanged.
 CONFIGURED = "as configured"
 
-_BF16: Mapping[str, Any] = {"bf16": True, "fp16": False, "fp8": None, "fp4": None}
-_TORCHAO: Mapping[str, Any] = {"fp4": None, "backend": "torchao", "compile": True}
-_TE: Mapping[str, Any] = {"fp4": None, "backend": "te", "compile": False}
+_BF16: Mapping[str, Any] = {"bf16": True, "fp16": False, "fp8": None, "fp4": None, "compile_mode": "default"}
+_TORCHAO: Mapping[str, Any] = {"fp4": None, "backend": "torchao", "compile": True, "compile_mode": "default"}
+_TE: Mapping[str, Any] = {"fp4": None, "backend": "te", "compile": False, "compile_mode": "default"}
 _TENSORWISE: Mapping[str, Any] = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 _ROWWISE: Mapping[str, Any] = {"fp8": "e4m3", "fp8_recipe": "rowwise"}
 
@@ -67,6 +67,19 @@ TABLE = (
         "torchao-rowwise_with_gw_hp+compile",
         {**_ROWWISE, **_TORCHAO, "fp8_recipe": "rowwise_with_gw_hp"},
         "torchao-tensorwise+compile",
+        1.05,
+    ),
+    Variant(
+        "torchao-tensorwise+compile+graphs",
+        {**_TENSORWISE, **_TORCHAO, "compile_mode": "reduce-overhead"},
+        "torchao-tensorwise+compile",
+        1.30,
+    ),
+    Variant("bf16+compile+graphs", {**_BF16, "compile": True, "compile_mode": "reduce-overhead"}, "bf16+compile", 1.25),
+    Variant(
+        "bf16+compile+max_autotune",
+        {**_BF16, "compile": True, "compile_mode": "max-autotune-no-cudagraphs"},
+        "bf16+compile",
         1.05,
     ),
     Variant("bf16+compile+masters", {**_BF16, "compile": True, "master_weights": "optimizer"}, "bf16+compile", 1.10),

@@ -218,6 +218,30 @@ def test_a_cached_weight_is_that_of_a_run_without_copies(name: str, fused: bool)
         assert others == losses and all(map(torch.equal, weights, other_weights))
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_uses_the_copies_of_its_first_pass(reentrant: bool) -> None:
+    """A layer runs twice per micro-batch; it rounds its weight once per step, and nothing else changes."""
+    pytest.importorskip("transformer_engine.pytorch")
+    results = []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        net = Checkpointed().cuda()
+        net.reentrant = reentrant
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        mpguard.convert(net, POLICIES["tensorwise"].replace(fp8_weight_cache=cached))
+        found = []
+        for _ in range(2):
+            found.append(gradients(net))
+            found.append(gradients(net))
+            optimizer.step()
+        if cached:
+            state = net.layers[0].up._mpguard_fp8
+            assert (state.passes, state.roundings) == (4, 1), "two forward passes and two recomputations"
+        results.append(found)
+    for own, other in zip(*results, strict=True):
+        assert all(torch.equal(own[name], other[name]) for name in other)
+
+
 SUPPORT = Path(te_models.__file__).parent
 
 TRAIN = """
@@ -260,7 +284,9 @@ def trained(folder: Path, recipe: str, overrides: str, *arguments: str) -> tuple
     return run, proof(file)["rows"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["compiled"], ["stale"]], ids=["eager", "compiled", "stale"])
+@pytest.mark.parametrize(
+    "arguments", [[], ["compiled"], ["stale"], ["compiled", "stale"]], ids=lambda words: " ".join(words) or "eager"
+)
 def test_the_weight_cache_is_proven_in_a_run(tmp_path: Path, arguments: list[str]) -> None:
     pytest.importorskip("transformer_engine.pytorch")
     overrides = "{backend: te, first_last_layers_bf16: false, fp8_weight_cache: true}"

@@ -59,6 +59,7 @@ CANDIDATES: dict[str, tuple[Any, ...]] = {
     "loss_scale_window": (200, 1000),
     "hysteresis": (2, 5),
     "compile": (True, False, "auto"),
+    "compile_mode": ("reduce-overhead", "default"),
     "fuse": (True, False),
     "attention_fix": (True, False),
 }

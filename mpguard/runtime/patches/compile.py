@@ -1,15 +1,20 @@
-"""Compile the models of an optimizer when the optimizer is created, if the policy requires it.
+"""Compile the models of an optimizer when the optimizer is created, if the policy requires it, in the policy's mode.
 
 This is for custom training loops. With an `Accelerator`, accelerate compiles when it prepares a model.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 from mpguard.nn import compile as compilation
+from mpguard.nn import cuda_graphs
+from mpguard.runtime import guard as guards
 from mpguard.runtime.guard import Guard
+from mpguard.runtime.patches.patch import AnyFunction
 from mpguard.runtime.proof.observe import models_of, updated_by
+from mpguard.targets.inject import Change
 
 if TYPE_CHECKING:
     import torch
@@ -42,3 +47,29 @@ def compile_models(guard: Guard, optimizer: torch.optim.Optimizer) -> None:
             guard.reporter.print_once(
                 f"mpguard: {auto if policy.compile == 'auto' else f'the model is compiled in place{blocks}'}"
             )
+
+
+def in_the_policys_mode(original: AnyFunction) -> AnyFunction:
+    """Return `torch.compile` with the policy's `compile_mode` for models; other functions keep their own.
+
+    Options of inductor, and other compilers, exclude a mode: they are left as they are, and the proof shows it.
+    """
+    import torch
+
+    @functools.wraps(original)
+    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        module = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
+        if guard is None or not isinstance(module, torch.nn.Module) or guard.plan.policy.compile_mode == "default":
+            return original(model, *args, **kwargs)
+        mode, given = guard.plan.policy.compile_mode, kwargs.get("mode")
+        if kwargs.get("options") is None and kwargs.get("backend", compilation.BACKEND) == compilation.BACKEND:
+            if given not in (None, "default", mode):
+                guard.reporter.log_override("torch.compile", Change("mode", given, mode, "compile_mode"))
+            kwargs["mode"] = mode
+            compilation.remember_mode(module, mode)
+            if mode in cuda_graphs.MODES:
+                cuda_graphs.add(module)
+        return original(model, *args, **kwargs)
+
+    return compile

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from mpguard.nn import attention
+from mpguard.nn import attention, cuda_graphs
 from mpguard.nn.fp8 import first_batch
 from mpguard.runtime import casts
 from mpguard.runtime import guard as guards
@@ -202,6 +202,7 @@ def _module_compile(original: AnyFunction) -> AnyFunction:
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         call = attention.reading_masks(self, self._compiled_call_impl)
+        call = cuda_graphs.keeping_gradients(self, call)
         self._compiled_call_impl = first_batch.telling(self, call)
 
     return compile
@@ -212,6 +213,7 @@ def _optimized_module(original: AnyFunction) -> AnyFunction:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         first_batch.seen(self._orig_mod, args, kwargs)
         attention.read_mask(self._orig_mod, kwargs.get("attention_mask"))
+        cuda_graphs.keep_gradients(self._orig_mod)
         return original(self, *args, **kwargs)
 
     return __call__
@@ -631,6 +633,14 @@ PATCHES = (
         "torch exchanges no tensors that the profiler has seen: `Module.to` of FP8 parameters, FSDP2 on a GPU",
         "torch 2.13.0",
         _swap_tensors,
+    ),
+    Patch(
+        "torch",
+        "compile",
+        ("model", "backend", "mode"),
+        "models are compiled in the mode of the policy, whoever compiles them",
+        "torch 2.13.0",
+        compilation.in_the_policys_mode,
     ),
     Patch(
         "torch.nn.modules.module",

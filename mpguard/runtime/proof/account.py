@@ -91,6 +91,7 @@ class StepAccount:
         self.active = self.running = False
         self.reason: str = "" if previous is None else previous.reason
         self.weights: set[tuple[int, ...]] = set() if previous is None else previous.weights
+        self.graphs = trace.CompiledGraphs() if previous is None else previous.graphs
         self.te_dtype: str | None = None
         #: Hooks of modules; None if compiled code is in use, which must not see them.
         named = previous is None or previous._ranges is not None
@@ -238,7 +239,7 @@ class StepAccount:
             self._blocked = any(not name.startswith(trace.IGNORED) for name in unfinished)
             _steps.cut = bool(unfinished)
             closures = frozenset(begun if resume else ())
-            found = trace.read(events, self.weights, self.te_dtype, closures)
+            found = trace.read(events, self.weights, self.te_dtype, closures, self.graphs)
             if resume and not unfinished:
                 self.running = _enable_profiler()
                 if self._ranges is not None:

@@ -369,6 +369,8 @@ def _advice(row: Row, plan: Plan, seen: Observed) -> str:
         return ". The script, or a library, has set it after mpguard: remove that"
     if row.name == "compile" and policy.low_bit_recipe == "delayed":
         return f". {compilation.NEVER}: compile nothing, or set fp8_recipe to tensorwise"
+    if row.name == "compile mode":
+        return ". Remove `options` and `backend` of torch.compile in the script, or set compile_mode to default"
     if row.name == "compile" and policy.compile is True:
         return f". {CALL_THE_MODEL}"
     if row.name == "fp8 products" and not (seen.fp8 and seen.fp8.beside):
@@ -984,6 +986,23 @@ def _tf32(seen: Observed, plan: Plan) -> list[Row]:
 
 
 def _compile(seen: Observed, plan: Plan) -> list[Row]:
+    rows = _compiled_or_not(seen, plan)
+    if plan.policy.compile_mode != "default" and seen.compiled:
+        rows.append(_compile_mode(seen, plan.policy))
+    return rows
+
+
+def _compile_mode(seen: Observed, policy: Policy) -> Row:
+    asked, ok = policy.compile_mode, seen.compile_modes == [policy.compile_mode]
+    if not seen.compile_modes:  # only functions are compiled
+        return Row("compile mode", "no model is compiled", asked, None)
+    found = asked if ok else "the script's own options or compiler"
+    if seen.without_cuda_graphs:
+        found += f", no CUDA graph for {seen.without_cuda_graphs} of its graphs (TORCH_LOGS=cudagraphs says why)"
+    return Row("compile mode", found, asked, None if ok and seen.without_cuda_graphs else ok)
+
+
+def _compiled_or_not(seen: Observed, plan: Plan) -> list[Row]:
     policy = plan.policy
     if isinstance(policy.compile, bool):
         found, asked = ("compiled" if each else "not compiled" for each in (seen.compiled, policy.compile))

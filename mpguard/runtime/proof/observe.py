@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpguard.nn.compile import is_compiled
+from mpguard.nn import compile as compilation
+from mpguard.nn import cuda_graphs
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.policy.policy import Policy
 from mpguard.runtime import casts
@@ -40,7 +41,7 @@ T = TypeVar("T")
 #: The rows of the proof that are observed; `compare` has the processes too, which need no model.
 ROWS = (
     "engine", "parameters", "compute", "attention", "frozen parts", "fp8", "fp32 modules", "gradients", "accumulation",
-    "reduction", "coverage", "optimizer", "scaler", "buffers", "output", "tf32", "compile", "attention mask",
+    "reduction", "coverage", "optimizer", "scaler", "buffers", "output", "tf32", "compile", "compile mode", "attention mask",
 )  # fmt: skip
 
 
@@ -91,6 +92,8 @@ class Observed:
     fp32_switches: torch's switches for the products of FP32 matrices, see `tf32`; tf32: that of cuBLAS alone.
     compiled: True if compiled code has run; a model that is compiled at its first call does not count.
     compiled_fp8: True if a compiled module contains FP8 layers.
+    compile_modes: the modes of `compile_mode` in which modules are compiled; empty for what the script chose.
+    without_cuda_graphs: compiled graphs for which inductor has left out the CUDA graphs that their mode asks for.
     attention_masks: calls of attention in compiled code by what the kernel takes: `is_causal`, `mask`, `neither`.
     modules: classes of the modules whose names have no letters, and of their models: `Linear of Sequential`.
     left_out: fields of the recipe that the run goes without, each with the reason.
@@ -138,6 +141,8 @@ class Observed:
     fp32_switches: dict[str, str] = dataclasses.field(default_factory=dict)
     compiled: bool = False
     compiled_fp8: bool = False
+    compile_modes: list[str] = dataclasses.field(default_factory=list)
+    without_cuda_graphs: int = 0
     attention_masks: dict[str, int] = dataclasses.field(default_factory=dict)
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     modules: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -211,12 +216,14 @@ def observe(
         if not roots:
             _count_parameters(seen.parameters, updated)
     with seen.observing("compile"):
-        compiled = [module for _, module in modules if is_compiled(module)]
+        compiled = [module for _, module in modules if compilation.is_compiled(module)]
+        seen.compile_modes = sorted({compilation.mode_of(module) for module in compiled})
         seen.compiled_fp8 = any(fp8.is_fp8(inner) for module in compiled for inner in module.modules())
     seen.attention_masks = dict(recorder.attention_masks)
     with seen.observing("compute", "attention", "frozen parts", "compile"):
         products = recorder.account.products({id(parameter) for parameter in updated})
         _add_computed(seen, recorder, roots, products)
+        seen.without_cuda_graphs = cuda_graphs.left_out() if cuda_graphs.MODES & set(seen.compile_modes) else 0
     with seen.observing("optimizer", "gradients"):
         _add_optimizer(seen, recorder, optimizer, roots)
     with seen.observing("accumulation"):

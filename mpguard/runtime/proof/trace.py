@@ -27,6 +27,10 @@ COMPILING = "(dynamo_timed)"
 #: Functions of autograd around compiled code, and the range of a compiled graph.
 COMPILED = ("CompiledFunction", "Torch-Compiled Region", "## Call CompiledFxGraph")
 
+#: The beginning of the name of the range around a call of code that inductor has compiled; the rest is a hash of the
+#: code and of its inputs' dtypes and shapes, or None where inductor has made none.
+GRAPH_CALL, NO_HASH = "## Call CompiledFxGraph", "## Call CompiledFxGraph None "
+
 #: Functions of autograd whose products are in FP8, in software where FP8 is emulated.
 FP8_FUNCTIONS = ("matmul_with_hp_or_float8_args", "EmulatedGroupedMM")
 
@@ -94,8 +98,8 @@ class _Event:
     """An event with what it inherits from the events around it."""
 
     __slots__ = (
-        "attention", "backward", "compiled", "end", "fp8", "ignored", "inside", "known", "module", "multiplies", "name",
-        "node", "outer", "raw", "sparse",
+        "attention", "backward", "call", "compiled", "end", "fp8", "ignored", "inside", "known", "module", "multiplies",
+        "name", "node", "outer", "raw", "sparse",
     )  # fmt: skip
 
     def __init__(self, raw: Any, name: str, end: int, outer: _Event | None) -> None:
@@ -107,9 +111,11 @@ class _Event:
             self.ignored = self.attention = self.compiled = self.fp8 = self.inside = False
             self.module: int | None = None
             self.backward: GraphNode | None = None
+            self.call: GraphCall | None = None
             return
         self.ignored, self.attention, self.compiled = outer.ignored, outer.attention, outer.compiled
         self.fp8, self.inside, self.module, self.backward = outer.fp8, outer.inside, outer.module, outer.backward
+        self.call = outer.call
 
     def mark_multiplying(self) -> None:
         """Mark the events around a product."""
@@ -119,15 +125,65 @@ class _Event:
             around = around.outer
 
 
+@dataclasses.dataclass(frozen=True)
+class GraphCall:
+    """A call of compiled code. products: those whose operators ran in it, with their FLOPs."""
+
+    event: _Event
+    products: list[tuple[Work, int]] = dataclasses.field(default_factory=list)
+
+
+class CompiledGraphs:
+    """The products of compiled code, by the name of the range around its calls.
+
+    In a replay of a CUDA graph (`mode="reduce-overhead"`) no operator runs. It launches the kernels of the call that was
+    recorded, so it has the products of an earlier call of the same code, in which operators ran.
+    """
+
+    def __init__(self) -> None:
+        self._products: dict[str, list[tuple[Work, int]]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """True if a call with products was seen."""
+        return name in self._products
+
+    def replayed(self, call: GraphCall) -> list[tuple[Work, int]]:
+        """Return the products of a call whose operators did not run; remember them if all did."""
+        name = call.event.name
+        known = self._products.get(name, [])
+        if len(call.products) >= len(known):
+            if call.products and not name.startswith(NO_HASH):
+                self._products[name] = call.products
+            return []
+        ran = Counter(_kind(work) for work, _ in call.products)
+        missing = []
+        for work, flops in known:
+            if ran[_kind(work)]:
+                ran[_kind(work)] -= 1
+            else:
+                missing.append((work, flops))
+        return missing
+
+
+def _kind(work: Work) -> tuple[str | None, bool, str]:
+    return work.dtype, work.attention, work.name
+
+
 def read(
-    events: Iterable[Any], weights: set[tuple[int, ...]], te_dtype: str | None, closures: frozenset[int] = frozenset()
+    events: Iterable[Any],
+    weights: set[tuple[int, ...]],
+    te_dtype: str | None,
+    closures: frozenset[int] = frozenset(),
+    graphs: CompiledGraphs | None = None,
 ) -> OperatorTrace:
     """Return the products among the events of a profiler.
 
     weights: shapes of the matrices that are trained, to recognize kernels that multiply by one. te_dtype: the dtype in
     which layers of Transformer Engine multiply; None if they do as their operands say. closures: when the steps of
-    optimizers began that are not finished yet: in them a closure trains.
+    optimizers began that are not finished yet: in them a closure trains. graphs: what compiled code has multiplied in
+    earlier calls; those of these events are added.
     """
+    graphs = CompiledGraphs() if graphs is None else graphs
     ordered = sorted(
         ((event.start_thread_id(), event.start_ns(), -event.end_ns(), number, event)
          for number, event in enumerate(events) if not event.is_async()),
@@ -135,6 +191,7 @@ def read(
     trace = OperatorTrace()
     nested: list[_Event] = []
     candidates: list[_Event] = []
+    calls: list[GraphCall] = []
     creators: dict[GraphNode, _Event] = {}
     thread = None
     for tid, start, end, _, raw in ordered:
@@ -149,6 +206,9 @@ def read(
             event.ignored = False
         if event.ignored:
             continue
+        if event.name.startswith(GRAPH_CALL):
+            event.call = GraphCall(event)
+            calls.append(event.call)
         if event.name == SPARSE and event.outer is not None:
             event.outer.sparse = True
         if event.inside and event.name == "aten::copy_":
@@ -158,9 +218,15 @@ def read(
     for event in candidates:
         if event.known is not None:
             event.mark_multiplying()
+    for call in calls:
+        if call.event.name in graphs:
+            call.event.mark_multiplying()
     for event in candidates:
         if not (event.multiplies or event.sparse):
             _add(event, trace, creators, weights, te_dtype)
+    for call in calls:
+        for work, flops in graphs.replayed(call):
+            _place(dataclasses.replace(work, module=call.event.module), flops, call.event, trace, creators)
     for node, event in creators.items():
         trace.origins[node] = Work(None, event.attention, event.module, event.compiled)
     return trace
@@ -233,14 +299,24 @@ def _add(
         dtype = (te_dtype or _operand(event.raw.dtypes())) if te else None
         name = "" if te else event.name
     work = Work(dtype, event.attention, event.module, event.compiled, name)
-    if event.inside:
-        trace.backward.append((work, event.backward, flops))
-        return
-    nodes = _nodes(event, creators)
-    trace.forward.append((work, nodes, flops))
+    nodes = _place(work, flops, event, trace, creators)
+    if event.call is not None:
+        event.call.products.append((work, flops))
     if event.known is None and event.node in nodes:
         assert event.node is not None
         trace.opaque[event.node] = work, flops
+
+
+def _place(
+    work: Work, flops: int, event: _Event, trace: OperatorTrace, creators: dict[GraphNode, _Event]
+) -> frozenset[GraphNode]:
+    """Add the products of an event to those of its pass. Return the nodes of a forward pass that they belong to."""
+    if event.inside:
+        trace.backward.append((work, event.backward, flops))
+        return frozenset()
+    nodes = _nodes(event, creators)
+    trace.forward.append((work, nodes, flops))
+    return nodes
 
 
 def _input_shapes(raw: Any) -> products.Shapes:

@@ -107,9 +107,11 @@ def test_what_cannot_be_recorded_is_inferred_and_ends_no_training(tmp_path: Path
     assert made["observed"]["inferred"] == reason and made["observed"]["compute"].keys() == {"bf16"}
 
 
-def recorded(step, *parameters: torch.Tensor) -> account.Products:  # type: ignore[no-untyped-def]
+def recorded(  # type: ignore[no-untyped-def]
+    step, *parameters: torch.Tensor, whole: StepAccount | None = None
+) -> account.Products:
     """Return the products of a function that returns a loss, and of its backward pass."""
-    whole = StepAccount()
+    whole = whole or StepAccount()
     whole.weights = account.shapes_of(parameters)
     whole.start()
     try:
@@ -168,6 +170,47 @@ def test_products_without_a_gradient_are_frozen() -> None:
     size = 2 * 4 * 16 * 16
     assert found.frozen == {Work("fp32", module=id(frozen)): 2 * size, Work("fp32", module=id(trained)): size}
     assert found.trained == {Work("fp32", module=id(trained)): 2 * size}
+
+
+class CompiledFunction(torch.autograd.Function):
+    """A product as compiled code calls it: its operators run, or a CUDA graph launches the kernels that they used."""
+
+    replayed = False
+    graphs = ("forward", "backward")
+
+    @staticmethod
+    def _multiply(graph: str, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        with torch._C._profiler._RecordFunctionFast(f"## Call CompiledFxGraph {graph} ##"):
+            if CompiledFunction.replayed:
+                return torch.from_numpy(left.numpy() @ right.numpy())
+            return torch.mm(left.bfloat16(), right.bfloat16()).float()
+
+    @staticmethod
+    def forward(ctx, x, weight):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        return CompiledFunction._multiply(CompiledFunction.graphs[0], x.detach(), weight.detach().t())
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        (x,) = ctx.saved_tensors
+        return None, CompiledFunction._multiply(CompiledFunction.graphs[1], gradient.t().contiguous(), x)
+
+
+@pytest.mark.parametrize("hashes", [("f1", "b1"), ("None", "None")])
+def test_a_replay_of_a_cuda_graph_has_the_products_of_the_recorded_call(
+    hashes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = nn.Parameter(torch.randn(16, 8)), torch.randn(4, 8)
+    monkeypatch.setattr(CompiledFunction, "graphs", hashes)
+    size = 2 * 4 * 8 * 16
+    step = lambda: CompiledFunction.apply(x, weight).sum()  # noqa: E731
+    first = StepAccount()
+    assert recorded(step, weight, whole=first).trained == {Work("bf16", compiled=True): 2 * size}
+    monkeypatch.setattr(CompiledFunction, "replayed", True)
+    again = recorded(step, weight, whole=StepAccount(first))
+    unknown = recorded(step, weight)
+    assert {work.dtype for work in unknown.trained} == {None}, "it was never seen recorded"
+    assert again.trained == (unknown.trained if "None" in hashes else {Work("bf16", compiled=True): 2 * size})
 
 
 def test_a_long_evaluation_before_a_step_is_not_recorded_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,105 @@
+"""Modes of torch.compile: those that a script chooses are left as they are, and `compile_mode` puts its own in force."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from limits import seconds
+from processes import command, launch, mp_yaml, proof, transcript
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+TRAIN = """
+import os, sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+options = dict(word.split("=") for word in sys.argv[1:])
+micro_batches = int(options.pop("micro_batches", 1))
+compiles = options.pop("compiles", "yes") == "yes"
+model = nn.Sequential(nn.Linear(64, 256), *(Block() for _ in range(3)), nn.Linear(256, 8)).cuda()
+fullgraph = options.pop("fullgraph", "no") == "yes"
+net = torch.compile(model, fullgraph=fullgraph, **options) if compiles else model
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(17):
+    optimizer.zero_grad(set_to_none=True)
+    for _ in range(micro_batches):
+        x = torch.randn(32, 64, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            y = net(x)
+        loss = (y.float() - x[:, :8]).pow(2).mean()
+        loss.backward()
+    optimizer.step()
+    print("loss", float(loss).hex())
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("mode=default", "fullgraph=yes"),
+        ("mode=reduce-overhead",),
+        ("mode=max-autotune",),
+    ],
+    ids=" ".join,
+)
+def test_the_script_compiles_in_a_mode_of_its_own(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    stock = command("python3", tmp_path / "train.py", *words, cwd=tmp_path, timeout=seconds(300))
+    assert stock.returncode == 0, transcript(stock)
+    config, file = mp_yaml(tmp_path, use_cpu="false"), tmp_path / "proof.json"
+    arguments = ("--config", config, "--proof-json", file, tmp_path / "train.py", *words)
+    path = os.environ.get("PYTHONPATH", "")
+    run = launch(*arguments, cwd=tmp_path, timeout=seconds(300), PYTHONPATH=path)
+    assert run.returncode == 0, transcript(run)
+    assert proof(file)["verdict"] == "in force" and "in force at steps 1-16 of 17 (5 looks)" in run.stderr, transcript(
+        run
+    )
+    if "mode=max-autotune" not in words:  # which may choose other kernels in each run
+        assert losses(run) == losses(stock)
+
+
+def losses(run: Any) -> list[float]:
+    """Return the loss of each step."""
+    found = [float.fromhex(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("loss")]
+    assert len(found) == 17, transcript(run)
+    return found
+
+
+@pytest.mark.parametrize("compiles", ["no", "yes"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("fp8", ["", "fp8: hybrid, backend: torchao, "], ids=["bf16", "fp8"])
+def test_cuda_graphs_are_in_force(fp8: str, micro_batches: int, compiles: str, tmp_path: Path) -> None:
+    """Whoever compiles the model. Alone, torch stops in the second pass of gradient accumulation."""
+    if fp8:
+        pytest.importorskip("torchao")
+    (tmp_path / "train.py").write_text(TRAIN)
+    found = {}
+    for mode in ("default", "reduce-overhead"):
+        overrides = f"{{{fp8}compile: true, compile_mode: {mode}}}"
+        config = mp_yaml(
+            tmp_path, f"{mode}.yaml", use_cpu="false",
+            fp8_config=f"{{mpguard_recipe: bf16_mixed, mpguard_overrides: {overrides}}}",
+        )  # fmt: skip
+        file, words = tmp_path / f"{mode}.json", (f"compiles={compiles}", f"micro_batches={micro_batches}")
+        arguments = ("--config", config, "--proof-json", file, tmp_path / "train.py", *words)
+        run = launch(*arguments, cwd=tmp_path, timeout=seconds(300), PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+        assert run.returncode == 0 and "in force at steps 1-16 of 17 (5 looks)" in run.stderr, transcript(run)
+        found[mode] = losses(run)
+    row = proof(file)["rows"]["compile mode"]
+    assert row["found"] == "reduce-overhead" and row["ok"], row
+    assert found["reduce-overhead"] == found["default"]
