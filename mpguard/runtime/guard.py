@@ -40,6 +40,7 @@ from mpguard.runtime.proof.observe import Observed, existing_optimizers, innermo
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.script_updates import ScriptSteps
+from mpguard.runtime.ranks import is_forked_after_cuda
 from mpguard.runtime.reporter import Reporter, unproven_at_exit
 from mpguard.targets.capabilities import left_out_at_start
 
@@ -148,7 +149,14 @@ class Guard:
         self._listening = True
 
     def begin_again(self) -> None:
-        """Begin again in a process that was forked: it may train, or load data; nothing has happened here yet."""
+        """Begin again in a process that was forked: it may train, or load data; nothing has happened here yet.
+
+        After CUDA was initialized it loads data: there is no guard then, and what the parent has is kept as it is.
+        """
+        if is_forked_after_cuda():
+            self.recorder.account.abandon()
+            set_current(None)
+            return
         self.process, self.spawned, self.finished = os.getpid(), True, False
         self.proof = self.failure = self._previous_proof = None
         self.step_calls = self.switches = self._newcomer_steps = self._repetition = 0
@@ -859,8 +867,8 @@ def current() -> Guard | None:
     return _current
 
 
-def set_current(guard: Guard) -> None:
-    """Make a guard the guard of this process."""
+def set_current(guard: Guard | None) -> None:
+    """Make a guard the guard of this process; None for none."""
     global _current  # noqa: PLW0603  one guard per process is the point
     _current = guard
 

@@ -30,6 +30,15 @@ def known_rank() -> int | None:
     return None
 
 
+def is_forked_after_cuda() -> bool:
+    """True in a process that was forked after CUDA had been initialized: it loads data, and cannot train.
+
+    In it, freeing an object of CUDA that the parent has created ends the process, and Kineto waits for its threads.
+    """
+    torch = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "cuda") and bool(torch.cuda._is_in_bad_fork())
+
+
 def had_group() -> bool:
     """True if this process is, or was, in a process group."""
     known_rank()

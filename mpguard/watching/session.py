@@ -21,7 +21,7 @@ from mpguard.core.watch_levels import WatchLevel
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime import guard as guards
 from mpguard.runtime.proof.observe import innermost, models_of, updated_by
-from mpguard.runtime.ranks import world_size
+from mpguard.runtime.ranks import is_forked_after_cuda, world_size
 from mpguard.watching import drift, gradients
 from mpguard.watching.analysis import Analysis
 from mpguard.watching.containment import CONTAINMENT
@@ -92,7 +92,12 @@ class Watch:
         return os.getpid() == self._process and not CONTAINMENT.has_failed() and not _captures_graph()
 
     def begin_again(self) -> None:
-        """Begin again in a process that was forked: nothing has happened here yet, and the file is the parent's."""
+        """Begin again in a process that was forked: nothing has happened here yet, and the file is the parent's.
+
+        After CUDA was initialized it stays inactive and keeps everything, because CUDA's events cannot be freed.
+        """
+        if is_forked_after_cuda():
+            return
         self.analysis = Analysis(self.level, JsonLines(None, self.level))
         self.captures.clear()
         self._begin()

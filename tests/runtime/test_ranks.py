@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 import concurrent.futures
 
 from paths import PROGRAMS
-from processes import command, free_port, in_fork, proof, results, run_module, run_python, transcript
+from processes import command, free_port, in_fork, mp_yaml, proof, results, run_module, run_python, transcript
 
 import mpguard
 from mpguard.runtime.proof import consensus
@@ -66,3 +66,54 @@ def test_a_rank_that_never_steps_is_named(tmp_path: Path) -> None:
 def test_missing_ranks_are_named_with_a_limit() -> None:
     assert consensus.names_of([3]) == "rank 3"
     assert consensus.names_of(list(range(1, 4096))) == "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4087 more"
+
+
+WORKERS = """
+import os
+import torch
+from mpguard.runtime import guard
+from mpguard.watching import current as watching
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+parent = os.getpid()
+torch.cuda._is_in_bad_fork = lambda: os.getpid() != parent  # as if CUDA had been initialized
+
+class Event:
+    def __del__(self):
+        if os.getpid() != parent:
+            os.write(2, b"an object of CUDA is freed\\n")
+
+class Noise(Dataset):
+    transform = nn.Identity()
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        for _ in range(400):
+            x = self.transform(torch.randn(8))
+        assert guard.current() is None and watching.current() is None
+        return x
+
+net = nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(net.parameters())
+watching.of_parent()._names[-1] = Event()
+for epoch in range(2):
+    for x in DataLoader(Noise(), batch_size=8, num_workers=1, multiprocessing_context="fork"):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net(x)
+        y.float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print("finished")
+"""
+
+
+def test_a_process_that_was_forked_after_cuda_leaves_everything_to_its_parent(tmp_path: Path) -> None:
+    """Data is loaded in such processes. They can neither stop the profiler nor free what belongs to CUDA."""
+    (tmp_path / "train.py").write_text(WORKERS)
+    run = in_fork(["--config", mp_yaml(tmp_path), "train.py"], cwd=tmp_path)
+    assert run.returncode == 0 and "finished" in run.stdout, transcript(run)
+    assert "in force at steps 1-16 (5 looks)" in run.stderr, transcript(run)
+    assert "freed" not in run.stderr and "failed" not in run.stderr, transcript(run)

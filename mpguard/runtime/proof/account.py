@@ -20,6 +20,7 @@ from mpguard.runtime.containment import contained_hook
 from mpguard.runtime.proof import trace
 from mpguard.runtime.proof.inferred import Inferred
 from mpguard.runtime.proof.trace import GraphNode, OperatorTrace, Work
+from mpguard.runtime.ranks import is_forked_after_cuda
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +92,7 @@ class StepAccount:
         self.active = self.running = False
         self.reason: str = "" if previous is None else previous.reason
         self.weights: set[tuple[int, ...]] = set() if previous is None else previous.weights
-        self.graphs = trace.CompiledGraphs() if previous is None else previous.graphs
+        self.graphs: trace.CompiledGraphs = trace.CompiledGraphs() if previous is None else previous.graphs
         self.te_dtype: str | None = None
         #: Hooks of modules; None if compiled code is in use, which must not see them.
         named = previous is None or previous._ranges is not None
@@ -146,6 +147,12 @@ class StepAccount:
             self._ranges.remove()
         if self.running:
             self._cut(resume=False)
+
+    def abandon(self) -> None:
+        """Record nothing more in a fork, and leave the profiler alone: it is the parent's."""
+        self.active = self.running = self._resume = self._paused = False
+        if self._ranges is not None:
+            self._ranges.forget()
 
     def restart(self) -> None:
         """Forget what was recorded, and record the next step from `resume`."""
@@ -585,11 +592,15 @@ def _stop_in_forks() -> None:
 
 
 def _stop_recording() -> None:
+    import torch
     from torch._C._autograd import _profiler_enabled, _toggle_collection_dynamic
     from torch._C._profiler import ProfilerActivity
 
     with contextlib.suppress(Exception):
         if not _profiler_enabled():
+            return
+        if is_forked_after_cuda():
+            torch._C._autograd._enable_record_function(False)
             return
         errors, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
         try:
@@ -630,10 +641,14 @@ class ModuleRanges:
 
     def remove(self) -> None:
         """Remove the hooks, and close the ranges that are open in this thread."""
+        self.forget()
+        self.close()
+
+    def forget(self) -> None:
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self.close()
 
     def close(self) -> list[int]:
         """Close the ranges that are open in this thread, and return their modules."""

@@ -996,7 +996,7 @@ def _compile_mode(seen: Observed, policy: Policy) -> Row:
     asked, ok = policy.compile_mode, seen.compile_modes == [policy.compile_mode]
     if not seen.compile_modes:  # only functions are compiled
         return Row("compile mode", "no model is compiled", asked, None)
-    found = asked if ok else "the script's own options or compiler"
+    found: str = asked if ok else "the script's own options or compiler"
     if seen.without_cuda_graphs:
         found += f", no CUDA graph for {seen.without_cuda_graphs} of its graphs (TORCH_LOGS=cudagraphs says why)"
     return Row("compile mode", found, asked, None if ok and seen.without_cuda_graphs else ok)

@@ -41,7 +41,8 @@ T = TypeVar("T")
 #: The rows of the proof that are observed; `compare` has the processes too, which need no model.
 ROWS = (
     "engine", "parameters", "compute", "attention", "frozen parts", "fp8", "fp32 modules", "gradients", "accumulation",
-    "reduction", "coverage", "optimizer", "scaler", "buffers", "output", "tf32", "compile", "compile mode", "attention mask",
+    "reduction", "coverage", "optimizer", "scaler", "buffers", "output", "tf32", "compile", "compile mode",
+    "attention mask",
 )  # fmt: skip
 
 

@@ -136,8 +136,8 @@ class GraphCall:
 class CompiledGraphs:
     """The products of compiled code, by the name of the range around its calls.
 
-    In a replay of a CUDA graph (`mode="reduce-overhead"`) no operator runs. It launches the kernels of the call that was
-    recorded, so it has the products of an earlier call of the same code, in which operators ran.
+    In a replay of a CUDA graph (`mode="reduce-overhead"`) no operator runs. It launches the kernels of the call that
+    was recorded, so it has the products of an earlier call of the same code, in which operators ran.
     """
 
     def __init__(self) -> None:
