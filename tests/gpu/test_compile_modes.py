@@ -1,4 +1,4 @@
-"""Modes of torch.compile: those that a script chooses are left as they are, and `compile_mode` puts its own in force."""
+"""Modes of torch.compile: a script's own is left as it is, and `compile_mode` is put in force."""
 
 from __future__ import annotations
 
