@@ -78,13 +78,14 @@ class CapturedCall:
             if kept <= KEPT_BYTES:
                 _register(leaf, functools.partial(self._keep, index))
 
-    def _keep(self, index: int, gradient: torch.Tensor) -> None:
-        self.gradients[index] = gradient.detach() if gradient.requires_grad else gradient
+    def _keep(self, index: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # compiled code has outputs of which the loss uses only others
+            self.gradients[index] = gradient.detach() if gradient.requires_grad else gradient
 
 
-def _register(tensor: Any, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call a hook with the gradient of a tensor."""
-    tensor.register_hook(hook)
+def _register(tensor: Any, hook: Callable[[torch.Tensor | None], None]) -> None:
+    """Call a hook with the gradient of a tensor, None if there is none."""
+    tensor.register_hook(CONTAINMENT.contained_hook(hook, "the watch of a model's gradients"))
 
 
 def _device_random() -> Any:

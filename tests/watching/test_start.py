@@ -73,6 +73,27 @@ def test_a_step_that_dynamo_traces_is_watched(tmp_path: Path) -> None:
     assert [(line["step"], line["grad_norm"] is not None) for line in lines] == [(1, True), (2, True), (3, True)]
 
 
+def test_a_compiled_output_that_the_loss_does_not_use_is_watched(tmp_path: Path) -> None:
+    """Autograd calls its hooks with None: transformers' models return a cache, which has no gradient."""
+
+    class Model(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"logits": super().forward(x), "cache": x @ self.weight.t()}
+
+    model = Model(4, 4)
+    model.compile(backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpguard.watch(model, jsonl=str(tmp_path / "run.jsonl"))
+    for _ in range(3):
+        model(torch.randn(2, 4))["logits"].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mpguard.watch(level="off")
+    torch.compiler.reset()
+    _, *lines = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    assert [line["event"] for line in lines] == ["step"] * 3
+
+
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_model_of_torchscript_is_watched_but_not_replayed(whole: bool, tmp_path: Path) -> None:

@@ -56,7 +56,9 @@ def end_forward(layers: Iterable[AmaxHistoryMixin], *, trains: bool) -> None:
         state.called = False
 
 
-def _scale_gradient(layer: AmaxHistoryMixin, gradient: torch.Tensor) -> None:
+def _scale_gradient(layer: AmaxHistoryMixin, gradient: torch.Tensor | None) -> None:
+    if gradient is None:  # the loss does not use what follows
+        return
     state = layer._mpguard_fp8
     dtype = Dtype.FP8_E5M2 if state.policy.fp8 == "hybrid" else Dtype.FP8_E4M3
     _set(layer, ("bwd", 0), gradient, dtype, first=not state.calibrated_backward)
