@@ -507,10 +507,12 @@ class _Trace:
         for hook in self._hooks:
             hook.remove()
 
-    def _listener(self, call: _Call, key: int, *, is_input: bool) -> Callable[[torch.Tensor], None]:
+    def _listener(self, call: _Call, key: int, *, is_input: bool) -> Callable[[torch.Tensor | None], None]:
         """Return a hook that records the gradient of an input or output of a call. key: the id of that tensor."""
 
-        def seen(gradient: torch.Tensor) -> None:
+        def seen(gradient: torch.Tensor | None) -> None:
+            if gradient is None:
+                return
             kind = _kind_in([gradient])
             if not is_input:
                 call.outputs_finite &= not kind
