@@ -893,7 +893,8 @@ def _accumulation(seen: Observed, plan: Plan) -> list[Row]:
     if not seen.accumulation and not seen.rounded:
         return []
     if not seen.rounded:
-        found = f"{format_counts(seen.accumulation)}, {seen.accumulated_passes} passes"
+        passes = "pass" if seen.accumulated_passes == 1 else "passes"
+        found = f"{format_counts(seen.accumulation)}, {seen.accumulated_passes} {passes}"
         return [Row("accumulation", found, asked.short, _is_reduced_in(seen.accumulation, asked))]
     sampled = ", ".join(f"{dtype} in {count} sampled parameters" for dtype, count in seen.rounded.items())
     ok = all(bits(dtype) >= asked.bits for dtype in seen.rounded)
