@@ -168,14 +168,16 @@ def enforced(found: PolicyInForce, strategy: str | None, deepspeed: Mapping[str,
 
                 yield Resolved(key, setting.value, found.origin(fp8))
     if found.policy.fp16 and not (strategy or "").startswith("deepspeed"):
-        scaling = get("accelerate").build_arguments(found.policy, strategy)["kwargs_handlers"]["GradScalerKwargs"]
+        scaling = _scaling(found.policy, strategy)
+        begins_as_given = found.policy.loss_scale is None and not found.policy.explicit("initial_loss_scale")
         for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
             if name in scaling:
 
                 def scale(policy: Policy, name: str = name) -> Any:
                     return _scaling(policy, strategy).get(name)
 
-                yield Resolved(f"grad_scaler.{name}", scaling[name], found.origin(scale))
+                origin = DEFAULT if name == "init_scale" and begins_as_given else found.origin(scale)
+                yield Resolved(f"grad_scaler.{name}", scaling[name], origin)
     if found.policy.tf32 is not None:
         yield Resolved("tf32", found.policy.tf32, found.origin(lambda policy: policy.tf32))
     if (chosen := compilation.wants_compile(found.policy)).on is not None:
@@ -221,16 +223,22 @@ def _spelled(value: Any) -> Any:
 def _scaling(policy: Policy, strategy: str | None) -> Mapping[str, Any]:
     if not policy.fp16:
         return {}
-    handlers = get("accelerate").build_arguments(policy, strategy)["kwargs_handlers"]
+    handlers = get("accelerate").build_arguments(with_first_scale(policy), strategy)["kwargs_handlers"]
     found: Mapping[str, Any] = handlers["GradScalerKwargs"]
     return found
 
 
 def overlay(stock: list[Resolved], policy: list[Resolved]) -> Iterator[Resolved]:
-    """Yield the policy's settings, each with the stock settings that it replaces; then the other stock settings."""
+    """Yield the policy's settings, each with the stock settings that it replaces; then the other stock settings.
+
+    A default replaces nothing.
+    """
     before = {each.key: each for each in stock}
     for each in policy:
         former = before.pop(each.key, None)
+        if former is not None and each.origin == DEFAULT:
+            yield former
+            continue
         shadowed = each.shadowed
         if former is not None:
             if former.origin != DEFAULT and former.origin.layer not in ("recipe", "override"):

@@ -6,6 +6,7 @@ Each is named, so that it is shown in the proof, and everything else is compared
     frozen: fp16     parts that are not trained compute in a dtype that is lower than the policy's
     fp32: lm_head    modules, by a name pattern, that the script itself computes in FP32
     states: bf16     states of optimizers in a dtype that is lower than the policy's
+    loss_scaling     the script scales the loss of FP16 training itself, without a GradScaler
 
 This module does not import torch.
 """
@@ -19,15 +20,27 @@ from typing import Any
 from mpguard.core.errors import ConfigError, PolicyError, did_you_mean
 from mpguard.policy.dtype import Dtype
 
-LOCAL_SGD, FROZEN, FP32, STATES = "local_sgd", "frozen", "fp32", "states"
+LOCAL_SGD, FROZEN, FP32, STATES, LOSS_SCALING = "local_sgd", "frozen", "fp32", "states", "loss_scaling"
 
 #: The deviations that have a name -> what follows the name; empty if nothing does.
-KINDS = {LOCAL_SGD: "", FROZEN: "a dtype", FP32: "a pattern of module names", STATES: "a dtype"}
+KINDS = {
+    LOCAL_SGD: "",
+    FROZEN: "a dtype",
+    FP32: "a pattern of module names",
+    STATES: "a dtype",
+    LOSS_SCALING: "",
+}
 
 #: Dtypes of quantized parts that are not trained, as the proof names them; a policy has none of these.
 QUANTIZED = ("int8", "uint8", "int16", "int32")
 
-_EXAMPLES = {LOCAL_SGD: "local_sgd", FROZEN: "frozen: fp16", FP32: "fp32: '*lm_head'", STATES: "states: bf16"}
+_EXAMPLES = {
+    LOCAL_SGD: "local_sgd",
+    FROZEN: "frozen: fp16",
+    FP32: "fp32: '*lm_head'",
+    STATES: "states: bf16",
+    LOSS_SCALING: "loss_scaling",
+}
 
 
 @dataclasses.dataclass(frozen=True)

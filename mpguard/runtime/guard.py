@@ -726,6 +726,7 @@ class Guard:
     def fail(self, message: str) -> None:
         """Raise `NotInForce`; with `enforce` warn or off, report the failure and return."""
         if self.plan.enforce == "error":
+            self.recorder.stop()  # a profiler that still runs crashes the process at its end
             self.failure = overridable(message)
             consensus.publish_end(message)
             raise NotInForce(self.failure)

@@ -44,7 +44,7 @@ def first_scale(policy: Policy, given: float | None) -> float:
 
 
 def with_first_scale(policy: Policy) -> Policy:
-    """Return a policy whose dynamic loss scale begins as it does under DeepSpeed. See `first_scale`."""
+    """Return a policy whose dynamic loss scale begins as it does where a config has no other. See `first_scale`."""
     if not policy.fp16 or policy.loss_scale is not None:
         return policy
     return policy.replace(initial_loss_scale=first_scale(policy, None))

@@ -94,6 +94,20 @@ def test_a_policy_replaces_the_others(capsys: pytest.CaptureFixture[str]) -> Non
     assert "fp8_config.mpguard_recipe" in {each["key"] for each in stock["unread"]}
 
 
+def test_the_loss_scale_begins_where_the_run_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    config = Path("guarded.yaml")
+    config.write_text("mixed_precision: fp16\nfp8_config:\n  mpguard_recipe: fp16_mixed\n")
+    script = "from accelerate import Accelerator\nfrom accelerate.utils import GradScalerKwargs\n"
+    for own, value, layer in (("", 65536.0, "default"), ("kwargs_handlers=[GradScalerKwargs(8.0)]", 8.0, "code")):
+        Path("train.py").write_text(f"{script}Accelerator({own})\n", encoding="utf-8")
+        scale = setting(explained(capsys, "guarded.yaml", "train.py"), "grad_scaler.init_scale")
+        assert (scale["value"], scale["source"]["layer"], scale["shadowed"]) == (value, layer, [])
+    config.write_text(config.read_text() + "  mpguard_overrides: {initial_loss_scale: 1024.0}\n")
+    scale = setting(explained(capsys, "guarded.yaml", "train.py"), "grad_scaler.init_scale")
+    assert (scale["value"], scale["source"]["layer"]) == (1024.0, "override")
+    assert [each["value"] for each in scale["shadowed"]] == [8.0]
+
+
 def test_text_names_places_and_reasons(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert main(["explain", "mp.yaml", "train.py"]) == 0

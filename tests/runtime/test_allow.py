@@ -67,6 +67,29 @@ def test_quantized_frozen_parts(tmp_path: Path, allowed: bool) -> None:
     assert allowed or "accept it: mpguard_allow: [{frozen: int8}]" in ended.stderr, transcript(ended)
 
 
+OWN_SCALING = """
+m = net(); o = adam(m)
+for _ in range(3):
+    with amp(torch.float16): loss = m(x).float().pow(2).mean()
+    (loss * 1024).backward()
+    for p in m.parameters(): p.grad /= 1024
+    o.step(); o.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_script_that_scales_the_loss_itself(tmp_path: Path, allowed: bool) -> None:
+    ended = run(tmp_path, OWN_SCALING, *(["--allow", "loss_scaling"] if allowed else []), recipe="fp16_mixed")
+    row = proof(tmp_path / "proof.json")["rows"]["scaler"]
+    assert (ended.returncode, row["ok"]) == ((0, None) if allowed else (1, False)), transcript(ended)
+    assert allowed or "mpguard_allow: [loss_scaling]" in ended.stderr, transcript(ended)
+
+
+def test_autocast_in_another_dtype_is_not_called_missing(tmp_path: Path) -> None:
+    ended = run(tmp_path, "m = net(); train(m, adam(m), dtype=torch.float16)")
+    assert ended.returncode == 1 and "Remove the autocast or the cast there" in ended.stderr, transcript(ended)
+
+
 def test_workers_inherit_what_is_allowed() -> None:
     plan = Plan(mpguard.recipe("bf16_mixed"), allow=allowances(["local_sgd", "fp32: *head"]))
     assert Plan.from_environment(plan.environment()) == plan

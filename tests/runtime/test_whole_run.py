@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="the real library runs here")
 
 from limits import seconds
-from processes import in_fork, mp_yaml, proof, ranks_in_fork, transcript
+from processes import command, in_fork, mp_yaml, proof, ranks_in_fork, transcript
 
 #: The beginning of each script: a small model, autocast, a loop.
 HEAD = """
@@ -76,6 +76,14 @@ def test_training_on_with_weights_that_were_cast_is_refused(
     at_once, later = f"mpguard: {what}", f"mpguard: not in force: weights: {what}"
     assert ended.stderr.count(at_once) == 1 and ended.stderr.count(later) == 1, transcript(ended)
     assert "from fp32 to fp16, and training continued with them. Cast a copy" in ended.stderr
+
+
+def test_a_process_that_is_refused_in_a_step_that_is_looked_at_ends_in_order(tmp_path: Path) -> None:
+    """It crashed where the profiler still ran at its end: in a process of its own, not in a fork."""
+    script = "m = net(); o = sgd(m); train(m, o, 3)\nm.half(); x = x.half()\ntrain(m, o, 1)"
+    (tmp_path / "t.py").write_text(HEAD + script)
+    ended = command("python", "-m", "mpguard.run", "--config", mp_yaml(tmp_path), "t.py", cwd=tmp_path)
+    assert ended.returncode == 1 and "training continued with them" in ended.stderr, transcript(ended)
 
 
 @pytest.mark.parametrize("cast", ["v.bfloat16()", "v.clone()"])

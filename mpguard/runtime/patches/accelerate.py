@@ -15,6 +15,7 @@ from mpguard.runtime import checkpoints
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches import fp8_conversion
 from mpguard.runtime.patches.patch import AnyFunction, Patch
+from mpguard.runtime.plan import with_first_scale
 from mpguard.targets.capabilities import fp8_weights
 from mpguard.targets.inject import Change, build
 from mpguard.targets.settings import ABSENT
@@ -38,7 +39,7 @@ def _accelerator(original: AnyFunction) -> AnyFunction:
         original(self, **wanted)
         if wanted.get("dynamo_backend") not in (None, "no", given.get("dynamo_backend")):
             _compiled_for_policy.add(self)
-        _enable_fp16_on_cpu(self, guard)
+        _enable_fp16_on_cpu(self)
         if guard.plan.policy.low_bit_recipe != "delayed":
             return
         this = weakref.ref(self)  # not a strong reference: the accelerator holds its hooks, which would be a cycle
@@ -54,12 +55,15 @@ def _accelerator(original: AnyFunction) -> AnyFunction:
     return __init__
 
 
-def _enable_fp16_on_cpu(accelerator: Any, guard: guards.Guard) -> None:
+def _enable_fp16_on_cpu(accelerator: Any) -> None:
     """Enable autocast and a GradScaler in an `Accelerator` with FP16 on the CPU, which has neither (S34)."""
     if accelerator.device.type != "cpu" or accelerator.mixed_precision != "fp16" or accelerator.scaler is not None:
         return
     if accelerator.state.deepspeed_plugin is None:
-        accelerator.scaler = build(guard.plan.policy, "torch", warn=False).scaler("cpu")
+        import torch
+
+        handler = accelerator.scaler_handler
+        accelerator.scaler = torch.amp.GradScaler("cpu", **({} if handler is None else handler.to_kwargs()))
         accelerator.native_amp = True
 
 
@@ -71,7 +75,7 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
     guard.converts_models, guard.compiles_models = not (kept and fp8_weights(policy, strategy) == "torchao"), False
     converts = policy.low_bit_recipe is not None and guard.converts_models
     without_fp8 = policy.replace(fp8=None, fp4=None) if converts else policy
-    wanted = build(without_fp8, "accelerate", strategy, warn=False)
+    wanted = build(with_first_scale(without_fp8), "accelerate", strategy, warn=False)
     wanted.pop("deepspeed_plugin", None)  # the run keeps its own plugin; `deepspeed.initialize` gets the policy
     fsdp = wanted.pop("fsdp_plugin", None)
     mode = wanted["mixed_precision"]

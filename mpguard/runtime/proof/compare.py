@@ -12,7 +12,7 @@ from typing import Any
 
 from mpguard.nn import compile as compilation
 from mpguard.nn.fp8.filters import pattern_around
-from mpguard.policy.allow import FP32, FROZEN, LOCAL_SGD, QUANTIZED, STATES, Allowance
+from mpguard.policy.allow import FP32, FROZEN, LOCAL_SGD, LOSS_SCALING, QUANTIZED, STATES, Allowance
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.runtime.containment import has_failed
@@ -52,6 +52,9 @@ NO_PRODUCTS = "none: no matrix is trained"
 
 #: What is found as engine where several processes have no wrapper.
 NO_WRAPPER = "no wrapper around the model"
+
+#: What is found as scaler where there is none.
+NO_SCALER = "none"
 
 #: At most this share of the products may be in a wider dtype than the policy's: a router, a small head. None may be in
 #: a narrower one.
@@ -234,6 +237,8 @@ def _covers(allowance: Allowance, row: Row) -> bool:
         return row.found == "not observed"
     if row.ok is not False:
         return False
+    if allowance.kind == LOSS_SCALING and row.name == "scaler":
+        return row.found == NO_SCALER
     return allowance.kind == LOCAL_SGD and row.name == "engine" and row.found == NO_WRAPPER
 
 
@@ -361,7 +366,8 @@ def _advice(row: Row, plan: Plan, seen: Observed) -> str:
         )
     if row.name == "scaler" and policy.fp16:
         return (
-            ". FP16 gradients below 6e-8 are lost without loss scaling. Scale the loss with a GradScaler, or use BF16"
+            ". FP16 gradients below 6e-8 are lost without loss scaling. Scale the loss with a GradScaler, or use BF16. "
+            f"If the script scales the loss itself: mpguard_allow: [{LOSS_SCALING}]"
         )
     if row.name == "accumulation":
         return _accumulation_advice(seen)
@@ -431,9 +437,10 @@ def _compute_advice(seen: Observed, plan: Plan) -> str:
     products = _products(seen, trained=True)
     if _rounded(seen, plan):
         return ". Something rounds them to that dtype (a hook of saved tensors, a cast in the forward pass): remove it"
-    if asked == "fp32":
+    found = _by_dtype(products)
+    if asked == "fp32" or (asked not in found and found.keys() & {"bf16", "fp16"}):
         return ". Remove the autocast or the cast there, or choose a policy of that dtype"
-    if asked not in _by_dtype(products):
+    if asked not in found:
         return ". Autocast (or the engine) was not in force around the forward pass: run the forward pass inside it"
     return (
         f". At most {100 * WIDER_SHARE:.0f} % of the products may be in a wider dtype, and none in a narrower one: "
@@ -888,7 +895,8 @@ def _accumulation(seen: Observed, plan: Plan) -> list[Row]:
     if not seen.accumulation and not seen.rounded:
         return []
     if not seen.rounded:
-        found = f"{format_counts(seen.accumulation)}, {seen.accumulated_passes} passes"
+        passes = "pass" if seen.accumulated_passes == 1 else "passes"
+        found = f"{format_counts(seen.accumulation)}, {seen.accumulated_passes} {passes}"
         return [Row("accumulation", found, asked.short, _is_reduced_in(seen.accumulation, asked))]
     sampled = ", ".join(f"{dtype} in {count} sampled parameters" for dtype, count in seen.rounded.items())
     ok = all(bits(dtype) >= asked.bits for dtype in seen.rounded)
@@ -939,7 +947,7 @@ def _scaler(seen: Observed, plan: Plan) -> list[Row]:
         return [Row("scaler", f"{scaler['kind']}, scale {scaler['scale']:g}", "", None)] if scaler and enabled else []
     asked = "a fixed scale" if policy.loss_scale is not None else "dynamic loss scaling"
     if scaler is None or not enabled:
-        return [Row("scaler", "none" if scaler is None else f"{scaler['kind']}, disabled", asked, False)]
+        return [Row("scaler", NO_SCALER if scaler is None else f"{scaler['kind']}, disabled", asked, False)]
     found = f"{scaler['kind']}, scale {scaler['scale']:g}"
     ok = True
     if policy.loss_scale is not None:

@@ -40,11 +40,26 @@ SIMILAR = 0.99
 class _Sum:
     """Sampled values of the gradients of passes that each began without one, in FP64: what the script should sum.
 
-    The last of `PARTS` is the sum of all later ones.
+    The last of `PARTS` is the sum of all later ones. last: the gradient of the last pass. An optimizer that calls a
+    closure (LBFGS) evaluates many gradients, of which only the last remains.
     """
 
     parts: list[torch.Tensor]
+    last: torch.Tensor
     terms: int = 1
+
+    def add(self, values: torch.Tensor) -> None:
+        """Add the gradient of a pass."""
+        if len(self.parts) < PARTS:
+            self.parts.append(values)
+        else:
+            self.parts[-1] = self.parts[-1] + values
+        self.last = values
+        self.terms += 1
+
+    def rows(self) -> list[torch.Tensor]:
+        """Return what a gradient may be a sum of, each up to a factor."""
+        return self.parts if self.terms <= PARTS else [*self.parts, self.last]
 
 
 class Gradients:
@@ -200,16 +215,14 @@ class Gradients:
 
     def _add_to_sum(self, leaf: torch.Tensor, gradient: Any) -> None:
         """Add the gradient of a pass that began without one to what the script should sum itself."""
-        now = sample(gradient).double()
+        import torch
+
+        now = sample(gradient).to(torch.float64, copy=True)
         total = self._sums.get(id(leaf))
-        if total is None or total.parts[0].shape != now.shape:
-            self._sums[id(leaf)] = _Sum([now.clone()])
-            return
-        if len(total.parts) < PARTS:
-            total.parts.append(now.clone())
+        if total is None or total.last.shape != now.shape:
+            self._sums[id(leaf)] = _Sum([now], now)
         else:
-            total.parts[-1] += now
-        total.terms += 1
+            total.add(now)
 
     def stepped(self, parameters: Iterable[torch.Tensor]) -> None:
         """Compare the gradients that an optimizer has applied with the sums of those that backward passes made."""
@@ -233,8 +246,8 @@ class Gradients:
             if total is None or total.terms < 2 or parameter.grad is None:
                 continue
             found = sample(parameter.grad)
-            if found.shape == total.parts[0].shape:
-                dtype = rounding.summed_in(found, torch.stack(total.parts), total.terms)
+            if found.shape == total.last.shape:
+                dtype = rounding.summed_in(found, torch.stack(total.rows()), total.terms)
                 if dtype is not None and id(parameter) not in self._rounded:
                     self._rounded.add(id(parameter))
                     self.rounded[dtype] += 1

@@ -438,7 +438,7 @@ def innermost_module(root: Any) -> Any:
 def _unnamed(work: Work, module: int | None, called: Mapping[int, str]) -> str:
     """Return where products ran that are in no module of the trained models. called: classes of modules, by id."""
     if module is not None:
-        return f"a {called[module]} that is not trained" if module in called else "a module that is not trained"
+        return f"a {called.get(module, 'module')} whose weights no optimizer has"
     return "compiled code" if work.compiled else "attention" if work.attention else "code outside of modules"
 
 

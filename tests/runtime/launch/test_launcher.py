@@ -196,6 +196,16 @@ def test_accelerate_computes_fp16_on_the_cpu_with_autocast_and_a_scaler(tmp_path
     assert "GradScalerKwargs.init_scale: 8.0 -> 1024.0" in run.stderr
 
 
+@pytest.mark.parametrize(("words", "scale"), [(("--scaler",), "8"), ((), "65536")])
+def test_the_loss_scale_begins_where_the_script_has_it(tmp_path: Path, words: tuple[str, ...], scale: str) -> None:
+    """The recipe's own value is Megatron's, for long runs: it is only the largest one."""
+    config = mp_yaml(tmp_path, mixed_precision="fp16", recipe="fp16_mixed")
+    run = in_fork(["--config", config, "--proof-json", "proof.json", SCRIPT, *words], cwd=tmp_path)
+    assert run.returncode == 0, transcript(run)
+    assert f"GradScaler, scale {scale}," in proof(tmp_path / "proof.json")["rows"]["scaler"]["found"] + ","
+    assert "init_scale" not in run.stderr
+
+
 @pytest.mark.parametrize("words", [("--one-layer",), ()])
 def test_compute_is_observed_before_accelerates_casts_and_in_compiled_models(
     tmp_path: Path, words: tuple[str, ...]

@@ -194,6 +194,17 @@ def test_gradients_that_are_weighed_or_thrown_away_are_not_rounded() -> None:
         assert rounding.summed_in(sum_of_both.float(), torch.stack([first, second]), 2) is None
 
 
+def test_the_last_of_many_gradients_is_not_a_rounded_sum() -> None:
+    """LBFGS calls its closure 20 times in a step; the closure sets the gradients to zero."""
+    first = torch.randn(64).double()
+    total = gradients._Sum([first], first)
+    for _ in range(19):
+        total.add(first + 0.01 * torch.randn(64))
+    assert rounding.summed_in(torch.stack(total.parts).sum(0).float(), torch.stack(total.rows()), 20) is None
+    assert rounding.summed_in(total.last.float(), torch.stack(total.rows()), 20) is None
+    assert rounding.summed_in(total.last.bfloat16().float(), torch.stack(total.rows()), 20) is not None
+
+
 @pytest.mark.parametrize(
     ("factor", "rounded", "found"),
     [(0.2, False, {}), (0.2, True, {}), (0.03, False, {}), (0.03, True, {"fp16": 1})],
