@@ -419,6 +419,9 @@ class Guard:
 
         leaves: those whose gradients it has made.
         """
+        if self._script_progress is not None:
+            self._look_at_script(self._script_progress)
+            return
         if not (self.waiting and self._without_optimizer and leaves):
             return
         script = self._script
@@ -436,6 +439,29 @@ class Guard:
         if script.due or not self.recorder.account.active:
             self.recorder.account.restart()
             self.recorder.account.resume()
+
+    @property
+    def _script_progress(self) -> Progress | None:
+        """The passes of a script that updates its weights itself, once they are proven; None if there are none."""
+        progress = self._progress.get(self._script.update)
+        in_force = progress is not None and progress.proven and not progress.failed
+        return progress if in_force and not self.optimizers else None
+
+    def _look_at_script(self, progress: Progress) -> None:
+        """Count a backward pass of such a script, and look at passes 4, 8, 16, ...; each rank for itself."""
+        progress.applied += 1
+        update = self._script.update
+        self._refuse_cast(casts.ADVICE, update, (), {})
+        if self.recorder.active:
+            with self.recorder.ignoring_collectives():
+                self.recorder.record_step(update)
+                rows, seen, failures = self._observe_again(update, progress, None)
+            self.budget.spent += progress.cost
+            progress.next_look = progress.propose(self.budget)
+            self.recorder.stop()
+            self._conclude_look(progress, rows, seen, failures, agreed=False)
+        if progress.applied + 1 == progress.next_look:
+            self._record(whole=False)
 
     def _prove_script_update(self, wait: float = consensus.AGREEMENT_WAIT) -> None:
         """Prove what was observed, after the script itself has updated the weights."""
@@ -642,7 +668,7 @@ class Guard:
         what: the cast, or what else was done to the weights, and where it is. advice: what to do instead.
         """
         progress = self._progress[optimizer]
-        if progress.cast is None:
+        if progress.cast is None and optimizer is not self._script.update:
             optimizer.register_step_pre_hook(untraced(functools.partial(self._refuse_cast, advice)))
         progress.cast = what
         self.reporter.report_cast(what, self.plan.enforce)

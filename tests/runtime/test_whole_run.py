@@ -86,6 +86,31 @@ def test_a_process_that_is_refused_in_a_step_that_is_looked_at_ends_in_order(tmp
     assert ended.returncode == 1 and "training continued with them" in ended.stderr, transcript(ended)
 
 
+BY_HAND = """
+m = net()
+for number in range(1, 21):
+    if number == 11: {}
+    with amp(enabled=globals().get("enabled", True)): loss = m(x).float().pow(2).mean()
+    loss.backward()
+    with torch.no_grad():
+        for own in m.parameters(): own -= 0.01 * own.grad; own.grad = None
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("pass", "in force at steps 2-16 of 20 (4 looks)"),
+        ("enabled = False", "not in force: step 16: compute: fp32; asked: bf16"),
+        ("m.half()", "from fp32 to fp16, and training continued with them"),
+    ],
+)
+def test_a_script_without_an_optimizer_is_looked_at_again(change: str, expected: str, tmp_path: Path) -> None:
+    ended = run(tmp_path, BY_HAND.format(change))
+    assert ended.returncode == (change != "pass") and expected in ended.stderr, transcript(ended)
+    assert "failed" not in ended.stderr, transcript(ended)
+
+
 @pytest.mark.parametrize("cast", ["v.bfloat16()", "v.clone()"])
 def test_training_on_with_parameters_that_were_replaced_is_refused(tmp_path: Path, cast: str) -> None:
     """The optimizer would train tensors that the model no longer has."""

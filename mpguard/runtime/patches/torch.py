@@ -172,6 +172,7 @@ def _backward(original: AnyFunction) -> AnyFunction:
             result = original(t_outputs, *args, **kwargs)
             if guard is not None and guard.listening and accumulates:
                 guard.backward_unrecorded(t_outputs)
+                guard.backward_ended([])
             return result
         guard.check_limits()
         watched = guard.recorder.gradients.during_backward(t_outputs, accumulates)
