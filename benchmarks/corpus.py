@@ -54,6 +54,7 @@ HALVES = (
     "wide7",
     "wide8",
     "wide9",
+    "wide10",
 )
 
 Key = tuple[str, str, int, str]
@@ -259,6 +260,7 @@ def heading(batch: dict[str, Any]) -> str:
         "wide7": "114 more, closed before the rules were changed because of those",
         "wide8": "The other 110 of that list",
         "wide9": "119 more, closed before the rules were changed because of all lots before",
+        "wide10": "125 more, closed while the rules were changed by someone who had not seen them",
         "all": "All",
     }[batch["half"]]
     return f"### {where}, {batch['date']}, commit {batch['linter'][:7]}"
