@@ -92,12 +92,15 @@ def is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
-#: The mode in which models are compiled, of those that the policy's mode was given to.
+#: The mode of a model that cannot get the policy's: torch combines no mode with them.
+OTHER_MODE = "the script's own options or compiler"
+
+#: The modes in which models are compiled while the policy has one.
 _modes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def remember_mode(model: nn.Module, mode: str) -> None:
-    """Remember the mode of torch.compile in which a model is compiled."""
+    """Remember the mode of torch.compile in which a model is compiled; `OTHER_MODE` if it is not the policy's."""
     _modes[model] = mode
 
 
@@ -239,11 +242,11 @@ def _compile(model: nn.Module) -> None:
         return
 
     # Dynamo does not start in a frame of torch itself, such as the forward of a Sequential.
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     from mpguard.nn import cuda_graphs
     from mpguard.nn.fp8 import first_batch
 
-    compiled = cuda_graphs.keeping_gradients(model, torch.compile(types.MethodType(call, model), backend=BACKEND))
+    compiled = cuda_graphs.keeping_gradients(model, torch.compile(types.MethodType(_call_impl, model), backend=BACKEND))
     model._compiled_call_impl = first_batch.telling(model, compiled)

@@ -1,8 +1,9 @@
 """CUDA graphs of compiled models (`compile_mode: reduce-overhead`): gradients that outlive the memory of the graphs.
 
-The graphs of a backward pass write gradients into memory of their own, which the next forward pass overwrites. Under
-gradient accumulation torch then stops with "accessing tensor output of CUDAGraphs that has been overwritten". So the
-gradients that a compiled model still has when it is called again are copied before, once per optimizer step.
+The graphs of a backward pass write gradients into memory of their own, which the next call of any compiled model may
+overwrite. Under gradient accumulation torch then stops with "accessing tensor output of CUDAGraphs that has been
+overwritten". So the gradients that compiled models still have when one of them is called are copied before, once per
+optimizer step.
 
 Importing this module does not import torch.
 """
@@ -27,17 +28,29 @@ COPIED = "_mpguard_copied"
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+class _Backward:
+    """ended: a backward pass has ended since gradients were copied."""
+
+    ended = False
+
+
 def add(model: nn.Module) -> None:
-    """Copy the gradients that a model still has when it is called."""
+    """Copy the gradients that a model still has when a compiled model is called."""
     _models.add(model)
 
 
+def backward_ended() -> None:
+    """Record that a backward pass has ended."""
+    _Backward.ended = True
+
+
 def keep_gradients(model: nn.Module) -> None:
-    """Copy the gradients of all compiled models, if this one has gradients that the call would overwrite."""
+    """Copy the gradients of all compiled models before this one is called, with or without gradients of its own."""
     import torch
 
-    if model not in _models or not torch.is_grad_enabled() or not any(map(_is_in_a_graph, model.parameters())):
+    if not _Backward.ended or model not in _models or torch.compiler.is_compiling():
         return
+    _Backward.ended = False
     parameters = {parameter for each in _models for parameter in each.parameters() if _is_in_a_graph(parameter)}
     for parameter in parameters:
         assert parameter.grad is not None
@@ -52,12 +65,10 @@ def _is_in_a_graph(parameter: nn.Parameter) -> bool:
 
 def keeping_gradients(model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `keep_gradients` before the compiled code of a model."""
-    import torch
 
     @functools.wraps(call)
     def keep_and_call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            keep_gradients(model)
+        keep_gradients(model)
         return call(*args, **kwargs)
 
     return keep_and_call

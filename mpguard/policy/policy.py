@@ -119,8 +119,9 @@ class Policy:
 
     Running:
         compile: torch.compile: True, False, or "auto" (where it makes training faster).
-        compile_mode: the `mode` of torch.compile for models, whoever compiles them: "default", "reduce-overhead" (CUDA
-            graphs, for a model whose kernels wait for Python), "max-autotune", "max-autotune-no-cudagraphs".
+        compile_mode: the `mode` of torch.compile for models, whoever compiles them: "reduce-overhead" (CUDA graphs, for
+            a model whose kernels wait for Python), "max-autotune", "max-autotune-no-cudagraphs". "default" leaves the
+            script's.
         fuse: fused Transformer Engine modules where the model allows it.
         attention_fix: causal models of transformers keep SDPA's `is_causal` under torch.compile, as they have it in
             eager code. False: transformers decides alone.

@@ -414,13 +414,15 @@ class Guard:
         """True if nothing is proven yet, and there is nothing whose step could be."""
         return self.proof is None and not (self.optimizers or self.recorder.engines or self.run)
 
-    def backward_ended(self, leaves: list[torch.Tensor]) -> None:
+    def backward_ended(self, leaves: list[torch.Tensor], *, accumulates: bool) -> None:
         """Observe a backward pass of a script without optimizers, which may update its weights itself.
 
-        leaves: those whose gradients it has made.
+        leaves: those whose gradients it has made. accumulates: it adds to `.grad`; those that do not are part of the
+        pass that follows.
         """
         if self._script_progress is not None:
-            self._look_at_script(self._script_progress)
+            if accumulates:
+                self._look_at_script(self._script_progress)
             return
         if not (self.waiting and self._without_optimizer and leaves):
             return

@@ -90,7 +90,9 @@ BY_HAND = """
 m = net()
 for number in range(1, 21):
     if number == 11: {}
-    with amp(enabled=globals().get("enabled", True)): loss = m(x).float().pow(2).mean()
+    with amp(enabled=globals().get("enabled", True)):
+        loss = m(x).float().pow(2).mean()
+        torch.autograd.grad(m(x).float().sum(), list(m.parameters()))  # is no pass of its own
     loss.backward()
     with torch.no_grad():
         for own in m.parameters(): own -= 0.01 * own.grad; own.grad = None

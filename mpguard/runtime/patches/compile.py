@@ -59,7 +59,8 @@ def in_the_policys_mode(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         guard = guards.current()
-        module = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
+        # `Module.compile` passes the method behind the module's call. Others are functions of the script.
+        module = model.__self__ if getattr(model, "__name__", "") == "_call_impl" else model
         if guard is None or not isinstance(module, torch.nn.Module) or guard.plan.policy.compile_mode == "default":
             return original(model, *args, **kwargs)
         mode, given = guard.plan.policy.compile_mode, kwargs.get("mode")
@@ -70,6 +71,8 @@ def in_the_policys_mode(original: AnyFunction) -> AnyFunction:
             compilation.remember_mode(module, mode)
             if mode in cuda_graphs.MODES:
                 cuda_graphs.add(module)
+        else:
+            compilation.remember_mode(module, compilation.OTHER_MODE)
         return original(model, *args, **kwargs)
 
     return compile

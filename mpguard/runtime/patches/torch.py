@@ -170,17 +170,19 @@ def _backward(original: AnyFunction) -> AnyFunction:
             guard.meter.record_loss(t_outputs, scaled=guard.plan.policy.fp16)
         if guard is None or not guard.waiting:
             result = original(t_outputs, *args, **kwargs)
+            cuda_graphs.backward_ended()
             if guard is not None and guard.listening and accumulates:
                 guard.backward_unrecorded(t_outputs)
-                guard.backward_ended([])
+                guard.backward_ended([], accumulates=True)
             return result
         guard.check_limits()
         watched = guard.recorder.gradients.during_backward(t_outputs, accumulates)
         with guard.recorder.record_backward(t_outputs, accumulates, list(guard.optimizers)), watched as leaves:
             result = original(t_outputs, *args, **kwargs)
+        cuda_graphs.backward_ended()
         if not accumulates and len(args) > INPUTS and args[INPUTS]:
             guard.recorder.gradients.record_returned(args[INPUTS], result)
-        guard.backward_ended(leaves)
+        guard.backward_ended(leaves, accumulates=accumulates)
         return result
 
     return run

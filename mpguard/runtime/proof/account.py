@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -35,6 +36,9 @@ LONG_CALLS = 5_000
 
 #: Nodes of autograd's graph whose modules are remembered for backward passes that come later.
 REMEMBERED_NODES = 200_000
+
+#: The module that inductor imports to record CUDA graphs.
+CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
 
 #: The variable with which Kineto prints no lines when it starts and stops.
 QUIET = ("KINETO_LOG_LEVEL", "99")
@@ -246,7 +250,8 @@ class StepAccount:
             self._blocked = any(not name.startswith(trace.IGNORED) for name in unfinished)
             _steps.cut = bool(unfinished)
             closures = frozenset(begun if resume else ())
-            found = trace.read(events, self.weights, self.te_dtype, closures, self.graphs)
+            graphs = self.graphs if CUDA_GRAPHS in sys.modules else None
+            found = trace.read(events, self.weights, self.te_dtype, closures, graphs)
             if resume and not unfinished:
                 self.running = _enable_profiler()
                 if self._ranges is not None:

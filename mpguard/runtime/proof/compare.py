@@ -53,8 +53,8 @@ NO_PRODUCTS = "none: no matrix is trained"
 #: What is found as engine where several processes have no wrapper.
 NO_WRAPPER = "no wrapper around the model"
 
-#: What is found as scaler where there is none.
-NO_SCALER = "none"
+#: What is found as scaler where there is none, and after the class of one that is disabled.
+NO_SCALER, DISABLED = "none", ", disabled"
 
 #: At most this share of the products may be in a wider dtype than the policy's: a router, a small head. None may be in
 #: a narrower one.
@@ -238,7 +238,7 @@ def _covers(allowance: Allowance, row: Row) -> bool:
     if row.ok is not False:
         return False
     if allowance.kind == LOSS_SCALING and row.name == "scaler":
-        return row.found == NO_SCALER
+        return row.found == NO_SCALER or row.found.endswith(DISABLED)
     return allowance.kind == LOCAL_SGD and row.name == "engine" and row.found == NO_WRAPPER
 
 
@@ -318,6 +318,11 @@ def _advice(row: Row, plan: Plan, seen: Observed) -> str:
             ". No matrix product that mpguard recognizes is behind the gradients of this step. Activate mpguard before "
             "the optimizer is created, and train in the same thread"
         )
+    if row.name == "compute" and row.unobserved and "CompiledFunction" in row.found:
+        return (
+            ". No operator runs where a CUDA graph is replayed. Its products are known if the first calls of the "
+            "compiled code were looked at, and inductor's cache is on (TORCHINDUCTOR_FX_GRAPH_CACHE is not 0)"
+        )
     if row.name == "compute" and row.unobserved:
         return (
             ". Their kernels are no operators of torch, so that their dtype is not known: use operators of torch, or "
@@ -376,7 +381,10 @@ def _advice(row: Row, plan: Plan, seen: Observed) -> str:
     if row.name == "compile" and policy.low_bit_recipe == "delayed":
         return f". {compilation.NEVER}: compile nothing, or set fp8_recipe to tensorwise"
     if row.name == "compile mode":
-        return ". Remove `options` and `backend` of torch.compile in the script, or set compile_mode to default"
+        return (
+            ". torch combines no mode with `options`, or with a `backend` other than inductor: remove them "
+            "(accelerate: dynamo_backend), or set compile_mode to default"
+        )
     if row.name == "compile" and policy.compile is True:
         return f". {CALL_THE_MODEL}"
     if row.name == "fp8 products" and not (seen.fp8 and seen.fp8.beside):
@@ -947,7 +955,7 @@ def _scaler(seen: Observed, plan: Plan) -> list[Row]:
         return [Row("scaler", f"{scaler['kind']}, scale {scaler['scale']:g}", "", None)] if scaler and enabled else []
     asked = "a fixed scale" if policy.loss_scale is not None else "dynamic loss scaling"
     if scaler is None or not enabled:
-        return [Row("scaler", NO_SCALER if scaler is None else f"{scaler['kind']}, disabled", asked, False)]
+        return [Row("scaler", NO_SCALER if scaler is None else f"{scaler['kind']}{DISABLED}", asked, False)]
     found = f"{scaler['kind']}, scale {scaler['scale']:g}"
     ok = True
     if policy.loss_scale is not None:
@@ -995,19 +1003,23 @@ def _tf32(seen: Observed, plan: Plan) -> list[Row]:
 
 def _compile(seen: Observed, plan: Plan) -> list[Row]:
     rows = _compiled_or_not(seen, plan)
-    if plan.policy.compile_mode != "default" and seen.compiled:
-        rows.append(_compile_mode(seen, plan.policy))
+    if plan.policy.compile_mode != "default":
+        rows.append(_compile_mode(seen, plan.policy.compile_mode))
     return rows
 
 
-def _compile_mode(seen: Observed, policy: Policy) -> Row:
-    asked, ok = policy.compile_mode, seen.compile_modes == [policy.compile_mode]
-    if not seen.compile_modes:  # only functions are compiled
-        return Row("compile mode", "no model is compiled", asked, None)
-    found: str = asked if ok else "the script's own options or compiler"
+def _compile_mode(seen: Observed, asked: str) -> Row:
+    if not seen.compile_modes:
+        what = "no model is compiled: set compile to True, or compile the model in the script"
+        return Row("compile mode", what, asked, None)
+    if compilation.OTHER_MODE in seen.compile_modes:
+        return Row("compile mode", compilation.OTHER_MODE, asked, False)
+    if seen.compile_modes != [asked]:
+        return Row("compile mode", "not known: a model was compiled before mpguard was active, or copied", asked, None)
     if seen.without_cuda_graphs:
-        found += f", no CUDA graph for {seen.without_cuda_graphs} of its graphs (TORCH_LOGS=cudagraphs says why)"
-    return Row("compile mode", found, asked, None if ok and seen.without_cuda_graphs else ok)
+        left_out = f"{seen.without_cuda_graphs} of the compiled graphs of this process have no CUDA graph"
+        return Row("compile mode", f"{asked}; {left_out} (TORCH_LOGS=cudagraphs says why)", asked, None)
+    return Row("compile mode", asked, asked, True)
 
 
 def _compiled_or_not(seen: Observed, plan: Plan) -> list[Row]:
