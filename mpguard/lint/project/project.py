@@ -277,13 +277,15 @@ class Project:
     def used_elsewhere(self, path: str, name: str = "") -> bool:
         """True if other code may use a top-level name of a module; without a name, the module itself.
 
-        False only if the whole project is known, nothing in its other files refers to it, and its package does not
-        re-export it. Outside of a project, other code is unknown.
+        False only if the whole project is known, nothing in its other files refers to it, and no package that other
+        projects may install re-exports it. Outside of a project, other code is unknown.
         """
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             top = tree.top_of(file.parent)
-            return not tree.is_project(top) or references.exports_all(file) or references.may_use(top, file, name)
+            if not tree.is_project(top) or references.may_use(top, file, name):
+                return True
+            return references.exports_all(file) and references.is_installable(top)
 
     def looked_up(self, path: str) -> bool:
         """True if code of the project of a file may get a class by a name that is not in the code."""

@@ -188,6 +188,8 @@ def test_names_that_other_code_may_use() -> None:
     tree.top_of.cache_clear()
     assert [Project().used_elsewhere(path, each) for each in names] == [False, True, True, True]
     make({"pkg/__init__.py": "from .sub import *\n"})
+    assert not Project().used_elsewhere(path, "one"), "no other project can import the package"
+    make({"setup.py": ""})
     assert Project().used_elsewhere(path, "one"), "the package re-exports all"
 
 

@@ -22,6 +22,7 @@ from mpguard.lint.facts.syntax.path_condition import ALWAYS, MOST_CONDITIONS, Fl
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope, Use
 from mpguard.lint.facts.values.api_names import SCALER_NAMES
 from mpguard.lint.facts.values.lattice import Atom, Constant, Function, Object
+from mpguard.lint.source.strip_comments import stripped
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -387,9 +388,25 @@ class Traces:
         """True if a scaler is torch's, or may be: not a wrapper's, nor a class of another library or of the tree."""
         if self.own(node, at):
             return True
+        if self._is_never_set(dotted(node), at):
+            return False
         return dotted(node).split(".", 1)[0] not in ("accelerator", "engine", "fabric") and all(
             not isinstance(each.atom, Object) or each.atom.path.startswith("torch.")
             for each in self.facts.evaluate(node, at)
+        )
+
+    def _is_never_set(self, key: str, at: Record) -> bool:
+        """True if nothing sets an attribute of `self`: a class without bases or subclasses initializes others only."""
+        owner, name = at.scope.owner, key.removeprefix("self.")
+        if owner is None or key == name or "." in name or owner.base_names or owner.method("__init__") is None:
+            return False
+        facts = self.facts.of(at)
+        # All that the file does with the name is to read attributes of it: `self.scaler.scale`.
+        may_set = re.compile(rf"\b{name}\b(?!\.)|\bsetattr\(|__dict__|__getattr__")
+        return (
+            not facts.bindings(key, at)
+            and may_set.search(stripped(facts.file_text)) is None
+            and not facts.project.derived_elsewhere(facts.path, owner.name)
         )
 
     def enabled(self, node: cst.CSTNode | None, at: Record) -> PathCondition:

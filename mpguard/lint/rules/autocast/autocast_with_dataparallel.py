@@ -42,7 +42,7 @@ class AutocastWithDataparallel(Rule):
 
     ## Known limits
     FP16 regions are not reported, since FP16 is the default that the threads use. Neither is `device_ids=[0]`: with one
-    device there are no threads.
+    device there are no threads. A call without gradients whose output nothing uses is not reported: it warms up.
     """
 
     code, name = "MPG309", "autocast-with-dataparallel"
@@ -123,6 +123,11 @@ def main(loader, args, net):
         with torch.autocast("cuda", dtype=args.dtype):
             half(x)
 
+def warm_up(net):
+    net = nn.DataParallel(net)
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        net(torch.randn(8, 8))
+
 def arms(loader, args, net):
     if args.parallel:
         net = nn.DataParallel(net)
@@ -141,7 +146,7 @@ def arms(loader, args, net):
             return
         for calls in list(facts.calls.values()):
             for call in calls:
-                if not call.path:
+                if not call.path or (isinstance(facts.parent(call.node), cst.Expr) and facts.is_inference(call)):
                     continue
                 regions = [
                     (region, both)

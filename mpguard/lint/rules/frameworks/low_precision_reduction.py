@@ -237,6 +237,20 @@ bf16_policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bflo
             name="policies.py",
             files={"train.py": "from policies import *\n\nwrap(model)\n", "pyproject.toml": ""},
         ),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import MixedPrecision
+
+bf16_policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+""",
+            name="policies/precision.py",
+            files={
+                "policies/__init__.py": "from .precision import *\n",
+                "train.py": "import policies\n\nwrap(model, policies.fp32_policy)\n",
+                "pyproject.toml": "",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

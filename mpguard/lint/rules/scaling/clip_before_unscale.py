@@ -355,6 +355,22 @@ def of_ones_own(model, loader, optimizer, scaler):
         clip_grad_norm_(model.parameters(), scaler, optimizer)
 """
         ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        # self.scaler = torch.amp.GradScaler()
+
+    def step(self, x):
+        self.scaler.scale(self.model(x)).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+"""
+        ),
         Bad(
             scaler_class(
                 "self.scaler.scale(loss).backward()",
