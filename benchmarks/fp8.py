@@ -90,6 +90,8 @@ VARIANTS = {
     "fp8, head, fast, masters": Variant(FP8, {**HEAD, "master_weights": "optimizer"}),
     "bf16, masters": Variant("bf16_mixed", {"master_weights": "optimizer"}),
     "fp8, not compiled by the script": Variant(FP8, compiled=False),
+    "bf16, graphs": Variant("bf16_mixed", {"compile_mode": "reduce-overhead"}),
+    "fp8, graphs": Variant(FP8, {**TORCHAO, "compile_mode": "reduce-overhead"}),
     "auto": Variant("auto"),
     "fp8, reduced in bf16": Variant(FP8, {"grad_reduce_in_fp32": False}),
 }
@@ -120,6 +122,10 @@ PLAN = (
     ("4 x 8B, 4 of 2x4096", "fp8"),
     ("4 x 8B, 4 of 2x4096", "fp8, te"),
     ("4 x 8B, 4 of 2x4096", "fp8, te, weight cache"),
+    ("8 x 2048, 1x2048", "bf16, graphs"),
+    ("8 x 2048, 1x2048", "fp8, graphs"),
+    ("12 x 768, 16x1024", "bf16, graphs"),
+    ("12 x 768, 1x1024", "bf16, graphs"),
 )
 #: What is measured on two.
 TWO_GPUS = (
@@ -164,6 +170,18 @@ WARM_UP, ROUNDS, STEPS = 34, 3, 8
 
 #: Variants that are built at the same time, and the most seconds for that.
 AT_ONCE, BUILT = 4, 200.0
+
+#: Rows of the proof that are part of the result.
+ROWS = (
+    "fp8",
+    "fp8 products",
+    "fp8 head",
+    "fp8 weight cache",
+    "parameters",
+    "compile",
+    "compile mode",
+    "attention mask",
+)
 
 #: Kernels by kind; cuBLAS's names have q for E4M3 and r for E5M2.
 FP8_KERNELS = r"e4m3|e5m2|nvjet_(sm90_)?[qr]{2}|fp8|float8|f8|scaled_mm"
@@ -490,8 +508,7 @@ def proven(variant: Variant) -> dict[str, Any]:
     proof = guard.proof if guard is not None else None
     if guard is None or proof is None:
         return {"proof": "none"}
-    wanted = ("fp8", "fp8 products", "fp8 head", "fp8 weight cache", "parameters", "compile", "attention mask")
-    rows = {row.name: row.found for row in proof.rows if row.name in wanted}
+    rows = {row.name: row.found for row in proof.rows if row.name in ROWS}
     return {"proof": proof.verdict, "failures": list(proof.failures), "rows": rows, "recipe": guard.plan.policy.name}
 
 

@@ -62,6 +62,12 @@ TABLE = (
         "torchao-tensorwise+compile+head+fast_accum",
         1.03,
     ),
+    Variant(  # where code of the script multiplies the head's weight, so that `fp8_head` is refused
+        "torchao-tensorwise+compile+fast_accum",
+        {**_TENSORWISE, **_TORCHAO, "fp8_fast_accum": True},
+        "torchao-tensorwise+compile+head+fast_accum",
+        1.02,
+    ),
     Variant("torchao-rowwise+compile", {**_ROWWISE, **_TORCHAO}, "torchao-tensorwise+compile", 1.05),
     Variant(
         "torchao-rowwise_with_gw_hp+compile",

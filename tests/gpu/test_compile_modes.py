@@ -103,3 +103,59 @@ def test_cuda_graphs_are_in_force(fp8: str, micro_batches: int, compiles: str, t
     row = proof(file)["rows"]["compile mode"]
     assert row["found"] == "reduce-overhead" and row["ok"], row
     assert found["reduce-overhead"] == found["default"]
+
+
+SEVERAL_MODELS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+def mlp(*widths):
+    pairs = zip(widths[:-1], widths[1:])
+    return nn.Sequential(*(layer for pair in pairs for layer in (nn.Linear(*pair), nn.GELU())))[:-1].cuda()
+
+generator, critic, teacher = mlp(64, 256, 64), mlp(64, 256, 16), mlp(64, 256, 64).requires_grad_(False)
+make, judge, teach = (torch.compile(model) for model in (generator, critic, teacher))
+generator_optimizer = torch.optim.AdamW(generator.parameters(), lr=1e-3)
+critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-3)
+for step in range(17):
+    noise, real = torch.randn(2, 32, 64, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        critic_optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            fake = make(noise).clone()
+        loss = judge(torch.cat((fake.float(), real))).float()[:32].mean() - 1e-3 * step
+    loss.backward()
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        wanted = teach(noise).clone()  # between a backward pass and its step
+    critic_optimizer.step()
+    generator_optimizer.zero_grad(set_to_none=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        made = make(noise)
+        distance = (made.float() - wanted.float()).pow(2).mean() - judge(made.float()).float().mean()
+    distance.backward()
+    generator.eval()
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        validation = make(real).float().pow(2).mean().item()  # the same model, before its step
+    generator.train()
+    generator_optimizer.step()
+    print("loss", (loss.item() + distance.item() + validation).hex())
+"""
+
+
+def test_models_that_run_between_a_backward_pass_and_its_step(tmp_path: Path) -> None:
+    """Gradients are copied before any compiled model runs: its graphs would overwrite them."""
+    (tmp_path / "train.py").write_text(SEVERAL_MODELS)
+    found = {}
+    for mode in ("default", "reduce-overhead"):
+        config = mp_yaml(
+            tmp_path, f"{mode}.yaml", use_cpu="false",
+            fp8_config=f"{{mpguard_recipe: bf16_mixed, mpguard_overrides: {{compile_mode: {mode}}}}}",
+        )  # fmt: skip
+        arguments = ("--config", config, "--proof-json", tmp_path / f"{mode}.json", tmp_path / "train.py")
+        run = launch(*arguments, cwd=tmp_path, timeout=seconds(300), PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+        assert run.returncode == 0, transcript(run)
+        found[mode] = losses(run)
+    assert proof(tmp_path / "reduce-overhead.json")["verdict"] == "in force"
+    assert found["reduce-overhead"] == found["default"]

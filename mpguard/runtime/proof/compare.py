@@ -759,7 +759,8 @@ def _fp8_heads(fp8: Fp8Layers, plan: Plan) -> list[Row]:
     """Show if the output heads are in FP8, with `fp8_head`."""
     if not plan.policy.fp8_head:
         return []
-    left = {name: reason for name, reason in fp8.heads.items() if reason}
+    taken = dict.fromkeys(fp8.beside, "other code multiplies its weight")
+    left = {name: why for name, reason in fp8.heads.items() if (why := reason or taken.get(name))}
     if not fp8.heads:
         return [Row("fp8 head", "no output head in the model", "", None)]
     if not left:

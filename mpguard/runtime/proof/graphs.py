@@ -1,4 +1,4 @@
-"""The modules behind compiled products.
+"""The modules behind compiled products, and the weights.
 
 The products themselves are in `trace`; compiled code opens no ranges of modules, so that their modules are read from
 dynamo's graphs, with the dtypes that autocast leads to.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mpguard.runtime.proof.products import short
@@ -34,14 +35,58 @@ def products_in_graph(module: Any, outermost: int | None = None) -> Counter[tupl
     """
     work: Counter[tuple[str, int | None]] = Counter()
     for node in module.graph.nodes:
-        inner = [getattr(module, str(other.target), None) for other in node.all_input_nodes if other.op == "get_attr"]
-        for graph in inner:  # activation checkpoints and others are a graph within the graph
-            work += products_in_graph(graph, outermost) if hasattr(graph, "graph") else Counter()
+        for graph in _inner_graphs(module, node):
+            work += products_in_graph(graph, outermost)
         value = _value(node)
         if hasattr(value, "dtype") and value.dtype.is_floating_point:
-            name = getattr(node.target, "__name__", None) or str(node.target)
-            work[short(value.dtype), _module(node) or outermost] += math.prod(_sizes(value)) * _contracted(name, node)
+            size = math.prod(_sizes(value)) * _contracted(_name(node), node)
+            work[short(value.dtype), _module(node) or outermost] += size
     return +work
+
+
+def multiplied_weights(
+    module: Any, outside: frozenset[int] = frozenset(), weights: Mapping[Any, int] | None = None
+) -> Iterator[tuple[int, frozenset[int]]]:
+    """Yield the ids of weights that a graph of dynamo multiplies, with the ids of the modules in which it does.
+
+    The products of a plain Linear are left out: it may be replaced by an FP8 layer with the same weight. outside: the
+    modules that the graph is in. weights: of a graph within another one, its inputs that are weights.
+    """
+    from torch import nn
+
+    found = dict(weights or {})
+    for node in module.graph.nodes:
+        argument = getattr(node.meta.get("grapharg"), "example", None)
+        if isinstance(argument, nn.Parameter):
+            found[node] = id(argument)
+        used = [found[other] for other in node.all_input_nodes if other in found]
+        if not used:
+            continue
+        modules = outside | _stack(node)
+        inputs = [each for each in node.args if hasattr(each, "op") and each.op != "get_attr"]
+        for graph in _inner_graphs(module, node):
+            places = [other for other in graph.graph.nodes if other.op == "placeholder"]
+            if len(places) == len(inputs):
+                inner = {place: found[other] for place, other in zip(places, inputs, strict=True) if other in found}
+                yield from multiplied_weights(graph, modules, inner)
+        if _name(node) in CALLS:
+            stack = list((node.meta.get("nn_module_stack") or {}).values())
+            by_itself = len(used) == len(node.all_input_nodes)  # W times W is no use of a layer
+            if not by_itself and not (stack and stack[-1][1] is nn.Linear):
+                yield from ((weight, modules) for weight in used)
+        elif len(node.all_input_nodes) == 1:  # a cast, a view, a transpose
+            found[node] = used[0]
+
+
+def _inner_graphs(module: Any, node: Any) -> list[Any]:
+    """Return the graphs that a node calls: of activation checkpoints, of functions with a backward pass, and others."""
+    inner = [getattr(module, str(other.target), None) for other in node.all_input_nodes if other.op == "get_attr"]
+    return [graph for graph in inner if hasattr(graph, "graph")]
+
+
+def _name(node: Any) -> str:
+    """Return the name of what a node calls."""
+    return getattr(node.target, "__name__", None) or str(node.target)
 
 
 def _contracted(name: str, node: Any) -> int:
@@ -57,7 +102,18 @@ def _contracted(name: str, node: Any) -> int:
 def _module(node: Any) -> int | None:
     """Return the id of the innermost module in which a node was traced; None if it was in none."""
     stack = list(node.meta.get("nn_module_stack") or ())
-    number = str(stack[-1]).partition("@")[0] if stack else ""
+    return _number(stack[-1]) if stack else None
+
+
+def _stack(node: Any) -> frozenset[int]:
+    """Return the ids of the modules in which a node was traced."""
+    numbers = (_number(key) for key in node.meta.get("nn_module_stack") or ())
+    return frozenset(number for number in numbers if number is not None)
+
+
+def _number(key: Any) -> int | None:
+    """Return the id of the module that a key of dynamo's stack of modules begins with; None if it has none."""
+    number = str(key).partition("@")[0]
     return int(number) if number.isdigit() else None
 
 

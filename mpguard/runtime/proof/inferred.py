@@ -41,19 +41,24 @@ class Inferred:
 
     work: multiply-adds by dtype and by the id of the weight (`UNNAMED` if unknown, `ATTENTION` if there is none).
     leaves: ids of the tensors that get gradients. weights: ids of leaves that operators of torch multiplied by
-    something else; not inside of a `torch.autograd.Function`, as FP8 layers do. compiled: True if a compiled region is
-    part of it, whose products are in dynamo's graph.
+    something else; not inside of a `torch.autograd.Function`, as FP8 layers do. in_fp8_layers: ids of leaves that
+    functions of the FP8 libraries took. in_functions: those that other functions took. compiled: True if a compiled
+    region is part of it, whose products are in dynamo's graph.
     """
 
     work: Counter[tuple[str, int]] = dataclasses.field(default_factory=Counter)
     leaves: set[int] = dataclasses.field(default_factory=set)
     weights: set[int] = dataclasses.field(default_factory=set)
+    in_fp8_layers: set[int] = dataclasses.field(default_factory=set)
+    in_functions: set[int] = dataclasses.field(default_factory=set)
     compiled: bool = False
 
     def add(self, other: Inferred) -> None:
         self.work += other.work
         self.leaves |= other.leaves
         self.weights |= other.weights
+        self.in_fp8_layers |= other.in_fp8_layers
+        self.in_functions |= other.in_functions
         self.compiled |= other.compiled
 
 
@@ -90,12 +95,20 @@ def products_behind(outputs: Iterable[Any]) -> Inferred:
         if output is None or not output.dtype.is_floating_point:
             continue
         function = isinstance(node, BackwardCFunction)
+        if function:
+            taken = {_leaf(operand) for operand in node.next_functions} - {0}
+            (products.in_fp8_layers if _is_of_fp8_layers(node) else products.in_functions).update(taken)
         weight, work = _work(node, tuple(output.shape), function)
         if work:
             products.work[short(output.dtype), weight] += work
             factors = set() if function else {_leaf(operand) for operand in _factors(node)}
             products.weights |= factors - {0} if len(factors) > 1 else set()  # W times W is no use of a layer
     return products
+
+
+def _is_of_fp8_layers(node: Any) -> bool:
+    """True for a function of an FP8 library, or of mpguard's own FP8 layers."""
+    return str(type(node)._forward_cls.__module__).startswith(("torchao.", "transformer_engine.", "mpguard."))
 
 
 def _factors(node: Any) -> list[tuple[Any, int]]:

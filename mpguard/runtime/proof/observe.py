@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpguard.nn import compile as compilation
@@ -237,7 +237,7 @@ def observe(
     with seen.observing("fp8"):
         seen.fp8 = fp8.find_fp8_layers(named, policy, recorder.te_recipes)
         if seen.fp8 is not None:
-            _add_uncalled(seen.fp8, modules, products)
+            _add_uncalled(seen.fp8, modules, products, recorder.multiplied)
             fp8.add_fp8_weights(seen.fp8, modules, set(map(id, updated)))
     with seen.observing("fp32 modules"):
         seen.fp32 = find_fp32_modules(named, policy)
@@ -442,14 +442,28 @@ def _unnamed(work: Work, module: int | None, called: Mapping[int, str]) -> str:
     return "compiled code" if work.compiled else "attention" if work.attention else "code outside of modules"
 
 
-def _add_uncalled(found: fp8.Fp8Layers, modules: list[tuple[str, nn.Module]], products: Products) -> None:
-    """Add the FP8 layers whose weights other code multiplied: in place of calling them, or as well."""
+def _add_uncalled(
+    found: fp8.Fp8Layers,
+    modules: list[tuple[str, nn.Module]],
+    products: Products,
+    graphs: Collection[tuple[int, frozenset[int]]],
+) -> None:
+    """Add the FP8 layers whose weights other code multiplied: in place of calling them, or as well.
+
+    graphs: the weights that compiled graphs multiply, with the modules in which they do.
+    """
+    inferred = products.inferred
     shared = {id(module._parameters.get("weight")) for _, module in modules if not fp8.is_fp8(module)}
     for name, module in modules:
+        if not fp8.is_fp8(module):
+            continue
         weight = id(module._parameters.get("weight"))
-        uncalled = products.called is not None and id(module) not in products.called
-        multiplied = weight in products.inferred.weights - shared
-        if fp8.is_fp8(module) and ((uncalled and weight in products.inferred.leaves) or multiplied):
+        calls = [id(module) in places for each, places in graphs if each == weight]
+        if products.called is not None:
+            elsewhere = weight in inferred.leaves and id(module) not in products.called
+        else:  # compiled code, which no hook of modules sees
+            elsewhere = weight in inferred.in_functions - inferred.in_fp8_layers and not any(calls)
+        if elsewhere or (weight not in shared and (weight in inferred.weights or not all(calls))):
             found.beside.append(plain_name(name))
 
 

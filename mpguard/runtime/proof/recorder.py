@@ -32,7 +32,8 @@ class Recorder:
     """Records facts for the proofs of a process; they remain after `stop`.
 
     active: True between `start` and `stop`; listened: since `start`. engines: DeepSpeed engines. account: the products
-    of a step. compiled: multiply-adds of compiled graphs by dtype and module. attention_masks: calls of attention in
+    of a step. compiled: multiply-adds of compiled graphs by dtype and module. multiplied: the weights that compiled
+    graphs with gradients multiply, with the modules in which they do, by id. attention_masks: calls of attention in
     them by what they take. output: the dtype of the last module output. backwards: number of backward passes.
     gradients: how they are accumulated and reduced. values: of the weights. updated: by the id of an optimizer,
     elements of weights and of gradients by dtype. scalers: facts about the scaler of an optimizer, by its id.
@@ -51,6 +52,7 @@ class Recorder:
         self.engines: list[Any] = []
         self.account: StepAccount = StepAccount(None if previous is None else previous.account)
         self.compiled: Counter[tuple[str, int | None]] = Counter(previous.compiled if previous is not None else ())
+        self.multiplied: set[tuple[int, frozenset[int]]] = set(previous.multiplied if previous is not None else ())
         self.attention_masks: Counter[str] = Counter(previous.attention_masks if previous is not None else ())
         self.output: str | None = None
         self.backwards = 0
@@ -144,9 +146,11 @@ class Recorder:
         import torch
 
         is_module = "torch.nn.modules.module" in {kind.__module__ for kind in type(owner).__mro__}
-        self.compiled += graphs.products_in_graph(module, id(owner) if is_module else None)
+        outermost = frozenset({id(owner)} if is_module else ())
+        self.compiled += graphs.products_in_graph(module, next(iter(outermost), None))
         if torch.is_grad_enabled():
             self.attention_masks += attention_masks.kernels_in_graph(module)
+            self.multiplied |= set(graphs.multiplied_weights(module, outermost))
 
     def tensors_are_exchanged(self, tensors: Collection[torch.Tensor]) -> None:
         """Release weak references to tensors that are going to be exchanged: torch refuses it where there are any."""

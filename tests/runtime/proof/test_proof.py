@@ -375,18 +375,38 @@ def test_an_fp8_layer_that_is_not_called_is_not_in_force(tmp_path: Path) -> None
     assert run.returncode == 0 and "fp8 products   82 % of the products" in run.stderr, transcript(run)
 
 
+FUNCTION = """
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x.bfloat16(), weight.bfloat16().t())
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.bfloat16(), (gradient.t() @ x.bfloat16()).float()
+"""
+
+
+@pytest.mark.parametrize("compiled", ["", "net.compile()\n", "net.called.compile()\n"], ids=["eager", "whole", "part"])
 @pytest.mark.parametrize(
     ("line", "status"),
     [
+        ("nn.functional.linear(x, self.taken.weight)", 1),
+        ("Product.apply(x, self.taken.weight)", 1),  # as trl's output head does
         ("nn.functional.linear(self.taken(x), self.taken.weight)", 1),
         ("self.taken(x) + (self.taken.weight @ self.taken.weight.t()).sum()", 0),
     ],
 )
-def test_an_fp8_layer_that_is_called_and_multiplied_by_other_code_is_not_in_force(
-    tmp_path: Path, line: str, status: int
+def test_an_fp8_layer_whose_weight_other_code_multiplies_is_not_in_force(
+    tmp_path: Path, line: str, status: int, compiled: str
 ) -> None:
     """A penalty on a weight, which multiplies it by itself, is no layer."""
-    (tmp_path / "direct.py").write_text(DIRECT.replace("nn.functional.linear(x, self.taken.weight)", line))
+    program = DIRECT.replace("nn.functional.linear(x, self.taken.weight)", line).replace(
+        "class Net", FUNCTION + "class Net"
+    )
+    program = program.replace("optimizer =", f"{compiled}optimizer =")
+    (tmp_path / "direct.py").write_text(program)
     run = in_fork(["--config", mp_yaml(tmp_path, **float8(master_dtype="fp32")), "direct.py"], cwd=tmp_path)
     named = "fp8 products: taken multiplied outside of the FP8 layer" in run.stderr
     assert (run.returncode, named) == (status, bool(status)), transcript(run)
