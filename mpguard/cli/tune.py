@@ -71,6 +71,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="a run that takes longer is ended (default: 900)",
     )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="begin no run after so many seconds, and decide with what is known",
+    )
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a candidate to try (repeatable)")
     parser.add_argument("--exhaustive", action="store_true", help="run every candidate in every round")
     parser.add_argument("--scratch", type=Path, metavar="FOLDER", help="keep the output of each run in this folder")
@@ -138,7 +144,7 @@ def _parsed(argv: list[str]) -> tuple[argparse.Namespace, TuneRequest]:
     words = [*launcher.without_options(head, valued, switches), *rest]
     request = TuneRequest(
         Path(options.config), words, count, options.warmup, options.steps, options.rounds, options.time_limit,
-        options.only, options.exhaustive,
+        options.only, options.exhaustive, options.budget,
     )  # fmt: skip
     return options, request
 

@@ -18,6 +18,7 @@ from mpguard.runtime.guard import Guard
 from mpguard.runtime.messages import failure_message
 from mpguard.runtime.proof import account, consensus
 from mpguard.runtime.ranks import had_group, is_reporting_rank, is_started_by_script, rank
+from mpguard.runtime.reporter import below_progress_bars
 
 
 def finish(guard: Guard, status: int = 0) -> int:
@@ -70,7 +71,8 @@ def leave_together(guard: Guard) -> None:
 def print_failure(guard: Guard, failure: str) -> None:
     """Print a failure: on rank 0 for all, and on a rank that is alone with it."""
     if is_reporting_rank():
-        print_line(f"mpguard: {failure_message(failure)}")
+        with below_progress_bars():
+            print_line(f"mpguard: {failure_message(failure)}")
     elif guard.alone and not consensus.is_left_to_rank_0():
         print_line(f"mpguard: rank {rank()}: {failure_message(failure)}")
 

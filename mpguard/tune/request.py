@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -25,7 +27,8 @@ class TuneRequest:
 
     config: the mp.yaml. argv: the command line of `mpguard launch`, with `--config`. arguments: how many of its last
     words are the script's. warmup, steps: optimizer steps that are dropped, and timed, in each trial. limit: seconds
-    that a trial may take. only: names of candidates; empty for all.
+    that a trial may take. budget: seconds after which none begins; None without an end. only: names of candidates;
+    empty for all.
     """
 
     config: Path
@@ -37,6 +40,7 @@ class TuneRequest:
     limit: float = 900.0
     only: Sequence[str] = ()
     exhaustive: bool = False
+    budget: float | None = None
 
     def __post_init__(self) -> None:
         for name, value, least in (("warmup", self.warmup, 3), ("steps", self.steps, 3), ("rounds", self.rounds, 1)):
@@ -44,6 +48,8 @@ class TuneRequest:
                 raise ConfigError(f"--{name} {value}: {least} or more is needed")
         if self.limit <= 0:
             raise ConfigError(f"--time-limit {self.limit:g}: a number of seconds above 0 is needed")
+        if self.budget is not None and self.budget <= 0:
+            raise ConfigError(f"--budget {self.budget:g}: a number of seconds above 0 is needed")
         known = [CONFIGURED, *(variant.name for variant in TABLE)]
         for name in self.only:
             if name not in known:
@@ -99,8 +105,15 @@ def tune(
     trials = Trials(
         folder, request.argv, request.arguments, warmup=request.warmup, steps=request.steps, limit=request.limit
     )
+    end = math.inf if request.budget is None else time.monotonic() + request.budget
     try:
-        search(report, trials.measure, request.rounds, exhaustive=request.exhaustive)
+        search(
+            report,
+            trials.measure,
+            request.rounds,
+            exhaustive=request.exhaustive,
+            is_over=lambda: time.monotonic() >= end,
+        )
     except KeyboardInterrupt:
         report.interrupted = True
         for row in report.rows:

@@ -16,15 +16,25 @@ from mpguard.tune.model import EQUAL, OUT_OF_MEMORY, TrialResult, TuneReport, Tu
 Measure = Callable[[TuneCandidate, int], TrialResult]
 
 
-def search(report: TuneReport, measure: Measure, rounds: int, *, exhaustive: bool = False) -> None:
+def search(
+    report: TuneReport,
+    measure: Measure,
+    rounds: int,
+    *,
+    exhaustive: bool = False,
+    is_over: Callable[[], bool] = lambda: False,
+) -> None:
     """Measure the candidates of a report, and add the results to its rows.
 
-    rounds: at most so many. exhaustive: every candidate takes part in each of them.
+    rounds: at most so many. exhaustive: every candidate takes part in each of them. is_over: true when no run may begin
+    any more.
     """
     for row in report.rows:
         if row.candidate.refused:
             continue
         row.note = "" if exhaustive else _futile(report, row)
+        if not row.note and is_over():
+            row.note = "not started: the time is over (--budget)"
         if not row.note:
             _run(report, row, measure, 1)
         report.on_change(report)
@@ -34,6 +44,8 @@ def search(report: TuneReport, measure: Measure, rounds: int, *, exhaustive: boo
         if len(taking_part) < 2:
             return
         for row in reversed(taking_part) if number % 2 == 0 else taking_part:
+            if is_over():
+                return
             _run(report, row, measure, number)
 
 

@@ -188,7 +188,7 @@ def result(folder: Path, status: int | None, warmup: int, limit: float) -> Trial
 
 def _refused(folder: Path, log: Sequence[str], status: int) -> str:
     """Return why the policy of a trial is not in force, or not proven; empty if the script decided how it ended."""
-    printed = next((match[1] for line in log if (match := _REFUSED.match(line))), "")
+    printed = next((match[1] for line in log if (match := _REFUSED.search(line))), "")  # also behind a progress bar
     if status == 2 and log and log[-1].startswith(_OWN):
         return log[-1].removeprefix(_OWN)
     if status and not printed:

@@ -115,3 +115,16 @@ def test_one_measurement_does_not_decide() -> None:
         search(report, BusyAtFirst(times, seed).measure, 3)
         assert report.winner is not None and report.winner.candidate.name == "bf16+compile"
         assert [len(row.trials) for row in rows] == [1, 3, 3]
+
+
+def test_no_run_begins_after_the_budget() -> None:
+    """What was measured by then decides, and the rows say what was not started."""
+    rows = [TuneRow(each) for each in candidates(recipe("bf16_mixed")) if each.name in SETUPS["8B blocks"]]
+    report, machine = TuneReport(rows), Machine(SETUPS["8B blocks"], 0)
+    search(report, machine.measure, 3, is_over=lambda: machine.seconds > 100)
+    started = [row for row in rows if row.trials]
+    assert [row.candidate.name for row in started] == ["bf16+compile", "torchao-tensorwise+compile"]
+    assert {"not started: the time is over (--budget)"} == {
+        row.note for row in rows if not row.trials and not row.note.startswith("not started: at best")
+    }
+    assert report.winner is started[1] and all(len(row.trials) == 1 for row in started)

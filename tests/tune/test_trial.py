@@ -95,6 +95,7 @@ def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\nValueError: y", 1, "failed",
          "out of memory: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
         ("mpguard: not in force: no FP8 here  (use --enforce warn to continue)", 1, "refused", "no FP8 here"),
+        ("  0%| | 0/4 [00:00<?, ?it/s]mpguard: not in force: no FP8 here\n 0%| | 0/4", 1, "refused", "no FP8 here"),
         ("mpguard: rank 1: not proven: x", 1, "refused", "rank 1: not proven: x"),
         ("mpguard: compile: auto is on here: y\nKilled", 1, "failed", "exit status 1: Killed"),
         ("usage: train.py\ntrain.py: error: no --data", 2, "failed", "exit status 2: train.py: error: no --data"),
