@@ -29,7 +29,7 @@ _PACKAGE = "/__init__.py"
 #: Words of code that trains, or that decides in which dtype other code runs. A file without any of them that uses a
 #: function decides nothing about its precision.
 _TRAINS = TokenSearch((
-    b".backward(", b".step(", b"autocast", b"Scaler", b"torch.optim", b"import optim", b"ptimizer(", b"train(",
+    b".backward(", b".step(", b"autocast", b"caler", b"torch.optim", b"import optim", b"ptimizer(", b"train(",
     b"train_one", b"fit(", b".prepare(", b"Trainer(", b"deepspeed.",
 ))  # fmt: skip
 _LIBRARIES = frozenset({"torch", "numpy", "os", "sys", "typing", "transformers", "torchvision", "collections", "re"})

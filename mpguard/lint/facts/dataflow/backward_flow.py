@@ -24,6 +24,7 @@ class BackwardFlow:
         self.facts = facts
         self.found: list[Record] = []
         self.seen: set[object] = set()
+        self._called: set[Scope] = set()
 
     def expression(self, node: cst.CSTNode | None, scope: Scope, order: int, guard: PathCondition, depth: int) -> None:
         """Follow the names and calls in an expression."""
@@ -61,7 +62,7 @@ class BackwardFlow:
                     self.found.append(binding)
                     if not self._is_constant(binding):
                         self.expression(binding.value, binding.scope, binding.order, guard, depth)
-                elif binding.kind == "param":
+                elif binding.kind == "param" and binding.scope not in self._called:  # else its argument is followed
                     for call in facts.callers(binding.scope):
                         given = facts.values.given(call, binding.scope, binding.key)
                         if given is not None and given is not binding.value:
@@ -83,6 +84,7 @@ class BackwardFlow:
             if scope in self.seen or foreign or scope.name == "__init__":
                 continue
             self.seen.add(scope)
+            self._called.add(scope)
             self.found += scope.calls
             for each in scope.returns:
                 if each.value is not None and compatible(each.guard, guard):

@@ -922,6 +922,36 @@ def train(args, loader):
 """,
             files=_SWITCHED_NET,
         ),
+        Good(
+            """\
+import torch
+from net import Criterion, Net
+
+def in_fp32(loader):
+    model, criterion = Net(), Criterion()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x, y in loader:
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "net.py": "'The model, which runs in torch.autocast as well.'\nimport torch\n\n"
+                "class Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+                "        self.layer = torch.nn.Linear(8, 8)\n\n"
+                "    def forward(self, x):\n        return self.layer(x)\n\n"
+                "class Criterion(torch.nn.Module):\n    def forward(self, outputs, targets):\n"
+                "        return (outputs - targets).pow(2).mean()\n",
+                "with_amp.py": "import torch\nfrom net import Criterion, Net\n\ndef in_fp16(loader):\n"
+                "    model, criterion = Net(), Criterion()\n"
+                "    optimizer = torch.optim.AdamW(model.parameters())\n"
+                "    scaler = torch.amp.GradScaler('cuda')\n    for x, y in loader:\n"
+                "        with torch.autocast('cuda', dtype=torch.float16):\n            outputs = model(x)\n"
+                "            loss = criterion(outputs, y)\n        scaler.scale(loss).backward()\n"
+                "        scaler.step(optimizer)\n        scaler.update()\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -435,6 +435,31 @@ class Gan:
                 "self.scaler.scale(loss).backward()", "self.scaler.step(optimizer)", "self.scaler.update()"
             ),
         ),
+        Good(
+            """\
+import torch
+
+class Gan:
+    def __init__(self, options):
+        self.scaler = torch.amp.GradScaler("cuda") if options["amp"] else None
+        self.optimizers = options["optimizers"]
+
+    def critic_step(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizers[0])
+
+    def generator_step(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizers[1])
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "from gan import Gan\n\ndef train(options, losses):\n    trainer = Gan(options)\n"
+                "    for loss in losses:\n        trainer.critic_step(loss)\n        trainer.generator_step(loss)\n"
+                "        trainer.scaler.update()\n",
+            },
+            name="gan.py",
+        ),
         RIGHT_SCALER_CLASS,
     )
 
@@ -540,7 +565,20 @@ class Gan:
                 return False
             if each.kind == "scaler_step" and index > place and not other(each):
                 return False  # only the last step is reported
-        return True
+        return not self._updated_by_users(step, facts)
+
+    def _updated_by_users(self, step: TraceStep, facts: Facts) -> bool:
+        """True if code that uses the class of a scaler updates it: `trainer.scaler.update()`."""
+        owner, scaler = step.record.scope.owner, facts.short(step.scaler)
+        if owner is None or not scaler.startswith("self."):
+            return False
+        attribute = scaler.removeprefix("self")
+        for user in (facts, *(facts.users(owner.name) or ())):
+            user.need_uses(attribute.rpartition(".")[2])
+            paths = [dotted(call.func) for call in user.calls.get("update", ())]
+            if any(path.endswith(f"{attribute}.update") and not path.startswith("self.") for path in paths):
+                return True
+        return False
 
     def _counts_as_one(self, loop: cst.CSTNode, step: TraceStep) -> bool:
         """True for a loop over optimizers, of which each steps once, and for one of a single round: `range(1)`."""
