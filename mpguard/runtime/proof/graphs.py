@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from mpguard.nn.fp8.filters import CONV1D
 from mpguard.runtime.proof.products import short
 
 #: Names of calls in dynamo's graphs that are matrix products.
@@ -44,13 +45,23 @@ def products_in_graph(module: Any, outermost: int | None = None) -> Counter[tupl
     return +work
 
 
-def multiplied_weights(
-    module: Any, outside: frozenset[int] = frozenset(), weights: Mapping[Any, int] | None = None
-) -> Iterator[tuple[int, frozenset[int]]]:
-    """Yield the ids of weights that a graph of dynamo multiplies, with the ids of the modules in which it does.
+class WeightUse(NamedTuple):
+    """A use of a weight in a graph of dynamo. weight: its id. modules: the ids of those in which it is.
 
-    The products of a plain Linear are left out: it may be replaced by an FP8 layer with the same weight. outside: the
-    modules that the graph is in. weights: of a graph within another one, its inputs that are weights.
+    multiplies: True for a product, apart from those of a plain Linear, which an FP8 layer with its weight may replace.
+    """
+
+    weight: int
+    modules: frozenset[int]
+    multiplies: bool
+
+
+def weight_uses(
+    module: Any, outside: frozenset[int] = frozenset(), weights: Mapping[Any, int] | None = None
+) -> Iterator[WeightUse]:
+    """Yield the uses of parameters in a graph of dynamo.
+
+    outside: the modules that the graph is in. weights: of a graph within another one, its inputs that are parameters.
     """
     from torch import nn
 
@@ -68,13 +79,13 @@ def multiplied_weights(
             places = [other for other in graph.graph.nodes if other.op == "placeholder"]
             if len(places) == len(inputs):
                 inner = {place: found[other] for place, other in zip(places, inputs, strict=True) if other in found}
-                yield from multiplied_weights(graph, modules, inner)
-        if _name(node) in CALLS:
-            stack = list((node.meta.get("nn_module_stack") or {}).values())
-            by_itself = len(used) == len(node.all_input_nodes)  # W times W is no use of a layer
-            if not by_itself and not (stack and stack[-1][1] is nn.Linear):
-                yield from ((weight, modules) for weight in used)
-        elif len(node.all_input_nodes) == 1:  # a cast, a view, a transpose
+                yield from weight_uses(graph, modules, inner)
+        innermost = list((node.meta.get("nn_module_stack") or {}).values())[-1:]
+        linear = any(kind is nn.Linear or f"{kind.__module__}.{kind.__name__}" == CONV1D for _, kind in innermost)
+        by_itself = len(used) == len(node.all_input_nodes)  # W times W is no use of a layer
+        multiplies = _name(node) in CALLS and not by_itself and not linear
+        yield from (WeightUse(weight, modules, multiplies) for weight in used)
+        if len(node.all_input_nodes) == 1:  # a cast, a view, a transpose
             found[node] = used[0]
 
 

@@ -23,6 +23,7 @@ from mpguard.runtime.containment import report_own_failure
 from mpguard.runtime.proof import fp8, reductions, tf32
 from mpguard.runtime.proof.account import Products, steps_around
 from mpguard.runtime.proof.fp32_modules import Fp32Modules, find_fp32_modules
+from mpguard.runtime.proof.graphs import WeightUse
 from mpguard.runtime.proof.inferred import ATTENTION, UNNAMED, Inferred
 from mpguard.runtime.proof.optimizer_state import state_dtypes
 from mpguard.runtime.proof.products import bits, short
@@ -237,7 +238,7 @@ def observe(
     with seen.observing("fp8"):
         seen.fp8 = fp8.find_fp8_layers(named, policy, recorder.te_recipes)
         if seen.fp8 is not None:
-            _add_uncalled(seen.fp8, modules, products, recorder.multiplied)
+            _add_uncalled(seen.fp8, modules, products, recorder.weight_uses)
             fp8.add_fp8_weights(seen.fp8, modules, set(map(id, updated)))
     with seen.observing("fp32 modules"):
         seen.fp32 = find_fp32_modules(named, policy)
@@ -446,24 +447,28 @@ def _add_uncalled(
     found: fp8.Fp8Layers,
     modules: list[tuple[str, nn.Module]],
     products: Products,
-    graphs: Collection[tuple[int, frozenset[int]]],
+    in_graphs: Collection[WeightUse],
 ) -> None:
-    """Add the FP8 layers whose weights other code multiplied: in place of calling them, or as well.
-
-    graphs: the weights that compiled graphs multiply, with the modules in which they do.
-    """
+    """Add the FP8 layers whose weights other code multiplied: in place of calling them, or as well."""
     inferred = products.inferred
     shared = {id(module._parameters.get("weight")) for _, module in modules if not fp8.is_fp8(module)}
+    uses: dict[int, list[WeightUse]] = {}
+    for use in in_graphs:
+        uses.setdefault(use.weight, []).append(use)
     for name, module in modules:
         if not fp8.is_fp8(module):
             continue
         weight = id(module._parameters.get("weight"))
-        calls = [id(module) in places for each, places in graphs if each == weight]
+        compiled = uses.get(weight, ())
         if products.called is not None:
             elsewhere = weight in inferred.leaves and id(module) not in products.called
-        else:  # compiled code, which no hook of modules sees
-            elsewhere = weight in inferred.in_functions - inferred.in_fp8_layers and not any(calls)
-        if elsewhere or (weight not in shared and (weight in inferred.weights or not all(calls))):
+        else:  # no hook of modules sees compiled code
+            called = weight in inferred.in_fp8_layers or any(id(module) in use.modules for use in compiled)
+            elsewhere = weight in inferred.in_functions and not called
+        multiplied = weight in inferred.weights or any(
+            use.multiplies and id(module) not in use.modules for use in compiled
+        )
+        if elsewhere or (multiplied and weight not in shared):
             found.beside.append(plain_name(name))
 
 

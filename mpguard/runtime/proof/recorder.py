@@ -32,13 +32,12 @@ class Recorder:
     """Records facts for the proofs of a process; they remain after `stop`.
 
     active: True between `start` and `stop`; listened: since `start`. engines: DeepSpeed engines. account: the products
-    of a step. compiled: multiply-adds of compiled graphs by dtype and module. multiplied: the weights that compiled
-    graphs with gradients multiply, with the modules in which they do, by id. attention_masks: calls of attention in
-    them by what they take. output: the dtype of the last module output. backwards: number of backward passes.
-    gradients: how they are accumulated and reduced. values: of the weights. updated: by the id of an optimizer,
-    elements of weights and of gradients by dtype. scalers: facts about the scaler of an optimizer, by its id.
-    te_recipes: the recipe of each call of a Transformer Engine module. averaging: what averages the weights of all
-    ranks in place of their gradients, and when.
+    of a step. compiled: multiply-adds of compiled graphs by dtype and module. weight_uses: of parameters, in compiled
+    graphs with gradients. attention_masks: calls of attention in them by what they take. output: the dtype of the last
+    module output. backwards: number of backward passes. gradients: how they are accumulated and reduced. values: of the
+    weights. updated: by the id of an optimizer, elements of weights and of gradients by dtype. scalers: facts about the
+    scaler of an optimizer, by its id. te_recipes: the recipe of each call of a Transformer Engine module. averaging:
+    what averages the weights of all ranks in place of their gradients, and when.
     """
 
     def __init__(self, previous: Recorder | None = None, optimizers: Collection[Any] = ()) -> None:
@@ -52,7 +51,7 @@ class Recorder:
         self.engines: list[Any] = []
         self.account: StepAccount = StepAccount(None if previous is None else previous.account)
         self.compiled: Counter[tuple[str, int | None]] = Counter(previous.compiled if previous is not None else ())
-        self.multiplied: set[tuple[int, frozenset[int]]] = set(previous.multiplied if previous is not None else ())
+        self.weight_uses: set[graphs.WeightUse] = set(previous.weight_uses if previous is not None else ())
         self.attention_masks: Counter[str] = Counter(previous.attention_masks if previous is not None else ())
         self.output: str | None = None
         self.backwards = 0
@@ -150,7 +149,7 @@ class Recorder:
         self.compiled += graphs.products_in_graph(module, next(iter(outermost), None))
         if torch.is_grad_enabled():
             self.attention_masks += attention_masks.kernels_in_graph(module)
-            self.multiplied |= set(graphs.multiplied_weights(module, outermost))
+            self.weight_uses |= set(graphs.weight_uses(module, outermost))
 
     def tensors_are_exchanged(self, tensors: Collection[torch.Tensor]) -> None:
         """Release weak references to tensors that are going to be exchanged: torch refuses it where there are any."""
