@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.nodes import is_super
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
 from mpguard.lint.facts.values import project_words
@@ -240,12 +240,7 @@ class CallGraph:
                 each.atom is UNKNOWN for each in self.facts.values.evaluate(call.receiver, call.scope, call.order)
             )
             same = self.named(scope.name)
-            return (
-                unknown
-                and len(same) == 1
-                and scope.name not in _COMMON
-                and dotted(call.receiver).split(".")[0] != "super"
-            )
+            return unknown and len(same) == 1 and scope.name not in _COMMON and not is_super(call.receiver)
         return False
 
     def functions(self, call: Call) -> list[Function]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.nodes import dotted, is_super
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Scope, Use
 from mpguard.lint.facts.values import api_names
@@ -146,7 +146,7 @@ def may_be_scaled(
     return any(
         event.scope in program and compatible(event.guard, guard)
         for event in facts.events("framework")
-        if dotted(event.subject) != "super"
+        if not is_super(event.subject)
     )
 
 

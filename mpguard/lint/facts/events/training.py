@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.events.event import Event, aliases, called, created, finds, is_optimizer, is_scaler, last_name
-from mpguard.lint.facts.syntax.nodes import constant, dotted
+from mpguard.lint.facts.syntax.nodes import constant, dotted, is_super
 from mpguard.lint.facts.syntax.records import Call
 from mpguard.lint.facts.values import api_names, project_words
 
@@ -28,9 +28,9 @@ def _plain_backward(facts: Facts, call: Call) -> bool:
     """True for `loss.backward()`, as opposed to `engine.backward(loss)` and that of an autograd function."""
     if call.positional and constant(call.positional[0]) is None and not isinstance(call.positional[0], cst.Call):
         return False
-    if dotted(call.receiver).split(".")[-1] in {"self", "super", "ctx", *api_names.FRAMEWORK_RECEIVERS}:
+    if dotted(call.receiver).split(".")[-1] in {"self", "ctx", *api_names.FRAMEWORK_RECEIVERS}:
         return False
-    if isinstance(call.receiver, cst.Call) and dotted(call.receiver.func) == "super":
+    if is_super(call.receiver):
         return False
     kinds = facts.kinds(call.receiver, call)
     return not kinds & (api_names.RUNS_BACKWARD | {"trainer", "model", "framework", "optimizer", "own", "scaler"})

@@ -30,6 +30,11 @@ def dotted(node: cst.CSTNode | None) -> str:
     return ".".join(reversed(parts))
 
 
+def is_super(node: cst.CSTNode | None) -> bool:
+    """True for `super()`, with or without arguments."""
+    return isinstance(node, cst.Call) and dotted(node.func) == "super"
+
+
 def text_of(node: cst.CSTNode) -> str:
     """Return the code of a node without white space; equal conditions have equal texts."""
     return "".join(node_code(node).split())

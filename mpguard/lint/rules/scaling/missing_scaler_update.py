@@ -315,6 +315,45 @@ class LearningRateIsSetByTheBase(Base):
             self.update_lr()
 """,
         ),
+        Bad(
+            """\
+import torch
+from elsewhere import Agent
+
+class Learner(Agent):
+    def __init__(self, memory, options):
+        self.memory, self.options = memory, options
+        self.scaler = torch.amp.GradScaler("cuda", enabled=options.amp)
+
+    def after(self, step):
+        self.learn()
+        super().after(step)
+
+    def learn(self):
+        for x in self.memory:
+            self.scaler.scale(self.critic(x)).backward()
+            self.scaler.step(self.optimizer)  # !
+""",
+            fixed="""\
+import torch
+from elsewhere import Agent
+
+class Learner(Agent):
+    def __init__(self, memory, options):
+        self.memory, self.options = memory, options
+        self.scaler = torch.amp.GradScaler("cuda", enabled=options.amp)
+
+    def after(self, step):
+        self.learn()
+        super().after(step)
+
+    def learn(self):
+        for x in self.memory:
+            self.scaler.scale(self.critic(x)).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+""",
+        ),
         Good(
             """\
 import torch
