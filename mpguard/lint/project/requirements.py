@@ -75,6 +75,9 @@ def required(folder: str, top: str, package: str) -> Required:
         r"((?:[<>=!~^]=?=?\s*v?[\d.*]+(?:\s*,\s*)?)+)",
         re.IGNORECASE,
     )
+    tagged = re.compile(
+        rf"(?<![\w./-]){name}(?:\[[\w, -]*\])?\s*@\s*git\+[^\s\"'@]+@v?(\d+(?:\.\d+)*)\b", re.IGNORECASE
+    )
     start, last = Path(folder), Path(top)
     if tracked_fs.is_file(last / "__init__.py"):  # without a pyproject.toml, setup.py is next to the package
         last = last.parent
@@ -86,6 +89,7 @@ def required(folder: str, top: str, package: str) -> Required:
             if file.name == "METADATA":
                 text = text.partition("\n\n")[0]  # the README follows
             specifiers += wanted.findall(text)
+            specifiers += [f"=={version}" for version in tagged.findall(text)]
             cuda |= {(int(a or c), int(b or d)) for a, b, c, d in _CUDA.findall(text)}
         if specifiers or cuda:
             return _bounds(specifiers, next(iter(cuda)) if len(cuda) == 1 else None)

@@ -32,6 +32,8 @@ NEW = "import transformer_engine.pytorch as te\n\nwith te.autocast(recipe=recipe
         ("requirements-gpu.txt", "transformer_engine_cu12 ~= 2.9  # FP8", Required((2, 9), (3,))),
         ("setup.py", "install_requires=['transformer-engine~=1.4.5']", Required((1, 4, 5), (1, 5))),
         ("requirements.txt", "my-transformer-engine==9.9", Required()),
+        ("pyproject.toml", '"transformer-engine@git+https://github.com/NVIDIA/T.git@v1.1"', Required((1, 1), (1, 2))),
+        ("requirements.txt", "transformer-engine @ git+https://github.com/NVIDIA/T.git@main", Required()),
         ("requirements.txt", "--index-url https://download.pytorch.org/whl/cu124\ntorch", Required(cuda=(12, 4))),
         ("Dockerfile", "FROM nvidia/cuda:12.9.1-devel\n", Required(cuda=(12, 9))),
     ],
