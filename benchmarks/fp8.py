@@ -126,6 +126,7 @@ PLAN = (
     ("8 x 2048, 1x2048", "fp8, graphs"),
     ("12 x 768, 16x1024", "bf16, graphs"),
     ("12 x 768, 1x1024", "bf16, graphs"),
+    ("12 x 768, 1x1024", "bf16"),
 )
 #: What is measured on two.
 TWO_GPUS = (
