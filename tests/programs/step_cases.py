@@ -398,6 +398,40 @@ def fsdp1_adds_in_bf16() -> None:
     _fsdp1(False)
 
 
+class InNumpy(torch.autograd.Function):
+    """A product that is no operator of torch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.from_numpy(x.float().numpy() @ weight.detach().float().numpy().T).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (gradient,), (x, weight) = gradients, ctx.saved_tensors
+        to_x = torch.from_numpy(gradient.float().numpy() @ weight.detach().float().numpy()).to(x.dtype)
+        to_weight = torch.from_numpy(gradient.float().numpy().T @ x.float().numpy()).to(weight.dtype)
+        return to_x, to_weight
+
+
+class NumpyLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) / 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return InNumpy.apply(x, self.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@case("fsdp1")
+def fsdp1_multiplies_in_numpy() -> None:
+    """The optimizer is created after FSDP1 has made flat parts of the weights."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    own = FSDP(nn.Sequential(NumpyLayer(), net()), device_id=_device(), use_orig_params=True)
+    train(own, adam(own))
+
+
 @case("fsdp2")
 def fsdp2() -> None:
     from torch.distributed.fsdp import fully_shard

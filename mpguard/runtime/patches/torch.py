@@ -47,6 +47,8 @@ def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Ca
             models = given_module if isinstance(given_module, list) else [given_module]
             fp8_conversion.keeps_fp8_weights(guard, target, models=models)
             master_weights.leave_to_engine(guard, models)
+            for model in models:
+                guard.recorder.record_weights(model.parameters())
             wanted = build(guard.plan.policy, target, warn=False)
             given = bound.arguments.get(parameter)
             bound.arguments[parameter] = _with_dtypes(given, wanted, fields, target, guard)

@@ -96,9 +96,16 @@ class Recorder:
         self.gradients.release()
         self.engines = []
 
+    def record_weights(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Record the shapes of weights, by which products in kernels of other libraries are recognized.
+
+        An engine calls this before it replaces the weights with flat parts.
+        """
+        self.account.weights |= shapes_of(parameters)
+
     def record_optimizer(self, parameters: list[torch.Tensor]) -> None:
         """Record that an optimizer was created: steps can follow, so that products are recorded from here."""
-        self.account.weights |= shapes_of(parameters)
+        self.record_weights(parameters)
         if self.active:
             self.account.start()
 

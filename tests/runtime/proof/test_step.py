@@ -121,6 +121,7 @@ WRONG = {
         "fsdp2_ignores_a_weight": "coverage: the gradients of 2.weight are not reduced",
         "fsdp1_ignores_a_weight": "coverage: the gradients of 2.weight are not reduced",
         "fsdp1_adds_in_bf16": "accumulation: bf16 80 %",
+        "fsdp1_multiplies_in_numpy": "compute could not be observed",
         "steps_once_late_on_two_ranks_in_fp32": "compute: fp32",
         "pipeline_in_fp32": "compute: fp32",
         "gossip_of_weights": "engine: no wrapper around the model",
