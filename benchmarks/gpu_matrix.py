@@ -77,7 +77,7 @@ VARIANTS = {
     "LoRA": ("--lora",), "accumulation of 4": ("--accumulation", "4"),
 }  # fmt: skip
 
-#: The recipes and strategies that the variants run with.
+#: The recipes that the variants, the Trainer and own loops run with on two GPUs, and the variants' strategies.
 VARIED = ("bf16", "delayed", "tensorwise")
 VARIED_STRATEGIES = ("FSDP1", "FSDP2", "ZeRO-3")
 
@@ -126,7 +126,8 @@ def cells(gpus: int) -> list[Cell]:
     """Return the cells for a number of GPUs.
 
     On two: DDP, which accelerate and the Trainer do not use for one process; every recipe under each engine that
-    shards, with accelerate; some with a loop without a framework; and the variants. On one: all others.
+    shards, with accelerate; three recipes with the Trainer and with a loop without a framework; and the variants. On
+    one: all others.
     """
     every = [
         Cell(framework, strategy, recipe, gpus)
@@ -137,13 +138,11 @@ def cells(gpus: int) -> list[Cell]:
     ]
     if gpus == 1:
         return [cell for cell in every if cell.strategy != "DDP"]
-    loops = ("bf16", "delayed", "tensorwise")
     plain = [
         cell
         for cell in every
         if cell.strategy == "DDP"
-        or (cell.framework == "accelerate" and cell.strategy != "plain")
-        or (cell.framework == "own loop" and cell.strategy in ("FSDP2", "ZeRO-3") and cell.recipe in loops)
+        or (cell.strategy != "plain" and (cell.framework == "accelerate" or cell.recipe in VARIED))
     ]
     varied = [
         Cell("accelerate", strategy, recipe, gpus, variant)
@@ -255,8 +254,8 @@ def judged(cell: Cell, found: dict[str, Any], base: list[float] | None) -> dict[
     facts, proof, output = found["facts"], found["proof"], found["output"].splitlines()
     line = next((each for each in output if each.startswith("mpguard: ") and "Linear layers in FP8" not in each), None)
     result: dict[str, Any] = {
-        **dataclasses.asdict(cell), "backend": cell.backend, "state": "failed", "reason": None, "fp8_share": None,
-        "unchanged_parameters": None, "loss": None, "loss_bf16": None, "seconds": found["seconds"],
+        **dataclasses.asdict(cell), "backend": cell.backend, "device": device_name(), "state": "failed", "reason": None,
+        "fp8_share": None, "unchanged_parameters": None, "loss": None, "loss_bf16": None, "seconds": found["seconds"],
     }  # fmt: skip
     if found["status"] in (1, 2) and line and not facts:
         return result | {
@@ -394,6 +393,12 @@ def unmeasured(found: list[dict[str, Any]]) -> list[Cell]:
     return [cell for cell in [*cells(1), *cells(2)] if _key(dataclasses.asdict(cell)) not in known]
 
 
+def device_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+
+
 def write(output: Path, found: list[dict[str, Any]]) -> None:
     import torch
 
@@ -404,7 +409,7 @@ def write(output: Path, found: list[dict[str, Any]]) -> None:
     order = {_key(dataclasses.asdict(cell)): place for place, cell in enumerate([*cells(1), *cells(2)])}
     facts = {
         "versions": {**versions, "cuda": torch.version.cuda},
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
+        "hardware": " and ".join(sorted({cell["device"] for cell in found})),
         "date": datetime.date.today().isoformat(),
         "unmeasured": [cell.name for cell in unmeasured(found)],
         "cells": sorted(found, key=lambda cell: order[_key(cell)]),

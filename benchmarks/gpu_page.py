@@ -41,8 +41,8 @@ def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
     lines = [
         "# FP8 on a real GPU", "",
         "<!-- written by `python benchmarks/gpu_matrix.py --page` from benchmarks/results/gpu_matrix.json -->", "",
-        f"{states['proven']} combinations of framework, strategy and recipe trained 103 steps each through mpguard on "
-        f"an {result['hardware']} and were proven; {states['refused']} were refused before training. None ran in "
+        f"{states['proven']} combinations of framework, strategy and recipe trained 103 steps each through mpguard and "
+        f"were proven ({result['hardware']}); {states['refused']} were refused before training. None ran in "
         "another precision.", "",
         f"Measured on {result['date']} with {versions}. Accelerate and the Trainer ran under `mpguard launch`, own "
         "loops under `torchrun -m mpguard.run`, each with an mp.yaml from `mpguard init`.", "",
