@@ -165,9 +165,9 @@ BOUNDS = {
     ("6 x 8B, 2x4096, ZeRO-2", "fp8, reduced in bf16"): 1.40,
 }
 
-#: Steps before the first round, and rounds and steps in each: after the first steps, at which the watch computes norms,
-#: and after the proof's look at step 32; the next one is at step 64.
-WARM_UP, ROUNDS, STEPS = 34, 3, 8
+#: Steps before the first round, and rounds and steps in each, once with and once without waiting: after the look of the
+#: proof at step 64, and before the next one at step 128.
+WARM_UP, ROUNDS, STEPS = 65, 3, 10
 
 #: Variants that are built at the same time, and the most seconds for that.
 AT_ONCE, BUILT = 4, 200.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from pathlib import Path
 
+import pytest
 from processes import in_fork, mp_yaml
 
 #: The beginning of each script: a small model, autocast, a loop.
@@ -34,3 +36,20 @@ def run(
     mixed_precision = {"fp16_mixed": "fp16", "fp32": "'no'"}.get(recipe, "bf16")
     config = mp_yaml(folder, recipe=recipe, mixed_precision=mixed_precision)
     return in_fork(["--config", config, "--proof-json", folder / "proof.json", *words, "t.py"], cwd=folder, **more)
+
+
+@functools.cache
+def _has_bf16_lstm() -> bool:
+    import torch
+
+    with torch.autocast("cpu", torch.bfloat16):
+        try:
+            torch.nn.LSTM(32, 64)(torch.zeros(1, 1, 32))
+        except RuntimeError:
+            return False
+    return True
+
+
+def needs_bf16_lstm() -> pytest.MarkDecorator:
+    """Return a mark for programs with an LSTM under autocast: torch has none for a CPU without AVX-512."""
+    return pytest.mark.skipif(not _has_bf16_lstm(), reason="torch cannot compute an LSTM in BF16 on this CPU")

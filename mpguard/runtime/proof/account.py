@@ -8,7 +8,9 @@ memory is bounded by one pass. A profiler of the program's own has precedence.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import functools
 import os
 import sys
 import threading
@@ -42,6 +44,9 @@ CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
 
 #: The variable with which Kineto prints no lines when it starts and stops.
 QUIET = ("KINETO_LOG_LEVEL", "99")
+
+#: The level of errors in torch's C++ code (`c10/util/Logging.h`).
+ERROR = 2
 
 
 @dataclasses.dataclass
@@ -513,7 +518,7 @@ def _enable_profiler() -> bool:
     _stop_in_forks()
     config = ProfilerConfig(ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig(), "")
     with _quiet_kineto():
-        _prepare_profiler(config, {ProfilerActivity.CPU})
+        _prepare_profiler(config, {ProfilerActivity.MTIA if _leaves_out_cuda() else ProfilerActivity.CPU})
         torch._C._autograd._enable_profiler(config, {ProfilerActivity.CPU})
     torch.autograd.profiler._run_on_profiler_start()  # type: ignore[no-untyped-call]  # compiled code names its regions
     return True
@@ -525,7 +530,8 @@ def _disable_profiler() -> tuple[list[Any], list[str], list[int]]:
 
     now = time.time_ns()
     torch.autograd.profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
-    result = torch._C._autograd._disable_profiler()
+    with _quiet_torch() if _leaves_out_cuda() else contextlib.nullcontext():
+        result = torch._C._autograd._disable_profiler()
     events = list(result.events())
     unfinished = [
         (event.name(), event.start_ns()) for event in events if event.end_ns() >= now and not event.is_async()
@@ -542,6 +548,39 @@ def _without_end(level: list[Any]) -> list[tuple[str, int]]:
         found += [(node.name, node.start_time_ns) for node in opened]
         level = [child for node in opened for child in node.children]
     return found
+
+
+def _leaves_out_cuda() -> bool:
+    """True if Kineto is asked for the activities of MTIA, a device that is not there, in place of the CPU's.
+
+    With the CPU's, it also traces the calls of the CUDA runtime, through CUPTI, which then stays attached: for the rest
+    of the process each launch of a kernel takes longer (benchmarks/results/launches.json). The operators are recorded
+    by torch itself in both cases. torch warns that Kineto has not seen them, so that this needs `_quiet_torch`.
+    """
+    import torch
+
+    return torch.version.cuda is not None and _log_level() is not None
+
+
+@functools.cache
+def _log_level() -> Any:
+    """Return the least level of the messages that torch's C++ code prints; None if it is not found."""
+    try:
+        return ctypes.c_int.in_dll(ctypes.CDLL("libc10.so", mode=os.RTLD_NOLOAD), "FLAGS_caffe2_log_level")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+@contextlib.contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Let torch's C++ code print errors, but no warnings."""
+    level = _log_level()
+    usual = level.value
+    level.value = max(usual, ERROR)
+    try:
+        yield
+    finally:
+        level.value = usual
 
 
 @contextlib.contextmanager
@@ -697,5 +736,6 @@ class ModuleRanges:
 
 
 def shapes_of(parameters: Iterable[torch.Tensor]) -> set[tuple[int, ...]]:
-    """Return the shapes of the matrices among parameters."""
-    return {tuple(own.shape) for own in parameters if own.ndim == 2}
+    """Return the shapes of the matrices among parameters; of those that ZeRO-3 has divided, the whole ones."""
+    shapes = (tuple(getattr(own, "ds_shape", own.shape)) for own in parameters)
+    return {shape for shape in shapes if len(shape) == 2}

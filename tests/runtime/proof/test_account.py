@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 import torch
 from processes import proof, transcript
 from right_programs import RIGHT
-from short_programs import run
+from short_programs import needs_bf16_lstm, run
 from torch import nn
 from wrong_programs import WRONG
 
@@ -40,7 +40,9 @@ def test_a_program_that_computes_in_another_dtype_is_refused(tmp_path: Path, nam
     assert row["ok"] is (None if hidden else False) and row["found"].startswith("not observed: ") is hidden, row
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_bf16_lstm()) if name == "lstm" else name for name in RIGHT]
+)
 def test_an_ordinary_program_is_proven(tmp_path: Path, name: str) -> None:
     recipe, script = RIGHT[name]
     ended = run(tmp_path, script, recipe=recipe)
@@ -54,6 +56,17 @@ def test_an_ordinary_program_is_proven(tmp_path: Path, name: str) -> None:
         assert "(17 of 40 backward passes looked at)" in made["rows"]["compute"]["found"]
     if name == "own_profiler":
         assert "their events True" in ended.stdout, transcript(ended)
+
+
+def test_what_a_gpu_needs_changes_nothing_that_is_recorded(tmp_path: Path) -> None:
+    """With CUDA, Kineto is asked for other activities: see `_leaves_out_cuda`."""
+    rows = []
+    for cuda in ("None", "'13.0'"):
+        ended = run(tmp_path, f"torch.version.cuda = {cuda}\nm = net(); train(m, adam(m), 5)")
+        made = proof(tmp_path / "proof.json")
+        assert ended.returncode == 0 and "warn" not in ended.stderr.lower(), transcript(ended)
+        rows.append((made["rows"], made["observed"]["compute"]))
+    assert rows[0] == rows[1] and rows[0][1].keys() == {"bf16"}
 
 
 def test_gradients_of_a_model_that_is_not_trained_are_no_training(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 import torch
 from limits import seconds
 from processes import in_fork, mp_yaml, proof, ranks_in_fork, transcript
-from short_programs import HEAD, run
+from short_programs import HEAD, needs_bf16_lstm, run
 from torch import nn
 
 import mpguard
@@ -60,8 +60,11 @@ def test_fp32_computation_is_observed_everywhere(tmp_path: Path, script: str) ->
         "  def forward(s, i): return s.weight[i]\nm = nn.Sequential(E(), net()); x = torch.randint(0, 500, (8,))",
         "m = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True); x = torch.randn(2, 64, 32)",
         "m = nn.Sequential(nn.Conv1d(16, 16, 3), nn.Flatten(), nn.Linear(480, 8)); x = torch.randn(2, 16, 32)",
-        "class N(nn.Module):\n  def __init__(s): super().__init__(); s.a = nn.LSTM(32, 64, 2)\n"
-        "  def forward(s, x): return s.a(x[None])[0]\nm = N()",
+        pytest.param(
+            "class N(nn.Module):\n  def __init__(s): super().__init__(); s.a = nn.LSTM(32, 64, 2)\n"
+            "  def forward(s, x): return s.a(x[None])[0]\nm = N()",
+            marks=needs_bf16_lstm(),
+        ),
         "from torch.utils.checkpoint import checkpoint\nn = net(); m = n.train()\n"
         "class C(nn.Module):\n  def __init__(s): super().__init__(); s.n = n\n"
         "  def forward(s, x): return checkpoint(s.n, x.requires_grad_(), use_reentrant=True)\nm = C()",
