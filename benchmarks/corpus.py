@@ -55,6 +55,8 @@ HALVES = (
     "wide8",
     "wide9",
     "wide10",
+    "wide11",
+    "wide12",
 )
 
 Key = tuple[str, str, int, str]
