@@ -925,6 +925,121 @@ def train(student, teacher, loader):
         optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+
+def build(name):
+    if name == "linear":
+        net = torch.nn.Linear(8, 8)
+    else:
+        net = None
+    return net
+
+def train(args, loader):
+    model = build(args.model)
+    model.half()  # !
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def build(name):
+    if name == "linear":
+        net = torch.nn.Linear(8, 8)
+    else:
+        net = None
+    return net
+
+def train(args, loader):
+    model = build(args.model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def do_train(model, loader, optimizer):
+    for images, targets in loader:
+        images = images.half()  # !
+        found = []
+        found.append(model(images, targets))
+        losses = sum(loss for losses in found for loss in losses.values())
+        losses.backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def do_train(model, loader, optimizer):
+    for images, targets in loader:
+        found = []
+        found.append(model(images, targets))
+        losses = sum(loss for losses in found for loss in losses.values())
+        losses.backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def linear_probe_evaluate(features, labels):
+    probe = torch.nn.Linear(8, 8)
+    probe.half()  # !
+    optimizer = torch.optim.Adam(probe.parameters())
+    for x, y in zip(features, labels):
+        torch.nn.functional.cross_entropy(probe(x), y).backward()
+        optimizer.step()
+    return probe
+
+def evaluate(features, labels):
+    return linear_probe_evaluate(features, labels)
+""",
+            fixed="""\
+import torch
+
+def linear_probe_evaluate(features, labels):
+    probe = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(probe.parameters())
+    for x, y in zip(features, labels):
+        torch.nn.functional.cross_entropy(probe(x), y).backward()
+        optimizer.step()
+    return probe
+
+def evaluate(features, labels):
+    return linear_probe_evaluate(features, labels)
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def step_all(model, loader):
+    model.half()
+    optimizer = torch.optim.Adam(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+def benchmark_half(model, loader):
+    step_all(model, loader)
+
+def sample(model, latent, loader):
+    model.half()
+    optimizer = torch.optim.Adam([latent])
+    for x in loader:
+        model(latent + x).sum().backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
