@@ -18,7 +18,8 @@ so there):
   main part that none mentions, a test, and a trial on random tensors below `if __name__ == "__main__":`;
 - a cast in a program that only measures how fast steps are (a file or folder named `bench...`, `profile` or `speed`);
 - a key in a DeepSpeed config of a project that pins a DeepSpeed which still has it, or a misspelt section that is off;
-- positions that BF16 holds exactly: up to a small literal, a small default, the size of a batch or of a window;
+- positions that BF16 holds exactly (up to a small literal, a small default, the size of a batch or of a window) where
+  no power or logarithm of them follows;
 - torch's clipping after gradients that the program unscales itself, and code that does not import the name `torch`;
 - an average that is copied but never updated: `weight_decay` says nothing about that.
 
@@ -578,11 +579,14 @@ def positions_in_bfloat16(text: str) -> str | None:
         end = code(plain[1] if len(plain) > 1 else plain[0]) if plain else ""
         default = re.search(rf"\b{re.escape(end.split('.')[-1])}\b(?:\s*:\s*\w+)?\s*=\s*(\d+)\b", text) if end else None
         known = int(end) if end.isdigit() else int(default[1]) if default else None
+        after = text[text.find(code(arange)) :][:400]
+        if re.search(r"\*\*|\blog\(", after):
+            return False  # what is computed from them is rounded, however small they are
         return (known is not None and known <= 256) or bool(re.search(r"(?i)batch_?size|\bbsz?\b|window|\bws\b", end))
 
     def cast(call: cst.Call) -> cst.BaseExpression | None:
         arange = call.func.value if called(call, "float") else call  # type: ignore[union-attr]
-        if called(arange, "arange") and small(arange) and not re.search(r"\*\*|\.log\(", text):
+        if called(arange, "arange") and small(arange):
             return None
         if called(call, "float") and called(call.func.value, "arange"):  # type: ignore[union-attr]
             return call.with_changes(func=call.func.with_changes(attr=cst.Name("bfloat16")))
@@ -760,7 +764,7 @@ def backward_outside_accelerator(text: str) -> str | None:
     "503",
     r"accelerator\.prepare\(",
     r"accelerator\.clip_grad_norm_\(",
-    r"(?m)^import torch\b(?! as)",
+    r"(?m)^import torch *(?:,|#|$)",
     never=r"unscale_\(",
 )
 def clip_outside_accelerator(text: str) -> str | None:
@@ -772,7 +776,7 @@ def clip_outside_accelerator(text: str) -> str | None:
     r"accelerator\.prepare\(",
     r"accelerator\.backward\(",
     r"= *(unet|model|net|transformer)\(",
-    r"(?m)^import torch\b(?! as)",
+    r"(?m)^import torch *(?:,|#|$)",
     never="autocast|[sS]caler",
 )
 def autocast_under_accelerator(text: str) -> str | None:
@@ -1073,7 +1077,11 @@ def words_of(folder: Path, repository: str, pattern: str, cache: dict[tuple[str,
     """True if a Python file or a list of requirements of the repository contains the pattern."""
     if (repository, pattern) not in cache:
         where = folder / repository.replace("/", "+")
-        files = (each for name in ("*.py", "*requirements*.txt", "*.toml", "*.lock") for each in where.rglob(name))
+        files = (
+            each
+            for name in ("*.py", "*requirements*.txt", "requirements/*.txt", "*.toml", "*.lock")
+            for each in where.rglob(name)
+        )
         cache[repository, pattern] = any(re.search(pattern, each.read_text("utf-8", "replace")) for each in files)
     return cache[repository, pattern]
 
