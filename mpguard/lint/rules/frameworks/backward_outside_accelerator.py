@@ -26,7 +26,8 @@ class BackwardOutsideAccelerator(Rule):
 
     ## What it does
     Reports a plain `backward()` whose loss comes from a model that `accelerator.prepare` returned, or whose gradients
-    are applied by an optimizer that it returned.
+    are applied by an optimizer that it returned, and one in the `training_step` of a subclass of transformers' Trainer,
+    which prepares the model itself.
 
     ## Why is this bad
     `accelerator.backward(loss)` scales the loss under FP16, divides it by `gradient_accumulation_steps`, and passes it

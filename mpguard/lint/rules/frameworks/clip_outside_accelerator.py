@@ -56,7 +56,7 @@ class ClipOutsideAccelerator(Rule):
     ## Known limits
     Only parameters of a model that is known to be prepared are checked. Files that call
     `accelerator.unscale_gradients()` themselves are not reported, nor are functions that unscale with their own scaler
-    (MPG502), nor an infinite norm, which clips nothing.
+    (MPG502), nor an infinite norm, which clips nothing, nor what runs if the Accelerator's own clipping raised.
     """
 
     code, name = "MPG503", "clip-outside-accelerator"
