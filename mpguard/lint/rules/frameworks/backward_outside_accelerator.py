@@ -420,7 +420,7 @@ def _is_in_trainer(backward: Event, facts: Facts) -> bool:
     cls = backward.scope.owner
     if backward.scope.name != "training_step" or cls is None:
         return False
-    bases = facts.of(cls).graph.ancestry(cls)
+    bases = facts.ancestry(cls)
     return any(base.startswith(("transformers.", "trl.")) and base.endswith("Trainer") for base in bases) and any(
         use.path.startswith("self.accelerator")
         for scope in facts.scopes
